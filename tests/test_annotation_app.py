@@ -416,7 +416,7 @@ def test_hosts_and_ports(world, folder, caplog, monkeypatch):
             serve_annotation(work, socket.gethostname(), port)
         assert "no password" in caplog.text
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(ImportError, match=r"paco_trl\[annotate\]"):
+    with pytest.raises(ImportError, match=r"paco_trl\[apps\]"):
         serve_annotation(work)
 
 

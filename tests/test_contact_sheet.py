@@ -90,6 +90,28 @@ class TestWithoutSeries:
         assert named.width > sheet.width
 
 
+class TestForACard:
+    @pytest.mark.parametrize(
+        ("generations", "names", "has_sources"), [(1, ("",), False), (4, ("",), False), (2, ("before", "after"), True)]
+    )
+    def test_letters_and_images_are_legible_at_700_pixels(self, tmp_path, generations, names, has_sources):
+        images = sheet_images(4, generations, names)
+        sources = {0: [Image.new("RGB", (64, 64), (250, 0, 250))]} if has_sources else None
+        sheet = save_contact_sheet(images, "Round 3", tmp_path / "card.png", sources, True)
+        shown = 700 / sheet.width
+        assert abs(sheet.width - 5.3 * 190) <= 1
+        boxes = [box_of(sheet, color_of(i.prompt, i.generation, i.series)) for i in images]
+        assert max(box[2] for box in boxes) < sheet.width
+        assert all((right - left) * shown > 140 for left, _, right, _ in boxes)
+        # A line of a caption, of which there are three: 10 pixels apart or more
+        left, _, right, bottom = boxes[0]
+        rows = np.asarray(sheet)[bottom + 2 :, left:right].max(axis=-1).min(axis=1) < 100
+        starts = np.flatnonzero(rows[1:] & ~rows[:-1])[:3]
+        assert (np.diff(starts) * shown > 10).all() and (np.diff(starts) * shown < 16).all()
+        plain = save_contact_sheet(images, "Round 3", tmp_path / "plain.png", sources)
+        assert plain.width != sheet.width
+
+
 class TestBeforeAndAfter:
     NAMES = ("base model", "step 120")
 

@@ -10,6 +10,7 @@ import tempfile
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -166,7 +167,7 @@ class TestPicture:
         assert len(titles) == len(beginnings)
         assert all(title.startswith(beginning) for title, beginning in zip(titles, beginnings, strict=True))
         with Image.open(tmp_path / "curves.png") as picture:
-            assert picture.format == "PNG" and picture.size[0] == 1000
+            assert picture.format == "PNG" and picture.size[0] == 1022
 
     def test_a_panel_needs_its_metrics(self, tmp_path, drawn):
         entry = {"rewards/a/mean": 0.5, "clip_ratio/low_mean": 0.1, "step": 1}
@@ -369,6 +370,9 @@ class TestPicture:
         for upper, lower in zip(boxes, boxes[1:], strict=False):
             assert upper.y0 >= lower.y1
         assert boxes[0].y1 <= figure.bbox.y1 and boxes[-1].y0 >= 0 and min(box.x0 for box in boxes) >= 0
+        # On a model card, which is about 700 pixels wide, they are legible
+        sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
+        assert min(sizes) / 72 * 700 / figure.get_figwidth() > 9
         assert panel(figure, "_mine: mean") and panel(figure, r"a\$b\$c: mean")
         assert len(legend_of(panel(figure, "Spread"))) == 6 + 1  # none is left out, though one begins with _
 

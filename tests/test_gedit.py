@@ -1046,7 +1046,7 @@ def test_two_processes_equal_one(generated, kontext, prompts, server, tmp_path):
     prompts.save_to_disk(tmp_path / "planted")
     plant(tmp_path / "edits")
     (tmp_path / "script.py").write_text(SCRIPT)
-    config = launching.write_ddp_config(tmp_path)
+    config = launching.CPU_DDP
     folders = [str(tmp_path / name) for name in ("generated", "two", "planted", "edits")]
     printed = launching.check_run([tmp_path / "script.py", kontext, *folders, server.url], config=config)
     total = sum(by_hand(n, language).overall for n in range(6) for language in ("en", "cn"))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The miniature, shortened: every step runs, what is done is found, and what cannot be is said."""
 
+import html
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from datasets import load_from_disk
 from PIL import Image
 
 import launching
+from miniature.before_and_after import choose_sets
 from miniature.evaluation_step import compare, generate_and_read
 from miniature.generator_step import train_generator
 from miniature.models import toy_flux_path
@@ -43,6 +46,18 @@ ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "examples" / "miniature" / "demo.py"
 
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROKEN_WORDS = """() => [...document.querySelectorAll("th, td")].flatMap((cell) => {
+    const text = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT).nextNode();
+    return [...text.data.matchAll(/[^\\s-]+/g)].filter((word) => {
+        const range = document.createRange();
+        range.setStart(text, word.index);
+        range.setEnd(text, word.index + word[0].length);
+        return range.getClientRects().length > 1;
+    }).map((word) => word[0]);
+})"""
+
+
 def demo(folder: Path, *options: str, **kwargs) -> subprocess.CompletedProcess:
     return launching.run([DEMO, "--output_dir", folder, *options], **kwargs)
 
@@ -54,6 +69,26 @@ def finished(tmp_path_factory) -> tuple[Miniature, list[str], str]:
     done = demo(folder, "--short")
     assert done.returncode == 0, done.stderr
     return Miniature(folder, SHORT), [line for line in done.stdout.splitlines() if line], done.stderr
+
+
+class TestShownSets:
+    """The figure shows sets at even ranks of those that changed, losses included."""
+
+    @staticmethod
+    def truths(values: list[float]) -> dict:
+        other_noise = {(f"prompt-{number}", 1): SetTruth(0.9, 1.0, 0.0, 0.0) for number in range(len(values))}
+        return {(f"prompt-{n}", 0): SetTruth(value, 1.0, 0.0, 0.0) for n, value in enumerate(values)} | other_noise
+
+    def test_sets_at_even_ranks_of_the_change(self):
+        before = self.truths([0.5] * 8)
+        after = self.truths([0.5, 1.0, 0.0, 0.5, 0.8, 0.9, 0.7, 0.6])  # ranks: 1, 5, 4, 6, 7, 2
+        assert [name for name, _ in choose_sets(before, after, count=3)] == ["prompt-5", "prompt-6", "prompt-2"]
+        assert [name for name, _ in choose_sets(before, after)] == [f"prompt-{n}" for n in (1, 5, 4, 6, 7, 2)]
+
+    def test_without_a_change_all_are_candidates(self):
+        truths = self.truths([0.5, 1.0, 0.5, 0.5])
+        assert choose_sets(truths, truths, count=2) == [("prompt-1", 0), ("prompt-3", 0)]
+        assert len(choose_sets(truths, truths)) == 4
 
 
 @pytest.mark.slow
@@ -105,23 +140,67 @@ class TestShortRun:
         assert once_more["generator"] > 1.8 * usual["generator"] and once_more["judge"] == usual["judge"]
 
     def test_it_says_no_more_than_that(self, finished):
-        _, lines, bars = finished
-        others = [line for line in lines[:-5] if not line.startswith("Step ")]
+        miniature, lines, bars = finished
+        ends_with = sum(map(bool, miniature.summary()))
+        others = [line for line in lines[:-ends_with] if not line.startswith("Step ")]
         assert len(others) == 2
         assert "effective batch 8 images" in others[0] and "the results mean nothing" in others[1]
         assert "consistency=0." in bars and "accuracy=0." in bars  # at the end of the bars
         assert "FutureWarning" not in bars and "Saving the dataset" not in bars
+        # Of the rounds, before and after: not one for each call of the pipeline, with its prompts
+        truncated = [line for line in bars.splitlines() if "truncated" in line]
+        assert len(truncated) == 3 and all("For " in line and "[" not in line[9:] for line in truncated)
 
     def test_the_summary(self, finished):
         starts = ("Dataset:", "Judge:", "True consistency", "True prompt following", "See ")
-        assert [line.startswith(start) for line, start in zip(finished[1][-5:], starts, strict=True)] == [True] * 5
-        assert finished[1][-5:] == finished[0].summary()
+        said = [line for line in finished[0].summary() if line]
+        assert finished[1][-len(said) :] == said
+        assert [line.startswith(start) for line, start in zip(said[:5], starts, strict=True)] == [True] * 5
+
+    def test_the_lines_that_load_the_adapter(self, finished, monkeypatch):
+        """As printed, and with those that generate on the page, where the demo was started."""
+        monkeypatch.chdir(ROOT)
+        said = finished[0].summary()
+        names = {}
+        exec(textwrap.dedent("\n".join(said[said.index("") + 3 :])), names)
+        assert names["pipe"].get_active_adapters() == ["default_0"]
+        page = (finished[0].folder / "report.html").read_text(encoding="utf-8")
+        exec(html.unescape(re.search("<pre><code>(.*?)</code>", page, flags=re.S)[1]), names)
+        assert names["prompt"] == finished[0].prompts("train")[0]["prompt"]
+        assert [panel.size for panel in names["panels"]] == [(64, 64)] * 4
+        # It takes the one length of text that the toy knows, and the card names the toy as seen from here
+        card = (finished[0].folder / "toy-flux-lora" / "README.md").read_text(encoding="utf-8")
+        length = names["pipe"].tokenizer_2.model_max_length
+        assert length < 512 and f"max_sequence_length={length}" in card
+        assert 'FluxPipeline.from_pretrained("examples/miniature/weights/flux"' in card
+        assert (finished[0].folder / "toy-flux-lora" / "images" / "0.png").is_file()
 
     def test_the_page_needs_nothing_beside_it(self, finished):
         folder = finished[0].folder
         page = (folder / "report.html").read_text(encoding="utf-8")
         assert page.count('src="data:image/png;base64,') == 6
         assert 'src="http' not in page
+
+    @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+    def test_the_page_on_a_phone(self, finished):
+        playwright = pytest.importorskip("playwright.sync_api")
+        with playwright.sync_playwright() as started:
+            browser = started.chromium.launch(executable_path=CHROMIUM, args=["--headless", "--no-sandbox"])
+            shape, broken = {}, {}
+            for width in (390, 1280):
+                page = browser.new_page(viewport={"width": width, "height": 844})
+                page.goto((finished[0].folder / "report.html").as_uri())
+                assert page.evaluate("document.documentElement.scrollWidth") == width  # only parts scroll
+                picture = page.locator("img").first
+                shape[width] = picture.evaluate("image => image.height / image.width")
+                assert picture.bounding_box()["width"] <= width
+                broken[width] = page.evaluate(BROKEN_WORDS)
+                if width == 390:
+                    page.add_style_tag(content="table { overflow-wrap: anywhere !important; width: 200px }")
+                    assert page.evaluate(BROKEN_WORDS)  # it would see them
+            browser.close()
+        assert broken == {390: [], 1280: []}
+        assert shape[390] > 2 > 0.8 > shape[1280]  # before and after of two sets, and two more below
 
     def test_again_does_nothing_again(self, finished):
         miniature = finished[0]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cards of models: their metadata, what they say and leave out, and how they look in a browser."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -9,7 +10,9 @@ import shlex
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from datasets import Dataset
@@ -33,7 +36,7 @@ from paco_trl.cards import (
 )
 from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
 from paco_trl.commands.merge import MergeArguments, merge
-from paco_trl.data import make_pair, theme_question
+from paco_trl.data import make_pair, parse_image_set_prompt, split_grid, theme_question
 from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, ServedJudge, redness_reward
 from paco_trl.tiny import build_tiny_clip
@@ -223,6 +226,36 @@ def parquet(dataset, folder: Path) -> bytes:
     return (folder / "rows.parquet").read_bytes()
 
 
+class TestGallery:
+    """The images that the Hub shows next to the card."""
+
+    def test_images_after_training_with_their_prompts(self, trained, prompts):
+        folder = Path(trained.args.output_dir)
+        widget = ModelCard.load(folder / "README.md").data.widget
+        expected = prompts["prompt"][:3]  # of the evaluation
+        assert [each["text"] for each in widget] == expected
+        assert [each["output"]["url"] for each in widget] == [f"images/{number}.png" for number in range(3)]
+        saved = [np.asarray(Image.open(folder / each["output"]["url"])) for each in widget]
+        with Image.open(folder / "evaluation" / "eval_baseline" / "0.png") as before:
+            assert saved[0].shape == (64, 64, 3) and (saved[0] != np.asarray(before)).any()
+
+    def test_without_an_evaluation_they_are_of_the_last_round(self, trained):
+        card = trained._model_card(use_ema=False)
+        assert [path.name for name, path in card.pictures.items() if "/" in name] == [
+            f"{number}_round_00001.png" for number in range(4)
+        ]
+        shown = [row["prompt"] for row in scores_of(trained, "round_00001") if row["generation"] == 0]
+        assert list(card.gallery.values()) == shown != list(trained._model_card().gallery.values())
+
+    def test_without_images_there_is_no_gallery(self, make_trainer):
+        assert not make_trainer()._model_card().gallery and "widget" not in str(card_of(make_trainer()))
+
+
+def scores_of(trainer, name: str) -> list[dict]:
+    file = Path(trainer.args.output_dir) / "contact_sheets" / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 class TestDatasets:
     """What the card says of data that come from the Hub, over HTTP."""
 
@@ -352,6 +385,11 @@ class TestRenamed:
         assert renamed(text, "ru", new) == renamed(text, "un", new) == renamed(text, "r.n", new) == text
 
     @pytest.mark.parametrize("card", CARDS)
+    def test_the_path_of_the_directory_goes_with_its_name(self, card):
+        text = str(render_card(dataclasses.replace(card, repo_id="runs/today/run")))
+        assert renamed(text, "run", "user/run") == str(render_card(dataclasses.replace(card, repo_id="user/run")))
+
+    @pytest.mark.parametrize("card", CARDS)
     def test_what_is_no_name_of_the_model_remains(self, card):
         # The base model, in a folder of the same name, the title, and text that speaks of it
         card = dataclasses.replace(card, title="run", base_model="/models/run", datasets=["run"], hardware='"run" run')
@@ -442,6 +480,18 @@ class TestWhatItSays:
         text = str(card_of(make_trainer(reward_funcs=[ConsistencyReward(served), custom])))
         assert "| consistency | 1 | paco-reward |" in text and "10.1.2.3" not in text
         assert "| custom | 1 | own |" in text and "/home/me" not in text
+
+    def test_the_library_is_linked_where_its_address_is_known(self, tmp_path, monkeypatch):
+        cards = (
+            ImageModelCard("a", "u/a", FLUX, method="PaCo-GRPO"),
+            JudgeCard("a", "u/a", QWEN, settings=JudgeSettings(pairs=2)),
+        )
+        assert all("by paco_trl:" in str(render_card(card)) for card in cards)
+        folder = tmp_path / "paco_trl-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: paco_trl\nHome-page: https://a.b/paco\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert all("by [paco_trl](https://a.b/paco):" in str(render_card(card)) for card in cards)
 
     def test_hardware_and_time(self, trained, judge, make_trainer):
         for trainer in (trained, judge):
@@ -597,24 +647,62 @@ class TestWhatItSays:
 
 class TestUse:
     @pytest.mark.filterwarnings("error:.*torch_dtype")
-    def test_the_code_of_an_adapter_runs_both_ways(self, trained, tiny_flux):
-        folder = trained.args.output_dir
-        text = text_of(trained).replace('"foxes"', f'"{folder}"').replace(f'"{tiny_flux.name}"', f'"{tiny_flux}"')
+    def test_the_code_of_an_adapter_runs_both_ways(self, trained, tiny_flux, prompts, tmp_path_factory, monkeypatch):
+        """As it is, where training was started: the base model and the adapter are directories below."""
+        monkeypatch.chdir(tmp_path_factory.getbasetemp())
+        text = str(card_of(trained))
+        assert str(tmp_path_factory.getbasetemp()) not in text
         diffusers, peft, call = code_of(text)
-        call = call.replace(
-            ").images", ", height=32, width=32, num_inference_steps=2, generator=torch.manual_seed(0)).images"
-        )
-        assert "guidance_scale=3.5" in call
+        assert '.to("cpu")' in diffusers  # where it was trained
+        for argument in ("height=64, width=64", "num_inference_steps=2", "guidance_scale=3.5"):
+            assert argument in call
+        call = f"torch.manual_seed(0)\n{call}"
         images = []
         for lines in (diffusers, "\n".join(diffusers.splitlines()[:-1]) + "\n" + peft):
             names = {}
             exec(lines + call, names)
             images.append(names["image"])
+            assert names["prompt"] == prompts[0]["prompt"] and names["image"].size == (64, 64)
+            panels = split_grid(names["image"], 2, 2)
+            assert [panel.tobytes() for panel in names["panels"]] == [panel.tobytes() for panel in panels]
         assert "load_lora_weights" in diffusers and "PeftModel" in peft
         assert images[0].tobytes() == images[1].tobytes()
         names = {}
         exec("\n".join(diffusers.splitlines()[:-1]) + "\n" + call, names)
         assert names["image"].tobytes() != images[0].tobytes()  # the base model
+
+    def test_other_machines_have_a_gpu_and_no_directories_of_this_one(self, trained, tiny_flux, make_trainer):
+        assert '.to("cuda")' in str(render_card(ImageModelCard("a", "u/a", FLUX)))
+        text = text_of(trained)  # written where neither directory is below
+        assert f'from_pretrained("{tiny_flux.name}"' in text and 'load_lora_weights("foxes")' in text
+        assert f"The base model `{tiny_flux.name}` is not on the Hub" in text
+        assert "is not on the Hub" not in str(render_card(ImageModelCard("a", "u/a", FLUX)))
+
+    @pytest.mark.parametrize(
+        "prompt", ["A fox.", 'A "fox"  \\ in\tthe\n\n```snow\'s ' * 9, "\u2028 Zoë 狐 " * 30, "x" * 250]
+    )
+    def test_the_prompt_of_the_code_is_that_of_training(self, prompt):
+        card = ImageModelCard("a", "u/a", FLUX, prompt=prompt, layout=[1, 2])
+        code = str(render_card(card)).split("```python\nprompt = ")[1].split("\nimage = ")[0]
+        assert ast.literal_eval(code) == prompt
+        assert max(map(len, code.splitlines())) < 200
+        assert "rows, cols = 1, 2\n" in str(render_card(card))
+        assert "panels" not in code_of(str(render_card(dataclasses.replace(card, layout=[1, 1]))))[-1]
+
+    def test_without_a_training_set_the_prompt_is_a_packaged_one(self):
+        for size, settings in ((1024, None), (512, ImageSettings(inference_size=[512, 512]))):
+            code = code_of(str(render_card(ImageModelCard("a", "u/a", FLUX, settings=settings))))[-1]
+            names = {
+                "pipe": lambda **given: SimpleNamespace(images=[Image.new("RGB", (given["width"], given["height"]))])
+            }
+            exec(code, names)
+            parsed = parse_image_set_prompt(names["prompt"])
+            assert len(names["panels"]) == len(parsed.panels) == 4 and names["panels"][3].size == (
+                size // 2,
+                size // 2,
+            )
+        edit = code_of(str(render_card(ImageModelCard("a", "u/a", FLUX, is_editing=True))))[-1]
+        assert "panels" not in edit and "pipe(image=source, prompt=prompt)" in edit
 
     def test_the_code_of_a_judge_runs(self, judge, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -656,7 +744,7 @@ class TestUse:
         from paco_trl.commands.serve_reward import ServeArguments, find_adapter, serve_command
 
         folder = judge.args.output_dir
-        (command,) = code_of(text_of(judge), "bash")
+        *_, command = code_of(text_of(judge), "bash")
         words = shlex.split(command.replace("\\\n", " "))
         assert words[:2] == ["vllm", "serve"]
         assert words[words.index("--lora-modules") + 1] == "judge=judge"

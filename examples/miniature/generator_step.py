@@ -28,6 +28,8 @@ def train_generator(
     settings: MiniatureSettings,
     callbacks: Sequence[TrainerCallback] = (),
     trainer_class: type[PaCoGRPOTrainer] = PaCoGRPOTrainer,
+    config_class: type[PaCoGRPOConfig] = PaCoGRPOConfig,
+    extra_rewards: Sequence[Callable] = (),
     **options: Any,
 ) -> PaCoGRPOTrainer:
     """Train a LoRA of the toy FLUX on the judge's score and CLIP-T, resuming from the last checkpoint."""
@@ -55,8 +57,8 @@ def train_generator(
     rewards: list[Callable] = [ConsistencyReward(judge, batch_size=128), ClipTReward(toy_clip_path(), batch_size=128)]
     trainer = trainer_class(
         model=str(toy_flux_path()),
-        reward_funcs=rewards,
-        args=PaCoGRPOConfig(str(folder), **(usual | options)),
+        reward_funcs=[*rewards, *extra_rewards],
+        args=config_class(str(folder), **(usual | options)),
         train_dataset=prompts,
         callbacks=list(callbacks),
         peft_config=LoraConfig(r=16, lora_alpha=32, init_lora_weights="gaussian"),

@@ -2,15 +2,21 @@
 """Step 5: write the report, and the summary that the command prints at the end."""
 
 import base64
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from paco_trl.cards import renamed
 from paco_trl.hub.files import PIPELINE_ADAPTER
+from paco_trl.hub.pushing import select_files
 from paco_trl.utils.files import write_atomically
+from paco_trl.utils.names import relative_name
 
+from .models import toy_flux_path
 from .settings import ADAPTER, MiniatureSettings
 
 
@@ -22,7 +28,7 @@ def write_report(
 ) -> Path:
     """Write the self-contained `report.html`, and copies of its figures and of the adapter next to it."""
     generator = steps["generator"] / ADAPTER
-    sheets = sorted((generator / "contact_sheets").glob("*.png"))
+    sheets = sorted((generator / "contact_sheets" / "card").glob("round_*.png"))
     pictures = {
         "sets": steps["dataset"] / "grids" / "sample.png",
         "calibration": max((steps["judge"] / "evaluation").glob("*-calibration-*.png")),
@@ -30,13 +36,16 @@ def write_report(
         "first_round": sheets[0],
         "last_round": sheets[-1],
         "before_and_after": steps["evaluation"] / "before_and_after.png",
+        "before_and_after_narrow": steps["evaluation"] / "before_and_after_narrow.png",
     }
     for name in ("before_and_after", "curves", "calibration"):
         shutil.copyfile(pictures[name], folder / f"{name}.png")
     adapter = folder / ADAPTER
-    adapter.mkdir(exist_ok=True)
-    for path in {path for pattern in PIPELINE_ADAPTER for path in generator.glob(pattern)}:
-        shutil.copyfile(path, adapter / path.name)
+    for name, path in select_files(generator, PIPELINE_ADAPTER).items():
+        (adapter / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, adapter / name)
+    card = (adapter / "README.md").read_text(encoding="utf-8")
+    write_atomically(adapter / "README.md", renamed(card, ADAPTER, relative_name(str(adapter))))
     text = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"percent": "{:.1%}".format, "interval": _interval}
@@ -44,6 +53,7 @@ def write_report(
         results=results,
         settings=settings,
         judges=JUDGES,
+        code="\n".join(adapter_code(folder)),
         pictures={
             name: "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
             for name, path in pictures.items()
@@ -52,6 +62,28 @@ def write_report(
     path = folder / "report.html"
     write_atomically(path, html)
     return path
+
+
+def adapter_code(folder: Path) -> tuple[str, str]:
+    """Return the code of the adapter's card that loads it and that generates, with paths from the working directory."""
+    card = (folder / ADAPTER / "README.md").read_text(encoding="utf-8")
+    card = renamed(card, ADAPTER, os.path.relpath(folder / ADAPTER))
+    card = re.sub(
+        r'(Pipeline\.from_pretrained\(")[^"]+', lambda found: found[1] + os.path.relpath(toy_flux_path()), card
+    )
+    load, _, generate = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)[:3]
+    return load, generate
+
+
+def loading_lines(folder: Path) -> list[str]:
+    """Return lines that load the adapter, indented, with a heading."""
+    load = adapter_code(folder)[0].splitlines()
+    return [
+        "",
+        "These lines load the adapter; its card has those that generate:",
+        "",
+        *(f"    {line}" for line in load),
+    ]
 
 
 def summary(folder: Path, results: dict[str, dict[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ from paco_trl.dataset_building import StageFolder
 from paco_trl.utils.files import write_atomically
 
 from .data import make_prompts
-from .report import summary, write_report
+from .report import loading_lines, summary, write_report
 from .settings import ADAPTER, COMMAND, MiniatureSettings
 
 
@@ -42,11 +42,11 @@ def expected_seconds(settings: MiniatureSettings) -> dict[str, float]:
     """Estimate how long each step takes on one core."""
     images = settings.num_rounds * settings.num_prompts_per_round * settings.num_generations
     return {  # measured: startup, and per set, pair, image of a round, set
-        "dataset": 4 + 0.09 * 4 * settings.num_dataset_prompts,
-        "judge": 6 + 0.011 * settings.num_pairs,
-        "generator": 6 + 0.07 * images,
-        "evaluation": 2 + 0.06 * 2 * settings.num_test_prompts * settings.test_seeds,
-        "report": 2,
+        "dataset": 3 + 0.1 * 4 * settings.num_dataset_prompts,
+        "judge": 6 + 0.0115 * settings.num_pairs,
+        "generator": 6 + 0.087 * images,
+        "evaluation": 2 + 0.08 * 2 * settings.num_test_prompts * settings.test_seeds,
+        "report": 1,
     }
 
 
@@ -170,8 +170,8 @@ class Miniature:
             ) from error
 
     def summary(self) -> list[str]:
-        """Summarize the results in five lines; all steps but the report must be finished."""
-        return summary(self.folder, self._results())
+        """Summarize the results in five lines, and say how to load the adapter; all steps must be finished."""
+        return [*summary(self.folder, self._results()), *loading_lines(self.folder)]
 
     def prompts(self, part: str) -> "Dataset":
         """Return the prompts of one part; no prompt is in two of them."""
@@ -206,13 +206,17 @@ class Miniature:
         return {name: [log[name] for log in rounds] for name in names}
 
     def _evaluation(self, folder: Path) -> dict[str, Any]:
-        from .evaluation_step import compare, generate_and_read, plot_before_and_after
+        from .before_and_after import plot_before_and_after
+        from .evaluation_step import compare, generate_and_read
 
         prompts, truths = self.prompts("test"), {}
         for name, adapter in (("before", None), ("after", self.step_folder("generator") / ADAPTER)):
             truths[name] = generate_and_read(folder / name, adapter, prompts, self.settings)
         results = compare(truths["before"], truths["after"])
-        plot_before_and_after(folder, folder / "before_and_after.png", prompts, results)
+        rows = list(prompts.with_format(None))
+        sides = list(truths.values())
+        plot_before_and_after(folder, folder / "before_and_after.png", rows, sides, results)
+        plot_before_and_after(folder, folder / "before_and_after_narrow.png", rows, sides, columns=2)
         return results
 
     def _report(self, folder: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class LoRA:
 
 @dataclass
 class ImageSettings:
-    """Settings of a PaCo-GRPO or DiffusionNFT run, with the names of [`PaCoGRPOConfig`]."""
+    """Settings of a PaCo-GRPO, DiffusionNFT or AWM run, with the names of [`PaCoGRPOConfig`]."""
 
     optimizer_steps: int | None = None
     num_prompts_per_generation: int | None = None
@@ -51,8 +51,11 @@ class ImageSettings:
     num_sde_steps: int | None = None
     images_per_prefix: int | None = None
     tail_steps: int | None = None
+    adapter_fraction: float | None = None  # of the denoising steps of an evaluation
     nft_beta: float | None = None
-    num_trained_steps: int | None = None  # times at which DiffusionNFT trains each image
+    awm_weighting: str | None = None
+    old_policy_beta: float | None = None
+    num_trained_steps: int | None = None  # times at which DiffusionNFT and AWM train each image
     trained_weights: str | None = None  # what is trained, if not an adapter
     saved_weights: str | None = None  # what is saved, where there is a choice
     loss_type: str | None = None
@@ -60,7 +63,9 @@ class ImageSettings:
     lr_scheduler_type: str | None = None
     weight_decay: float | None = None
     epsilon: float | None = None
+    divergence_threshold: float | None = None
     beta: float | None = None
+    norm_penalty: float | None = None
     advantage_clip: float | None = None
     multi_objective_aggregation: str | None = None
     log_tame_threshold: float | str | None = None
@@ -87,8 +92,10 @@ class ImageSettings:
             if self.negative_prompt is not None:
                 negative = f" against the negative prompt {json.dumps(self.negative_prompt, ensure_ascii=False)}"
             yield "sampler", f"{self.num_inference_steps} steps, guidance {self.guidance_scale}{negative}"
-        if self.nft_beta is not None:
-            yield "trained times", f"{self.num_trained_steps} for each image, nft_beta {self.nft_beta}"
+        if self.num_trained_steps is not None:
+            names = ("nft_beta", "awm_weighting", "old_policy_beta")
+            own = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+            yield "trained times", ", ".join([f"{self.num_trained_steps} for each image", *own])
         elif self.sde_type is not None:
             chosen = f", {self.num_sde_steps} of them at random in each round" if self.num_sde_steps else ""
             shared = self.images_per_prefix or 1
@@ -107,7 +114,9 @@ class ImageSettings:
             ("learning rate", _scheduled(self.learning_rate, self.lr_scheduler_type)),
             ("weight decay", self.weight_decay),
             ("clip range", self.epsilon),
+            ("divergence threshold", self.divergence_threshold),
             ("KL weight", self.beta),
+            ("velocity norm penalty", self.norm_penalty),
             ("advantages clipped at", self.advantage_clip),
             ("reward aggregation", f"{aggregation}{threshold}" if aggregation else None),
             ("precision", self.precision),
@@ -243,13 +252,17 @@ class ImageModelCard(_Card):
     pipeline_class: str = "DiffusionPipeline"
     transformer_class: str | None = None
     dtype: str = "bfloat16"
+    device: str = "cuda"  # where the snippets run
+    prompt: str | None = None  # of the snippets; if `None`, a packaged one
+    layout: list[int] = field(default_factory=lambda: [1, 1])  # rows and columns of its image
     call: str = ""  # arguments of the pipeline's call besides the prompt, as code
     is_editing: bool = False
-    method: str | None = None  # "PaCo-GRPO" or "DiffusionNFT"
+    method: str | None = None  # "PaCo-GRPO", "DiffusionNFT" or "AWM"
     settings: ImageSettings | None = None
     rewards: list[Reward] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)  # the last ones
     pictures: dict[str, Path] = field(default_factory=dict)  # images of the card, by file name
+    gallery: dict[str, str] = field(default_factory=dict)  # prompts of those that the Hub's widget shows
 
 
 @dataclass

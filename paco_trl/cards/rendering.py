@@ -4,14 +4,17 @@
 import json
 import re
 import shutil
+import textwrap
+from importlib.metadata import metadata as installed
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..data import theme_question
+from ..data import demo_prompts_path, theme_question
 from ..hub.files import PICTURES
-from ..utils.names import public_name
+from ..utils.names import public_name, relative_name
 from ..utils.tables import markdown_text
 from .citations import TRL, base_citation
 from .content import ImageModelCard, JudgeCard, Result
@@ -40,9 +43,11 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     base_model, cited = public_name(card.base_model), base_citation(card.base_model)
     settings = card.settings.rows(card.lora) if card.settings else ()
     lora_rows = card.lora.rows() if card.lora else ()
-    shown = {
+    shown: dict[str, Any] = {
         "card": card,
         "base_model": base_model,
+        "base_path": relative_name(card.base_model),
+        "library": _library(),
         "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if _is_on_hub(card) else base_model,
         "is_base_on_hub": _is_on_hub(card),
         "merged_adapter": public_name(card.merged_adapter) if card.merged_adapter else None,
@@ -60,6 +65,9 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         shown["accuracy_intervals"] = [
             _interval(one["decision_accuracy"], one["pairs"]) for one in card.evaluations.values()
         ]
+    else:
+        shown["prompt"], shown["layout"], shown["call"] = _example(card)
+        shown["pipe_call"] = _pipe_call
     data = metadata(card)
     rendered = ModelCard(template.render(data.to_dict() | {"card_data": data.to_yaml()} | shown))
     rendered.text = re.sub(r"\n{3,}", "\n\n", rendered.text).rstrip() + "\n"
@@ -69,11 +77,13 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
 def save_card(card: ImageModelCard, folder: str | Path) -> None:
     """Save a card as `README.md` with its images, and remove the images of an earlier card that it does not have."""
     folder = Path(folder)
-    for name in PICTURES:
-        source, target = card.pictures.get(name), folder / name
-        if source is None and target.exists():
-            target.unlink()
-        elif source is not None and source.resolve() != target.resolve():
+    for old in [path for pattern in PICTURES for path in folder.glob(pattern)]:
+        if old.relative_to(folder).as_posix() not in card.pictures:
+            old.unlink()
+    for name, source in card.pictures.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.resolve() != target.resolve():
             shutil.copy(source, target)
     render_card(card).save(folder / "README.md")
 
@@ -84,7 +94,7 @@ def renamed(text: str, old: str, new: str) -> str:
 
     The title, the text, the base model and the served name of a judge are unchanged.
     """
-    name = re.escape(old)
+    name = rf"(?:[^\s\"'=]+/)?{re.escape(old)}"
     patterns = [
         # A pipeline loads the base model, which may have the same name
         rf'(?<!Pipeline)(\.from_pretrained\(\s*(?:[\w.]+,\s*)?"){name}(?=")',
@@ -137,9 +147,45 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
         license_name=license.name if license else None,
         license_link=license.link if license else None,
         tags=sorted({*card.tags, *(["lora"] if is_adapter else [])}),
+        widget=_widget(card),
         model_name=card.title if results else None,
         eval_results=results or None,
     )
+
+
+def _library() -> str:
+    """Link paco_trl, if the installed package knows its address."""
+    package = installed("paco_trl")
+    return f"[paco_trl]({package['Home-page']})" if "Home-page" in package else "paco_trl"
+
+
+def _widget(card: ImageModelCard | JudgeCard) -> list[dict] | None:
+    """Return the images that the Hub shows with their prompts."""
+    if isinstance(card, JudgeCard):
+        return None
+    return [{"text": prompt, "output": {"url": name}} for name, prompt in card.gallery.items()] or None
+
+
+def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
+    """Return what the snippets generate: the prompt as code, its layout, and the arguments of the call."""
+    prompt, layout, call = card.prompt, card.layout, card.call
+    if prompt is None and card.is_editing:
+        prompt = "Paint the car red."
+    elif prompt is None:  # in the format of the paper's prompts
+        row = json.loads(demo_prompts_path().read_text(encoding="utf-8").split("\n", 1)[0])
+        prompt, layout = row["prompt"], [row["rows"], row["cols"]]
+        height, width = (card.settings and card.settings.inference_size) or (row["height"], row["width"])
+        call = ", ".join(filter(None, [f"height={height}, width={width}", call]))
+    call = ", ".join(filter(None, ["image=source" if card.is_editing else "", "prompt=prompt", call]))
+    # Joined, the lines are the prompt
+    wrapper = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
+    lines = [json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(prompt)]
+    return lines[0] if len(lines) == 1 else "\n    ".join(["(", *lines]) + "\n)", layout, call
+
+
+def _pipe_call(arguments: str) -> str:
+    line = f"image = pipe({arguments}).images[0]"
+    return line if len(line) < 100 else f"image = pipe(\n    {arguments}\n).images[0]"
 
 
 def _is_on_hub(card: ImageModelCard | JudgeCard) -> bool:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.trainer_utils import rotate_checkpoints
 
-from .checkpoints import checkpoints_of, incomplete_files, publish, stage_folder
+from .checkpoints import checkpoints_of, incomplete_files, publish, recover_replaced, stage_folder
 from .weights import trained_parameters
 
 
@@ -62,9 +62,15 @@ def staged_checkpoint(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
-    staged.write(lambda folder: make(folder) if should_save else None)
-    yield staged
-    staged.write(lambda folder: publish(folder, output_dir, run) if should_save else None)
+    try:
+        staged.write(lambda folder: make(folder) if should_save else None)
+        yield staged
+        staged.write(lambda folder: publish(folder, output_dir, run) if should_save else None)
+    except KeyboardInterrupt:
+        if should_save:
+            recover_replaced(output_dir)
+            shutil.rmtree(staged.folder.parent, ignore_errors=True)
+        raise
 
 
 def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:

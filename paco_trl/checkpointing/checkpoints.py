@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find and publish checkpoints that are complete or absent, and compare them with the run that they belong to."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -86,6 +87,8 @@ def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
         shutil.rmtree(replaced)
     else:
         os.replace(staged, target)
+    with contextlib.suppress(OSError):  # has more in it
+        staged.parent.rmdir()
     _sync(Path(output_dir))  # older checkpoints may be deleted next
     return target
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import torch
+from diffusers.loaders import FluxLoraLoaderMixin
 from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
@@ -36,7 +37,9 @@ def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor]
         "use_rslora": False,
         "base_model_name_or_path": None,  # for PEFT's file only; it may be a local path
     }
-    pipeline.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
+    # Some pipelines have no such method (LongCat-Image in diffusers 0.42); in all that have one it writes the same
+    save = getattr(pipeline, "save_lora_weights", FluxLoraLoaderMixin.save_lora_weights)
+    save(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
 
 
 def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:

@@ -34,16 +34,17 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
 
 
-def find_prompts(name: str | Path, what: str) -> Path:
+def find_prompts(name: str | Path, what: str, suffixes: tuple[str, ...] = (".jsonl", ".json")) -> Path:
     """Find a file or directory of prompts; a path that does not exist can be a Hub id."""
     path = Path(name).expanduser()
-    if not path.exists() and (isinstance(name, Path) or is_local(name) or path.suffix in (".json", ".jsonl")):
+    if not path.exists() and (isinstance(name, Path) or is_local(name) or path.suffix in suffixes):
         raise FileNotFoundError(
             f"There is no file or directory {str(name)!r} with {what}. Check the path; the demo prompts are at "
             "`paco_trl.data.demo_prompts_path()`."
         )
-    if path.is_file() and path.suffix not in (".json", ".jsonl"):
-        raise ValueError(f"The file {str(path)!r} is not read: {what} are `.jsonl` or `.json` files.")
+    if path.is_file() and path.suffix not in suffixes:
+        readable = " or ".join(f"`{suffix}`" for suffix in suffixes)
+        raise ValueError(f"The file {str(path)!r} is not read: {what} are {readable} files.")
     return path
 
 

@@ -5,6 +5,7 @@ Image-set prompts: one text that asks for a grid of images which belong together
 Columns: `prompt`, `rows`, `cols`, `panels` and, where known, `theme`, `criteria`, `height`, `width` and `id`.
 """
 
+import csv
 import itertools
 import re
 from collections.abc import Iterable, Mapping
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 _NEEDED_COLUMNS = ["prompt", "rows", "cols", "panels"]
+# Without these a row is a bare prompt: what it shows is in its text
+_SHOWN_COLUMNS = {"rows", "cols", "panels", "layout", "image", "images"}
+_PROMPT_FILES = (".jsonl", ".json", ".csv", ".txt")
 _T2IS_COLUMNS = ["idx", "prompt", "layout", "height", "width"]
 _T2IS_BENCH = "T2IS-Bench.json"
 _T2IS_CRITERIA = "prompt_consistency.json"
@@ -388,7 +392,7 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
         raise ValueError("The image-set prompts have no rows. Check the file or the split that they come from.")
     missing = [name for name in _NEEDED_COLUMNS if name not in names]
     if missing:
-        hint = "Rename or add them."
+        hint = "Rename or add them; a row with a `prompt` and none of the others is a single image."
         if "layout" in names:
             hint = "These look like raw T2IS rows: convert them with `paco_trl.data.convert_t2is(dataset)`."
         raise ValueError(f"Image-set prompts need the columns {missing}, but there are only {names}. {hint}")
@@ -434,6 +438,32 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of one file: JSON, the cells of a CSV file, or the lines of a text as bare prompts."""
+    if path.suffix == ".txt":
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        return [{"prompt": line.strip()} for line in lines if line.strip()]
+    if path.suffix != ".csv":
+        return read_json_rows(path)
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    for index, row in enumerate(rows):
+        if None in row:
+            raise ValueError(f"Row {index} of {path} has more cells than the header. Put texts with commas in quotes.")
+        for name in row.keys() & {"height", "width"}:
+            row[name] = int(row[name]) if (row[name] or "").isdecimal() else row[name] or None
+    return rows
+
+
+def _with_layout(row: dict[str, Any]) -> dict[str, Any]:
+    """Complete a bare prompt: it describes an image set in the T2IS format, or a single image."""
+    if not is_text(row.get("prompt")) or not _SHOWN_COLUMNS.isdisjoint(row):
+        return row
+    prompt = row["prompt"]
+    is_set = _LAYOUT_PHRASE.search(prompt) is not None
+    return (parse_image_set_prompt(prompt) if is_set else ImageSetPrompt(prompt, 1, 1, [prompt]))._asdict() | row
+
+
 def _json_lines_of_split(folder: Path, split: str) -> list[Path]:
     """Find a split's files as `load_dataset` does: by the start of the name; names of no split are `train`."""
     splits = {"train", "validation", "test", split}
@@ -451,9 +481,12 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
     """
     Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
+    A row with a `prompt` and without `rows`, `cols` and `panels` is completed: a text that names an `RxC grid layout` is
+    parsed by [`parse_image_set_prompt`], any other is a single image (`rows = cols = 1`).
+
     Args:
         path_or_id (`str` or `Path`):
-            A `.jsonl` or `.json` file; a directory of `.jsonl` files; T2IS-Bench's own directory or Hub id, if its
+            A `.jsonl`, `.json` or `.csv` file; a `.txt` file with a prompt on each line; a directory of `.jsonl` files; T2IS-Bench's own directory or Hub id, if its
             cases have prompts of grids; a directory by `save_to_disk`; or what else [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
@@ -465,6 +498,8 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         FileNotFoundError: If `path_or_id` is a local path and does not exist.
         ValueError: If there is no such split, or the rows are not image-set prompts.
     """
+    from datasets import concatenate_datasets
+
     bench = find_t2is_bench(path_or_id)
     if bench is not None:
         dataset = read_t2is_bench(bench)
@@ -476,10 +511,10 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         check_image_set_columns(dataset)
         return dataset
 
-    path = find_prompts(path_or_id, "image-set prompts")
-    json_paths = [path] if path.is_file() else [] if is_saved(path) else _json_lines_of_split(path, split)
-    if json_paths:
-        rows = [row for json_path in json_paths for row in read_json_rows(json_path)]
+    path = find_prompts(path_or_id, "image-set prompts", _PROMPT_FILES)
+    paths = [path] if path.is_file() else [] if is_saved(path) else _json_lines_of_split(path, split)
+    if paths:
+        rows = [_with_layout(row) for each in paths for row in _read_rows(each)]
         # Before Arrow sees the rows: its error for a wrong type names neither row nor column
         check_image_set_columns(rows)
         return dataset_of_rows(rows)
@@ -487,6 +522,10 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
     dataset = load_split(path_or_id, split)
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
         dataset = convert_t2is(dataset)
+    elif "prompt" in dataset.column_names and _SHOWN_COLUMNS.isdisjoint(dataset.column_names):
+        added = dataset_of_rows([_with_layout({"prompt": prompt}) for prompt in dataset["prompt"]])
+        known = [name for name in added.column_names if name in dataset.column_names]
+        dataset = concatenate_datasets([dataset, added.remove_columns(known)], axis=1)
     check_image_set_columns(dataset)
     return dataset
 

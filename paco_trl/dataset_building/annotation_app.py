@@ -134,7 +134,7 @@ def serve_annotation(
     try:
         import gradio  # noqa: F401
     except ImportError as error:
-        raise ImportError('The annotation app needs `gradio`: pip install "paco_trl[annotate]".') from error
+        raise ImportError('The annotation app needs `gradio`: pip install "paco_trl[apps]".') from error
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware

@@ -109,7 +109,7 @@ def generate_grids(
     def generate(number: int) -> dict[tuple[int, int], "Image"]:
         return _generate(pipeline, columns["prompt"], ids, batches[number], call_arguments)
 
-    flat = generate_missing(paths, read, generate, "Generating grids")
+    flat = generate_missing(pipeline, paths, read, generate, "Generating grids")
 
     layouts = dict(zip(ids, zip(columns["rows"], columns["cols"], strict=True), strict=True))
     rows = [(f"{name}/{seed}", name, seed, *layouts[name], str(path)) for (name, seed), path in files.items()]

@@ -36,16 +36,7 @@ CONTROL_TOKEN = "a control token"
 
 _VISIBLE = re.compile(rf"\b(?:{'|'.join(' '.join(VISIBLE_ATTRIBUTES.values()).split())})\b", re.IGNORECASE)
 # A label may also be seen in an image, on a bottle: "the label on", "the label reads" are let through
-_GIVEN = re.compile(
-    r"\bground[\s-]truths?\b"
-    r"|\bthe\s+labels?\b(?!\s+(?:on|of|reads?|text|design|colou?rs?|shape)\b)"
-    r"|\b(?:given|provided|known|correct|expected|assigned|stated|supplied|true)\s+(?:label|answer|decision|verdict|conclusion)\b"
-    r"|\bas\s+(?:was\s+|were\s+)?(?:given|stated|provided|labell?ed|instructed|told|requested|indicated\s+by\s+the)\b"
-    r"|\b(?:I|we)\s+(?:was|were|am|are|have\s+been)\s+(?:told|given|instructed|asked)\b"
-    r"|\b(?:are|is|was|were|been)\s+labell?ed\s+(?:as\s+)?(?:consistent|inconsistent|yes|no)\b"
-    r"|\b(?:annotators?|annotations?)\b|\bpeople\s+(?:who\s+compared|decided|have\s+decided)\b",
-    re.IGNORECASE,
-)
+_GIVEN = re.compile("|".join(read_template("given_label.txt").splitlines()), re.IGNORECASE)
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 
 # Answers after which it is clear that there will be no usable one

@@ -4,8 +4,11 @@
 from pathlib import Path
 
 
-# Images of the card. Others in the directory are the user's own
-PICTURES = ["contact_sheet.png", "curves.png", "evaluation.png", "resolution_transfer.png", "tail_transfer.png"]
+# Images of the card, as patterns. Others in the directory are the user's own
+PICTURES = [
+    "contact_sheet.png", "curves.png", "evaluation.png", "resolution_transfer.png", "tail_transfer.png",
+    "images/[0-9].png",
+]  # fmt: skip
 _JUDGE_PICTURES = ["eval*_calibration.png", "eval*_wrong_pairs.png"]
 _PROCESSOR = [
     "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json", "processor_config.json",

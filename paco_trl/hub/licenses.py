@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import yaml
 
+from ..utils.files import read_template
 from ..utils.names import is_local, public_name
 
 
@@ -18,23 +19,8 @@ class License(NamedTuple):
     link: str | None = None
 
 
-def _flux_license(model: str) -> License:
-    link = f"https://huggingface.co/{model}/blob/main/LICENSE.md"
-    return License("other", "flux-1-dev-non-commercial-license", link)
-
-
 # Of the models that the paper trains, as in their cards: known without a request
-_KNOWN = {
-    "black-forest-labs/FLUX.1-dev": _flux_license("black-forest-labs/FLUX.1-dev"),
-    "black-forest-labs/FLUX.1-Kontext-dev": _flux_license("black-forest-labs/FLUX.1-Kontext-dev"),
-    "Qwen/Qwen-Image": License("apache-2.0"),
-    "Qwen/Qwen-Image-Edit": License("apache-2.0"),
-    "Qwen/Qwen-Image-Edit-2509": License("apache-2.0"),
-    "Qwen/Qwen2.5-VL-7B-Instruct": License("apache-2.0"),
-    "Qwen/Qwen2.5-VL-3B-Instruct": License(
-        "other", "qwen-research", "https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct/blob/main/LICENSE"
-    ),
-}
+_KNOWN = {model: License(*values) for model, values in yaml.safe_load(read_template("licenses.yaml")).items()}
 
 
 def read_license(model: str, token: str | bool | None = None) -> License:

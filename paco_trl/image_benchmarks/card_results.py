@@ -171,6 +171,8 @@ def _section(results: dict[str, Any], number: int) -> list[str]:
     counts = "; ".join(f"{name}: {count}" for name, count in tuned["counts"].items())
     lines, alerts = [*table.lines, *([f"Counts: {counts}."] if counts else [])], results.get("alerts") or []
     notes = [note for note in results["notes"] if note not in alerts]
+    if (fraction := tuned["settings"].get("adapter_fraction")) is not None:
+        notes.append(f"The adapter made the first {fraction:.0%} of the denoising steps, the base model the rest.")
     listed = bullet_list([*content.facts(results), content.leakage_line(results), *notes])
     return [
         f"## {markdown_text(f'{content.benchmark_name(results)}, {content.in_sentence(table.title)}')}",

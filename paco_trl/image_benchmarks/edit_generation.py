@@ -97,7 +97,7 @@ def generate_edits(
         arguments = call_arguments | _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
         return {number: _edit(pipeline, rows[number]["prompt"], sources.load(number), seed, arguments, keys[number])}
 
-    flat = [keys[row] for row in sorted(generate_missing(paths, read, generate, "Generating edits"))]
+    flat = [keys[row] for row in sorted(generate_missing(pipeline, paths, read, generate, "Generating edits"))]
     columns = {"id": [row["id"] for row in rows], "seed": [seed] * len(rows)}
     columns["image"] = [str(path) for of_row in paths for path in of_row.values()]
     columns |= {"language": [row["language"] for row in rows]} if has_language else {}

@@ -2,9 +2,9 @@
 """Load the pipeline of a system, with or without an adapter."""
 
 import hashlib
-import os
 from typing import TYPE_CHECKING
 
+from ..utils.files import find_model_file
 from ..utils.generation import load_pipeline
 
 
@@ -36,12 +36,10 @@ def load_system(
     Raises:
         ValueError: If the adapter was made for another model, does not fit, or has no safetensors.
     """
-    from transformers.utils import cached_file
-
     pipeline = load_pipeline(model, dtype, device)
     if adapter is None:
         return pipeline
-    if cached_file(adapter, "adapter_config.json", _raise_exceptions_for_missing_entries=False) is not None:
+    if find_model_file(adapter, "adapter_config.json") is not None:
         from ..rollout.loading import base_model_name, load_transformer_adapter, read_peft_config
         from ..utils.names import check_adapter_base
 
@@ -50,8 +48,10 @@ def load_system(
         transformer = load_transformer_adapter(pipeline.transformer, adapter, base_model_name(pipeline))
         pipeline.transformer = transformer.to(pipeline.transformer.device)  # in eval mode, as PEFT loads it
     else:
-        pipeline.load_lora_weights(os.fspath(adapter), use_safetensors=True)
-        if not pipeline.get_active_adapters():
+        from ..rollout.loading import load_lora
+
+        load_lora(pipeline, adapter)
+        if not getattr(pipeline.transformer, "peft_config", None):
             raise ValueError(
                 f"{adapter!r} has no LoRA for the pipeline {model!r}: nothing was loaded. Give an adapter in PEFT's format "
                 "(adapter_config.json), or a diffusers LoRA of this model."
@@ -61,10 +61,8 @@ def load_system(
 
 def adapter_weights_digest(adapter: str) -> str:
     """Digest the weights of an adapter: checkpoints of one run can have the same name."""
-    from transformers.utils import cached_file
-
     for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
-        path = cached_file(adapter, name, _raise_exceptions_for_missing_entries=False)
+        path = find_model_file(adapter, name)
         if path is not None:
             with open(path, "rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,7 +18,11 @@ from .figures import new_figure, open_png, png_bytes
 # Limits of a sheet, and of its images in pixels
 MAX_PROMPTS = 8
 MAX_IMAGES = 8
-THUMBNAIL = 256
+THUMBNAIL = 512
+
+# Of the sheet of a model card: a card is about 700 pixels wide, on which the letters of 5.3 inches are legible
+CARD_PROMPTS = CARD_IMAGES = 4
+CARD_WIDTH, _CARD_DPI = 5.3, 190
 
 LABEL_LETTERS = 12  # per line of the label of a row
 LABEL_FONT = FontProperties(size=7, weight="bold")
@@ -76,7 +80,11 @@ def _show(canvas: Any, place: Bbox, image: Image.Image, caption: str, size: int)
 
 
 def save_contact_sheet(
-    images: list[SheetImage], title: str, path: str | Path, sources: dict[int, list[Image.Image]] | None = None
+    images: list[SheetImage],
+    title: str,
+    path: str | Path,
+    sources: dict[int, list[Image.Image]] | None = None,
+    is_for_card: bool = False,
 ) -> Image.Image:
     """Save a PNG with a row of images per prompt and series; `sources` are thumbnails left of them."""
     rows = sorted({(image.prompt, image.series) for image in images})
@@ -86,15 +94,19 @@ def save_contact_sheet(
     labels = {(i.prompt, i.series): textwrap.fill(i.series_name, LABEL_LETTERS) for i in images if i.series_name}
     lines = [TextPath((0, 0), line, prop=LABEL_FONT) for label in labels.values() for line in label.splitlines()]
     margin = max(line.get_extents().x1 for line in lines) / 72 + 0.08 if labels else 0.0
-    if len(rows) > len({prompt for prompt, _ in rows}) or labels or sources:
+    per_width = 0.96 / (columns + gap * (columns - 1))
+    title_letters = columns * 26
+    if is_for_card:
+        width = (CARD_WIDTH - margin) / (1 + (1 + gap) * per_width * bool(sources))
+        title_letters = int(18 * width)
+    if len(rows) > len({prompt for prompt, _ in rows}) or labels or sources or is_for_card:
         # Rows are close to one another: each must fit with the last line of its caption
         caption_lines = max(image.caption.count("\n") + 1 for image in images)
-        image_width = 0.96 * width / (columns + gap * (columns - 1))
+        image_width = per_width * width
         text_height, below = max(0.62, 0.1 * caption_lines + 0.3), 0.1 * caption_lines
     else:
         image_width, text_height, below = 1.7, 0.62, 0.0
     source_column = (1 + gap) * image_width if sources else 0.0
-    title_letters = int(columns * 26)
     instructions = {}
     if sources:
         for image in images:
@@ -116,7 +128,8 @@ def save_contact_sheet(
             for number in own:
                 heights[number] += max(missing, 0.0) / len(own)
     left = source_column + margin
-    figure = new_figure(width + left, sum(heights) + 0.5 + below)
+    size = (width + left, sum(heights) + 0.5 + below)
+    figure = new_figure(*size, _CARD_DPI) if is_for_card else new_figure(*size)
     total, height = figure.get_size_inches()
     edge = 0.02 * width / total  # where the title and the sources begin
     grid = figure.add_gridspec(

@@ -35,7 +35,8 @@ _EVAL_STYLES = (("0.1", "o"), ("#d62728", "s"), ("#7b1fa2", "D"), ("#00695c", "^
 _PHASES = {"encode": "#b0bec5", "rollout": "#1f77b4", "reward": "#e8710a", "train": "#2a9d3a"}
 _CLIPPED = (("region", "both", "0.25"), ("low", "below the range", "#1f77b4"), ("high", "above the range", "#e8710a"))
 _DEVIATIONS: dict = {"ratio_deviation": ("-", "after an update"), "ratio_deviation_on_policy": (":", "on policy")}
-_PANEL_HEIGHT, _LEGEND_LINE, _GAP, _WIDTH = 1.35, 0.155, 0.42, 10.0  # inches
+# Inches. On a model card, about 700 pixels wide, letters of a wider figure are too small
+_PANEL_HEIGHT, _LEGEND_LINE, _GAP, _WIDTH = 1.35, 0.155, 0.42, 7.3
 
 
 def history_rows(log_history: list[dict]) -> list[dict[str, float]]:
@@ -64,7 +65,7 @@ def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round:
     panels = list(_panels(rows, steps_per_round))
     if not panels:
         return False
-    figure = new_figure(_WIDTH, 1, dpi=100)
+    figure = new_figure(_WIDTH, 1, dpi=140)
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     heights = []
     for axes, (title, plot) in zip(all_axes, panels, strict=True):
@@ -87,7 +88,7 @@ def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round:
     height = 0.3 + sum(heights) + _GAP * (len(heights) - 1) + 0.45  # with room for the title and the ticks
     figure.set_size_inches(_WIDTH, height)
     all_axes[0].get_gridspec().set_height_ratios(heights)
-    figure.subplots_adjust(0.07, 0.45 / height, 0.75, 1 - 0.3 / height, hspace=_GAP / float(np.mean(heights)))
+    figure.subplots_adjust(0.09, 0.45 / height, 0.7, 1 - 0.3 / height, hspace=_GAP / float(np.mean(heights)))
     write_atomically(path, png_bytes(figure))
     return True
 

@@ -52,7 +52,7 @@ def plot_wrong_pairs(
     worst = np.argsort(-errors, kind="stable")[:MAX_PAIRS]
     num_wrong = int(((p_yes > 0.5) != (is_yes == 1)).sum())
     lines = -(-len(worst) // 2)
-    figure = new_figure(8.8, 2.95 * lines + 0.4)
+    figure = new_figure(6.2, 2.35 * lines + 0.4, dpi=160)  # legible on a model card
     height = figure.get_figheight()
     heading = f"{title}: pairs with the largest errors; {num_wrong} of {len(rows)} are decided wrongly"
     figure.suptitle(heading, fontsize=9, x=0.01, ha="left", y=1 - 0.08 / height, va="top")
@@ -60,7 +60,7 @@ def plot_wrong_pairs(
     grid = figure.add_gridspec(lines, 2, wspace=0.06, hspace=0.02, **edges)
     for place, index in enumerate(worst):
         row = dataset[int(rows[index])]
-        cell = grid[place // 2, place % 2].subgridspec(2, 2, height_ratios=[2.0, 0.75], wspace=0.03, hspace=0.02)
+        cell = grid[place // 2, place % 2].subgridspec(2, 2, height_ratios=[2.0, 0.8], wspace=0.03, hspace=0.02)
         for side, image in enumerate(row["images"]):
             axes = figure.add_subplot(cell[0, side])
             opened = load_image(image, patch_size_of(processor), f"Image {side + 1} of row {rows[index]}")
@@ -75,6 +75,6 @@ def plot_wrong_pairs(
             color="black" if says == label else _INCONSISTENT, weight="bold", va="top",
         )  # fmt: skip
         question = textwrap.shorten(content_text(row["prompt"][-1]["content"]) or "", 230, placeholder=" …")
-        question = textwrap.fill(question, 82).replace("$", r"\$")  # two would enclose a formula
-        caption.text(0.0, 0.74, question, fontsize=6, color="0.3", va="top")
+        question = textwrap.fill(question, 64).replace("$", r"\$")  # two would enclose a formula
+        caption.text(0.0, 0.74, question, fontsize=6.5, color="0.3", va="top")
     return open_png(png_bytes(figure))

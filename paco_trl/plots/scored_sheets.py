@@ -11,8 +11,21 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 
+from ..utils.files import write_atomically
+from ..utils.generation import to_png
 from ..utils.images import to_rgb
-from .contact_sheet import MAX_IMAGES, MAX_PROMPTS, SheetImage, save_contact_sheet, thumbnail
+from .contact_sheet import (
+    CARD_IMAGES,
+    CARD_PROMPTS,
+    MAX_IMAGES,
+    MAX_PROMPTS,
+    SheetImage,
+    save_contact_sheet,
+    thumbnail,
+)
+
+
+CARD = "card"  # directory for what a model card shows: a smaller sheet, and the first image of each prompt
 
 
 @dataclass
@@ -77,7 +90,7 @@ def save_scored_sheet(
     before: ScoredImages | None,
     sources: dict[int, list[Image.Image]] | None = None,
 ) -> Image.Image:
-    """Save `<name>.png`, which is returned, and all scores in `<name>.jsonl` (main process only)."""
+    """Save `<name>.png`, which is returned, all scores in `<name>.jsonl`, and `card/` (main process only)."""
     # `before` has the same images without training, for rows above and columns `<score>_before`
     images = _sheet_images(prompts, shown, before)
     thumbnails, sources = {}, sources or {}
@@ -85,6 +98,11 @@ def save_scored_sheet(
         if sources[prompt]:
             thumbnails[prompt] = [thumbnail(to_rgb(source, "A source image")) for source in sources[prompt]]
     sheet = save_contact_sheet(images, title, folder / f"{name}.png", thumbnails)
+    few = [image for image in images if image.prompt < CARD_PROMPTS and image.generation < CARD_IMAGES]
+    save_contact_sheet(few, title, folder / CARD / f"{name}.png", thumbnails, True)
+    for prompt in range(CARD_PROMPTS):
+        if (picture := shown.pictures.get(prompt * shown.num_generations)) is not None:
+            write_atomically(folder / CARD / f"{prompt}_{name}.png", to_png(picture))
     with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
         for number in range(len(shown.rewards)):
             prompt, generation = divmod(number, shown.num_generations)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a Gradio app that compares a base model with its adapter: the same prompt and noise, scored by a judge."""
+
+import html
+import random
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..data import (
+    ImageSetPrompt,
+    demo_prompts_path,
+    load_image_set_prompts,
+    parse_image_set_prompt,
+    split_grid,
+    theme_question,
+)
+from ..rollout.families import family_of
+from ..rollout.hybrid_inference import hybrid_inference
+from ..rollout.resolution import check_inference_size
+from ..utils.files import read_template
+from ..utils.images import data_url, to_rgb
+from ..utils.names import public_name
+from .loading import load_system
+
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from gradio import Blocks
+    from PIL.Image import Image
+
+    from ..rewards.paco_reward import PaCoReward
+
+
+NUM_EXAMPLES = 6  # prompts to choose from, of the packaged ones
+_ROLES = ("Base model", "With the adapter")
+_LARGEST_SEED = 2**31 - 1
+(_, _BOARD), (_, _STYLE), (_, _PAGE_STYLE), (_, _SCRIPT) = re.findall(
+    r"<(template|style|script)>(.*?)</\1>", read_template("comparison_app.html"), re.DOTALL
+)
+
+
+class Comparison:
+    """Image sets of a pipeline without and with its adapter, from the same noise."""
+
+    def __init__(
+        self,
+        pipeline: "DiffusionPipeline",
+        judge: "PaCoReward | None",
+        panel_size: tuple[int, int],  # height and width
+        guidance_scale: float,
+        negative_prompt: str | None = None,
+    ):
+        self.pipeline, self.judge, self.panel_size = pipeline, judge, panel_size
+        self.family, self.guidance_scale = family_of(pipeline), guidance_scale
+        if self.family.needs_images:
+            name = type(pipeline).__name__
+            raise ValueError(f"{name} edits a source image, but this app compares image sets generated from text.")
+        self.negative_prompt = self.family.resolve_negative_prompt(pipeline, guidance_scale, negative_prompt)
+
+    @torch.no_grad()
+    def generate(self, prompt: str, rows: int, cols: int, seed: int, steps: int) -> Iterator[list["Image"]]:
+        """Yield the panels of the base model, then those with the adapter."""
+        pipeline, family = self.pipeline, self.family
+        height, width = rows * self.panel_size[0], cols * self.panel_size[1]
+        check_inference_size(height, width, rows, cols, family.size_multiple(pipeline), "the grid")
+        # Encoded as in training, and once for both
+        device = pipeline.transformer.device
+        encoded = family.encode_prompt(pipeline, prompt, device)
+        if self.negative_prompt is not None:
+            negative = family.encode_prompt(pipeline, self.negative_prompt, device)
+            encoded |= {f"negative_{name}": tensor for name, tensor in negative.items()}
+        arguments = family.batch_arguments(encoded) | family.call_arguments(height, width, self.guidance_scale, [])
+        for adapter_fraction in (0.0, 1.0):
+            with hybrid_inference(pipeline, adapter_fraction) as callback, family.generation_context(pipeline, []):
+                image = pipeline(
+                    **arguments,
+                    num_inference_steps=steps,
+                    generator=torch.Generator().manual_seed(seed),  # of the CPU: the same noise on any device
+                    callback_on_step_end=callback,
+                ).images[0]
+            yield split_grid(to_rgb(image, "The generated image"), rows, cols)
+
+    def score(self, prompt: str, sets: Sequence[list["Image"]]) -> list[list[float]] | None:
+        """Return P(Yes) of each pair of panels, for each set; `None` without a judge, or for a single panel."""
+        count = len(sets[0])
+        if self.judge is None or count < 2:
+            return None
+        pairs: list = [pair for panels in sets for pair in combinations(panels, 2)]
+        scores = self.judge.score(pairs, theme_question(parsed.theme if (parsed := _parse(prompt)) else prompt))
+        per_set = len(pairs) // len(sets)
+        return [scores[start : start + per_set] for start in range(0, len(pairs), per_set)]
+
+
+def _parse(prompt: str) -> ImageSetPrompt | None:
+    try:
+        return parse_image_set_prompt(prompt)
+    except ValueError:  # a format of the user's own
+        return None
+
+
+def _label(prompt: str) -> str:
+    """Return a short name of a prompt: its subject and its first panel."""
+    parsed = _parse(prompt)
+    if parsed is not None:
+        subject = parsed.theme.split("grid layout")[-1].removeprefix(" of").strip(" :").split(". ")[0]
+        prompt = f"{subject} – {parsed.panels[0]}"
+    return textwrap.shorten(prompt, 60, placeholder=" …")
+
+
+def _board(names: Sequence[str], rows: int, cols: int, note: str, **state: Any) -> dict[str, Any]:
+    """Return what the page shows: `state` is what it does now, the panels of each set, and the scores of their pairs."""
+    panels, scores = state.get("panels", ()), state.get("scores")
+    means = [None, None] if scores is None else [sum(row) / len(row) for row in scores]
+    sets = [
+        {"role": role, "name": html.escape(name), "panels": shown, "score": mean}
+        for role, name, shown, mean in zip(_ROLES, names, [*panels, [], []][:2], means, strict=True)
+    ]
+    numbers = combinations(range(1, rows * cols + 1), 2)
+    pairs = [] if scores is None else list(zip(map(list, numbers), *scores, strict=True))
+    return {"sets": sets, "rows": rows, "cols": cols, "note": note, "doing": state.get("doing"), "pairs": pairs}
+
+
+def make_app(
+    comparison: Comparison,
+    names: tuple[str, str],
+    prompts: Sequence[str],
+    title: str,
+    layout: tuple[int, int] = (2, 2),
+    num_inference_steps: int = 20,
+) -> "Blocks":
+    """Build the app; `names` are those of base model and adapter, `layout` is that of prompts which name none."""
+    import gradio as gr
+
+    judge = comparison.judge
+    judge_name = None if judge is None else judge.model_name
+
+    def note(rows: int, cols: int) -> str:
+        if judge_name is None:
+            return "Not scored: there is no judge."
+        if rows * cols == 1:
+            return "Not scored: one panel makes no pairs."
+        sure = f"Score: how sure {html.escape(judge_name)} is that two panels are consistent, the mean over all pairs."
+        return f"{sure} Copies score high too, so look at the images."
+
+    def follow(prompt: str) -> list[Any]:
+        parsed = _parse(prompt)
+        return [gr.skip()] * 2 if parsed is None else [parsed.rows, parsed.cols]
+
+    def compare(prompt: str, rows: int, cols: int, seed: int, steps: int) -> Iterator[dict[str, Any]]:
+        if (parsed := _parse(prompt)) is not None:
+            rows, cols = parsed.rows, parsed.cols
+        sets: list = []
+        panels: list = []
+        page = (names, rows, cols, note(rows, cols))
+        try:
+            yield _board(*page, doing=_ROLES[0])
+            for found in comparison.generate(prompt, rows, cols, seed, steps):
+                sets.append(found)
+                panels.append([data_url(panel, "jpeg", quality=95, subsampling=0) for panel in found])
+                yield _board(*page, panels=panels, doing=_ROLES[1] if len(sets) == 1 else "judge")
+            yield _board(*page, panels=panels, scores=comparison.score(prompt, sets))
+        except ValueError as error:  # of a size or a prompt; Gradio shows it as HTML
+            raise gr.Error(html.escape(str(error)), print_exception=False) from error
+
+    rows, cols = layout if (first := _parse(prompts[0])) is None else (first.rows, first.cols)
+    base, adapter = (html.escape(name) for name in names)
+    with gr.Blocks(title=title, analytics_enabled=False) as app:
+        gr.Markdown(
+            f"# {html.escape(title)}: before and after\nA prompt asks for several images that belong together. **{base}** generates them "
+            f"without and with the adapter **{adapter}**, from the same noise: what differs is what training changed.",
+            elem_id="head",
+        )
+        with gr.Group():
+            prompt = gr.Textbox(prompts[0], label="Prompt", lines=3, max_lines=8, elem_id="prompt")
+            with gr.Row():
+                number: dict[str, Any] = {"precision": 0, "minimum": 1, "min_width": 60}
+                seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=_LARGEST_SEED, min_width=60)
+                steps = gr.Number(num_inference_steps, label="Steps", maximum=100, **number)
+                rows_, cols_ = (
+                    gr.Number(value, label=label, maximum=8, **number)
+                    for value, label in ((rows, "Rows"), (cols, "Columns"))
+                )
+        with gr.Row():
+            compare_button = gr.Button("Compare", variant="primary", elem_id="compare")
+            noise_button = gr.Button("Compare from other noise", elem_id="noise")
+        board = gr.HTML(
+            _board(names, rows, cols, note(rows, cols)),
+            html_template=_BOARD,
+            css_template=_STYLE,
+            js_on_load=_SCRIPT,
+            apply_default_css=False,
+        )
+        if len(prompts) > 1:
+            gr.Examples(
+                [[text] for text in prompts], prompt, example_labels=[*map(_label, prompts)], label="Other prompts"
+            )
+        options: dict[str, Any] = {"api_visibility": "private"}
+        prompt.change(follow, prompt, [rows_, cols_], show_progress="hidden", **options)
+        inputs = [prompt, rows_, cols_, seed, steps]
+        # The default concurrency limit is 1: one comparison at a time is on the device
+        gr.on([compare_button.click, prompt.submit], compare, inputs, board, show_progress="hidden", **options)
+        other = noise_button.click(lambda: random.randint(0, _LARGEST_SEED), None, seed, **options)
+        other.then(compare, inputs, board, show_progress="hidden", **options)
+    return app
+
+
+def serve_comparison(
+    model: str,
+    adapter: str | Path,
+    judge: str | None = None,
+    prompts: Sequence[str] = (),
+    layout: tuple[int, int] = (2, 2),
+    panel_size: tuple[int, int] = (512, 512),
+    num_inference_steps: int = 20,
+    guidance_scale: float = 3.5,
+    negative_prompt: str | None = None,
+    dtype: str = "bfloat16",
+    title: str | None = None,
+    prevent_thread_lock: bool = False,
+) -> "Blocks":
+    """
+    Serve an app in the browser that compares a base model with its adapter: image sets of the same prompt and noise.
+
+    Outside of a Space it listens on 127.0.0.1 only. `paco-trl space` writes a Space that calls this function.
+
+    Args:
+        model (`str`):
+            Hub id or directory of the base model, a text-to-image diffusers pipeline.
+        adapter (`str` or `Path`):
+            Hub id or directory of the adapter.
+        judge (`str`, *optional*):
+            Hub id or directory of a judge that scores the sets, see [`PaCoReward`]. If `None`, they are not scored.
+        prompts (`Sequence[str]`, *optional*):
+            Prompts to choose from. By default, packaged ones.
+        layout (`tuple[int, int]`, *optional*, defaults to `(2, 2)`):
+            Rows and columns of prompts that name no layout in the T2IS format.
+        panel_size (`tuple[int, int]`, *optional*, defaults to `(512, 512)`):
+            Height and width of a panel in pixels.
+        num_inference_steps (`int`, *optional*, defaults to `20`):
+            Denoising steps.
+        guidance_scale (`float`, *optional*, defaults to `3.5`), negative_prompt (`str`, *optional*):
+            Guidance of training.
+        dtype (`str`, *optional*, defaults to `"bfloat16"`):
+            Compute dtype of the pipeline and the judge.
+        title (`str`, *optional*):
+            Title of the page. If `None`, the name of the adapter.
+        prevent_thread_lock (`bool`, *optional*, defaults to `False`):
+            Whether to return while the app is served, rather than to block until it is stopped.
+
+    Returns:
+        `gradio.Blocks`: the app.
+
+    Raises:
+        ImportError: If Gradio is not installed.
+        ValueError: If the adapter does not fit the model, the model edits images, or the judge cannot be used.
+    """
+    try:
+        import gradio as gr
+    except ImportError as error:
+        raise ImportError('The app needs `gradio`: pip install "paco_trl[apps]".') from error
+    from ..rewards.paco_reward import PaCoReward
+
+    adapter = str(adapter)
+    if judge is not None:
+        PaCoReward.load_processor(judge)  # what is wrong with it is found before gigabytes are read
+    prompts = list(prompts) or load_image_set_prompts(demo_prompts_path())["prompt"][:NUM_EXAMPLES]
+    pipeline = load_system(model, getattr(torch, dtype), adapter)
+    scorer = None if judge is None else PaCoReward.from_pretrained(judge, dtype=dtype)
+    comparison = Comparison(pipeline, scorer, panel_size, guidance_scale, negative_prompt)
+    title = title or public_name(adapter)
+    names = (public_name(model), title if Path(adapter).is_dir() else public_name(adapter))
+    app = make_app(comparison, names, prompts, title, layout, num_inference_steps)
+    app.launch(
+        share=False,
+        inline=False,
+        ssr_mode=False,
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        max_file_size=1,  # nothing is uploaded
+        css=_PAGE_STYLE,
+        theme=gr.themes.Default(primary_hue="teal"),
+        prevent_thread_lock=prevent_thread_lock,
+    )
+    return app

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl space`, and the app that it writes: same noise, scores of the judge, in a real browser."""
+
+import io
+import json
+import re
+import runpy
+import shutil
+from base64 import b64decode
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from launching import ROOT
+from paco_trl.cards import ImageModelCard, ImageSettings, LoRA, Reward, render_card
+from paco_trl.commands.main import main
+from paco_trl.commands.space import SpaceArguments, write_space
+from paco_trl.data import split_grid
+from paco_trl.image_benchmarks.loading import load_system
+from paco_trl.rewards import ConsistencyReward
+from test_annotation_app import free_port
+from test_annotation_browser import ARGUMENTS, CHROMIUM
+
+
+pytest.importorskip("gradio")
+from paco_trl.image_benchmarks import serve_comparison  # noqa: E402
+from paco_trl.image_benchmarks.comparison_app import Comparison  # noqa: E402
+
+
+FLUX = ROOT / "examples/miniature/weights/flux"
+JUDGE = ROOT / "examples/miniature/weights/qwen2.5-vl"
+PROMPT = (
+    "FOUR-PANEL Images with a 2x2 grid layout of one round figure. Every image shows the same figure. [TOP]-[LEFT]: "
+    "Meadow, on the left: red, hat. [TOP]-[RIGHT]: Snow, in the middle: red, hat. [BOTTOM]-[LEFT]: Beach, on the right: "
+    "red, hat. [BOTTOM]-[RIGHT]: Night, on the left: red, hat."
+)
+
+
+def card(**settings) -> ImageModelCard:
+    return ImageModelCard(
+        title="my <b>adapter</b>",
+        repo_id="toy",
+        base_model="user/flux",
+        lora=LoRA(4, 8.0),
+        call="guidance_scale=4.5",
+        settings=ImageSettings(**settings),
+        rewards=[Reward("clip_t", 1.0, "user/clip"), Reward("consistency", 1.0, "user/judge", 0.1, 0.2)],
+    )
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> Path:
+    """An adapter of the toy FLUX that changes its images, with a card."""
+    from peft import LoraConfig, get_peft_model
+
+    folder = tmp_path_factory.mktemp("adapter") / "toy"
+    pipeline = load_system(str(FLUX), torch.float32, device="cpu")
+    model = get_peft_model(
+        pipeline.transformer, LoraConfig(r=4, lora_alpha=8, target_modules=["attn.to_q", "attn.to_v"])
+    )
+    model.peft_config["default"].base_model_name_or_path = str(FLUX)
+    model.save_pretrained(folder)
+    weights = load_file(folder / "adapter_model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    save_file(
+        {name: 0.3 * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()},
+        folder / "adapter_model.safetensors",
+    )
+    settings = {"training_size": [64, 64], "inference_size": [128, 128], "num_inference_steps": 3}
+    render_card(card(**settings, guidance_scale=1.0, precision="float32")).save(folder / "README.md")
+    return folder
+
+
+def arguments_of(folder: Path) -> dict:
+    """The arguments with which the written app calls `serve_comparison`."""
+    with pytest.MonkeyPatch.context() as patch:
+        found: dict = {}
+        patch.setattr("paco_trl.image_benchmarks.comparison_app.serve_comparison", lambda **given: found.update(given))
+        runpy.run_path(str(folder / "app.py"))
+    return found
+
+
+class TestWrite:
+    def test_the_settings_are_those_of_training(self, adapter, tmp_path):
+        folder = write_space(SpaceArguments(str(adapter), str(tmp_path / "space")))
+        assert sorted(path.name for path in folder.iterdir()) == ["README.md", "adapter", "app.py", "requirements.txt"]
+        found = arguments_of(folder)
+        assert found.pop("prompts")[0].startswith("FOUR-PANEL Images with a 2x2 grid layout")
+        assert found == {
+            "model": str(FLUX), "adapter": folder / "adapter", "judge": "user/judge", "title": "my <b>adapter</b>",
+            "num_inference_steps": 3, "guidance_scale": 1.0, "dtype": "float32", "layout": (2, 2), "panel_size": (64, 64),
+        }  # fmt: skip
+        names = sorted(path.name for path in (folder / "adapter").iterdir())
+        assert names == ["adapter_config.json", "adapter_model.safetensors"]  # safetensors alone
+        assert (folder / "requirements.txt").read_text() == "paco_trl[apps]\n"
+
+    def test_the_metadata(self, adapter, tmp_path):
+        copy = tmp_path / "toy"
+        shutil.copytree(adapter, copy)
+        readme = (copy / "README.md").read_text().replace("---\n", "---\nlicense: apache-2.0\n", 1)
+        (copy / "README.md").write_text(readme)
+        options = {"model_name_or_path": "user/flux", "judge_model": "user/other"}
+        folder = write_space(SpaceArguments(str(copy), str(tmp_path / "space"), **options))
+        data = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
+        assert {name: data[name] for name in ("sdk", "app_file", "license", "models", "title")} == {
+            "sdk": "gradio",
+            "app_file": "app.py",
+            "license": "apache-2.0",
+            "models": ["user/flux", "user/other"],
+            "title": "my <b>adapter</b>",
+        }
+        assert re.fullmatch(r"6\.\d+\.\d+", data["sdk_version"]) and re.fullmatch(r"3\.\d+", data["python_version"])
+        assert len(data["short_description"]) <= 60  # the Hub's limit
+        config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == "user/flux"  # no path of this machine
+        assert str(ROOT) not in "".join(path.read_text() for path in folder.glob("*.*"))
+
+    def test_the_negative_prompt_and_own_prompts(self, adapter, tmp_path):
+        copy, negative = tmp_path / "toy", 'blurry | "<low>" \\ &amp; ](x)'
+        shutil.copytree(adapter, copy)
+        settings = {"num_inference_steps": 8, "guidance_scale": 4.5, "negative_prompt": negative}
+        render_card(card(**settings)).save(copy / "README.md")
+        # A gallery, and a snippet with the steps of an evaluation
+        text = (copy / "README.md").read_text().replace("guidance_scale=", "num_inference_steps=20, guidance_scale=")
+        gallery = f"---\nwidget:\n- text: {json.dumps(PROMPT)}\n  output: {{url: a.png}}\n"
+        (copy / "README.md").write_text(text.replace("---\n", gallery, 1))
+        found = arguments_of(write_space(SpaceArguments(str(copy), str(tmp_path / "gallery"))))
+        assert found["prompts"] == [PROMPT] and found["layout"] == (2, 2)
+        assert (found["num_inference_steps"], found["guidance_scale"]) == (20, 4.5)
+        (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n")
+        folder = write_space(
+            SpaceArguments(str(copy), str(tmp_path / "space"), dataset_name=str(tmp_path / "prompts.txt"))
+        )
+        found = arguments_of(folder)
+        assert (found["negative_prompt"], found["guidance_scale"]) == (negative, 4.5)
+        assert found["prompts"] == [PROMPT] and found["panel_size"] == (512, 512)
+
+    def test_without_gradio(self, adapter, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr("paco_trl.commands.space.version_of", lambda name: None)
+        assert main(["space", str(adapter), "--output_dir", str(tmp_path / "space")]) == 1
+        assert 'The app needs `gradio`: pip install "paco_trl[apps]".' in capsys.readouterr().err
+
+    def test_what_cannot_be_compared(self, adapter, tmp_path, capsys):
+        copy = tmp_path / "toy"
+        shutil.copytree(adapter, copy)
+        readme = (copy / "README.md").read_text()
+        (copy / "README.md").write_text(readme.replace("pipeline_tag: text-to-image", "pipeline_tag: image-to-image"))
+        target = ["--output_dir", str(tmp_path / "space")]
+        assert main(["space", str(copy), *target]) == 1
+        assert main(["space", str(FLUX), *target]) == 1
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "mine").touch()
+        assert main(["space", str(adapter), "--output_dir", str(tmp_path / "full")]) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 3  # one each
+        for line, message in zip(
+            lines, ("is for image-to-image", "has no adapter_config.json", "is not empty"), strict=True
+        ):
+            assert message in line
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "toy"]  # nothing half written
+        assert main(["space", str(adapter), *target]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / 'space'}\n"
+
+
+def test_the_same_noise_and_the_score_of_training(adapter):
+    """The adapter changes the images; the first are those of the pipeline without it; scores are `ConsistencyReward`'s."""
+    from paco_trl import PaCoReward
+
+    judge = PaCoReward.from_pretrained(JUDGE, device="cpu")
+    pipeline = load_system(str(FLUX), torch.float32, str(adapter), "cpu")
+    comparison = Comparison(pipeline, judge, (64, 64), 1.0)
+    sets = list(comparison.generate(PROMPT, 2, 2, 7, 3))
+    assert not np.array_equal(*(np.hstack(panels) for panels in sets))
+
+    untouched = load_system(str(FLUX), torch.float32, device="cpu")
+    for system, panels in ((untouched, sets[0]), (pipeline, sets[1])):
+        image = system(
+            prompt=PROMPT, height=128, width=128, guidance_scale=1.0, num_inference_steps=3,
+            max_sequence_length=system.tokenizer_2.model_max_length, generator=torch.Generator().manual_seed(7),
+        ).images[0]  # fmt: skip
+        np.testing.assert_array_equal(np.hstack(split_grid(image, 2, 2)), np.hstack(panels))
+    scores, theme = comparison.score(PROMPT, sets), PROMPT.split(" [TOP]")[0]
+    assert [len(row) for row in scores] == [6, 6] and scores[0] != scores[1]
+    expected = ConsistencyReward(judge)([PROMPT] * 2, sets, panel_images=sets, theme=[theme] * 2)
+    assert [sum(row) / 6 for row in scores] == pytest.approx(expected, abs=1e-6)
+    # Nothing to compare, or nothing to compare with
+    assert comparison.score("one", [panels[:1] for panels in sets]) is None
+    assert Comparison(pipeline, None, (64, 64), 1.0).score(PROMPT, sets) is None
+    with pytest.raises(ValueError, match="height of the grid is 100: it must be a multiple of"):
+        next(Comparison(pipeline, None, (50, 64), 1.0).generate(PROMPT, 2, 2, 0, 3))
+
+
+@contextmanager
+def served(adapter: Path, monkeypatch, judge: Path | None):
+    """Serve the app; gives its address."""
+    monkeypatch.setattr("gradio.http_server.INITIAL_PORT_VALUE", free_port())
+    options = {"panel_size": (64, 64), "num_inference_steps": 3, "guidance_scale": 1.0, "dtype": "float32"}
+    judge_name = None if judge is None else str(judge)
+    app = serve_comparison(
+        str(FLUX), adapter, judge_name, [PROMPT, "a red hat"], title="<b>toy", prevent_thread_lock=True, **options
+    )
+    try:
+        assert app.server_name == "127.0.0.1"
+        yield app.local_url
+    finally:
+        app.close(verbose=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+@pytest.mark.parametrize("has_judge", [True, False])
+def test_in_a_browser(adapter, monkeypatch, has_judge):
+    playwright = pytest.importorskip("playwright.sync_api")
+    asked, complaints = [], []
+    with served(adapter, monkeypatch, JUDGE if has_judge else None) as url, playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS.split())
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.set_default_timeout(60_000)
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        page.wait_for_selector(".panels")
+        assert page.locator(".empty").count() == 8 and page.locator("#head b").count() == 0
+        page.get_by_role("button", name="Compare", exact=True).click()
+        page.wait_for_function("() => document.querySelectorAll('.panels img').length === 8")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        sides = page.locator(".panels img").evaluate_all("images => images.map(image => image.naturalWidth)")
+        assert sides == [64] * 8
+        sources = page.locator(".panels img").evaluate_all("images => images.map(image => image.src)")
+        assert len(set(sources)) == 8
+        if has_judge:
+            page.wait_for_selector(".pairs li", state="attached")
+            assert page.locator(".pairs li").count() == 6
+            shown = [float(text) for text in page.locator(".score b").all_inner_texts()]
+            sets = [
+                [Image.open(io.BytesIO(b64decode(each.split(",")[1]))) for each in sources[n : n + 4]] for n in (0, 4)
+            ]
+            expected = ConsistencyReward(JUDGE, device="cpu")(
+                [PROMPT] * 2, sets, panel_images=sets, theme=[PROMPT.split(" [TOP]")[0]] * 2
+            )
+            assert shown == pytest.approx(expected, abs=0.02)  # JPEG, two decimals
+        else:
+            page.get_by_text("Not scored: there is no judge.").wait_for()
+            assert page.locator(".score b").all_inner_texts() == ["–", "–"]
+        page.locator("[data-panel='2']").last.click()
+        both = page.locator("dialog img").evaluate_all("images => images.map(image => image.src)")
+        assert both == [sources[2], sources[6]]
+        page.locator("dialog").click()
+        # From other noise, other images
+        page.get_by_role("button", name="Compare from other noise").click()
+        page.wait_for_function(
+            "old => document.querySelectorAll('.panels img').length === 8 && "
+            "document.querySelector('.panels img').src !== old",
+            arg=sources[0],
+        )
+        # A prompt without a layout takes the one that is set
+        page.get_by_label("Prompt").fill("a red hat")
+        page.get_by_label("Rows").fill("1")
+        page.get_by_role("button", name="Compare", exact=True).click()
+        page.wait_for_function("() => document.querySelectorAll('.panels img').length === 4")
+        page.get_by_label("Steps").fill("1000")
+        page.get_by_role("button", name="Compare", exact=True).click()
+        page.get_by_text("greater than maximum value 100").first.wait_for()
+        browser.close()
+    assert asked and all(re.match(r"http://127\.0\.0\.1:\d+/|data:", address) for address in asked), asked
+    assert complaints == []
