@@ -31,6 +31,7 @@ OTHERS = {
     "model._internal_dict": "diffusers' `config` has no setter",
     "module._compiled_call_impl": "torch does not say elsewhere whether a module is compiled",
     "nn.modules.dropout._DropoutNd": "torch's only common class of its dropout layers",
+    "pipeline._get_messages": "diffusers' Ovis-Image adds its own words to a prompt here",
     "processor._get_num_multimodal_tokens": "transformers counts an image's tokens from its size here",
     "processor._resize_to_target_area": "diffusers' FLUX.2 resizes its sources by this",
     "transformer._no_split_modules": "diffusers names the blocks of some transformers only here",

@@ -11,16 +11,19 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from datasets import Dataset
 from PIL import Image
+from trl import GRPOConfig, SFTConfig
 
 import launching
 from docstrings import docstring
-from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.commands import build_arguments, evaluation_arguments
+from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.commands import build_arguments, evaluate_reward, evaluation_arguments, reward
 from paco_trl.commands.memory_check import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
-from paco_trl.data import make_pair
+from paco_trl.commands.space import SpaceArguments
+from paco_trl.data import demo_prompts_path, load_image_set_prompts, make_pair
 from paco_trl.rewards import ConsistencyReward, ServedJudge, panel_similarity_reward, redness_reward
 
 
@@ -42,7 +45,7 @@ PAGES = sorted(
         *(ROOT / "docs").glob("*.md"),
     ]
 )
-CONFIGS = {"PaCoGRPOConfig": PaCoGRPOConfig, "PaCoRewardConfig": PaCoRewardConfig}
+CONFIGS = {config.__name__: config for config in (PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig)}
 OPTIONS_OF = {name: {field.name for field in dataclasses.fields(config)} for name, config in CONFIGS.items()}
 OPTIONS = set().union(*OPTIONS_OF.values())
 # Options that the docstrings of the configs list
@@ -61,6 +64,16 @@ SCRIPTS = {
     "build_dataset.py": None,  # which options belong to which stage is tested in test_build_dataset.py
     "evaluate_generation.py": None,  # and to which step in test_evaluate_generation.py
 }
+# The command with the code of a script
+COMMANDS = {
+    "train_flux.py": "paco-trl grpo",
+    "train_reward.py": "paco-trl reward",
+    "evaluate_reward.py": "paco-trl evaluate reward",
+    "build_dataset.py": "paco-trl build",
+    "evaluate_generation.py": "paco-trl evaluate",
+}
+# Options of each of these commands, and TRL's names of some options
+LAUNCH = {"accelerate_config", "num_processes", "dataset_train_split", "dataset_test_split", "reward_funcs"}
 # What Trainer and its callbacks log themselves
 TRAINERS_KEYS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
 
@@ -81,7 +94,7 @@ def relative_links(page: Path) -> list[tuple[str, str, str]]:
     """Text, path and anchor of each link that stays in the repository."""
     links = []
     for text, target in LINK.findall(prose_of(page)):
-        if not target.startswith(("http://", "https://", "mailto:")):
+        if not target.startswith(("http://", "https://", "mailto:", "../../actions/")):  # GitHub's own pages
             path, _, anchor = target.partition("#")
             links.append((text, path, anchor))
     return links
@@ -162,7 +175,7 @@ class TestSnippets:
     @pytest.mark.slow
     def test_runnable_blocks_run(self, tmp_path):
         number, printed = run_blocks(PAGES, tmp_path)
-        assert number == 4 + 4  # of the tour and of the other pages
+        assert number == 3 + 7  # of the tour and of the other pages
         # What the text around them promises
         assert (tmp_path / "paco-tiny" / "contact_sheets" / "round_00001.png").exists()
         assert (tmp_path / "paco-tiny" / "pytorch_lora_weights.safetensors").exists()
@@ -195,13 +208,106 @@ class TestSnippets:
         assert len(PYTHON_BLOCKS) > 10
         assert not re.search(r"<!-- runnable -->(?!\n```python\n)", "".join(map(text_of, PAGES)).replace("`<!--", ""))
 
-    def test_the_reward_of_the_tour_is_a_reward(self, make_trainer):
-        (code,) = [code for _, code in blocks(ROOT / "docs/tour.md", "python") if "async def" in code]
+    def test_the_written_reward_is_a_reward(self, make_trainer):
+        (code,) = [code for _, code in blocks(ROOT / "docs/write_a_reward.md", "python") if "async def" in code]
         namespace = {}
         exec(code, namespace)
         trainer = make_trainer(reward_funcs=namespace["bright_panels_reward"])
         trainer.train()
         assert 0 < trainer.state.log_history[0]["rewards/bright_panels_reward/mean"] < 1
+
+
+class TestMeasuredTables:
+    def test_objectives_and_guards(self):
+        results = json.loads(text_of(ROOT / "benchmarks" / "miniature.json"))["results"]["objectives"]
+        page, details = text_of(ROOT / "docs/choosing_an_objective.md"), text_of(ROOT / "benchmarks/README.md")
+        for label in ("grpo", "grpo_guard", "flow_dppo", "nft", "awm"):
+            cell, readings = results[label]["consistency"], results[label]["readings"]
+            mean = "{mean:.3f} ({interval[0]:.3f} to {interval[1]:.3f})".format(**cell["after"])
+            each = ", ".join(f"{of_seed[-1]:.3f}" for of_seed in readings["consistency of each seed"])
+            followed = f"{results[label]['prompt_following']['after']['mean']:.3f}"
+            assert f'| `"{label}"` | {mean} | {each} | {followed} |' in page
+            changes = ", ".join(f"{change:+.3f}" for change in cell["difference of each seed"])
+            assert f'| `"{label}"` | {mean} | {changes} | {followed} ' in details
+        guards = {
+            "none": "grpo, full resolution", "`beta=0.3`": "KL divergence", "`norm_penalty=10`": "velocity norm penalty",
+            '`multi_objective_aggregation="rank_then_sum"`': "rank rewards",
+        }  # fmt: skip
+        for name, label in guards.items():
+            parts = [results[label][part]["difference of each seed"] for part in ("consistency", "prompt_following")]
+            coarse = " | ".join(", ".join(f"{change:+.2f}" for change in part) for part in parts)
+            share = ", ".join(f"{each:.0%}" for each in results[label]["most common accessory of each seed"])
+            assert f"| {name} | {coarse} | {share} |" in page
+            assert all(", ".join(f"{change:+.3f}" for change in part) in details for part in parts)
+
+    def test_the_cards(self):
+        cells = json.loads(text_of(ROOT / "benchmarks" / "memory_plan.json"))["cards"]
+        page, columns = (
+            text_of(ROOT / "docs/reducing_memory.md"),
+            [f"{n} x {m}" for n in (1, 8) for m in (24, 48, 80, 141)],
+        )
+        assert len(cells) == 48
+        for plain, without in zip(cells[::2], cells[1::2], strict=True):  # with and without checkpointing
+            fits = [f"{plain[column] or 'no'} / {without[column] or 'no'}" for column in columns]
+            row = plain["model"], str(plain["resolution"]), plain["quantization"] or "bf16", *fits
+            assert f"| {' | '.join(row)} |" in page
+            seconds = 672 * 13 * plain["forward_tflop"] / (0.31 * 989)
+            named = f"| {plain['model']} | {plain['resolution']} | {plain['forward_tflop']} |"
+            (line,) = [line for line in page.splitlines() if line.startswith(named)]
+            assert line.endswith(f"| {seconds:.0f} s | {seconds:.0f} s | {seconds / 7:.0f} s |")
+
+
+class TestFrontPage:
+    README = text_of(ROOT / "README.md")
+
+    def test_the_published_models_are_linked(self):
+        cards = [yaml.safe_load(text_of(path)) for path in (ROOT / "model_cards").glob("*.yaml")]
+        assert len(cards) == 5
+        page = text_of(ROOT / "docs" / "use_the_published_models.md")
+        for card in cards:
+            assert f"](https://huggingface.co/{card['repo_id']})" in self.README
+            assert f"[{card['repo_id']}](https://huggingface.co/{card['repo_id']})" in page
+
+    def test_the_percentages_are_those_measured(self):
+        results = json.loads(text_of(ROOT / "benchmarks" / "miniature.json"))["results"]["resolution"]["0.5x"]
+        same, shown = (
+            [f"{results[name][time]['mean']:.0%}" for time in ("before", "after")]
+            for name in ("consistency", "prompt_following")
+        )
+        assert same == ["65%", "78%"] and shown == ["91%", "95%"]
+        assert f"Before: {same[0]} of the pairs" in self.README and f"{shown[0]} of what prompts name" in self.README
+        assert f"After: {same[1]} and {shown[1]}" in self.README
+
+    def test_the_recipes_fit_the_packaged_prompts(self):
+        """A round has distinct prompts, and divides among the processes."""
+        number = len(load_image_set_prompts(demo_prompts_path()))
+        recipes = [
+            words
+            for script, words in commands_with_options(ROOT / "README.md")
+            if "paco_trl/data/prompts/demo.jsonl" in words
+        ]
+        prompts = [int(words[words.index("--num_prompts_per_generation") + 1]) for words in recipes]
+        assert prompts == [24, 21] and max(prompts) <= number
+        assert "--num_processes 7" in self.README and 21 % 7 == 0
+
+    def test_the_hours_follow_from_the_cost_of_a_round(self):
+        """Those of docs/hardware.md and of the README, from the seconds of docs/scaling.md."""
+        costs = text_of(ROOT / "docs" / "scaling.md")
+        seconds = {}
+        for line in costs.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if len(cells) == 10 and cells[4].endswith(" s"):
+                small, large = (tuple(int(cell.split()[0]) for cell in cells[k : k + 2]) for k in (4, 8))
+                seconds[cells[0], "512 x 512"], seconds[cells[0], "1024 x 1024"] = small, large
+        page = text_of(ROOT / "docs" / "hardware.md")
+        rows = re.findall(r"^\| (.+) \| (\d+ x \d+) \| ([\d.]+) h \| ([\d.]+) h \| ([\d.]+) \|$", page, flags=re.M)
+        assert len(rows) == 5
+        for settings, size, *hours in rows:
+            one, eight = seconds[settings, size]
+            assert hours == [f"{50 * value / 3600:.1f}" for value in (one, eight, 8 * eight)]
+        packaged = 50 * seconds["defaults", "512 x 512"][0] * 24 / 42 / 3600
+        assert f"take {packaged:.1f} h on one GPU" in page and "take about five hours" in self.README
+        assert 4.75 < packaged < 5.25
 
 
 class TestOptions:
@@ -215,7 +321,7 @@ class TestOptions:
 
     def test_configs_of_the_paper_index_are_valid(self, tmp_path):
         calls = [call for _, code in blocks(ROOT / "docs" / "paper_index.md", "python") for call in config_calls(code)]
-        assert len(calls) == 7
+        assert len(calls) == 11
         for call in calls:
             settings = {keyword.arg: eval(ast.unparse(keyword.value)) for keyword in call.keywords}
             settings |= {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
@@ -238,7 +344,7 @@ class TestOptions:
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
     def test_options_of_the_commands_exist(self, page):
         for script, command in commands_with_options(page):
-            options = script_options(script) | OPTIONS_OF.get(SCRIPTS[script], set()) | {"config"}
+            options = script_options(script) | OPTIONS_OF.get(SCRIPTS[script], set()) | LAUNCH | {"config"}
             for word in command:
                 if word.startswith("--"):
                     assert word[2:] in options, f"{page.name}: {script} {word}"
@@ -264,13 +370,14 @@ class TestOptions:
             "HF_HUB_DISABLE_TELEMETRY",
         }
         others = others.union(
-            *map(script_options, SCRIPTS), (field.name for field in dataclasses.fields(PlanArguments))
+            *map(script_options, SCRIPTS),
+            *((field.name for field in dataclasses.fields(options)) for options in (PlanArguments, SpaceArguments)),
         )
         others = others.union(
             *(inspect.signature(reward.__init__).parameters for reward in (ConsistencyReward, ServedJudge))
         )
         for name in re.findall(r"`(?:--)?(\w+)=[^`]+`|`--(\w+)[^`]*`", prose_of(page)):
-            assert (name[0] or name[1]) in OPTIONS | others | {"DS_ACCELERATOR", "help", "config"}, name
+            assert (name[0] or name[1]) in OPTIONS | others | LAUNCH | {"DS_ACCELERATOR", "help", "config"}, name
 
     @pytest.mark.parametrize("name", OWN_OPTIONS)
     def test_every_option_is_mentioned(self, name):
@@ -279,6 +386,32 @@ class TestOptions:
     def test_own_options_are_found(self):
         assert len(OWN_OPTIONS) > 25
         assert set(OWN_OPTIONS) <= OPTIONS
+
+
+class TestComingFrom:
+    """docs/coming_from.md: the tables of defaults are those of the code, and every option that it names exists."""
+
+    PAGE = text_of(ROOT / "docs" / "coming_from.md")
+
+    @pytest.mark.parametrize("ours, theirs", [(PaCoGRPOConfig, GRPOConfig), (PaCoRewardConfig, SFTConfig)])
+    def test_other_defaults(self, ours, theirs):
+        def defaults(config):
+            return {field.name: field.default for field in dataclasses.fields(config)}
+
+        table = self.PAGE.split(f"`{ours.__name__}` and `trl.{theirs.__name__}`:")[1].split("\n\n")[1]
+        rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| `(.+?)` \|", table, flags=re.M)
+        documented = {name: tuple(map(ast.literal_eval, values)) for name, *values in rows}
+        here, there = defaults(ours), defaults(theirs)
+        changed = {name: (there[name], here[name]) for name in there if there[name] != here[name]}
+        assert len(changed) > 5
+        assert documented == changed
+
+    def test_options_exist(self):
+        table = self.PAGE.split("## From Flow-GRPO")[1]
+        named = [cell for line in table.splitlines() if line.startswith("| ") for cell in line.split(" | ")[1:2]]
+        options = {option for cell in named for option in re.findall(r"`(\w+)`", cell)}
+        assert len(options) > 25
+        assert options - OPTIONS == {"model", "peft_config", "reward_funcs"}  # arguments of the trainer
 
 
 class TestMetrics:
@@ -300,6 +433,7 @@ class TestMetrics:
         trainer = make_trainer(
             reward_funcs=[redness_reward, panel_similarity_reward],
             beta=0.01,
+            loss_type="flow_dppo",
             num_inference_steps=5,
             sde_steps=[1, 2],
             eval_dataset=prompts.select(range(2)),
@@ -315,7 +449,7 @@ class TestMetrics:
             key = re.sub(r"rewards/(redness_reward|panel_similarity_reward)/", "rewards/<name>/", key)
             logged.add(re.sub(r"/step_\d+$", "/step_<index>", key))
         assert len(logged) > 20
-        self.compare(logged, self.documented("paco_grpo_trainer.md"))
+        self.compare(logged, self.documented("paco_grpo_reference.md"))
 
     @pytest.mark.slow
     def test_documented_keys_of_the_judge_are_the_logged_ones(self, tiny_qwen, tmp_path):
@@ -339,7 +473,7 @@ class TestMetrics:
         self.compare(logged, self.documented("paco_reward.md"))
 
     def test_keys_in_the_rest_of_the_text_are_documented(self):
-        documented = self.documented("paco_grpo_trainer.md") | self.documented("paco_reward.md")
+        documented = self.documented("paco_grpo_reference.md") | self.documented("paco_reward.md")
         namespaces = {key.split("/")[0] for key in documented if "/" in key}
         found = {
             key
@@ -358,6 +492,11 @@ def commands_with_options(page: Path) -> list[tuple[str, list[str]]]:
         for line in code.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             for script in SCRIPTS:
+                command = COMMANDS.get(script, "").split()
+                place = next((at for at in range(len(words)) if words[at : at + len(command)] == command), None)
+                if command and place is not None:
+                    found.append((script, words[place + len(command) :]))
+                    break
                 if f"examples/{script}" in words:
                     found.append((script, words[words.index(f"examples/{script}") + 1 :]))
     return found
@@ -371,9 +510,5 @@ def script_options(script: str) -> set[str]:
     if script in in_parts:
         stages = [stage for stage in vars(in_parts[script]).values() if dataclasses.is_dataclass(stage)]
         return {field.name for stage in stages for field in dataclasses.fields(stage)}
-    tree = ast.parse((ROOT / "examples" / script).read_text(encoding="utf-8"))
-    (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ScriptArguments"]
-    shared = [getattr(evaluation_arguments, base.id) for base in arguments.bases]
-    return {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign)} | {
-        field.name for base in shared for field in dataclasses.fields(base)
-    }
+    arguments = evaluate_reward.RewardArguments if script == "evaluate_reward.py" else reward.ScriptArguments
+    return {field.name for field in dataclasses.fields(arguments)}

@@ -31,7 +31,7 @@ PAGES = [
     "benchmarks/*.md",
     "paco_trl/templates/*.yaml",
 ]
-PYTHON = ["paco_trl/**/*.py", "examples/**/*.py", "benchmarks/*.py"]
+PYTHON = ["paco_trl/**/*.py", "examples/**/*.py", "benchmarks/**/*.py"]
 FILES = sorted(path for pattern in PAGES + PYTHON for path in ROOT.glob(pattern))
 # Prompts behind stored results, and words that models and older cards are searched for
 ALLOWED = {
@@ -84,6 +84,15 @@ def test_phrases_are_found():
     assert phrases(page, False) == [(1, "anew"), (1, "drawn"), (3, "folder"), (3, "is no file")]
     code = 'folder = draw  # a colour\nraise ValueError(f"`{folder}` goes on `folder`")'
     assert phrases(code, True) == [(1, "colour"), (2, "goes on")]
+
+
+def test_the_license_has_one_name():
+    """SPDX's in prose and metadata; the Hub's identifier as code, in quotes or in a card's metadata."""
+    spelled = re.compile(r"(?<![`\"\[])apache[\w.-]*( license[\w ,.]*)?", re.IGNORECASE)
+    assert [match[0] for match in spelled.finditer("Apache 2.0, [apache-2.0]")] == ["Apache"]
+    for path in [*FILES, ROOT / "CITATION.cff", ROOT / "pyproject.toml"]:
+        found = {match[0].rstrip(".") for match in spelled.finditer(path.read_text(encoding="utf-8"))}
+        assert found <= {"Apache-2.0", "Apache--2.0-blue"}, path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site (`make docs`): every page is in the navigation, and GitHub's Markdown and docstrings are rendered for it."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    sys.path.insert(0, str(ROOT / "docs"))
+    yield importlib.import_module("site_hooks")
+    sys.path.remove(str(ROOT / "docs"))
+
+
+def navigation() -> list[str]:
+    return re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
+
+
+def test_every_page_is_in_the_navigation(hooks):
+    pages = [path.name for path in (ROOT / "docs").glob("*.md")]
+    reference = [f"reference/{package or 'paco_trl'}.md" for package in hooks.PACKAGES]
+    assert len(pages) > 20
+    assert sorted(navigation()) == sorted([*pages, *hooks.OUTSIDE, *reference])
+    assert yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["hooks"] == ["docs/site_hooks.py"]
+
+
+def test_every_public_name_is_in_the_reference(hooks):
+    packages = [path.parent.name for path in (ROOT / "paco_trl").glob("*/__init__.py")]
+    public = {package for package in packages if hooks.public_names(package)}
+    assert public == set(hooks.PACKAGES) - {""}
+    for package in ("", *public):
+        name = f"paco_trl.{package}".rstrip(".")
+        exported = set(importlib.import_module(name).__all__) - {"__version__"}
+        assert (
+            set(re.findall(rf"^::: {re.escape(name)}\.(\w+)$", hooks.reference_page(package), flags=re.M)) == exported
+        )
+
+
+class TestPages:
+    def test_links_lead_to_pages_and_to_the_source(self, hooks):
+        text = "[a](tour.md#data), [b](../README.md), [`c`](../paco_trl/data/grids.py), ![d](../benchmarks/e.png), [f](#g)"
+        for url, source in (
+            ("https://x.y/z", "[`c`](https://x.y/z/blob/main/paco_trl/data/grids.py)"),
+            (None, "`c`"),
+        ):
+            rendered = hooks.render_page(text, "faq.md", url)
+            assert rendered == f"[a](tour.md#data), [b](index.md), {source}, ![d](benchmarks/e.png), [f](#g)"
+        assert (
+            hooks.render_page("[a](../examples/README.md)", "cards/PaCo-Reward-7B.md", None) == "[a](../examples.md)"
+        )
+
+    def test_alerts_become_admonitions_and_code_stays(self, hooks):
+        text = "> [!NOTE]\n> Look at\n> it.\n\n```python\nx = [a](b.md)\n```\n"
+        rendered = hooks.render_page(text, "faq.md", None)
+        assert rendered == "!!! note\n\n    Look at\n    it.\n\n```python\nx = [a](b.md)\n```\n"
+
+    def test_anchors_are_those_of_github(self, hooks):
+        assert hooks.github_slug("The paper's claims: `a_b` - c") == "the-papers-claims-a_b---c"
+
+
+def test_docstrings_become_markdown(hooks):
+    docstring = """Make an [`~PIL.Image.Image`] for [`ClipTReward`] and [`~ServedJudge.score`].
+
+Args:
+    > Sizes
+
+    rows (`int`), cols (`int`, *optional*):
+        The layout.
+
+Raises:
+    ValueError: If it
+        fails."""
+    rendered = hooks.render_docstring(docstring, hooks.addresses())
+    first, *rest = rendered.splitlines()
+    assert first == (
+        "Make an `Image` for [`ClipTReward`][paco_trl.rewards.ClipTReward] and "
+        "[`ServedJudge.score`][paco_trl.rewards.ServedJudge]."
+    )
+    expected = ["", "**Args**", "", "*Sizes*", "", "- **`rows`** (`int`), **`cols`** (`int`, *optional*):"]
+    expected += ["    The layout.", "", "**Raises**", "", "- ValueError: If it", "    fails."]
+    assert rest == expected
