@@ -9,9 +9,9 @@ UV := $(shell command -v uv 2>/dev/null || echo .venv-uv/bin/uv)
 export OMP_NUM_THREADS ?= 1
 # Where it is set, every process compiles torch, transformers and diffusers: 22 s of an import in place of 9
 unexport PYTHONDONTWRITEBYTECODE
-LINTED := paco_trl examples tests benchmarks model_cards
+LINTED := paco_trl examples tests benchmarks model_cards docs/*.py setup.py
 
-.PHONY: help demo test test-slow test-lowest test-vllm gpu quality style clean
+.PHONY: help demo test test-slow test-lowest test-vllm gpu docs quality style clean
 
 help:
 	@echo "make demo         the whole method on toy models, into demo-output/ (CPU, offline)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
 	@echo "make test-vllm    the tests that need a server of vLLM (CPU; installs 2.5 GB into an environment of its own)"
 	@echo "make gpu          what only an NVIDIA GPU can show and measure, into gpu-output/ (offline, 25 minutes)"
+	@echo "make docs         the site, into site/ (installs what builds it into an environment of its own)"
 	@echo "make quality      linter, formatter and type checker, check only"
 	@echo "make style        linter and formatter, with corrections"
 
@@ -29,8 +30,9 @@ help:
 
 # Made again when the dependencies change
 .venv/.installed: setup.cfg pyproject.toml | $(filter .venv-uv/bin/uv,$(UV))
+	@echo "Installing everything into .venv, once: a download of a few GB."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
-	$(UV) pip install --quiet --python $(BIN)/python -e ".[dev]"
+	$(UV) pip install --python $(BIN)/python -e ".[dev]"
 	touch $@
 
 demo: .venv/.installed
@@ -74,6 +76,17 @@ gpu:
 	env -u OMP_NUM_THREADS $(if $(FOUND),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --output $(or $(OUT),gpu-output) \
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(STEPS),--steps $(STEPS))
 
+# The extra alone: mkdocstrings reads the package without importing it
+.venv-docs/.installed: setup.cfg | $(filter .venv-uv/bin/uv,$(UV))
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-docs
+	$(PYTHON) -c "from configparser import RawConfigParser as P; p = P(); p.read('setup.cfg'); \
+		print(p['options.extras_require']['docs'])" > .venv-docs/requirements.txt
+	$(UV) pip install --quiet --python .venv-docs/bin/python --requirements .venv-docs/requirements.txt
+	touch $@
+
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 quality: .venv/.installed
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
@@ -84,4 +97,4 @@ style: .venv/.installed
 	$(BIN)/ruff format $(LINTED)
 
 clean:
-	rm -rf .venv .venv-uv .venv-lowest .venv-vllm demo-output gpu-output build dist *.egg-info
+	rm -rf .venv .venv-uv .venv-lowest .venv-vllm .venv-docs demo-output gpu-output site build dist *.egg-info

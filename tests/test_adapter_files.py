@@ -81,7 +81,10 @@ def changes_in_comfyui(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 def changes_in_diffusers(base: DiffusionPipeline, adapter: Path) -> dict[str, torch.Tensor]:
     pipeline = fresh(base)
-    pipeline.load_lora_weights(adapter)
+    if hasattr(pipeline, "load_lora_weights"):
+        pipeline.load_lora_weights(adapter)
+    else:
+        pipeline.transformer.load_lora_adapter(adapter, weight_name=FILE)
     return changes(pipeline.transformer)
 
 
@@ -155,11 +158,19 @@ def test_the_code_of_the_page(tiny_flux, flux, tmp_path):
         save(model, pipeline, tmp_path / name)
     page = PAGE.read_text(encoding="utf-8").replace("bfloat16", "float32").replace("user/", f"{tmp_path}/")
     page = page.replace("black-forest-labs/FLUX.1-dev", str(tiny_flux))
-    load, two, fuse, peft = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
+    load, two, hybrid, fuse, peft = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
     names = {}
     exec(load, names)
     assert deviation(changes(names["pipe"].transformer), expected["paco-flux"]) == 0
-    exec(two + fuse, names)
+    exec(two, names)
+    exec(
+        hybrid.replace(
+            "callback_on", "num_inference_steps=4, height=32, width=32, max_sequence_length=16, callback_on"
+        ),
+        names,
+    )
+    assert names["image"].size == (32, 32)
+    exec(fuse, names)
     fused = names["pipe"].transformer.state_dict()
     base = flux.transformer.state_dict()
     assert fused.keys() == base.keys()

@@ -494,9 +494,57 @@ class TestLoadImageSetPrompts:
         assert asked == [("user/prompts", "test"), ("demo", "test")]
 
     def test_other_file(self, tmp_path):
-        (tmp_path / "prompts.txt").write_text("A fox.")
-        with pytest.raises(ValueError, match=r"prompts.txt' is not read.*`.jsonl` or `.json`"):
-            load_image_set_prompts(tmp_path / "prompts.txt")
+        (tmp_path / "prompts.xml").write_text("A fox.")
+        with pytest.raises(ValueError, match=r"prompts.xml' is not read.*`.jsonl` or `.json` or `.csv` or `.txt`"):
+            load_image_set_prompts(tmp_path / "prompts.xml")
+
+    SINGLE = {
+        "prompt": "A fox, in snow.",
+        "theme": "A fox, in snow.",
+        "rows": 1,
+        "cols": 1,
+        "panels": ["A fox, in snow."],
+    }
+
+    def test_bare_prompts(self, tmp_path):
+        """In each kind of file, and in a dataset of the Hub, a prompt without a layout is an image set or a single image."""
+        prompt, theme, texts = write_prompt("1x2", MARKERS["1x2"])
+        expected = [self.SINGLE, {"prompt": prompt, "theme": theme, "rows": 1, "cols": 2, "panels": texts}]
+        (tmp_path / "a.txt").write_text(f"\ufeffA fox, in snow.\r\n\n{prompt}\n", encoding="utf-8")
+        (tmp_path / "b.csv").write_text(f'prompt\n"A fox, in snow."\n"{prompt}"\n')
+        bare = [{"prompt": row["prompt"]} for row in expected]
+        write_jsonl(tmp_path / "c.jsonl", bare)
+        Dataset.from_list(bare).save_to_disk(tmp_path / "saved")
+        for name in ("a.txt", "b.csv", "c.jsonl", "saved"):
+            rows = load_image_set_prompts(tmp_path / name).to_list()
+            assert [{key: row[key] for key in self.SINGLE} for row in rows] == expected, name
+            assert rows[0].keys() == self.SINGLE.keys()
+
+    def test_columns_next_to_a_bare_prompt(self, tmp_path):
+        (tmp_path / "a.csv").write_text("id,prompt,height,width,theme\nx,A fox.,512,,Foxes.\n")
+        (row,) = load_image_set_prompts(tmp_path / "a.csv").to_list()
+        assert row == {
+            "id": "x", "prompt": "A fox.", "height": 512, "width": None, "theme": "Foxes.",
+            "rows": 1, "cols": 1, "panels": ["A fox."],
+        }  # fmt: skip
+        Dataset.from_list([{"prompt": "A fox.", "theme": "Foxes."}]).save_to_disk(tmp_path / "saved")
+        assert load_image_set_prompts(tmp_path / "saved")["theme"][:] == ["Foxes."]
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("a.csv", "text\nA fox.\n", "need the columns .*'prompt'.* there are only .*'text'.*is a single image"),
+            ("a.csv", "prompt,height\nA fox, in snow.,512\n", "Row 0 of .*a.csv has more cells than the header"),
+            ("a.csv", "prompt\n", "have no rows"),
+            ("a.jsonl", '{"prompt": "A fox.", "rows": 1}\n', r"need the columns \['cols', 'panels'\].*a single image"),
+            ("a.jsonl", '{"prompt": "Make it red.", "image": "a.png"}\n', r"need the columns \['rows', 'cols', 'panels'\]"),
+            ("a.txt", "A 1x2 grid layout of foxes. [LEFT]:One.\n", "has 1 panel markers, but its 1x2 grid layout has 2"),
+        ],
+    )  # fmt: skip
+    def test_what_is_no_bare_prompt(self, tmp_path, name, text, message):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_image_set_prompts(tmp_path / name)
 
     def test_invalid_json(self, tmp_path):
         path = write_jsonl(tmp_path / "own.jsonl", [image_set_row()])

@@ -525,7 +525,9 @@ class TestModelCard:
         assert 'against the negative prompt ""' in card
         assert "sets of consistent images" not in card and "identical panels" not in card
         assert "edit an image as instructed and leave the rest unchanged" in card
-        assert 'pipe(image=source, prompt="Paint the car red.", guidance_scale=4.0)' in card
+        assert f'prompt = "{dataset[0]["prompt"]}"\n' in card
+        steps = untouched.args.num_inference_steps_eval  # the size is that of the source
+        assert f"pipe(image=source, prompt=prompt, guidance_scale=4.0, num_inference_steps={steps})" in card
         other = str(render_card(make(klein, dataset, tmp_path, negative_prompt='blurred "art"')._model_card()))
         assert "negative prompt" in other and "blurred" in other
 

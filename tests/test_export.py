@@ -110,19 +110,23 @@ def test_files(trained, tiny_flux):
 
 def test_pictures_of_an_earlier_state_go(trained, tmp_path):
     trainer, _ = trained
-    for name in ("evaluation.png", "mine.png"):
+    (tmp_path / "images").mkdir()
+    for name in ("evaluation.png", "mine.png", "images/9.png", "images/mine.png"):
         (tmp_path / name).write_text("pixels")
     trainer.save_model(tmp_path, use_ema=False)
     assert (tmp_path / "curves.png").exists() and (tmp_path / "mine.png").exists()
     assert not (tmp_path / "evaluation.png").exists()  # the card does not tell of it
+    assert {path.name for path in (tmp_path / "images").iterdir()} == {*(f"{n}.png" for n in range(4)), "mine.png"}
 
 
 def test_published_files_hold_no_token_and_no_pickle(trained):
     _, folder = trained
     published = [path for pattern in PIPELINE_ADAPTER for path in folder.glob(pattern)]
     assert {path.suffix for path in published} == {".json", ".safetensors", ".md", ".png"}
-    assert {path.name for path in published if path.suffix == ".png"} == {"contact_sheet.png", "curves.png"}
-    assert len(published) == 6
+    assert {path.name for path in published if path.suffix == ".png"} == {
+        "contact_sheet.png", "curves.png", *(f"{n}.png" for n in range(4))
+    }  # fmt: skip
+    assert len(published) == 10
     for path in published:
         assert b"hf_this_must_not_be_seen" not in path.read_bytes()
 

@@ -33,7 +33,8 @@ def replace_saving(monkeypatch):
 
 
 def sheets_in(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / "contact_sheets").iterdir()}
+    folder = folder / "contact_sheets"
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
 
 
 def test_a_sheet_is_made_while_the_next_round_is_generated(make, replace_saving, tmp_path, prompts):
@@ -57,10 +58,15 @@ def test_a_sheet_is_made_while_the_next_round_is_generated(make, replace_saving,
     assert scored == [8, 8, 8]
     assert at_the_same_time == [True]
     found = sheets_in(tmp_path / "out")
-    assert len(found) == 6
+    assert len(found) == 3 * (2 + 1 + 2)  # sheet and scores; for a card a sheet and an image of each prompt
     # An evaluation does not return before its sheet
     trainer.evaluate()
-    assert {"eval_step_000003.png", "eval_step_000003.jsonl"} == sheets_in(tmp_path / "out").keys() - found.keys()
+    new = sheets_in(tmp_path / "out").keys() - found.keys()
+    assert new == {
+        "eval_step_000003.png",
+        "eval_step_000003.jsonl",
+        *(f"card/{n}eval_step_000003.png" for n in ("", "0_")),
+    }
     for name, *args in saved:
         scored_sheets.save_scored_sheet(tmp_path / "again" / "contact_sheets", name, *args)
     assert sheets_in(tmp_path / "again") == sheets_in(tmp_path / "out")
@@ -73,7 +79,7 @@ def test_the_card_of_a_checkpoint_has_the_sheet_of_its_round(make, replace_savin
 
     replace_saving(slowly)
     make(max_steps=1, save_strategy="steps", save_steps=1).train()
-    sheet = sheets_in(tmp_path / "out")["round_00000.png"]
+    sheet = sheets_in(tmp_path / "out")["card/round_00000.png"]
     assert (tmp_path / "out" / "checkpoint-1" / "contact_sheet.png").read_bytes() == sheet
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained other than a new adapter: all weights of the transformer, or an adapter that exists. And GRPO-Guard."""
+"""What is trained other than a new adapter: all weights of the transformer, or an adapter that exists. And losses of recorded means."""
 
 import copy
 import functools
@@ -152,6 +152,7 @@ class TestAllWeights:
         trainer.train()
         assert not logs_with(trainer, "kl")
         assert make_trainer(beta=0.01).ref_model is None
+        assert make(norm_penalty=0.01).ref_model is not None
 
     def test_a_run_resumed_in_the_middle_of_a_round(self, make, tmp_path):
         settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "beta": 0.01}
@@ -180,7 +181,7 @@ class TestAllWeights:
             make(model=NOWHERE, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "grpo_guard"])
+@pytest.mark.parametrize("loss_type", ["grpo", "grpo_guard", "flow_dppo"])
 @pytest.mark.parametrize("is_full", [False, True])
 def test_micro_batches_equal_one_batch(make_trainer, loss_type, is_full):
     # SGD, so that rounding stays rounding; one optimizer step a round, so that both see all images
@@ -206,14 +207,19 @@ def test_micro_batches_equal_one_batch(make_trainer, loss_type, is_full):
     assert (updates[0] - updates[1]).norm() < 2e-3 * updates[0].norm()
 
 
-class TestGuard:
+FUNCTIONS = {
+    "grpo": "clipped_surrogate", "grpo_guard": "guarded_surrogate", "flow_dppo": "divergence_masked_surrogate",
+}  # fmt: skip
+
+
+class TestLossesOfRecordedMeans:
     @pytest.fixture
     def watched(self, make_trainer, monkeypatch):
         """Trains for two steps of a round and gives each micro-step's record, arguments and result of the loss."""
 
         def train(loss_type: str, **settings):
             trainer, seen, records = make_trainer(loss_type=loss_type, **settings), [], []
-            name = "guarded_surrogate" if loss_type == "grpo_guard" else "clipped_surrogate"
+            name = FUNCTIONS[loss_type]
             function, compute_loss = getattr(paco_grpo_trainer, name), trainer.compute_loss
 
             def keep(*args):
@@ -263,9 +269,41 @@ class TestGuard:
         assert torch.allclose(result.ratio, torch.exp(log_prob - old_log_prob))
         assert (result.ratio - 1).abs().max() > 1e-5
 
-    @pytest.mark.parametrize("loss_type", ["grpo", "grpo_guard"])
+    def test_flow_dppo(self, watched):
+        """Before the first update nothing has diverged; after it the images that would diverge further are left out."""
+        settings = {"num_inference_steps": 5, "sde_steps": [1, 2], "beta": 0.1}
+        trainer, steps = watched("flow_dppo", divergence_threshold=1e-7, **settings)
+        divergences, masked = [], {"low": 0, "high": 0}
+        for position, (record, arguments, result) in enumerate(steps):
+            (mean, old_mean, std, advantages), ratio = arguments[2:6], result.ratio
+            assert old_mean is record.mean
+            divergence = ((mean.detach() - old_mean) ** 2 / (2 * std**2)).flatten(1).mean(dim=1)
+            torch.testing.assert_close(result.divergence, divergence)
+            is_far = divergence >= 1e-7
+            if position < len(steps) // 2:
+                assert torch.equal(ratio, torch.ones(4)) and not is_far.any() and not divergence.any()
+                assert torch.equal(result.loss.detach(), -advantages)
+            else:
+                high, low = is_far & (ratio > 1) & (advantages > 0), is_far & (ratio < 1) & (advantages < 0)
+                torch.testing.assert_close(result.loss.detach(), torch.where(high | low, 0.0, -ratio * advantages))
+                assert (result.loss[high | low] == 0).all()
+                divergences.append(divergence)
+                masked = {"low": masked["low"] + low.sum().item(), "high": masked["high"] + high.sum().item()}
+        images = 4 * len(divergences)
+        assert 0 < sum(masked.values()) < images
+        for side, count in masked.items():
+            assert logs_with(trainer, f"clip_ratio/{side}_mean") == [0.0, pytest.approx(count / images)]
+        assert logs_with(trainer, "divergence") == [0.0, pytest.approx(torch.cat(divergences).mean().item(), rel=1e-4)]
+        # Twin: a threshold that is out of reach masks nothing
+        trainer, steps = watched("flow_dppo", divergence_threshold=1.0, tail_steps=1, **settings)
+        assert (
+            logs_with(trainer, "clip_ratio/region_mean") == [0.0, 0.0] and logs_with(trainer, "divergence")[1] > 1e-7
+        )
+
+    @pytest.mark.parametrize("loss_type", ["grpo", "grpo_guard", "flow_dppo"])
     def test_the_mean_is_kept_only_for_it(self, watched, loss_type):
-        _, steps = watched(loss_type, max_steps=1)
+        trainer, steps = watched(loss_type, max_steps=1)
+        assert len(logs_with(trainer, "divergence")) == (loss_type != "grpo")
         for record, _, _ in steps:
             if loss_type == "grpo":
                 assert record.mean is None
@@ -274,9 +312,13 @@ class TestGuard:
                 assert record.mean.dtype == torch.float32
                 assert not record.mean.requires_grad
 
-    def test_it_learns(self, make_trainer):
+    @pytest.mark.parametrize(
+        "loss",
+        [{"loss_type": "grpo_guard", "epsilon": 1e-3}, {"loss_type": "flow_dppo", "divergence_threshold": 1e-3}],
+    )
+    def test_it_learns(self, make_trainer, loss):
         settings = {"num_generations": 8, "num_prompts_per_generation": 4, "per_device_train_batch_size": 16}
-        trainer = make_trainer(loss_type="grpo_guard", max_steps=12, learning_rate=2e-2, epsilon=1e-3, **settings)
+        trainer = make_trainer(**loss, max_steps=12, learning_rate=2e-2, **settings)
         trainer.train()
         redness = logs_with(trainer, "rewards/redness_reward/mean")[::2]
         assert redness[-1] - redness[0] > 2 * logs_with(trainer, "rewards/redness_reward/std")[0]

@@ -104,6 +104,28 @@ def generated(flux, tmp_path_factory) -> tuple[Dataset, Path]:
     return draw(flux, FOUR, path, seeds=[5, 3]), path
 
 
+class TestTruncations:
+    """CLIP reads 77 tokens, and prompts of image sets are longer: the pipeline repeats the rest of each in the log."""
+
+    LONG = make_prompts([(32, 32)] * 3, prompt=["A red fox. " * 40, "A lighthouse. " * 40, "A bowl."])
+
+    def test_one_line_for_each_kind(self, flux, tmp_path, caplog):
+        with caplog.at_level(logging.WARNING):
+            draw(flux, self.LONG, tmp_path / "grids", seeds=[0, 1], batch_size=1, max_sequence_length=32)
+        lines = [record.getMessage() for record in caplog.records if "truncated" in record.getMessage()]
+        assert len(lines) == len({line.partition(": ")[2] for line in lines}) == 2  # CLIP and T5
+        assert all(line.startswith("For 4 of 6 calls of FluxPipeline: ") and "red fox" not in line for line in lines)
+        assert not [record for record in caplog.records if "longer than the specified maximum" in record.getMessage()]
+        # Others' calls of the pipeline still say it, and short prompts are not counted
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            flux(self.LONG[0]["prompt"], height=32, width=32, num_inference_steps=1, max_sequence_length=32)
+            assert sum("red fox" in record.getMessage() for record in caplog.records) == 2
+            caplog.clear()
+            draw(flux, FOUR, tmp_path / "short", seeds=[0])
+        assert not [record for record in caplog.records if "truncated" in record.getMessage()]
+
+
 class TestGrids:
     def test_columns_and_order(self, generated):
         grids, path = generated
@@ -443,7 +465,7 @@ state.destroy_process_group()
 def test_two_processes_equal_one(whole, tiny_flux, tmp_path):
     FOUR.to_json(tmp_path / "prompts.jsonl")
     (tmp_path / "script.py").write_text(SCRIPT)
-    config = launching.write_ddp_config(tmp_path)
+    config = launching.CPU_DDP
     command = [tmp_path / "script.py", tiny_flux, tmp_path / "prompts.jsonl", tmp_path / "two"]
     printed = launching.check_run(command, config=config)
     assert "process 0 of 2: 12" in printed and "process 1 of 2: 12" in printed

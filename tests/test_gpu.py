@@ -12,11 +12,13 @@ import threading
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms.functional import pil_to_tensor
 
-from paco_trl import tiny
-from paco_trl.rewards import redness_reward
+from paco_trl import PaCoReward, tiny
+from paco_trl.rewards import ClipTReward, redness_reward
+from paco_trl.rollout.prompt_encoder import placed
 from test_family_training import CASES, Case, make_dataset
 
 
@@ -123,6 +125,50 @@ def test_offloading_changes_no_weight(make_trainer, tmp_path, deterministic):
         trained[is_offloaded] = load_file(tmp_path / f"{is_offloaded}-adapter" / ADAPTER)
     assert any(value.abs().max() > 1e-3 for name, value in trained[False].items() if "lora_B" in name)
     assert all(torch.equal(value, trained[True][name]) for name, value in trained[False].items())
+
+
+def test_reward_model_and_transformer_take_turns(make_trainer, tmp_path, deterministic):
+    trained, folder = {}, tiny.build_tiny_clip(tmp_path / "clip")  # once: its tokenizer differs with each build
+    for is_offloaded in (False, True):
+        reward, scoring, generating = ClipTReward(folder), set(), set()
+        # Which kernel its attention takes would depend on what the transformer asks for at the same time
+        reward.model.set_attn_implementation("eager")
+        options = {"reward_funcs": reward, "offload_rewards": is_offloaded, "output_dir": str(tmp_path / "out")}
+        trainer = make_trainer(**ON_DEVICE, **deterministic, **options)
+        reward.model.vision_model.register_forward_pre_hook(
+            lambda *_, s=scoring, r=reward: s.update(devices_of(r.model))
+        )
+        trainer.model.register_forward_pre_hook(lambda *_, g=generating, r=reward: g.update(devices_of(r.model)))
+        trainer.train()
+        assert scoring == {DEVICE}
+        # By default it comes with the first images that are scored, and stays
+        assert generating == {"cpu"} if is_offloaded else DEVICE in generating
+        trained[is_offloaded] = {
+            name: w.detach().cpu() for name, w in trainer.model.named_parameters() if w.requires_grad
+        }
+    assert any(value.abs().max() > 1e-3 for name, value in trained[False].items() if "lora_B" in name)
+    assert all(torch.equal(value, trained[True][name]) for name, value in trained[False].items())
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+def test_judge_scores_the_same_after_it_was_away(quantization, tmp_path):
+    if DEVICE == "cpu" and quantization == "nf4":
+        pytest.skip("the CPU's kernel takes no layers as small as these")
+    folder = tiny.build_tiny_qwen2_5_vl(tmp_path / "judge")
+    try:
+        judge = PaCoReward.from_pretrained(folder, DEVICE, torch.bfloat16, quantization=quantization)
+    except (ImportError, RuntimeError) as error:
+        if not re.search("requires `|No GPU found", str(error)):
+            raise
+        pytest.skip(str(error))
+    pair = tuple(Image.new("RGB", (56, 56), color) for color in ("red", "blue"))
+    before = judge.score([pair], "Are they alike?")
+    judge.model.to("cpu")
+    for _ in range(2):
+        with placed([judge.model], torch.device(DEVICE)):
+            assert devices_of(judge.model) == {DEVICE}
+            assert judge.score([pair], "Are they alike?") == before
+        assert devices_of(judge.model) == {"cpu"}
 
 
 def test_reward_that_computes_on_the_device(make_trainer):

@@ -254,7 +254,7 @@ class TestPushAndPull:
         files = hub.files(REPO, "model")
         assert set(files) == {
             ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors",
-            "pytorch_lora_weights.safetensors", "contact_sheet.png", "curves.png",
+            "pytorch_lora_weights.safetensors", "contact_sheet.png", "curves.png", *(f"images/{n}.png" for n in range(4)),
         }  # fmt: skip
         assert hub.repos["model", REPO].private
         assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == BASE

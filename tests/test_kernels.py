@@ -45,9 +45,13 @@ def test_every_family(name, tmp_path):
     folder = getattr(tiny, case.builder)(tmp_path / "model", **case.options)
     transformer = load_pipeline(str(folder), torch.float32).transformer
     set_kernels(transformer, None, compile_blocks=True)
-    assert compiled_of(transformer) == set(transformer._no_split_modules) and backends_of(transformer) <= {None}
-    if case.pipeline == "StableDiffusion3Pipeline":
-        with pytest.raises(ValueError, match="'_native_math', but diffusers' SD3Transformer2DModel always.*Unset it"):
+    assert compiled_of(transformer) == set(
+        transformer._no_split_modules or transformer._repeated_blocks
+    ) and backends_of(transformer) <= {None}
+    if case.pipeline in ("StableDiffusion3Pipeline", "QwenImage21Pipeline"):
+        with pytest.raises(
+            ValueError, match=f"'_native_math', but diffusers' {type(transformer).__name__} always.*Unset"
+        ):
             set_kernels(transformer, "_native_math", compile_blocks=False)
     else:
         set_kernels(transformer, "_native_math", compile_blocks=False)

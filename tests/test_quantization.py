@@ -209,7 +209,7 @@ class TestTraining:
             "test_quantization.train_all(Path(sys.argv[1]), Path(sys.argv[2]))\n"
         )
         train_all(tiny_flux, tmp_path / "1")
-        launching.check_run([script, tiny_flux, tmp_path / "2"], config=launching.write_ddp_config(tmp_path))
+        launching.check_run([script, tiny_flux, tmp_path / "2"], config=launching.CPU_DDP)
         for method in METHODS:
             one, two = (load_file(tmp_path / number / method / ADAPTER) for number in "12")
             size = max(value.abs().max() for value in one.values())
@@ -420,7 +420,7 @@ class TestJudge:
             "test_quantization.train_judge(sys.argv[1], Path(sys.argv[2]))\n"
         )
         losses = []
-        for config in (launching.write_ddp_config(tmp_path), launching.CPU_ZERO3):
+        for config in (launching.CPU_DDP, launching.CPU_ZERO3):
             launching.check_run([script, tiny_qwen, tmp_path / config.stem], config=config)
             losses.append(json.loads((tmp_path / config.stem / "losses.json").read_text()))
         assert losses[0][-1] < losses[0][0]

@@ -506,7 +506,7 @@ class TestPicture:
             dict.fromkeys(names, pairs.training["clip_t"]),
             dict.fromkeys(names, pairs.inference["clip_t"]),
         )
-        assert size_and_ink(many)[0] == pytest.approx((3 * width, 2 * height), abs=3)
+        assert size_and_ink(many)[0] == pytest.approx((2 * width, 2 * height), abs=3)
         with pytest.raises(ValueError, match="`results` is empty"):
             save_resolution_transfer([], pairs, tmp_path / "nothing.png")
         assert not (tmp_path / "nothing.png").exists()
