@@ -580,7 +580,9 @@ class TestRound:
             values = {**settings, **changed}
             names = ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps")
             requested = [values.pop(each, None) for each in names]
-            return make(**values)._lay_out(42, *requested, num_processes)
+            config = make(**values)
+            config.optimizer_steps_per_generation = values.get("optimizer_steps_per_generation")
+            return config._lay_out(None, *requested, num_processes)
 
         with pytest.raises(ValueError) as error:
             lay_out()
@@ -623,8 +625,8 @@ class TestRound:
         assert config.num_prompts_per_generation == 8
         (record,) = [record for record in caplog.records if record.name.startswith("paco_trl")]
         assert record.levelno == logging.WARNING
-        assert "A round of 7 prompts does not divide over 1 processes" in record.getMessage()
-        assert "rounded up to 8" in record.getMessage()
+        message = "7 prompts x 3 generations do not divide over 1 process(es) x 1 image(s) x 2 optimizer steps: "
+        assert record.getMessage() == "[RANK 0] " + message + "`num_prompts_per_generation` is rounded up to 8."
 
     @pytest.mark.parametrize(
         "settings",
@@ -645,12 +647,14 @@ class TestRound:
             assert layout.num_prompts == smallest
 
     def test_rounds_up_the_default_for_a_given_accumulation(self, make, caplog):
-        layout = make(num_generations=6)._lay_out(42, None, None, 5, 2)
+        config = make(num_generations=6)
+        config.optimizer_steps_per_generation = None
+        layout = config._lay_out(None, None, None, 5, 2)
         assert (layout.num_prompts, layout.num_optimizer_steps) == (45, 27)  # 270 images in steps of 2 x 5
         assert layout.gradient_accumulation_steps == 5
         with caplog.at_level(logging.WARNING, logger="paco_trl"):
             make(gradient_accumulation_steps=5)
-        assert "over 1 processes with 5 accumulation steps: `num_prompts_per_generation` is rounded up" in caplog.text
+        assert "over 1 process(es) x 1 image(s) x 5 accumulation steps: `num_prompts_per_generation`" in caplog.text
 
     @pytest.mark.parametrize(
         ("settings", "name", "conflict", "fitting"),
@@ -664,6 +668,14 @@ class TestRound:
                 {"gradient_accumulation_steps": 84},
                 8,
             ),
+            # The values of a size that is left out are no exception
+            ({"num_prompts_per_generation": 42}, "num_prompts_per_generation", {"generation_batch_size": 320}, 20),
+            (
+                {"optimizer_steps_per_generation": 2, "num_prompts_per_generation": 8},
+                "optimizer_steps_per_generation",
+                {"gradient_accumulation_steps": 32},
+                4,
+            ),
         ],
         ids=str,
     )
@@ -674,9 +686,9 @@ class TestRound:
         )
         with pytest.raises(ValueError, match=message):
             make(**settings, **conflict)
-        config = make(**conflict, **{name: fitting})  # what it says works, and neither is changed
+        config = make(**{**settings, **conflict, name: fitting})  # what it says works, and neither is changed
         assert (getattr(config, name), getattr(config, other)) == (fitting, value)
-        assert getattr(make(**conflict), other) == value
+        assert getattr(make(**{each: settings[each] for each in settings if each != name}, **conflict), other) == value
 
     def test_processes_are_read_from_the_launcher(self, make, monkeypatch):
         """Not more processes than there are: the layout is that of the real ones."""

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -27,6 +27,9 @@ logger = get_logger(__name__)
 
 MEAN_LOSS_TYPES = ("grpo_guard", "flow_dppo")  # which require the mean of the recorded step
 LOSS_TYPES = ("grpo", *MEAN_LOSS_TYPES)
+
+# The paper's, for a round whose sizes are left out
+_NUM_PROMPTS, _NUM_OPTIMIZER_STEPS = 42, 2
 
 _CHOICES = {
     "sde_type": SDE_TYPES,
@@ -115,11 +118,13 @@ class PaCoGRPOConfig(GRPOConfig):
 
         num_generations (`int`, *optional*, defaults to `16`):
             Images generated per prompt, the group whose rewards are compared.
-        num_prompts_per_generation (`int`, *optional*, defaults to `42`):
-            Prompts of a round, rounded up to a number that divides over the processes. `generation_batch_size` or
-            `steps_per_generation` replace it; set along with them or `gradient_accumulation_steps`, it must fit.
-        optimizer_steps_per_generation (`int`, *optional*, defaults to `2`):
-            Optimizer steps per round. `gradient_accumulation_steps` replaces it; set along with that, it must fit.
+        num_prompts_per_generation (`int`, *optional*):
+            Prompts of a round, rounded up to a number that divides. If `None`, 42 (paper), or derived from
+            `generation_batch_size` or `steps_per_generation`; set along with them or `gradient_accumulation_steps`,
+            it must fit.
+        optimizer_steps_per_generation (`int`, *optional*):
+            Optimizer steps per round. If `None`, 2 (paper), or derived from `gradient_accumulation_steps`; set along
+            with that, it must fit.
         generation_batch_size (`int`, *optional*):
             Images of a round over all processes. If `None`, `num_prompts_per_generation * num_generations`.
         steps_per_generation (`int`, *optional*):
@@ -262,8 +267,12 @@ class PaCoGRPOConfig(GRPOConfig):
 
     # Parameters that control the round
     num_generations: int = field(default=16, metadata={"help": "Images per prompt: the compared group."})
-    num_prompts_per_generation: int = field(default=42, metadata={"help": "Prompts of a round."})
-    optimizer_steps_per_generation: int = field(default=2, metadata={"help": "Optimizer steps per round."})
+    num_prompts_per_generation: int | None = field(
+        default=None, metadata={"help": "Prompts of a round. If `None`, 42."}
+    )
+    optimizer_steps_per_generation: int | None = field(
+        default=None, metadata={"help": "Optimizer steps per round. If `None`, 2."}
+    )
     generation_batch_size: int | None = field(default=None, metadata={"help": "Images of a round."})
     steps_per_generation: int | None = field(default=None, metadata={"help": "Micro-steps of a process per round."})
     gradient_accumulation_steps: int | None = field(default=None, metadata={"help": "Micro-steps per optimizer step."})
@@ -385,12 +394,16 @@ class PaCoGRPOConfig(GRPOConfig):
             self.ratio_tolerance = self.epsilon / 10
         self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 
-        if requested[:2] == (None, None) and layout.num_prompts != requested_prompts:
+        expected = _NUM_PROMPTS if requested_prompts is None else requested_prompts
+        if requested[:2] == (None, None) and layout.num_prompts != expected:
             # Not one that is set along with the prompts: `_lay_out` refuses it
-            accumulation = "" if requested[2] is None else f" with {requested[2]} accumulation steps"
+            steps = f"{layout.num_optimizer_steps} optimizer steps"
+            if requested[2] is not None:
+                steps = f"{requested[2]} accumulation steps"
             logger.warning(
-                f"A round of {requested_prompts} prompts does not divide over {self.world_size} processes{accumulation}: "
-                f"`num_prompts_per_generation` is rounded up to {layout.num_prompts}."
+                f"{expected} prompts x {self.num_generations} generations do not divide over {self.world_size} "
+                f"process(es) x {layout.rollout_batch_size} image(s) x {steps}: `num_prompts_per_generation` is rounded "
+                f"up to {layout.num_prompts}."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -424,27 +437,24 @@ class PaCoGRPOConfig(GRPOConfig):
 
     def _lay_out(self, num_prompts: int | None, *requested: Any) -> RoundLayout:
         """Lay out a round of the requested sizes, see [`lay_out_round`]; refuse those that contradict each other."""
+        num_steps = self.optimizer_steps_per_generation
         layout = lay_out_round(
-            cast(int, num_prompts),
+            _NUM_PROMPTS if num_prompts is None else num_prompts,
             *requested,
             num_generations=self.num_generations,
             batch_size=self.per_device_train_batch_size,
             num_trained_steps=self.num_trained_steps,
-            num_optimizer_steps=self.optimizer_steps_per_generation,
+            num_optimizer_steps=_NUM_OPTIMIZER_STEPS if num_steps is None else num_steps,
             num_merged=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
         )
-        if num_prompts is None:
-            return layout
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
         names = ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps")
         given = {name: value for name, value in zip(names, requested, strict=False) if value is not None}
-        num_steps = self.optimizer_steps_per_generation
         for name, value, found, others in (
             ("num_prompts_per_generation", num_prompts, layout.num_prompts, names),
             ("optimizer_steps_per_generation", num_steps, layout.num_optimizer_steps, names[2:]),
         ):
             conflict = " and ".join(f"`{other}` = {given[other]}" for other in others if other in given)
-            if conflict and value not in (defaults[name], found):
+            if conflict and value not in (None, found):
                 rest = f"a round with {conflict} on {layout.num_processes} process(es) has {found}"
                 raise ValueError(
                     f"`{name}` is {value}, but {rest}. Leave one of them out, or set `{name}` to {found}."
