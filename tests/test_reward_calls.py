@@ -209,6 +209,20 @@ class TestNeededColumns:
         check_columns([self.reward(needed_columns=("theme", "criteria"), min_panels=3)], dataset, "the dataset")
         check_columns(redness_reward, self.dataset(), "the dataset")  # one that needs nothing
 
+    def test_parameters(self):
+        def named(prompts, completions, panel_images, theme, log_metric, style="flat", *, trainer_state, **kwargs):
+            return [0.0] * len(completions)
+
+        def misspelled(prompts, completions, panel_image, **kwargs):
+            return [0.0] * len(completions)
+
+        check_columns(named, self.dataset(theme=["a", "b"]), "the dataset")
+        for reward, column in ((named, "theme"), (misspelled, "panel_image"), (lambda prompt, **kwargs: [], "prompt")):
+            with pytest.raises(
+                ValueError, match=f"the parameter `{column}`, which the dataset has no .* panel_images"
+            ):
+                check_columns([redness_reward, reward], self.dataset(), "the dataset")
+
     def test_what_is_not(self):
         reward = self.reward(needed_columns=("theme",))
         with pytest.raises(ValueError, match="'needy' requires the column `theme`, but the dataset has rows, cols"):

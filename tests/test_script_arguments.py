@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from judge_server import JudgeServer
 from paco_trl import PaCoReward
-from paco_trl.commands import script_arguments
+from paco_trl.commands import grpo, script_arguments
 from paco_trl.commands.script_arguments import (
     ScriptArguments,
     get_peft_config,
@@ -110,6 +110,7 @@ def test_an_adapter_is_continued_with_its_own_settings(tmp_path, caplog):
         ({}, []),
         ({"lora_r": 8, "lora_target_modules": ["to_v", "to_q"]}, []),
         ({"lora_r": 4}, ["`--lora_r` is 4 and has no effect: .* is continued with its own, 8."]),
+        ({"lora_r": 64}, ["`--lora_r` is 64 and has no effect"]),  # the value of a new adapter
         (
             {"lora_alpha": 1, "lora_target_modules": ["to_q"]},
             ["`--lora_alpha` is 1 and has no effect", r"`--lora_target_modules` is \['to_q'\] and has no effect"],
@@ -120,6 +121,34 @@ def test_an_adapter_is_continued_with_its_own_settings(tmp_path, caplog):
         assert get_peft_config(arguments) == str(tmp_path)
         assert len(caplog.messages) == len(said)
         assert all(re.match(pattern, message) for pattern, message in zip(said, caplog.messages, strict=True))
+
+
+def test_prompts_that_a_judge_cannot_compare_are_refused_before_it_is_loaded(tmp_path):
+    (tmp_path / "prompts.txt").write_text("A fox.\nA hare.\n")
+    words = [
+        "--dataset_name",
+        tmp_path / "prompts.txt",
+        "--output_dir",
+        tmp_path / "out",
+        "--use_cpu",
+        "--bf16",
+        "False",
+    ]
+    words += [
+        "--model_name_or_path",
+        "nobody/flux",
+        "--judge_model",
+        "nobody/judge",
+        "--num_prompts_per_generation",
+        "2",
+    ]
+    words = [*map(str, words), "--rewards"]
+    with pytest.raises(ValueError, match="'ConsistencyReward' compares panels, at least 2, but row 0 .* has 1 x 1"):
+        grpo.main([*words, "redness", "consistency"])
+    with pytest.raises(ValueError, match="'EditReward' requires the column `image`"):
+        grpo.main([*words, "edit"])
+    with pytest.raises(OSError, match="nobody/flux"):  # a reward without a judge takes them
+        grpo.main([*words, "redness"])
 
 
 def test_a_judge_in_the_process(tiny_qwen):

@@ -233,19 +233,14 @@ class TestData:
             script.main(options)
 
     def test_own_pairs_without_a_split(self, workspace, tmp_path):
-        words = [
-            "--dataset_name",
-            str(workspace / "data"),
-            "--output_dir",
-            str(tmp_path),
-            "--use_cpu",
-            "--bf16",
-            "False",
-        ]
+        words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", "--dataset_name"]
         with pytest.raises(
             FileNotFoundError, match=r"only: test.parquet, train.parquet.* give `--dataset_split`, such"
         ):
-            script.main(words)
+            script.main([*words, str(workspace / "data")])
+        pairs(2, seed=0).save_to_disk(tmp_path / "saved")
+        with pytest.raises(ValueError, match="saved' was saved with `save_to_disk`.* give `--dataset_split`, such"):
+            script.main([*words, str(tmp_path / "saved")])
 
     def test_layers(self, workspace, tmp_path):
         self.train(workspace, tmp_path, "--lora_target_modules", "q_proj", "v_proj", "--eval_strategy", "no")

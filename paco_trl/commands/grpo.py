@@ -14,6 +14,7 @@ from .parser import CommandParser
 from .script_arguments import (
     ScriptArguments,
     check_evaluation,
+    check_judged,
     get_peft_config,
     load_eval_prompts,
     load_eval_rewards,
@@ -42,6 +43,7 @@ def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     ################
     # Rewards
     ################
+    check_judged(script_args, train_dataset)
     reward_funcs = load_rewards(script_args)
     eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)
 

@@ -15,7 +15,7 @@ from trl import ModelConfig, get_quantization_config
 
 from .. import PaCoRewardConfig, PaCoRewardTrainer
 from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
-from ..data.dataset_files import load_split
+from ..data.dataset_files import is_saved, load_split
 from ..trainer.paco_reward_config import REFUSED_FIELDS
 from .options import option
 from .parser import CommandParser
@@ -64,10 +64,12 @@ def load_pairs(
     """Load the pairs of a split, or of files of PaCo-Dataset, and check them."""
     name = script_args.dataset_name
     if split is None:
+        remedy = "If the data are your own pairs or rankings, give `--dataset_split`, such as `--dataset_split train`."
+        if is_saved(name):
+            raise ValueError(f"'{name}' was saved with `save_to_disk`, not in the layout of PaCo-Dataset. {remedy}")
         try:
             dataset = load_paco_dataset(name, files=files, skip_broken=script_args.skip_broken)
         except FileNotFoundError as error:
-            remedy = "If the data are own pairs or rankings, give `--dataset_split`, such as `--dataset_split train`."
             raise FileNotFoundError(f"{error} {remedy}") from error
     else:
         dataset = load_split(name, split)

@@ -15,6 +15,7 @@ from peft import LoraConfig
 
 from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
+from ..rewards.reward_calls import check_columns
 from ..rollout.loading import read_peft_config
 from .options import option
 
@@ -63,8 +64,8 @@ class ScriptArguments:
     eval_judge_model: str | None = option(None, "Judge of the evaluation's rewards. If `None`, `judge_model`.")
     eval_judge_url: str | None = option(None, "Its address. If `None`, `judge_url` unless `eval_judge_model` is set.")
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP of the rewards `clip_t` and `clip_i`.")
-    lora_r: int = option(64, "Rank of the adapter (paper).")
-    lora_alpha: int = option(128, "Scale of the adapter (paper).")
+    lora_r: int | None = option(None, "Rank of a new adapter. If `None`, 64 (paper).")
+    lora_alpha: int | None = option(None, "Scale of a new adapter. If `None`, 128 (paper).")
     lora_target_modules: list[str] | None = option(None, "Layers with an adapter. If `None`, the family's default.")
     adapter_name_or_path: str | None = option(None, "Adapter (Hub id or directory) to continue, instead of a new one.")
     use_peft: bool = option(True, "Whether to train an adapter. If `False`, the full transformer is trained.")
@@ -171,6 +172,13 @@ def _import_reward(path: str) -> Callable:
     return reward
 
 
+def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:
+    """Check that a judge can compare what the prompts ask for, before it is loaded."""
+    for name, judge in (("consistency", rewards.ConsistencyReward), ("edit", rewards.EditReward)):
+        if name in script_args.rewards:
+            check_columns(judge, dataset, "the dataset")
+
+
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
     """Load the rewards of training."""
     loaded = {name: load_reward(name, script_args) for name in script_args.rewards}
@@ -209,16 +217,15 @@ def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"
             value, its = getattr(script_args, option), getattr(existing, name)
-            is_set = value != ScriptArguments.__dataclass_fields__[option].default
-            if is_set and (set(value) != its if isinstance(value, list) else value != its):
+            if value is not None and (set(value) != its if isinstance(value, list) else value != its):
                 logger.warning(
                     f"`--{option}` is {value} and has no effect: the adapter '{script_args.adapter_name_or_path}' is "
                     f"continued with its own, {its}."
                 )
         return script_args.adapter_name_or_path
     return LoraConfig(
-        r=script_args.lora_r,
-        lora_alpha=script_args.lora_alpha,
+        r=64 if script_args.lora_r is None else script_args.lora_r,
+        lora_alpha=128 if script_args.lora_alpha is None else script_args.lora_alpha,
         target_modules=script_args.lora_target_modules,
         init_lora_weights="gaussian",
     )

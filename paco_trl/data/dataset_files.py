@@ -50,7 +50,7 @@ def find_prompts(name: str | Path, what: str, suffixes: tuple[str, ...] = (".jso
 
 def is_saved(path: str | Path) -> bool:
     """Tell whether `save_to_disk` wrote a directory."""
-    return any((Path(path) / marker).is_file() for marker in _SAVED)
+    return any((Path(path).expanduser() / marker).is_file() for marker in _SAVED)
 
 
 def load_split(path: str | Path, split: str) -> "Dataset":

@@ -14,6 +14,12 @@ from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 
+# What a reward gets besides the columns of the dataset, see `RewardScorer`
+_ALWAYS_GIVEN = {
+    "prompts", "completions", "completion_ids", "panel_images", "rows", "cols", "trainer_state", "log_extra", "log_metric",
+}  # fmt: skip
+
+
 class RewardError(RuntimeError):
     """A reward raised, did not return a list of numbers, or has a judge that is down. It stops a run."""
 
@@ -31,7 +37,7 @@ def check_reward_functions(reward_funcs: Callable | list[Callable]) -> tuple[lis
             )
     names = [get_callable_name(function) for function in reward_funcs]
     for name, function in zip(names, reward_funcs, strict=True):
-        if not _takes_columns(function):
+        if not any(each.kind is each.VAR_KEYWORD for each in _parameters(function)):
             raise ValueError(
                 f"The reward '{name}' has no `**kwargs`, but gets every column of the dataset and `trainer_state`. Add "
                 "`**kwargs` to its parameters."
@@ -59,7 +65,7 @@ def check_reward_weights(weights: list[float] | None, names: list[str], aggregat
 
 
 def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:
-    """Check that a dataset has the columns (`needed_columns`) and panels (`min_panels`) that rewards require."""
+    """Check that a dataset has the columns (parameters, `needed_columns`) and panels (`min_panels`) of rewards."""
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         name, least = get_callable_name(function), getattr(function, "min_panels", 1)
         # Rows without a layout, such as editing prompts, have one panel
@@ -73,6 +79,14 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                     f"The reward '{name}' compares panels, at least {least}, but row {row} of {where} has "
                     f"{rows} x {cols}. Remove the row, or use another reward."
                 )
+        given = _ALWAYS_GIVEN | set(dataset.column_names)
+        for each in _parameters(function):
+            if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                if each.name not in given - {"prompt"}:
+                    raise ValueError(
+                        f"The reward '{name}' has the parameter `{each.name}`, which {where} has no column for. It has "
+                        f"{', '.join(dataset.column_names)}, and rewards also get {', '.join(sorted(_ALWAYS_GIVEN))}."
+                    )
         for column in getattr(function, "needed_columns", ()):
             if column == "image" and "images" in dataset.column_names:
                 continue  # several source images
@@ -109,12 +123,12 @@ def _one_each(values: list | None, default, option: str, names: list[str]) -> li
     return values
 
 
-def _takes_columns(function: Callable) -> bool:
+def _parameters(function: Callable) -> list[inspect.Parameter]:
+    """Return the parameters of a callable."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of what is not written in Python
-        return True
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
 
 
 def _checked(function: Callable, name: str) -> Callable:
