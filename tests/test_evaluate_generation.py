@@ -23,7 +23,7 @@ from paco_trl import PaCoReward
 from paco_trl.commands import evaluate_generation as script
 from paco_trl.data import demo_prompts_path, split_grid, t2is_bench_question
 from paco_trl.image_benchmarks import load_system
-from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
+from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext, build_tiny_longcat_image
 from paco_trl.utils.files import file_name
 from test_gedit import PROMPTS_FILE
 
@@ -196,6 +196,13 @@ class TestT2IS:
         with pytest.raises(Exception, match="nowhere"):
             script.main([*words, *anew(workspace, options), str(tmp_path / "nowhere")])
         assert not list((workspace / "base" / "scores").glob("*other-judge*"))
+
+    def test_longcat_image_does_not_rewrite_the_prompts(self, options, tmp_path, monkeypatch):
+        monkeypatch.delattr("diffusers.LongCatImagePipeline.rewire_prompt")
+        model = build_tiny_longcat_image(tmp_path / "longcat")
+        words = ["generate", *options["generate"], "--model", str(model), "--output_dir", str(tmp_path / "base")]
+        script.main(words)
+        assert len(list((tmp_path / "base" / "images").iterdir())) == 3
 
     def test_nothing_is_made_where_there_is_nothing(self, options, tmp_path):
         with pytest.raises(FileNotFoundError, match="Run `generate`"):

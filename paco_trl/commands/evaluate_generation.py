@@ -21,6 +21,7 @@ A judge is evaluated on rankings by people, or on EditReward-Bench:
 
 import dataclasses
 import gc
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,8 @@ def generate(args: GenerateArguments) -> None:
         with hybrid_inference(pipeline, args.adapter_fraction) as callback:
             if callback is not None:
                 call["callback_on_step_end"] = callback
+            if "enable_prompt_rewrite" in inspect.signature(type(pipeline).__call__).parameters:
+                call["enable_prompt_rewrite"] = False  # LongCat-Image reads the prompts that others read
             if args.benchmark == "gedit":
                 size = {name: getattr(args, name) for name in ("height", "width") if getattr(args, name) is not None}
                 generate_edits(pipeline, benchmark, folder, args.seeds[0], **call, **size)

@@ -77,12 +77,11 @@ class Comparison:
             encoded |= {f"negative_{name}": tensor for name, tensor in negative.items()}
         arguments = family.batch_arguments(encoded) | family.call_arguments(height, width, self.guidance_scale, [])
         for adapter_fraction in (0.0, 1.0):
-            with hybrid_inference(pipeline, adapter_fraction) as callback, family.generation_context(pipeline, []):
+            with hybrid_inference(pipeline, adapter_fraction), family.generation_context(pipeline, []):
                 image = pipeline(
                     **arguments,
                     num_inference_steps=steps,
                     generator=torch.Generator().manual_seed(seed),  # of the CPU: the same noise on any device
-                    callback_on_step_end=callback,
                 ).images[0]
             yield split_grid(to_rgb(image, "The generated image"), rows, cols)
 

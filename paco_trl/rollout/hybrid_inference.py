@@ -39,7 +39,8 @@ def hybrid_inference(pipeline: Any, adapter_fraction: float) -> Iterator[Callabl
             Fraction of the denoising steps that use the adapter, rounded to full steps: 0 for none, 1 for all.
 
     Yields:
-        `Callable` or `None`: the `callback_on_step_end` of the pipeline's calls, `None` if all steps use the adapter.
+        `Callable` or `None`: the `callback_on_step_end` of the pipeline's calls, `None` if all or no steps use the
+        adapter.
 
     Raises:
         ValueError: The fraction is invalid, or between 0 and 1 and rounds to none or all of a call's steps; the
@@ -50,9 +51,9 @@ def hybrid_inference(pipeline: Any, adapter_fraction: float) -> Iterator[Callabl
     if adapter_fraction == 1:
         yield None
         return
-    check_call(
-        pipeline, ["callback_on_step_end"], "switch its adapter off between steps. Set `adapter_fraction` to 1."
-    )
+    if adapter_fraction > 0:
+        remedy = "switch its adapter off between steps. Set `adapter_fraction` to 0 or 1."
+        check_call(pipeline, ["callback_on_step_end"], remedy)
     transformer, is_on = getattr(pipeline, "transformer", None), True
     modules = [] if transformer is None else transformer.modules()
     layers: list[Any] = [each for each in modules if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
@@ -78,15 +79,15 @@ def hybrid_inference(pipeline: Any, adapter_fraction: float) -> Iterator[Callabl
     def callback(pipeline: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]) -> dict[str, Any]:
         total = getattr(pipeline, "num_timesteps", len(pipeline.scheduler.timesteps))
         check_adapter_fraction(adapter_fraction, total)
-        if step == 0 and adapter_fraction > 0 and not is_on:
+        if step == 0 and not is_on:
             reason = "an earlier one in the same `hybrid_inference` context ended before its last step"
             raise RuntimeError(f"This call began without the adapter: {reason}. Use a context for each such call.")
         is_last = step + 1 == total or getattr(pipeline, "interrupt", False)
-        switch(adapter_fraction > 0 and (is_last or step + 1 < round(adapter_fraction * total)))
+        switch(is_last or step + 1 < round(adapter_fraction * total))
         return callback_kwargs
 
     try:
         switch(adapter_fraction > 0)
-        yield callback
+        yield callback if adapter_fraction > 0 else None
     finally:
         switch(True)
