@@ -352,6 +352,13 @@ class TestValues:
             ({"log_tame_threshold": "median"}, "`log_tame_threshold` is 'median'"),
             ({"log_tame_threshold": "nan"}, "`log_tame_threshold` is 'nan'"),
             ({"log_tame_threshold": None}, "`log_tame_threshold` is None"),
+            (
+                {"log_tame_threshold": 0.9, "multi_objective_aggregation": "rank_then_sum"},
+                "`log_tame_threshold` is 0.9, which 'rank_then_sum' does not use",
+            ),
+            ({"adapter_fraction": None}, "`adapter_fraction` is None; it must be from 0"),
+            ({"adapter_fraction": "0.5"}, "`adapter_fraction` is '0.5'; it must be from 0"),
+            ({"num_inference_steps_eval": None}, "`num_inference_steps_eval` is None; it must be at least 1"),
             ({"fp16": True}, "`fp16` is set to True.*not reliable in fp16"),
             ({"loss_type": "dapo"}, "`loss_type` is 'dapo'.*'grpo', 'grpo_guard', 'flow_dppo'"),
             ({"loss_type": "flow_dppo", "epsilon": 1e-3}, "`epsilon` is 0.001.*'flow_dppo'.*`divergence_threshold`"),

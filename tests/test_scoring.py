@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, FluxPipeline
 from torch import nn
 
 from paco_trl.rewards import ConsistencyReward, EditReward, panel_similarity_reward, redness_reward
@@ -556,10 +556,15 @@ class TestMemory:
             ({"vae_tiling": True, "resolution_scale": 1.0, "width": 32}, True),  # one side is enough
             ({"vae_tiling": True, "resolution_scale": 0.5}, False),  # images of a tile are decoded in one
             ({"vae_tiling": False, "resolution_scale": 1.0}, False),
+            ({"model": "with tiling", "resolution_scale": 1.0}, True),
         ],
         ids=str,
     )
-    def test_seams_that_rewards_see_are_told(self, make_trainer, monkeypatch, caplog, settings, is_told):
+    def test_seams_that_rewards_see_are_told(self, make_trainer, monkeypatch, caplog, tiny_flux, settings, is_told):
+        if "model" in settings:
+            pipeline = FluxPipeline.from_pretrained(tiny_flux)
+            pipeline.vae.enable_tiling()
+            settings = settings | {"model": pipeline}
         decoded, decode = [], AutoencoderKL.tiled_decode
         monkeypatch.setattr(
             AutoencoderKL, "tiled_decode", lambda self, *a, **k: (decoded.append(1), decode(self, *a, **k))[1]

@@ -111,12 +111,12 @@ def describe_seams(vae: Any, rows: PromptRows) -> str | None:
     size = getattr(vae, "tile_sample_min_size", math.inf)
     tile = [getattr(vae, f"tile_sample_min_{side}", size) for side in ("height", "width")]
     height, width = max(rows.training_sizes, key=lambda each: max(each[0] / tile[0], each[1] / tile[1]))
-    if height <= tile[0] and width <= tile[1]:
+    if not getattr(vae, "use_tiling", False) or height <= tile[0] and width <= tile[1]:
         return None
     return (  # https://github.com/XueZeyue/DanceGRPO/issues/117
-        f"`vae_tiling` is on, and training images of {height} x {width} pixels are decoded in tiles of {tile[0]} x "
+        f"The VAE tiles (`vae_tiling`, or `vae.enable_tiling()` of a given pipeline), and training images of {height} x {width} pixels are decoded in tiles of {tile[0]} x "
         f"{tile[1]}: every image of a group has the seams, rewards see them, and they have spoiled training elsewhere. "
-        "Set `vae_tiling=False`, or lower `resolution_scale` until an image is one tile; `evaluate()` still tiles."
+        "Do not tile, or lower `resolution_scale` until an image is one tile; `evaluate()` still tiles."
     )
 
 

@@ -40,7 +40,7 @@ _CHOICES = {
 _COUNTS = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
     "num_generations_eval", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-    "num_iterations", "num_inference_steps_eval", "images_per_prefix", "per_device_rollout_batch_size",
+    "num_iterations", "images_per_prefix", "per_device_rollout_batch_size",
 )  # fmt: skip
 _TRANSFERS = ("resolution_transfer_prompts", "tail_transfer_prompts")
 _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
@@ -48,6 +48,8 @@ _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
     (_COUNTS, lambda v: v is None or v >= 1, "at least 1"),
+    (("num_inference_steps_eval",), lambda v: v >= 1, "at least 1"),
+    (("adapter_fraction",), lambda v: 0 <= v <= 1, "from 0 to 1"),
     (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
     (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
     (("epsilon", "divergence_threshold"), lambda v: v > 0, "above 0"),
@@ -569,6 +571,12 @@ class PaCoGRPOConfig(GRPOConfig):
             prompts = self.tail_transfer_prompts
             raise ValueError(f"`tail_transfer_prompts` is {prompts}, but there is no short tail. Set `tail_steps`.")
         self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
+        method = self.multi_objective_aggregation
+        if method != "log_tamed" and self.log_tame_threshold != defaults["log_tame_threshold"]:
+            raise ValueError(
+                f"`log_tame_threshold` is {self.log_tame_threshold!r}, which {method!r} does not use. Unset it, or set "
+                "`multi_objective_aggregation='log_tamed'`."
+            )
 
 
 def _parse_flag(value: bool | str) -> Any:

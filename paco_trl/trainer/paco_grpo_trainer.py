@@ -232,8 +232,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if args.vae_tiling:
             self.pipeline.vae.enable_tiling()
-            if (warning := describe_seams(self.pipeline.vae, self.train_rows)) is not None:
-                logger.warning(warning)
+        if (warning := describe_seams(self.pipeline.vae, self.train_rows)) is not None:
+            logger.warning(warning)
         self.policy, self.ref_model = make_policy(
             self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed, with_reference=args.has_reference,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
