@@ -158,13 +158,13 @@ def velocity_error(velocity: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def self_normalized_image_error(
-    velocity: torch.Tensor, target: torch.Tensor, sigma: float | torch.Tensor, minimum: float = 1e-5
+    velocity: torch.Tensor, target: torch.Tensor, sigma: float | torch.Tensor
 ) -> torch.Tensor:
     """Compute DiffusionNFT's adaptively weighted error of the image x = x_t - t * v that a velocity points to."""
     t = _one_per_image(sigma, velocity, "sigma").view(-1, *[1] * (velocity.ndim - 1))  # (B, 1, ...)
-    # x - x_0 = t * (target - v), without the rounding of x_t - t * v - x_0. `minimum` is the published code's
+    # x - x_0 = t * (target - v), without the rounding of x_t - t * v - x_0. The minimum is the published code's
     error = (t * (target - velocity)).flatten(1)  # (B, elements)
-    return (error**2).mean(dim=1) / error.detach().abs().mean(dim=1).clamp(min=minimum)
+    return (error**2).mean(dim=1) / error.detach().abs().mean(dim=1).clamp(min=1e-5)
 
 
 def nft_loss(

@@ -144,7 +144,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         if self.args.keeps_old_policy:
             # It stays the same until the end of the round
             old_policy = swapped(self.model, self.old_policy.average, self.zero_stage)
-            with old_policy, self.sampler.ready(), torch.no_grad():
+            with old_policy, self.sampler.placed(), self.accelerator.autocast(), torch.no_grad():  # without the VAE
                 for step in itertools.chain(*generated[1]):
                     calls, scale = step.to(self.accelerator.device).calls, self.args.guidance_scale
                     step.old_policy_velocity = predict(self.model, calls, self.family, scale, step.sample)
@@ -196,10 +196,8 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             probability = nft_reward_probability(inputs["advantages"], args.advantage_clip)  # (B,)
             loss = nft_loss(velocity, record.old_velocity, record.target, probability, args.nft_beta, record.times)
         if ref_velocity is not None:
-            kl, ratio = (
-                velocity_error(velocity.float(), ref_velocity.float()),
-                velocity_norm_ratio(velocity, ref_velocity),
-            )
+            kl = velocity_error(velocity.float(), ref_velocity.float())
+            ratio = velocity_norm_ratio(velocity, ref_velocity)
             loss = loss + self.beta * kl + args.norm_penalty * torch.relu(ratio - 1)
             values |= {"kl": kl, "velocity_norm_ratio": ratio}
         self.statistics.add(velocity, record.old_velocity.float(), values, weights)
