@@ -132,25 +132,55 @@ class TestNames:
     def test_every_option_of_the_parser_is_known(self, command):
         names = [name for name in CommandParser(PARSERS[command], prog="x")._option_string_actions if name[1] == "-"]
         assert len(names) > 150
-        main.check_option_names(["--config", os.devnull, *names, "--learning_rat=1"])
+        main.check_options(["--config", os.devnull, *names, "--learning_rat=1"])
 
     def test_those_of_stages(self):
         names = [name for name in CommandParser(GridsArguments, prog="x")._option_string_actions if name[1] == "-"]
-        main.check_option_names(names)
+        main.check_options(names)
         with pytest.raises(ValueError, match="no option `--batchsize`. Did you mean `--batch_size`"):
-            main.check_option_names([*names, "--batchsize", "2"])
+            main.check_options([*names, "--batchsize", "2"])
 
-    @pytest.mark.parametrize("kind", ["script", "file"])
-    def test_a_typing_error_is_found_before_torch_is_imported(self, kind, tmp_path):
+    def test_numbers(self):
+        good = [
+            "--max_steps",
+            "-1",
+            "--learning_rate=1e-4",
+            "--lora_r",
+            "4",
+            "--logging_steps",
+            "0.5",
+            "--report_to",
+            "x",
+        ]
+        main.check_options(["--dataset_n", "x", *good], "dataset_name")
+        for word, value, kind in (
+            ("--max_steps", "1.5", "an integer"),
+            ("--lora_r", "x", "an integer"),
+            ("--noise_level", "x", "a number"),
+        ):
+            with pytest.raises(ValueError, match=f"`{word}` is '{value}', which is not {kind}"):
+                main.check_options([*good, word, value])
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--max_stepz", "3"], "there is no option `--max_stepz`. Did you mean `--max_steps`?"),
+            (["--config", "a.yaml"], "there is no option `--max_stepz`. Did you mean `--max_steps`?"),
+            (["--config=a.yaml"], "there is no option `--max_stepz`. Did you mean `--max_steps`?"),
+            (["--dataset_name", "a", "--max_steps", "abc"], "`--max_steps` is 'abc', which is not an integer."),
+            (["--max_steps", "3"], "`--dataset_name` is missing: a Hub id, a directory or a file of prompts."),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_errors_are_found_before_torch_is_imported(self, words, message, tmp_path):
         (tmp_path / "a.yaml").write_text("max_steps: 3\nreward: redness\nmax_stepz: 3\n")
-        words = ["--max_stepz", "3"] if kind == "script" else ["--config", str(tmp_path / "a.yaml")]
         code = "import sys, json; from paco_trl.commands.main import main\n"
         code += "print(json.dumps([main(['grpo', *sys.argv[1:]]), 'torch' in sys.modules, 'trl' in sys.modules]))"
         done = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=ROOT
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=tmp_path
         )
         assert json.loads(done.stdout) == [1, False, False]
-        assert done.stderr == "paco-trl grpo: there is no option `--max_stepz`. Did you mean `--max_steps`?\n"
+        assert done.stderr == f"paco-trl grpo: {message}\n"
 
 
 class TestErrors:
@@ -160,9 +190,9 @@ class TestErrors:
         for more, message in (
             (["--dataset_name", str(tmp_path / "no.jsonl")], "There is no file or directory"),
             (["--dataset_name", str(demo_prompts_path()), "--rewards", "rednes"], "Unknown reward 'rednes'"),
-            (["--noise_level", "-1"], "`noise_level` is -1"),
+            (["--dataset_name", "a", "--noise_level", "-1"], "`noise_level` is -1"),
             (["--dataset_name", "a", "--eval_split", "b"], "`--eval_split` is 'b', but nothing would be evaluated"),
-            (["--eval_dataset_name", "b"], "`--eval_dataset_name` is 'b', but nothing would be evaluated"),
+            (["--dataset_name", "a", "--eval_dataset_name", "b"], "`--eval_dataset_name` is 'b', but nothing would be evaluated"),
             (["--eval_dataset_name", "b", "--eval_on_start"], "`--dataset_name` is missing"),
             (["--config", str(tmp_path / "wrong.yaml")], "wrong.yaml"),
             ([], "`--dataset_name` is missing"),

@@ -15,7 +15,7 @@ from trl import GRPOConfig, TrlParser
 import launching
 from docstrings import docstring
 from launching import free_port
-from paco_trl import PaCoGRPOConfig
+from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
 from paco_trl.trainer.paco_grpo_config import REFUSED_FIELDS
 from paco_trl.utils.deepspeed import check_gradient_accumulation
 
@@ -701,6 +701,16 @@ class TestRound:
         """Not more processes than there are: the layout is that of the real ones."""
         monkeypatch.setenv("WORLD_SIZE", "1")
         assert make().round_layout.num_processes == 1
+
+
+@pytest.mark.parametrize("config", [PaCoGRPOConfig, PaCoRewardConfig])
+def test_without_a_gpu_it_is_said_what_to_set(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    with pytest.raises(ValueError, match="no GPU that computes in it. To run on the CPU, set `use_cpu=True`, and"):
+        config(output_dir=str(tmp_path))
+    assert config(output_dir=str(tmp_path), use_cpu=True, bf16=False).device.type == "cpu"
+    with pytest.raises(ValueError, match="^(?!.*use_cpu)"):  # others stay as they are
+        config(output_dir=str(tmp_path), use_cpu=True, eval_strategy="nevr")
 
 
 class TestLauncher:

@@ -93,17 +93,19 @@ def _launch(command: str, words: list[str]) -> None:
         os.execv(sys.executable, [sys.executable, "-m", *words])
 
 
-def check_option_names(words: list[str]) -> None:
-    """Refuse an option that no command has, by the text of the files: the imports of the parser take seconds."""
-    names = {"config", "env", "help"}
+def check_options(words: list[str], required: str | None = None) -> None:
+    """Refuse unknown options and texts for numbers, by the text of the files: the imports of the parser take seconds."""
+    kinds: dict[str, set[str]] = {"config": {"str"}, "env": {"str"}, "help": {"bool"}}
     for source in _OPTION_FILES:
         package, _, file = source.partition("/")
         folders = getattr(find_spec(package), "submodule_search_locations", None) or [""]
         text = Path(folders[0], file).read_text(encoding="utf-8")
-        names.update(*re.findall(r'^    (\w+): |"--(\w+)"', text, flags=re.M))
-    given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-    if "--config" in words[:-1]:
-        file = words[words.index("--config") + 1]
+        for name, kind, alias in re.findall(r'^    (\w+): ([^=\n]+)|"--(\w+)"', text, flags=re.M):
+            kinds.setdefault(name or alias, set()).add(kind.split("|")[0].strip())
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    values = {word[2:]: value for word, value in zip(words, [*words[1:], "--"], strict=True) if word[:2] == "--"}
+    given = list(values)
+    if file := values.get("config", ""):
         try:
             settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
@@ -112,9 +114,19 @@ def check_option_names(words: list[str]) -> None:
     for option in given:
         # As argparse: a beginning is enough, and `--no_` turns a switch off
         start = option.replace("-", "_")
-        if not any(name.startswith((start, start.removeprefix("no_"))) for name in names):
-            hint = [f" Did you mean `--{name}`?" for name in get_close_matches(start, names, 1)]
+        if not any(name.startswith((start, start.removeprefix("no_"))) for name in kinds):
+            hint = [f" Did you mean `--{name}`?" for name in get_close_matches(start, kinds, 1)]
             raise ValueError(f"there is no option `--{option}`." + "".join(hint))
+    for option, value in values.items():
+        kind = kinds.get(option.replace("-", "_"), {""})
+        if kind <= {"int", "float"} and not value.startswith("--"):
+            try:
+                (float if "float" in kind else int)(value)
+            except ValueError:
+                expected = "a number" if "float" in kind else "an integer"
+                raise ValueError(f"`--{option}` is {value!r}, which is not {expected}.") from None
+    if required and not {"help", "h"} & set(given) and not any(required.startswith(option) for option in given):
+        raise ValueError(f"`--{required}` is missing: a Hub id, a directory or a file of prompts.")
 
 
 def main(arguments: list[str] | None = None) -> int | str | None:
@@ -142,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         if command in _TRAINING + _RESUMING:
             _launch(command, words)
         if command in ("doctor", *_TRAINING, *_RESUMING):
-            check_option_names(words)
+            check_options(words, "dataset_name" if command in ("grpo", "nft") else None)
         return import_module(COMMANDS[command][0]).main(words)
 
     return answer(command, run)

@@ -19,7 +19,7 @@ from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
-from .refusals import BY_NUMBER, NO_FSDP, REFUSED_FIELDS, check_max_steps, refuse_fields
+from .refusals import BY_NUMBER, NO_FSDP, REFUSED_FIELDS, check_max_steps, cpu_explained, refuse_fields
 from .round_layout import RoundLayout, lay_out_round, nearest_multiples
 
 
@@ -377,7 +377,8 @@ class PaCoGRPOConfig(GRPOConfig):
         layout = self._lay_out(requested_prompts, *requested, num_processes)
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
-        super().__post_init__()
+        with cpu_explained():
+            super().__post_init__()
         check_gradient_accumulation(self)
         self._check_launcher()
         if self.world_size != num_processes:

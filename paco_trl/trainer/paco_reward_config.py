@@ -9,7 +9,7 @@ from trl import SFTConfig
 from ..utils.deepspeed import check_gradient_accumulation
 from ..utils.docstrings import help_from_docstring
 from .first_token_loss import LOSS_VARIANTS
-from .refusals import check_max_steps, refuse_fields, refused_fields
+from .refusals import check_max_steps, cpu_explained, refuse_fields, refused_fields
 
 
 REFUSED_FIELDS = refused_fields("SFTConfig")
@@ -97,7 +97,8 @@ class PaCoRewardConfig(SFTConfig):
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
             self.greater_is_better: bool | None = False
-        super().__post_init__()
+        with cpu_explained():
+            super().__post_init__()
         check_gradient_accumulation(self)
 
     def _check_values(self) -> None:

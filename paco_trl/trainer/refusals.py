@@ -2,7 +2,8 @@
 """Refuse inherited settings and methods that cannot work, with the reason."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
@@ -29,6 +30,18 @@ def refuse_fields(config: Any, parent: type, reasons: dict[str, str], verdict: s
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if field.name in reasons and value != default and value is not None:
             raise ValueError(f"`{field.name}` is set to {value!r}, {verdict}: {reasons[field.name]}. Unset it.")
+
+
+@contextmanager
+def cpu_explained() -> Iterator[None]:
+    """Say what to set where bf16, a default here, finds no GPU: transformers names half of it."""
+    try:
+        yield
+    except ValueError as error:
+        if "bf16/gpu" not in str(error):
+            raise
+        problem = "`bf16` is True, but there is no GPU that computes in it"
+        raise ValueError(f"{problem}. To run on the CPU, set `use_cpu=True`, and `bf16=False` for float32.") from error
 
 
 def check_max_steps(max_steps: int) -> None:
