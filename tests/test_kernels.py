@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs the transformer: `attention_backend` and `compile_repeated_blocks`, the same in rollout and training."""
 
+import inspect
+
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -8,8 +10,10 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, tiny
-from paco_trl.rollout.loading import load_pipeline, set_kernels
+from paco_trl.rollout import PipelinePolicy, SDESettings, cast_floating_inputs, family_of, replay
+from paco_trl.rollout.loading import load_pipeline, prepare_transformer, set_kernels
 from test_branched_groups import CASES
+from test_rollout import GUIDANCE, LORA, generate
 
 
 MATH = AttentionBackendName._NATIVE_MATH
@@ -104,3 +108,36 @@ def test_the_ratio_is_one_with_compiled_blocks(make_trainer):
     counters.clear()
     latents_of(make_trainer(compile_repeated_blocks=True, bf16=True, max_steps=1, gradient_checkpointing=False))
     assert counters["stats"]["unique_graphs"] >= 4  # two kinds of blocks, with and without gradients
+
+
+@pytest.mark.slow
+def test_compiled_blocks_in_bf16_have_a_ratio_of_one(tiny_flux):
+    """With the setting that the trainer makes for them, and not without it."""
+
+    def deviation(is_emulated):
+        torch.compiler.reset()
+        pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
+        # One kind of block is half of the kernels; the trainer's, above, has all
+        for block in pipeline.transformer.single_transformer_blocks:
+            block.compile(dynamic=False)
+        family, signature = family_of(pipeline), inspect.signature(pipeline.transformer.forward)
+        inductor.emulate_precision_casts = False
+        model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
+        assert inductor.emulate_precision_casts is True
+        inductor.emulate_precision_casts = is_emulated
+        cast_floating_inputs(pipeline.vae.decoder, torch.bfloat16)
+        policy = PipelinePolicy(pipeline, family, model, signature)
+        sde = SDESettings((1, 2), 0.7)
+        with torch.no_grad():
+            encoded = family.encode_prompt(pipeline, "a red fox", "cpu")
+        with torch.autocast("cpu", torch.bfloat16):
+            arguments = {name: tensor.float().expand(2, *tensor.shape[1:]) for name, tensor in encoded.items()}
+            _, records = generate(policy, arguments, sde)
+            replayed = [replay(model, record, family, GUIDANCE, sde)[0] for record in records]
+        assert all(log_prob.requires_grad for log_prob in replayed)
+        return max(
+            (log_prob - record.log_prob).abs().max().item() for log_prob, record in zip(replayed, records, strict=True)
+        )
+
+    assert deviation(True) == 0.0
+    assert deviation(False) > 1e-7  # otherwise the setting is not needed any more

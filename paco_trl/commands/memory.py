@@ -243,8 +243,10 @@ def training_parts(
 
 def affine(measure: Callable[[int], int], batch_size: int) -> int:
     """Extend what is measured for one and two images to a batch: all but a constant grows with it."""
+    if batch_size <= 2:
+        return measure(batch_size)
     one = measure(1)
-    return one if batch_size == 1 else one + (batch_size - 1) * (measure(2) - one)
+    return one + (batch_size - 1) * (measure(2) - one)
 
 
 class JudgePlan:
