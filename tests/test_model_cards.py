@@ -487,11 +487,13 @@ class TestWhatItSays:
             JudgeCard("a", "u/a", QWEN, settings=JudgeSettings(pairs=2)),
         )
         assert all("by paco_trl:" in str(render_card(card)) for card in cards)
+        assert "\npip install .  # in a clone of paco_trl\n" in str(render_card(cards[1]))
         folder = tmp_path / "paco_trl-1.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: paco_trl\nHome-page: https://a.b/paco\n")
         monkeypatch.syspath_prepend(tmp_path)
         assert all("by [paco_trl](https://a.b/paco):" in str(render_card(card)) for card in cards)
+        assert '\npip install "paco_trl @ git+https://a.b/paco"\n' in str(render_card(cards[1]))
 
     def test_hardware_and_time(self, trained, judge, make_trainer):
         for trainer in (trained, judge):

@@ -3,10 +3,16 @@
 
 import os
 import re
+from importlib.metadata import metadata
 
 
 # A repository in the Hub's cache: .../models--user--name/snapshots/<commit>
 _IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
+
+
+def repository() -> str | None:
+    """Return the address of paco_trl's repository, if the installed package has it (`url` in setup.cfg)."""
+    return metadata("paco_trl").get("Home-page")
 
 
 def is_local(name: str) -> bool:
