@@ -31,11 +31,15 @@ def refuse_fields(config: Any, parent: type, reasons: dict[str, str], verdict: s
             raise ValueError(f"`{field.name}` is set to {value!r}, {verdict}: {reasons[field.name]}. Unset it.")
 
 
-def check_max_steps(max_steps: int) -> None:
-    """Refuse a number of steps that Trainer reads as "none is set"."""
+def check_training_length(max_steps: int, num_train_epochs: float) -> None:
+    """Refuse a number of steps that Trainer reads as "none is set", and of epochs that trains nothing."""
     if max_steps != -1 and not max_steps >= 1:
         meaning = "with which Trainer trains for `num_train_epochs`"
         raise ValueError(f"`max_steps` is {max_steps}, {meaning}. Set at least 1, or leave it out for the epochs.")
+    if max_steps == -1 and not num_train_epochs > 0:
+        raise ValueError(
+            f"`num_train_epochs` is {num_train_epochs}, which trains nothing. Set more than 0, or `max_steps`."
+        )
 
 
 def refuse_methods(reasons: dict[str, str]) -> Callable[[type], type]:
