@@ -673,11 +673,14 @@ class TestUse:
         exec("\n".join(diffusers.splitlines()[:-1]) + "\n" + call, names)
         assert names["image"].tobytes() != images[0].tobytes()  # the base model
 
-    def test_other_machines_have_a_gpu_and_no_directories_of_this_one(self, trained, tiny_flux, make_trainer):
+    def test_other_machines_have_a_gpu_and_no_directories_of_this_one(self, trained, tiny_flux, monkeypatch):
         assert '.to("cuda")' in str(render_card(ImageModelCard("a", "u/a", FLUX)))
         text = text_of(trained)  # written where neither directory is below
         assert f'from_pretrained("{tiny_flux.name}"' in text and 'load_lora_weights("foxes")' in text
-        assert f"The base model `{tiny_flux.name}` is not on the Hub" in text
+        assert f"The base model `{tiny_flux.name}` is not on the Hub: in the code, replace its name" in text
+        monkeypatch.chdir(tiny_flux.parent)
+        for card in (ImageModelCard("a", "u/a", str(tiny_flux)), JudgeCard("a", "u/a", str(tiny_flux))):
+            assert f"`{tiny_flux.name}` is not on the Hub: the name is that of its directory, as" in str(render_card(card))
         assert "is not on the Hub" not in str(render_card(ImageModelCard("a", "u/a", FLUX)))
 
     @pytest.mark.parametrize(
