@@ -18,7 +18,7 @@ class CommandParser(TrlParser):
     def __init__(self, dataclass_types: type | tuple[type, ...], hidden: Collection[str] = (), **kwargs):
         super().__init__(dataclass_types, **{"usage": "%(prog)s [--config FILE] [options]", **kwargs})
         for action in self._actions:
-            if action.dest in hidden:
+            if action.dest in hidden or action.dest == "fsdp_config":  # training refuses FSDP
                 action.help = argparse.SUPPRESS
 
     def format_help(self) -> str:
