@@ -114,7 +114,8 @@ class TestHelp:
             assert f"--{name} " in others and f"--{name} " not in own
         assert "--vllm_mode" in parser._option_string_actions
         assert "vllm" not in own and "--vllm" not in others
-        assert "--fsdp" not in others and "AutoModelForCausalLM" not in own
+        assert "--fsdp" not in others
+        assert re.search(r"--model_init_kwargs .*\n +Arguments of the model's `from_pretrained`", others)
         assert own.startswith("usage: paco-trl grpo [--config FILE] [options]\n")
 
     @pytest.mark.parametrize("command", ["build", "evaluate"])

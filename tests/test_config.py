@@ -109,7 +109,6 @@ class TestDefaults:
             "embeddings_dir": None,
             "vae_tiling": False,
             "quantization": None,
-            "model_init_kwargs": None,
             "images_per_prefix": 1,
             "per_device_rollout_batch_size": None,
             "attention_backend": None,

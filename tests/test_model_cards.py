@@ -680,7 +680,9 @@ class TestUse:
         assert f"The base model `{tiny_flux.name}` is not on the Hub: in the code, replace its name" in text
         monkeypatch.chdir(tiny_flux.parent)
         for card in (ImageModelCard("a", "u/a", str(tiny_flux)), JudgeCard("a", "u/a", str(tiny_flux))):
-            assert f"`{tiny_flux.name}` is not on the Hub: the name is that of its directory, as" in str(render_card(card))
+            assert f"`{tiny_flux.name}` is not on the Hub: the name is that of its directory, as" in str(
+                render_card(card)
+            )
         assert "is not on the Hub" not in str(render_card(ImageModelCard("a", "u/a", FLUX)))
 
     @pytest.mark.parametrize(

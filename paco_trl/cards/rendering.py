@@ -45,9 +45,9 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     shown: dict[str, Any] = {
         "card": card,
         "base_model": base_model,
-        "base_path": relative_name(card.base_model),
+        "base_path": (base_path := relative_name(card.base_model)),
         # If not, only the last part of its path is shown
-        "is_base_below": Path(relative_name(card.base_model)).resolve() == Path(card.base_model).expanduser().resolve(),
+        "is_base_below": Path(base_path).resolve() == Path(card.base_model).expanduser().resolve(),
         "library": f"[paco_trl]({repository()})" if repository() else "paco_trl",
         "repository": repository(),
         "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if _is_on_hub(card) else base_model,

@@ -20,6 +20,8 @@ class CommandParser(TrlParser):
         for action in self._actions:
             if action.dest in hidden or action.dest == "fsdp_config":  # training refuses FSDP
                 action.help = argparse.SUPPRESS
+            elif action.dest == "model_init_kwargs":  # TRL's help speaks of language models
+                action.help = "Arguments of the model's `from_pretrained`, as JSON, such as a revision."
 
     def format_help(self) -> str:
         """List the options of the package in front of those of TRL and transformers."""

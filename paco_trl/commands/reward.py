@@ -67,7 +67,7 @@ def load_pairs(
         try:
             dataset = load_paco_dataset(name, files=files, skip_broken=script_args.skip_broken)
         except FileNotFoundError as error:
-            remedy = "If these are your own pairs or rankings, give `--dataset_split`, such as `--dataset_split train`."
+            remedy = "For your own pairs or rankings, give `--dataset_split`, such as `--dataset_split train`."
             raise FileNotFoundError(f"{error} {remedy}") from error
     else:
         dataset = load_split(name, split)

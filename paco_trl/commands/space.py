@@ -94,8 +94,8 @@ def write_space(args: SpaceArguments) -> Path:
             config["base_model_name_or_path"] = settings["model"]
             write_atomically(staged / "adapter" / _CONFIG, json.dumps(config, indent=2) + "\n")
             shutil.copy(weights, staged / "adapter" / _WEIGHTS)
-        shown = {"settings": settings, "name": folder.name, "head": _front_matter(settings, card, gradio_version)}
-        shown["repository"] = repository()
+        head = _front_matter(settings, card, gradio_version)
+        shown = {"settings": settings, "name": folder.name, "head": head, "repository": repository()}
         for name in ("app.py", "README.md", "requirements.txt"):
             write_atomically(staged / name, _TEMPLATES.get_template(f"space_{name}.jinja").render(shown))
         staged.chmod(0o755)

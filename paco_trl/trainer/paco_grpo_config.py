@@ -199,8 +199,6 @@ class PaCoGRPOConfig(GRPOConfig):
             Quantization of frozen weights, of transformer and text encoders: `"nf4"` (bitsandbytes, on a GPU), `"int8"`
             or `"fp8"` (torchao), or `"fp8_storage"` (float8, which diffusers casts in each forward of a layer). For
             others pass a [`~diffusers.PipelineQuantizationConfig`] as `quantization_config` in `model_init_kwargs`.
-        model_init_kwargs (`str` or `dict[str, Any]`, *optional*):
-            Arguments of the pipeline's `from_pretrained`, such as a revision, if `model` is a Hub id or directory.
         offload_embeddings (`bool`, *optional*, defaults to `False`):
             Whether the prompt embeddings of a round are kept in CPU memory.
         offload_rewards (`bool`, *optional*, defaults to `False`):
@@ -330,9 +328,6 @@ class PaCoGRPOConfig(GRPOConfig):
 
     # Parameters that control the memory and the kernels
     quantization: str | None = field(default=None, metadata={"help": "Quantization of frozen weights, such as 'nf4'."})
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of the pipeline's `from_pretrained`, such as a revision."}
-    )
     offload_embeddings: bool = field(default=False, metadata={"help": "Whether a round's embeddings are on the CPU."})
     offload_rewards: bool = field(default=False, metadata={"help": "Whether reward models are moved in to score."})
     embeddings_dir: str | None = field(default=None, metadata={"help": "Directory of encoded prompts and images."})

@@ -12,7 +12,8 @@ _IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshot
 
 def repository() -> str | None:
     """Return the address of paco_trl's repository, if the installed package has it (`url` in setup.cfg)."""
-    return metadata("paco_trl").get("Home-page")
+    package = metadata("paco_trl")
+    return package["Home-page"] if "Home-page" in package else None
 
 
 def is_local(name: str) -> bool:
