@@ -114,7 +114,15 @@ class TestHelp:
             assert f"--{name} " in others and f"--{name} " not in own
         assert "--vllm_mode" in parser._option_string_actions
         assert "vllm" not in own and "--vllm" not in others
+        assert "--fsdp" not in others
+        assert re.search(r"--model_init_kwargs .*\n +Arguments of the model's `from_pretrained`", others)
         assert own.startswith("usage: paco-trl grpo [--config FILE] [options]\n")
+
+    @pytest.mark.parametrize("command", ["build", "evaluate"])
+    def test_the_lines_of_a_command(self, command, capsys):
+        """As they are written: a backslash would have joined them."""
+        assert main.main([command, "--help"]) == 0
+        assert re.search(r" \\\n {8}--\w+", capsys.readouterr().out)
 
     def test_the_options_of_nft(self):
         texts = {
@@ -192,7 +200,10 @@ class TestErrors:
             (["--dataset_name", str(demo_prompts_path()), "--rewards", "rednes"], "Unknown reward 'rednes'"),
             (["--dataset_name", "a", "--noise_level", "-1"], "`noise_level` is -1"),
             (["--dataset_name", "a", "--eval_split", "b"], "`--eval_split` is 'b', but nothing would be evaluated"),
-            (["--dataset_name", "a", "--eval_dataset_name", "b"], "`--eval_dataset_name` is 'b', but nothing would be evaluated"),
+            (
+                ["--dataset_name", "a", "--eval_dataset_name", "b"],
+                "`--eval_dataset_name` is 'b', but nothing would be evaluated",
+            ),
             (["--eval_dataset_name", "b", "--eval_on_start"], "`--dataset_name` is missing"),
             (["--config", str(tmp_path / "wrong.yaml")], "wrong.yaml"),
             ([], "`--dataset_name` is missing"),
@@ -202,7 +213,9 @@ class TestErrors:
             assert shown.startswith("paco-trl grpo: ") and message in shown and "Traceback" not in shown
         assert not (tmp_path / "out").exists()
 
-    def test_a_fault_in_the_middle_of_training_keeps_its_traceback(self, capsys):
+    def test_a_fault_in_the_middle_of_training_keeps_its_traceback(self, capsys, monkeypatch):
+        waited = []
+
         def training_step():
             raise ValueError("shapes do not match")
 
@@ -213,6 +226,11 @@ class TestErrors:
         assert capsys.readouterr().err == "paco-trl grpo: `max_steps` is 0\n"
         with pytest.raises(ValueError, match="shapes"):
             main.answer("grpo", training_step)
+        # The other processes, which the launcher ends when the first one has spoken
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setattr(main.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+        assert main.answer("grpo", before) == 1
+        assert waited == [(10.0, "")] and capsys.readouterr().err == "paco-trl grpo: `max_steps` is 0\n"
         with pytest.raises(TypeError):
             main.answer("grpo", lambda: 1 + "1")
 
@@ -262,6 +280,14 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, capsys):
     ]  # fmt: skip
     assert main.main(["grpo", "--num_processes", "many"]) == 2
     assert main.main(["push", "--num_processes", "8"]) == 2 and len(started) == 1
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_says_what_is_wrong(tmp_path):
+    words = ["-m", "paco_trl.commands.main", "grpo", "--accelerate_config", CPU_DDP, "--max_steps", "0"]
+    words += ["--use_cpu", "--bf16", "False", "--ddp_backend", "gloo", "--output_dir", tmp_path / "out"]
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=540)
+    assert done.returncode == 1 and done.stderr.count("paco-trl grpo: `max_steps` is 0") == 1
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,19 @@ class TestSnippets:
         assert "ratio 1.0" in printed  # of the page that docs/add_a_family.md writes from scratch
         assert (tmp_path / "paco-edit" / "pytorch_lora_weights.safetensors").exists()
 
+    @pytest.mark.slow
+    def test_the_command_of_the_readme_needs_no_clone(self, tmp_path):
+        (code,) = [code for _, code in blocks(ROOT / "README.md", "bash") if code.startswith("printf")]
+        write, train = code.replace("\\\n", " ").splitlines()
+        subprocess.run(["bash", "-c", write], cwd=tmp_path, check=True)
+        command, *words = shlex.split(train)
+        weights = ROOT / "examples/miniature/weights"
+        toy = f"--model_name_or_path {weights / 'flux'} --clip_model {weights / 'clip'} --use_cpu --bf16 False"
+        toy += " --guidance_scale 1 --num_generations 2 --height 64 --width 64 --num_inference_steps 3 --max_steps 2"
+        launching.check_run(["-m", "paco_trl.commands.main", *words, *toy.split()], cwd=tmp_path)
+        assert command == "paco-trl"
+        assert (tmp_path / "paco-flux" / "pytorch_lora_weights.safetensors").is_file()
+
     @pytest.mark.parametrize("code", PYTHON_BLOCKS)
     def test_python_compiles_and_what_it_imports_exists(self, code):
         for node in ast.walk(ast.parse(code)):
@@ -193,6 +207,16 @@ class TestSnippets:
                 module = importlib.import_module(node.module)
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+
+    def test_the_first_reward_differs_within_a_group(self):
+        """Whose images have one size: docs/write_a_reward.md says that nothing else trains."""
+        names: dict = {}
+        exec(blocks(ROOT / "docs" / "write_a_reward.md", "python")[0][1], names)
+        images = [Image.new("RGB", (64, 64), color) for color in ("black", "white")]
+        logged = {}
+        panels = [[image] for image in images]
+        assert names["brightness_reward"](["a", "a"], images, panels, logged.__setitem__) == [0.0, 1.0]
+        assert logged == {"panels": 1.0}
 
     @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.stem)
     def test_the_numbers_of_a_benchmark_are_those_of_its_results(self, path):

@@ -139,6 +139,12 @@ class TestShortRun:
         once_more = expected_seconds(replace(MiniatureSettings(), num_rounds=40))
         assert once_more["generator"] > 1.8 * usual["generator"] and once_more["judge"] == usual["judge"]
 
+    def test_the_pages_say_how_long_it_takes(self):
+        assert describe_time(sum(expected_seconds(MiniatureSettings()).values())) == "7 minutes"
+        pages = ["README.md", "docs/miniature.md", "examples/miniature/README.md"]
+        for page in (*pages, "examples/notebooks/paco_trl_miniature.ipynb"):
+            assert "about seven minutes" in (ROOT / page).read_text(encoding="utf-8"), page
+
     def test_it_says_no_more_than_that(self, finished):
         miniature, lines, bars = finished
         ends_with = sum(map(bool, miniature.summary()))

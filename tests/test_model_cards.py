@@ -487,11 +487,13 @@ class TestWhatItSays:
             JudgeCard("a", "u/a", QWEN, settings=JudgeSettings(pairs=2)),
         )
         assert all("by paco_trl:" in str(render_card(card)) for card in cards)
+        assert "\npip install .  # in a clone of paco_trl\n" in str(render_card(cards[1]))
         folder = tmp_path / "paco_trl-1.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: paco_trl\nHome-page: https://a.b/paco\n")
         monkeypatch.syspath_prepend(tmp_path)
         assert all("by [paco_trl](https://a.b/paco):" in str(render_card(card)) for card in cards)
+        assert '\npip install "paco_trl @ git+https://a.b/paco"\n' in str(render_card(cards[1]))
 
     def test_hardware_and_time(self, trained, judge, make_trainer):
         for trainer in (trained, judge):
@@ -671,11 +673,16 @@ class TestUse:
         exec("\n".join(diffusers.splitlines()[:-1]) + "\n" + call, names)
         assert names["image"].tobytes() != images[0].tobytes()  # the base model
 
-    def test_other_machines_have_a_gpu_and_no_directories_of_this_one(self, trained, tiny_flux, make_trainer):
+    def test_other_machines_have_a_gpu_and_no_directories_of_this_one(self, trained, tiny_flux, monkeypatch):
         assert '.to("cuda")' in str(render_card(ImageModelCard("a", "u/a", FLUX)))
         text = text_of(trained)  # written where neither directory is below
         assert f'from_pretrained("{tiny_flux.name}"' in text and 'load_lora_weights("foxes")' in text
-        assert f"The base model `{tiny_flux.name}` is not on the Hub" in text
+        assert f"The base model `{tiny_flux.name}` is not on the Hub: in the code, replace its name" in text
+        monkeypatch.chdir(tiny_flux.parent)
+        for card in (ImageModelCard("a", "u/a", str(tiny_flux)), JudgeCard("a", "u/a", str(tiny_flux))):
+            assert f"`{tiny_flux.name}` is not on the Hub: the name is that of its directory, as" in str(
+                render_card(card)
+            )
         assert "is not on the Hub" not in str(render_card(ImageModelCard("a", "u/a", FLUX)))
 
     @pytest.mark.parametrize(

@@ -251,6 +251,7 @@ class TestValues:
             ({"max_pixels": -5}, "`max_pixels` is -5"),
             ({"max_length": 0}, "`max_length` is 0; it must be at least 1, or None"),
             ({"max_length": -1}, "`max_length` is -1"),
+            ({"num_train_epochs": 0}, "`num_train_epochs` is 0, which trains nothing"),
         ],
         ids=lambda value: str(value) if isinstance(value, dict) else "",
     )

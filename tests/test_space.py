@@ -101,7 +101,25 @@ class TestWrite:
         }  # fmt: skip
         names = sorted(path.name for path in (folder / "adapter").iterdir())
         assert names == ["adapter_config.json", "adapter_model.safetensors"]  # safetensors alone
-        assert (folder / "requirements.txt").read_text() == "paco_trl[apps]\n"
+
+    def test_where_paco_trl_is_installed_from(self, adapter, tmp_path, monkeypatch, capsys):
+        """It is on no package index: the Hub builds the Space from the repository, or the address has to be added."""
+
+        def written(name):
+            assert main(["space", str(adapter), "--output_dir", str(tmp_path / name)]) == 0
+            texts = [(tmp_path / name / each).read_text() for each in ("requirements.txt", "README.md")]
+            return *texts, capsys.readouterr().err
+
+        requirements, readme, said = written("unknown")
+        assert requirements == "paco_trl[apps]\n" and "on no package index" in readme
+        assert "once the address of paco_trl is in requirements.txt" in said
+        folder = tmp_path / "paco_trl-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: paco_trl\nHome-page: https://a.b/paco\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        requirements, readme, said = written("known")
+        assert requirements == "paco_trl[apps] @ git+https://a.b/paco\n" and "index" not in readme
+        assert "how to publish it.\n" in said
 
     def test_the_metadata(self, adapter, tmp_path):
         copy = tmp_path / "toy"

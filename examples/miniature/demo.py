@@ -33,8 +33,8 @@ class DemoArguments:
         restart (`bool`, *optional*, defaults to `False`):
             Whether to delete the results of an earlier demo in the directory and start over.
         short (`bool`, *optional*, defaults to `False`):
-            Whether to run all steps on so little data that it takes a minute or two. This shows that everything works;
-            the results mean nothing.
+            Whether to run all steps on so little data that it takes a minute. This shows that everything works; the
+            results mean nothing.
     """
 
     output_dir: str = field(
@@ -59,8 +59,8 @@ class DemoArguments:
     short: bool = field(
         default=False,
         metadata={
-            "help": "Whether to run all steps on so little data that it takes a minute or two. This shows that "
-            "everything works; the results mean nothing."
+            "help": "Whether to run all steps on so little data that it takes a minute. This shows that everything "
+            "works; the results mean nothing."
         },
     )
 

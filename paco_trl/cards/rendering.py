@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import textwrap
-from importlib.metadata import metadata as installed
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..data import demo_prompts_path, theme_question
 from ..hub.files import PICTURES
-from ..utils.names import public_name, relative_name
+from ..utils.names import public_name, relative_name, repository
 from ..utils.tables import markdown_text
 from .citations import TRL, base_citation
 from .content import ImageModelCard, JudgeCard, Result
@@ -46,8 +45,11 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     shown: dict[str, Any] = {
         "card": card,
         "base_model": base_model,
-        "base_path": relative_name(card.base_model),
-        "library": _library(),
+        "base_path": (base_path := relative_name(card.base_model)),
+        # If not, only the last part of its path is shown
+        "is_base_below": Path(base_path).resolve() == Path(card.base_model).expanduser().resolve(),
+        "library": f"[paco_trl]({repository()})" if repository() else "paco_trl",
+        "repository": repository(),
         "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if _is_on_hub(card) else base_model,
         "is_base_on_hub": _is_on_hub(card),
         "merged_adapter": public_name(card.merged_adapter) if card.merged_adapter else None,
@@ -151,12 +153,6 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
         model_name=card.title if results else None,
         eval_results=results or None,
     )
-
-
-def _library() -> str:
-    """Link paco_trl, if the installed package knows its address."""
-    package = installed("paco_trl")
-    return f"[paco_trl]({package['Home-page']})" if "Home-page" in package else "paco_trl"
 
 
 def _widget(card: ImageModelCard | JudgeCard) -> list[dict] | None:

@@ -118,7 +118,7 @@ def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: in
 
 @contextmanager
 def swapped(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_stage: int) -> Iterator[None]:
-    """Use other local weights in forwards, not in DeepSpeed's masters, and restore the own bit-exactly afterwards."""
+    """Use other local weights in forwards, not in DeepSpeed's masters, and restore the model's own bit-exactly after."""
     if local is None:
         yield
         return

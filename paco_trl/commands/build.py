@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
+r"""
 Build a dataset of consistent and inconsistent pairs of images as PaCo-Dataset was built, in a directory for each stage.
 
     paco-trl build prompts --dataset_name prompts.jsonl

@@ -54,7 +54,7 @@ class PipelineArguments:
 class PromptsArguments(ServerArguments, PushableArguments):
     """Image-set prompts: from a dataset, or written by a language model; then the most diverse of them."""
 
-    dataset_name: str | None = option(None, "Prompts: Hub id, directory or JSON lines. If `None`, an LLM writes them.")
+    dataset_name: str | None = option(None, "Prompts: Hub id, directory or file. If `None`, an LLM writes them.")
     dataset_split: str = option("train", "Split of the dataset.")
     num_written: int = option(2000, "Number of prompts to write (paper).")
     categories: list[str] | None = option(None, "Categories to write prompts for. If `None`, all of the paper.")

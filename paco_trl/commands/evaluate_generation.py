@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
+r"""
 Evaluates image models on T2IS-Bench or GEdit-Bench: the base model and the tuned one, under the same settings.
 
     paco-trl evaluate generate --dataset_name t2is.jsonl --output_dir evaluation/base

@@ -23,7 +23,7 @@ class JudgeArguments(RequestArguments):
 
     judge_url: str | None = option(None, "OpenAI-compatible server of the judge, such as `http://127.0.0.1:8000/v1`.")
     device: str | None = option(None, "Device to score on. If `None`, an accelerator if there is one, else the CPU.")
-    dtype: str = option("auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16` or `auto` (own).")
+    dtype: str = option("auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, `auto` (its own).")
     batch_size: int = option(16, "Queries per forward pass.")
     trust_remote_code: bool = option(False, "Whether code that comes with a judge may be run.")
 

@@ -4,6 +4,7 @@
 import os
 import re
 import sys
+import time
 import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -33,6 +34,7 @@ COMMANDS = {
 _OF_THE_USER = (ValueError, OSError, ImportError)
 _TRAINING = ("grpo", "nft", "reward")
 _RESUMING = ("build", "evaluate")
+_PATIENCE = 10.0  # seconds
 # All files with options
 _OWN = ("build_arguments", "evaluate_reward", "evaluation_arguments", "memory_check", "reward", "script_arguments")
 _OPTION_FILES = (
@@ -71,6 +73,8 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         # In the middle of training it is not about an option, and a traceback tells more
         if not isinstance(error, _OF_THE_USER) and not is_own or "training_step" in functions:
             raise
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_PATIENCE)  # mostly the first process says the same, and the launcher then ends this one
         say(command, str(error))
         return 1
     except SystemExit as end:  # argparse, after `--help` or a value of the wrong type

@@ -18,8 +18,10 @@ class CommandParser(TrlParser):
     def __init__(self, dataclass_types: type | tuple[type, ...], hidden: Collection[str] = (), **kwargs):
         super().__init__(dataclass_types, **{"usage": "%(prog)s [--config FILE] [options]", **kwargs})
         for action in self._actions:
-            if action.dest in hidden:
+            if action.dest in hidden or action.dest == "fsdp_config":  # training refuses FSDP
                 action.help = argparse.SUPPRESS
+            elif action.dest == "model_init_kwargs":  # TRL's help speaks of language models
+                action.help = "Arguments of the model's `from_pretrained`, as JSON, such as a revision."
 
     def format_help(self) -> str:
         """List the options of the package in front of those of TRL and transformers."""

@@ -64,7 +64,7 @@ def load_pairs(
     """Load the pairs of a split, or of files of PaCo-Dataset, and check them."""
     name = script_args.dataset_name
     if split is None:
-        remedy = "If the data are your own pairs or rankings, give `--dataset_split`, such as `--dataset_split train`."
+        remedy = "For your own pairs or rankings, give `--dataset_split`, such as `--dataset_split train`."
         if is_saved(name):
             raise ValueError(f"'{name}' was saved with `save_to_disk`, not in the layout of PaCo-Dataset. {remedy}")
         try:

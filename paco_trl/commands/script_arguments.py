@@ -49,8 +49,8 @@ class ScriptArguments:
     rewards: list[str] = option(
         ["consistency", "clip_t"],
         "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `clip_i`, `pick_score`, "
-        "`no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out. Own ones by import "
-        "path, such as `my_package.my_reward`: a callable is used unchanged, a class is called without arguments.",
+        "`no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out. Your own by "
+        "import path, such as `my_package.my_reward`: a callable is used unchanged, a class is called without arguments.",
         "--reward_funcs",
     )
     judge_model: str = option(

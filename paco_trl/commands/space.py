@@ -21,7 +21,7 @@ from huggingface_hub import ModelCard
 
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
 from ..utils.files import find_model_file, write_atomically
-from ..utils.names import is_local, public_name
+from ..utils.names import is_local, public_name, repository
 from .env import version_of
 from .main import name_first, say
 from .options import option
@@ -94,7 +94,8 @@ def write_space(args: SpaceArguments) -> Path:
             config["base_model_name_or_path"] = settings["model"]
             write_atomically(staged / "adapter" / _CONFIG, json.dumps(config, indent=2) + "\n")
             shutil.copy(weights, staged / "adapter" / _WEIGHTS)
-        shown = {"settings": settings, "name": folder.name, "head": _front_matter(settings, card, gradio_version)}
+        head = _front_matter(settings, card, gradio_version)
+        shown = {"settings": settings, "name": folder.name, "head": head, "repository": repository()}
         for name in ("app.py", "README.md", "requirements.txt"):
             write_atomically(staged / name, _TEMPLATES.get_template(f"space_{name}.jinja").render(shown))
         staged.chmod(0o755)
@@ -216,8 +217,7 @@ def main(arguments: list[str]) -> int:
     if args.launch:
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
     else:
-        say(
-            "space",
-            f"Run it with `python {shlex.quote(str(folder / 'app.py'))}`. Its README.md says how to publish it.",
-        )
+        missing = "" if repository() else ", once the address of paco_trl is in requirements.txt"
+        app = shlex.quote(str(folder / "app.py"))
+        say("space", f"Run it with `python {app}`. Its README.md says how to publish it{missing}.")
     return 0

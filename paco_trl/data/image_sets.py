@@ -486,8 +486,8 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
 
     Args:
         path_or_id (`str` or `Path`):
-            A `.jsonl`, `.json` or `.csv` file; a `.txt` file with a prompt on each line; a directory of `.jsonl` files; T2IS-Bench's own directory or Hub id, if its
-            cases have prompts of grids; a directory by `save_to_disk`; or what else [`~datasets.load_dataset`] reads.
+            A `.jsonl`, `.json` or `.csv` file; a `.txt` file with a prompt on each line; a directory of `.jsonl` files;
+            T2IS-Bench's own directory or Hub id, if its cases have prompts of grids; a directory by `save_to_disk`; or what else [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
 

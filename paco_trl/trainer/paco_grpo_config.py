@@ -19,7 +19,7 @@ from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
-from .refusals import BY_NUMBER, NO_FSDP, REFUSED_FIELDS, check_max_steps, cpu_explained, refuse_fields
+from .refusals import BY_NUMBER, NO_FSDP, REFUSED_FIELDS, check_training_length, cpu_explained, refuse_fields
 from .round_layout import RoundLayout, lay_out_round, nearest_multiples
 
 
@@ -502,7 +502,7 @@ class PaCoGRPOConfig(GRPOConfig):
                     fits = False
                 if not fits:
                     raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
-        check_max_steps(self.max_steps)
+        check_training_length(self.max_steps, self.num_train_epochs)
         branch, micro_batch = self.images_per_prefix, self.per_device_train_batch_size
         shared = f"the {branch} images of a branch (`images_per_prefix`) share a batch and a group"
         trained = f"it is trained in micro-batches of {micro_batch} images (`per_device_train_batch_size`)"

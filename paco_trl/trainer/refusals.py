@@ -44,11 +44,15 @@ def cpu_explained() -> Iterator[None]:
         raise ValueError(f"{problem}. To run on the CPU, set `use_cpu=True`, and `bf16=False` for float32.") from error
 
 
-def check_max_steps(max_steps: int) -> None:
-    """Refuse a number of steps that Trainer reads as "none is set"."""
+def check_training_length(max_steps: int, num_train_epochs: float) -> None:
+    """Refuse a number of steps that Trainer reads as "none is set", and of epochs that trains nothing."""
     if max_steps != -1 and not max_steps >= 1:
         meaning = "with which Trainer trains for `num_train_epochs`"
         raise ValueError(f"`max_steps` is {max_steps}, {meaning}. Set at least 1, or leave it out for the epochs.")
+    if max_steps == -1 and not num_train_epochs > 0:
+        raise ValueError(
+            f"`num_train_epochs` is {num_train_epochs}, which trains nothing. Set more than 0, or `max_steps`."
+        )
 
 
 def refuse_methods(reasons: dict[str, str]) -> Callable[[type], type]:

@@ -37,7 +37,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 _LAST_WAIT = 1.0
 # An outage is reported this often. Whoever waits for a whole call is told after the first time, then at the interval
 _REPORT_INTERVAL = 60.0
-_FIRST_NOTICE, _NOTICE_INTERVAL = 2.0, 10.0
+_FIRST_NOTICE = 2.0
 # Longest `Retry-After` to respect where there is no budget
 _LONGEST_RETRY_AFTER = 120.0
 # Placeholder for servers that require no key
@@ -90,13 +90,11 @@ class ChatClient:
     # ---- From any thread ----
 
     def run(self, coroutine: Coroutine, notice: str | None = None) -> Any:
-        """Run a coroutine on the client's event loop and wait for its result; log the notice while that takes long."""
+        """Run a coroutine on the client's event loop and wait for its result; log the notice if that takes long."""
         future = self.start(coroutine)
-        patience = _FIRST_NOTICE
         try:
-            while notice is not None and not wait_for([future], patience).done:
+            if notice is not None and not wait_for([future], _FIRST_NOTICE).done:
                 logger.warning(notice)
-                patience = _NOTICE_INTERVAL
             return future.result()
         except BaseException:  # Ctrl-C
             future.cancel()

@@ -3,10 +3,17 @@
 
 import os
 import re
+from importlib.metadata import metadata
 
 
 # A repository in the Hub's cache: .../models--user--name/snapshots/<commit>
 _IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
+
+
+def repository() -> str | None:
+    """Return the address of paco_trl's repository, if the installed package has it (`url` in setup.cfg)."""
+    package = metadata("paco_trl")
+    return package["Home-page"] if "Home-page" in package else None
 
 
 def is_local(name: str) -> bool:
