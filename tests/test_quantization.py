@@ -41,6 +41,7 @@ METHODS = {"nf4": 0.15, "int8": 0.4, "fp8": 0.4, "fp8_storage": 0.5}
 # One of them in the quick tests
 SLOW_METHODS = ["nf4", *(pytest.param(method, marks=pytest.mark.slow) for method in METHODS if method != "nf4")]
 ADAPTER = "adapter_model.safetensors"
+VALIDATE_ENVIRONMENT = BnB4BitDiffusersQuantizer.validate_environment
 
 
 @contextlib.contextmanager
@@ -307,6 +308,12 @@ class TestRefused:
             make_trainer(quantization=method)
         with pytest.raises(ImportError, match=message):
             PaCoReward.from_pretrained(tiny_qwen, quantization=method)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_nf4_without_a_gpu(self, make_trainer, monkeypatch):
+        monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", VALIDATE_ENVIRONMENT)
+        with pytest.raises(ValueError, match="`quantization` is 'nf4', which .* here: No GPU found.*Use 'int8'"):
+            make_trainer(quantization="nf4")
 
     def test_full_finetuning(self, make_trainer):
         with pytest.raises(
