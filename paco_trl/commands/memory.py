@@ -93,7 +93,9 @@ def weights_bytes(module: nn.Module, trainable: bool | None = None, quantization
     """Count the bytes of weights and buffers, or of trained or frozen ones, with frozen linear layers quantized."""
     parameters = [p for p in module.parameters() if trainable is None or p.requires_grad is trainable]
     total = sum(tensor.nbytes for tensor in (*parameters, *([] if trainable else module.buffers())))
-    for layer in [] if quantization is None else quantized_layers(module, quantization):
+    if quantization is None:
+        return total
+    for layer in quantized_layers(module, quantization):
         total -= int(layer.weight.numel() * (layer.weight.element_size() - BYTES_PER_WEIGHT[quantization]))
     return total
 
@@ -120,7 +122,7 @@ def dequantizing(module: nn.Module, quantization: str | None) -> Iterator[None]:
         return functional.linear(x, layer.weight.to(x.dtype, copy=True), layer.bias).to(x.dtype)
 
     for layer in layers:
-        layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign]
+        layer.forward = functools.partial(forward, layer)
     try:
         yield
     finally:
@@ -540,7 +542,7 @@ def changes_of(plan: "ImagePlan | JudgePlan", setting: Setting) -> dict[str, dic
     is_judge, half = isinstance(plan, JudgePlan), max(setting.batch_size // 2, 1)
     names = () if is_judge else ("vae_tiling", "ema_offload", "offload_embeddings", "offload_rewards")
     changes: dict[str, dict[str, Any]] = {f"`--{name} True`": {name: True} for name in names}
-    several = not is_judge and len(plan.judges) > 1
+    several = isinstance(plan, ImagePlan) and len(plan.judges) > 1
     served = (
         "judges on another GPU (`--judge_url`, `--eval_judge_url`)"
         if several
