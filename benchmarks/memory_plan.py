@@ -133,6 +133,11 @@ def write_configs(folder: Path, configs: dict[str, dict]) -> None:
                 "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24],
             }  # fmt: skip
         path.write_text(json.dumps(merged), encoding="utf-8")
+    path = folder / "processor" / "processor_config.json"
+    if path.exists():  # a source image has as many tokens as with Qwen2.5-VL's own
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["image_processor"]["size"] = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
+        path.write_text(json.dumps(config), encoding="utf-8")
     lengths = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2", "tokenizer_3": "text_encoder_3"}
     for name, encoder in lengths.items():
         path = folder / name / "tokenizer_config.json"
@@ -261,7 +266,7 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
             per_device_train_batch_size=1, num_inference_steps=10, vae_tiling=True, **guidance,
         )  # fmt: skip
         plan = ImagePlan(str(model), args, LoraConfig(r=64, lora_alpha=128), rows_of(1024, is_editing))
-        plan.calls(1)  # runs the pipeline up to the last of them
+        plan.calls(1, False)  # runs the pipeline up to the last of them; `peak` makes the same call, which is cached
         with FlopCounterMode(display=False) as counter:
             plan.peak("generation", 1)
         for quantization in (None, "int8", "nf4"):

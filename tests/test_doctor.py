@@ -22,8 +22,15 @@ from torch import nn
 import launching
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import COMMANDS, main
-from paco_trl.commands.memory import ImagePlan, peak
-from paco_trl.commands.memory_check import memory_row, parse_memory
+from paco_trl.commands.memory import ImagePlan, changes_of, peak
+from paco_trl.commands.memory_check import (
+    image_plan,
+    judge_plan,
+    judges_in_process,
+    memory_row,
+    parse_judge,
+    parse_memory,
+)
 from paco_trl.data import demo_prompts_path
 from paco_trl.rollout import FlowMatchSDEScheduler
 from paco_trl.tiny import build_tiny_flux2_klein
@@ -616,6 +623,58 @@ class TestMemory:
         assert rows["memory"].verdict == "ok" and "The device has 24.0 GiB" in rows["memory"].finding
         assert rows["rewards"].verdict == rows["model and adapter"].verdict == "skipped"
         assert "no weights are loaded" in rows["model and adapter"].finding
+
+    @pytest.mark.parametrize("is_planned", [True, False])
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_a_plan_requires_no_gpu(self, make_arguments, tiny_qwen, is_planned):
+        arguments = make_arguments(rewards=["consistency"], judge_model=str(tiny_qwen), use_cpu=False, bf16=True)
+        arguments += ["--device_memory=24GiB"] if is_planned else []
+        rows = {row.check: row for row in doctor.examine(arguments, Console(quiet=True))}
+        assert rows["configuration"].verdict == ("ok" if is_planned else "failed")
+        assert rows["memory"].verdict == ("ok" if is_planned else "skipped"), rows["memory"].finding
+
+    @pytest.mark.parametrize(
+        "changes, judges",
+        [
+            ({}, []),
+            ({"rewards": ["consistency"]}, ["judge"]),
+            ({"rewards": ["consistency", "edit"]}, ["judge", "judge"]),
+            ({"rewards": ["consistency"], "judge_url": "http://x"}, []),
+            ({"eval_rewards": ["consistency"]}, ["judge"]),
+            ({"rewards": ["consistency"], "eval_rewards": ["consistency"]}, ["judge"]),
+            ({"rewards": ["consistency"], "eval_judge_model": "other"}, ["judge", "other"]),
+            ({"rewards": ["consistency"], "eval_judge_model": "other", "eval_judge_url": "http://x"}, ["judge"]),
+            ({"rewards": ["consistency"], "judge_url": "http://x", "eval_judge_model": "other"}, ["other"]),
+            ({"eval_rewards": ["consistency"], "eval_judge_model": "other"}, ["other"]),
+        ],
+    )
+    def test_judges_in_the_process(self, changes, judges):
+        settings = {"rewards": ["redness"], "judge_model": "judge", **changes}
+        assert judges_in_process(script_arguments.ScriptArguments(**settings)) == judges
+
+    def test_the_rewards_of_the_evaluation_are_counted(self, tiny_plan, tiny_flux, tiny_qwen, prompts):
+        def plan(**changes):
+            settings = {"model_name_or_path": str(tiny_flux), "lora_r": 4, "judge_model": str(tiny_qwen), **changes}
+            return image_plan(script_arguments.ScriptArguments(**settings), tiny_plan.args, prompts)
+
+        found = [
+            {phase.name: phase.device for phase in each.phases(each.setting())}["evaluate"]["rewards"]
+            for each in (
+                plan(rewards=["redness"], eval_rewards=["consistency"]),
+                plan(rewards=["consistency"], eval_judge_model=str(tiny_qwen)),
+                plan(rewards=["redness"]),
+            )
+        ]
+        assert found[1] == 2 * found[0] > found[2] == 0
+
+    def test_a_judge_in_8_bits(self, tiny_qwen, tmp_path):
+        arguments = ["--model_name_or_path", str(tiny_qwen), "--output_dir", str(tmp_path), "--use_cpu", "True"]
+        script_args, args, _ = parse_judge([*arguments, "--load_in_8bit", "True"])
+        plan = judge_plan(script_args, args)
+        assert plan.quantization == "int8"
+        assert "`--load_in_4bit True --load_in_8bit False`" in changes_of(plan, plan.setting())
+        plan = judge_plan(*parse_judge(arguments)[:2])
+        assert "`--load_in_4bit True`" in changes_of(plan, plan.setting())
 
     def test_a_judge_is_planned(self, tiny_qwen, tmp_path):
         arguments = ["--trainer", "reward", "--model_name_or_path", str(tiny_qwen), "--output_dir", str(tmp_path)]

@@ -409,13 +409,15 @@ class TestMetrics:
         def needs_answers(prompts, completions, answers, **kwargs):
             return [float(answer) for answer in answers]
 
-        trainer = make(eval_reward_funcs=needs_answers, peft_config=NOT_NEW)
+        with pytest.raises(ValueError, match="'needs_answers' has the parameter `answers`, which the dataset 'eval"):
+            make(eval_reward_funcs=needs_answers)
+        dataset = prompts.select(range(3)).map(lambda row, index: {"answers": index}, with_indices=True)
+        trainer = make(eval_reward_funcs=needs_answers, eval_dataset=dataset, peft_config=NOT_NEW)
         before = weights_of(trainer)
         with pytest.raises(RuntimeError, match="'needs_answers' raised TypeError.*'answers'"):
-            trainer.evaluate()
+            trainer.evaluate(prompts.select(range(3)))
         assert are_equal(weights_of(trainer), before)
-        dataset = prompts.select(range(3)).map(lambda row, index: {"answers": index}, with_indices=True)
-        assert trainer.evaluate(dataset)["eval_rewards/needs_answers/mean"] == 1.0
+        assert trainer.evaluate()["eval_rewards/needs_answers/mean"] == 1.0
 
     def test_a_dataset_of_another_format_is_refused_before_the_model_is_loaded(self, make, prompts):
         with pytest.raises(ValueError, match="panels"):

@@ -83,6 +83,12 @@ def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(tmp_path, confi
         config(**usual | settings)
 
 
+@pytest.mark.parametrize("name", ["_native_cudnn", "flex"])
+def test_what_the_device_lacks_is_refused_before_training(make_trainer, name):
+    with pytest.raises(ValueError, match=f"`attention_backend` is '{name}', which cannot be used here: "):
+        make_trainer(attention_backend=name)
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_ratio_is_one_with_each_backend(make_trainer, bf16):
     latents = {}

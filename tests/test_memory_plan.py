@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F811
 """The memory plan: what it counts is what the allocator reports, and it knows what to change."""
 
 import gc
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from peft import LoraConfig
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 from paco_trl import PaCoRewardConfig, tiny
 from paco_trl.commands.memory import (
@@ -28,6 +32,7 @@ from paco_trl.commands.memory import (
     weights_bytes,
 )
 from paco_trl.commands.sample_generator import SampleGenerator
+from test_paco_nft_trainer import make_config, make_nft, pipeline  # noqa: F401
 
 
 def allocated(function: Callable[[], object]) -> int:
@@ -104,6 +109,33 @@ def test_training_takes_what_is_planned(make_trainer, tiny_flux, prompts, bf16, 
         assert abs(plan.peak("training", size, flag=flag) / measured - 1) > 0.1
 
 
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompts, tmp_path, method, checkpointing):
+    folder = shutil.copytree(tiny_flux, tmp_path / "wide")
+    config = dict(FluxTransformer2DModel.load_config(folder / "transformer")) | {"num_attention_heads": 24}
+    FluxTransformer2DModel.from_config(config).save_pretrained(folder / "transformer")
+    changes = {"bf16": True, "gradient_checkpointing": checkpointing, "quantization": method}
+    trainer = make_trainer(model=str(folder), **changes)
+    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
+    generator.prepare()
+    record = generator.generate(1, generator.sde_settings(0.7)).records[0]
+
+    def step():
+        with as_in_training(torch.bfloat16):
+            generator.replay(record).mean().backward()
+
+    step()
+    measured = allocated(step)
+    plan = ImagePlan(str(folder), trainer.args, LoraConfig(r=4, lora_alpha=8), prompts)
+    (train,) = [phase for phase in plan.phases(replace(plan.setting(), batch_size=1)) if phase.name == "train"]
+    assert train.device["activations"] == pytest.approx(measured, rel=0.15)
+    assert plan.peak("training", 1, flag=checkpointing) < 0.8 * measured
+    nf4 = replace(plan.setting(), batch_size=1, quantization="nf4")
+    (train,) = [phase for phase in plan.phases(nf4) if phase.name == "train"]
+    assert train.device["activations"] == plan.peak("training", 1, flag=checkpointing)
+
+
 @pytest.mark.parametrize("builder", ["build_tiny_qwen_image_21", "build_tiny_longcat_image", "build_tiny_ovis_image"])
 def test_training_of_a_family_takes_what_is_planned(make_trainer, prompts, tmp_path, builder):
     folder = str(getattr(tiny, builder)(tmp_path / "tiny"))
@@ -143,6 +175,17 @@ def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
     assert 0 < offloaded.host["round"] == phases["train"].device["round"] - offloaded.device["round"]
 
 
+@pytest.mark.parametrize("loss_type", ["nft", "awm"])
+def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
+    trainer = make_nft(loss_type=loss_type, num_noise_levels=3, max_steps=1)
+    trainer.train()
+    leaves = tree_leaves([vars(entry["record"]) for entry in trainer.buffer.entries])
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if torch.is_tensor(t)}
+    plan = ImagePlan(str(tiny_flux), trainer.args, LoraConfig(r=4), prompts)
+    (train,) = [phase for phase in plan.phases(plan.setting()) if phase.name == "train"]
+    assert sum(storages.values()) == pytest.approx(train.device["round"], rel=0.05)
+
+
 @pytest.mark.parametrize(
     "stage, frozen, trained, gradients, optimizer, average",
     [
@@ -173,7 +216,7 @@ def test_quantized_weights():
 
 def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_qwen, prompts):
     judge = JudgePlan(str(tiny_qwen), PaCoRewardConfig(bf16=True, use_cpu=True))
-    plan = ImagePlan(str(tiny_flux), make_trainer().args, LoraConfig(r=4, lora_alpha=8), prompts, judge, 1000)
+    plan = ImagePlan(str(tiny_flux), make_trainer().args, LoraConfig(r=4, lora_alpha=8), prompts, [judge], 1000)
     found = {}
     for offload in (False, True):
         setting = replace(plan.setting(), offload_rewards=offload)
@@ -220,3 +263,11 @@ def test_all_weights_and_the_reference(make_plan, weight):
     for part, factor in (("trained weights", 1), ("gradients", 1), ("optimizer", 2), ("average", 1), ("reference", 1)):
         assert train.device[part] == factor * weights
     assert not [text for text in changes_of(plan, plan.setting()) if "quantization" in text]
+
+
+def test_compiled_blocks_are_offered_no_int8(make_plan):
+    plan = make_plan()
+    for is_compiled, names in ((False, ["int8", "nf4"]), (True, ["nf4"])):
+        plan.args.compile_repeated_blocks = is_compiled
+        offered = [text for text in changes_of(plan, plan.setting()) if "quantization" in text]
+        assert offered == [f"`--quantization {name}`" for name in names]

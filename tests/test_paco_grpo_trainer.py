@@ -609,10 +609,10 @@ class TestLogs:
             make_small(
                 reward_funcs=[redness_reward, panel_similarity_reward],
                 multi_objective_aggregation=aggregation,
-                log_tame_threshold=0.0,
                 max_steps=1,
+                **threshold,
             )
-            for aggregation in ("sum_then_normalize", "log_tamed")
+            for aggregation, threshold in (("sum_then_normalize", {}), ("log_tamed", {"log_tame_threshold": 0.0}))
         )
         for trainer in (plain, tamed):
             trainer.train()

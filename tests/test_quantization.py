@@ -23,6 +23,8 @@ from trl import ModelConfig, get_quantization_config
 import launching
 from paco_trl import PaCoGRPOConfig, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
 from paco_trl.cards import render_card
+from paco_trl.commands.evaluate_reward import RewardArguments, evaluate
+from paco_trl.commands.evaluation_arguments import JudgeArguments, load_judge
 from paco_trl.commands.memory import weights_bytes
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
@@ -41,6 +43,7 @@ METHODS = {"nf4": 0.15, "int8": 0.4, "fp8": 0.4, "fp8_storage": 0.5}
 # One of them in the quick tests
 SLOW_METHODS = ["nf4", *(pytest.param(method, marks=pytest.mark.slow) for method in METHODS if method != "nf4")]
 ADAPTER = "adapter_model.safetensors"
+VALIDATE_ENVIRONMENT = BnB4BitDiffusersQuantizer.validate_environment
 
 
 @contextlib.contextmanager
@@ -308,6 +311,12 @@ class TestRefused:
         with pytest.raises(ImportError, match=message):
             PaCoReward.from_pretrained(tiny_qwen, quantization=method)
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_nf4_without_a_gpu(self, make_trainer, monkeypatch):
+        monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", VALIDATE_ENVIRONMENT)
+        with pytest.raises(ValueError, match="`quantization` is 'nf4', which .* here: No GPU found.*Use 'int8'"):
+            make_trainer(quantization="nf4")
+
     def test_full_finetuning(self, make_trainer):
         with pytest.raises(
             ValueError, match="without a `peft_config` its own weights are trained, which get no gradients"
@@ -433,6 +442,13 @@ class TestJudge:
         for reward in load_rewards(arguments):
             assert type(reward.judge.model.lm_head.weight) is nn.Parameter
             assert any(hasattr(weight, "__tensor_flatten__") for weight in reward.judge.model.parameters())
+        judge = load_judge(JudgeArguments(judge_quantization="int8", device="cpu"), str(tiny_qwen), None)
+        assert any(hasattr(weight, "__tensor_flatten__") for weight in judge.model.parameters())
+        judge = load_judge(JudgeArguments(device="cpu"), str(tiny_qwen), None)
+        assert not any(hasattr(weight, "__tensor_flatten__") for weight in judge.model.parameters())
+        for options in ({"judge": "m", "judge_url": "http://127.0.0.1:1/v1"}, {"judge": "clip-i"}):
+            with pytest.raises(ValueError, match="`--judge_quantization.*Leave it out"):
+                evaluate(RewardArguments(judge_quantization="int8", **options))
         arguments.judge_url = "http://127.0.0.1:1/v1"
         with pytest.raises(ValueError, match="'int8', but a served judge is quantized by its server"):
             load_rewards(arguments)

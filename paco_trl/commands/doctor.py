@@ -39,7 +39,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..trainer.round_schedule import RoundSchedule
 from .env import VERSIONS, version_of
 from .grpo import parser_of
-from .memory_check import PlanArguments, format_size, image_plan, judge_plan, memory_row, parse_judge, trainer_of
+from .memory_check import PlanArguments, format_size, image_plan, judge_plan, memory_row, parse_judge, read_trainer
 from .parser import CommandParser
 from .report import COLORS, FAILED, OK, SKIPPED, WARNING, Row, colored, report
 from .sample_generator import Generation, SampleGenerator
@@ -575,7 +575,7 @@ _GENERATING = (check_noise_free, check_ratio, check_round_trip, check_reward_val
 
 def examine(arguments: list[str], console: Console) -> list[Row]:
     """Run all checks that can run, with the options of the command line."""
-    rows, trainer = [], trainer_of(arguments)
+    rows, (trainer, arguments) = [], read_trainer(arguments)
     parse = parse_judge if trainer == "reward" else _parser(trainer).parse_args_and_config
     checks = CHECKS if trainer != "reward" else (CHECKS[0], Check("memory", check_judge_memory))
     with tempfile.TemporaryDirectory() as temporary_dir:

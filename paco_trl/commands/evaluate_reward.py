@@ -32,12 +32,12 @@ from ..evaluation import (
 )
 from ..evaluation.runs import PROTOCOLS
 from .evaluation_arguments import JudgeArguments, load_judge
-from .options import option
+from .options import judge_options, option
 
 
 BENCHMARKS = ("rankings", "edit_reward")
 # What only a judge in the process has, and what only one on a server has
-IN_PROCESS_ONLY = ("device", "dtype", "trust_remote_code", "clip_model")
+IN_PROCESS_ONLY = ("judge_quantization", "device", "dtype", "trust_remote_code", "clip_model")
 SERVED_ONLY = ("api_key_variable", "max_concurrency")
 
 
@@ -82,6 +82,9 @@ def _check_options(script_args: RewardArguments) -> None:
         raise ValueError(f"`--protocol` is {script_args.protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
     if script_args.benchmark != "rankings" and script_args.template is not None:
         raise ValueError(f"`--template` would do nothing with `--benchmark {script_args.benchmark}`. Leave it out.")
+    if script_args.judge in ("dreamsim", "clip-i") and script_args.judge_quantization is not None:
+        problem = f"`--judge_quantization {script_args.judge_quantization}` is not for the judge {script_args.judge}"
+        raise ValueError(f"{problem}. Leave it out.")
     is_served = script_args.judge_url is not None
     defaults = {field.name: field.default for field in dataclasses.fields(script_args)}
     others = IN_PROCESS_ONLY if is_served else SERVED_ONLY
@@ -130,7 +133,8 @@ def evaluate(script_args: RewardArguments) -> None:
     # Evaluation
     ################
     judge = load_scorer(script_args)
-    parts = (judge.name, script_args.benchmark, script_args.template, script_args.protocol, script_args.dtype)
+    own = (script_args.template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
+    parts = (judge.name, script_args.benchmark, *own)
     name = re.sub(r"[^\w.]+", "-", "-".join(part for part in parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
     options: dict[str, Any] = {
@@ -153,7 +157,7 @@ def evaluate(script_args: RewardArguments) -> None:
         "device": script_args.device,
         "dtype": script_args.dtype,
         "batch_size": script_args.batch_size,
-    }
+    } | judge_options(script_args.judge_quantization, None)
     console = Console()
     for title, columns, rows in report_tables(save_report(results, script_args.output_dir)):
         # One column per judge: a row of all numbers is wider than a terminal

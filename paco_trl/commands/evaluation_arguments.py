@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .build_arguments import PipelineArguments, RequestArguments
-from .options import option
+from .options import JUDGE_QUANTIZATION, judge_options, option
 
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class JudgeArguments(RequestArguments):
     """Where a judge is: in the process, or on a server."""
 
     judge_url: str | None = option(None, "OpenAI-compatible server of the judge, such as `http://127.0.0.1:8000/v1`.")
+    judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
     device: str | None = option(None, "Device to score on. If `None`, an accelerator if there is one, else the CPU.")
     dtype: str = option("auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, `auto` (its own).")
     batch_size: int = option(16, "Queries per forward pass.")
@@ -44,7 +45,7 @@ def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward 
     from ..rewards.paco_reward import PaCoReward
 
     options = {option: getattr(args, option) for option in ("device", "dtype", "batch_size", "trust_remote_code")}
-    return PaCoReward.from_pretrained(name, **options)
+    return PaCoReward.from_pretrained(name, **options, **judge_options(args.judge_quantization, None))
 
 
 @dataclass

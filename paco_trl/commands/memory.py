@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -95,13 +95,39 @@ def weights_bytes(module: nn.Module, trainable: bool | None = None, quantization
     total = sum(tensor.nbytes for tensor in (*parameters, *([] if trainable else module.buffers())))
     if quantization is None:
         return total
+    for layer in quantized_layers(module, quantization):
+        total -= int(layer.weight.numel() * (layer.weight.element_size() - BYTES_PER_WEIGHT[quantization]))
+    return total
+
+
+def quantized_layers(module: nn.Module, quantization: str) -> Iterator[nn.Linear]:
+    """Yield the frozen linear layers that are quantized."""
     # A head of words is not quantized; neither is what `_store_as_fp8` keeps, such as modulation layers, named "norm"
     kept = ("lm_head$", *((*DEFAULT_SKIP_MODULES_PATTERN, r"\.wo$") if quantization == "fp8_storage" else ()))
     for name, layer in module.named_modules():
         is_kept = any(re.search(pattern, name.removeprefix("base_model.model.")) for pattern in kept)
         if isinstance(layer, nn.Linear) and not layer.weight.requires_grad and not is_kept:
-            total -= int(layer.weight.numel() * (layer.weight.element_size() - BYTES_PER_WEIGHT[quantization]))
-    return total
+            yield layer
+
+
+@contextmanager
+def dequantizing(module: nn.Module, quantization: str | None) -> Iterator[None]:
+    """Let quantized layers compute with a copy of their weights in the compute dtype, which autograd keeps."""
+    layers = [] if quantization is None else list(quantized_layers(module, quantization))
+
+    def forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        if quantization == "fp8_storage":
+            return functional.linear(x, layer.weight.clone(), layer.bias)
+        # torchao takes the dtype of the inputs, which autocast leaves in float32 behind a norm
+        return functional.linear(x, layer.weight.to(x.dtype, copy=True), layer.bias).to(x.dtype)
+
+    for layer in layers:
+        layer.forward = functools.partial(forward, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def measure_peak(function: Callable[[], Any], model: nn.Module | None = None) -> int:
@@ -306,9 +332,9 @@ class ImagePlan:
 
     def __init__(
         self, model: str, args: Any, peft_config: LoraConfig | None, dataset: Dataset,
-        judge: JudgePlan | None = None, reward_bytes: int = 0, **where,
+        judges: Sequence[JudgePlan] = (), reward_bytes: int = 0, **where,
     ):  # fmt: skip
-        self.args, self.judge, self.reward_bytes, self.mode = args, judge, reward_bytes, _PlanMode()
+        self.args, self.judges, self.reward_bytes, self.mode = args, judges, reward_bytes, _PlanMode()
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_deepspeed = args.deepspeed_plugin is not None
         self.in_training = functools.partial(as_in_training, dtype, not is_deepspeed)
@@ -403,7 +429,9 @@ class ImagePlan:
         return max(peaks)
 
     @functools.cache  # noqa: B019
-    def peak(self, kind: str, batch_size: int, is_full: bool = False, flag: bool = False) -> int:
+    def peak(
+        self, kind: str, batch_size: int, is_full: bool = False, flag: bool = False, quantization: str | None = None
+    ) -> int:
         """Return the peak of "training" (`flag`: checkpointing), "generation" or "decoding" (`flag`: tiled)."""
         if kind == "decoding":
             sides = [side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]]
@@ -415,7 +443,7 @@ class ImagePlan:
         calls, is_training = self.calls(batch_size, is_full), kind == "training"
         checkpoints = is_training and flag
         getattr(self.transformer, f"{'enable' if checkpoints else 'disable'}_gradient_checkpointing")()
-        with self.mode, self.in_training():
+        with self.mode, self.in_training(), dequantizing(self.model, quantization):
             forward = lambda: [self.model(**dict(call))[0] for call in calls]  # noqa: E731
             return measure_peak(forward, self.model if is_training else None)
 
@@ -431,7 +459,7 @@ class ImagePlan:
         names = ("offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
         return Setting(
             layout.batch_size, args.activation_checkpointing, getattr(args, "quantization", None),
-            **{name: getattr(args, name) for name in names}, serves_judge=self.judge is None,
+            **{name: getattr(args, name) for name in names}, serves_judge=not self.judges,
             zero_stage=zero_stage(args), num_processes=layout.num_processes,
         )  # fmt: skip
 
@@ -444,26 +472,32 @@ class ImagePlan:
         always, adds = training_parts(frozen, self.num_trained, self.element_size, setting, averages)
         vae, stage3 = weights_bytes(self.vae), setting.num_processes if setting.zero_stage == 3 else 1
         always["reference"] = self.reference_bytes // stage3
-        judge = None if setting.serves_judge else self.judge
-        judged = 0 if judge is None else weights_bytes(judge.network, False, judge.quantization)
+        judges = () if setting.serves_judge else self.judges
+        judged = sum(weights_bytes(judge.network, False, judge.quantization) for judge in judges)
         rewards = self.reward_bytes + judged
         always["rewards"] = 0 if setting.offload_rewards else rewards
 
         # A round: float32 latents of each image and step, and embeddings, which images of a prompt share unless batches
-        # cross prompts. With source images, and in DiffusionNFT and AWM, the transformer's input is kept as well.
+        # cross prompts. With source images the transformer's input is kept as well; in DiffusionNFT and AWM an image's two
+        # latents are those of all its times, each of which has an input, a target and a velocity.
         images = layout.micro_batches_per_process * layout.batch_size
         crosses_prompts = layout.num_generations % layout.rollout_batch_size != 0
         prompts = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
         prompt = sum(tensor.numel() for tensor in self.embeddings(is_full).values())
         latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]) * self.channels
-        kept = 2 + (args.loss_type in ("grpo_guard", "flow_dppo")) + 2 * bool(self.rows.sources) + 3 * is_nft
+        shared, kept = (2, 3) if is_nft else (0, 2 + (args.loss_type in ("grpo_guard", "flow_dppo")))
+        kept += 2 * bool(self.rows.sources)
         kept += has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
         embeddings = _FLOAT32 * prompts * prompt
-        always["round"] = _FLOAT32 * kept * images * layout.num_trained_steps * latent
+        always["round"] = _FLOAT32 * (shared + kept * layout.num_trained_steps) * images * latent
         always["round"] += 0 if setting.offload_embeddings else embeddings
 
+        # bitsandbytes dequantizes again in the backward, so that no copies of NF4's weights are kept
+        copied = None if setting.quantization == "nf4" else setting.quantization
+
         def allocated(kind: str, count: int, is_full: bool = is_full, flag: bool = False) -> int:
-            return affine(lambda size: self.peak(kind, size, is_full, flag), count)
+            quantization = None if kind == "decoding" else copied
+            return affine(lambda size: self.peak(kind, size, is_full, flag, quantization), count)
 
         batch, evaluated = setting.batch_size * layout.num_merged, args.per_device_eval_batch_size
         step, decode = allocated("generation", batch), allocated("decoding", batch, flag=tiled)
@@ -471,7 +505,8 @@ class ImagePlan:
         # A branch takes one row where only its stochastic step is trained
         shared = args.images_per_prefix if layout.num_trained_steps == 1 else 1
         trained = allocated("training", -(-setting.batch_size // shared), flag=setting.gradient_checkpointing)
-        scored = 0 if judge is None else judge.peak(8, judge_tokens(math.prod(self.sizes[is_full])))
+        count = judge_tokens(math.prod(self.sizes[is_full]))
+        scored = max((judge.peak(8, count) for judge in judges), default=0)
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation
         gathered = frozen + self.element_size * self.num_trained if is_gathered else 0
         rollout = {**always, "gathered weights": gathered, "VAE": vae}
@@ -509,12 +544,22 @@ def changes_of(plan: "ImagePlan | JudgePlan", setting: Setting) -> dict[str, dic
     is_judge, half = isinstance(plan, JudgePlan), max(setting.batch_size // 2, 1)
     names = () if is_judge else ("vae_tiling", "ema_offload", "offload_embeddings", "offload_rewards")
     changes: dict[str, dict[str, Any]] = {f"`--{name} True`": {name: True} for name in names}
-    changes["a judge on another GPU (`--judge_url`)"] = {"serves_judge": True}
+    several = isinstance(plan, ImagePlan) and len(plan.judges) > 1
+    served = (
+        "judges on another GPU (`--judge_url`, `--eval_judge_url`)"
+        if several
+        else "a judge on another GPU (`--judge_url`)"
+    )
+    changes[served] = {"serves_judge": True}
     sizes = [size for size in (half, 1) if size % getattr(plan.args, "images_per_prefix", 1) == 0]
     changes |= {f"`--per_device_train_batch_size {size}`": {"batch_size": size} for size in sizes}
     changes["`--gradient_checkpointing True`"] = {"gradient_checkpointing": True}
     if setting.zero_stage is None and isinstance(plan.model, PeftModel):
-        texts = {"nf4": "`--load_in_4bit True`"} if is_judge else {n: f"`--quantization {n}`" for n in ("int8", "nf4")}
+        names = ("nf4",) if getattr(plan.args, "compile_repeated_blocks", False) else ("int8", "nf4")
+        texts = {name: f"`--quantization {name}`" for name in names}
+        if is_judge:
+            instead = "" if setting.quantization is None else " --load_in_8bit False"
+            texts = {"nf4": f"`--load_in_4bit True{instead}`"}
         changes |= {text: {"quantization": name} for name, text in texts.items()}
     if setting.quantization is None:
         changes["ZeRO-3 on eight GPUs (`zero3.yaml`)"] = {"zero_stage": 3, "num_processes": 8}

@@ -4,6 +4,7 @@
 import functools
 from argparse import ArgumentParser
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,14 +54,16 @@ class PlanArguments:
         return None
 
 
-def trainer_of(arguments: list[str]) -> str:
-    """Return the trainer that a command line names."""
+def read_trainer(arguments: list[str]) -> tuple[str, list[str]]:
+    """Return the trainer that a command line names, and the options: of a plan for another card, without a GPU too."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--trainer", default="grpo")
-    trainer = parser.parse_known_args(arguments)[0].trainer
-    if trainer not in ("grpo", "nft", "reward"):
-        raise ValueError(f"`--trainer` is {trainer!r}; it must be 'grpo', 'nft' or 'reward'.")
-    return trainer
+    parser.add_argument("--device_memory")
+    known, _ = parser.parse_known_args(arguments)
+    if known.trainer not in ("grpo", "nft", "reward"):
+        raise ValueError(f"`--trainer` is {known.trainer!r}; it must be 'grpo', 'nft' or 'reward'.")
+    is_on_cpu = known.device_memory is not None and not torch.cuda.is_available()
+    return known.trainer, [*arguments, "--use_cpu", "True"] if is_on_cpu else arguments  # which bf16 requires then
 
 
 def parse_judge(arguments: list[str]) -> tuple:
@@ -73,7 +76,8 @@ def judge_plan(script_args: reward.ScriptArguments, args: PaCoRewardConfig) -> J
     model = script_args.model_name_or_path
     peft_config = LoraConfig(r=script_args.lora_r, target_modules=script_args.lora_target_modules)
     peft_config = complete_peft_config(peft_config, model, None, args.trust_remote_code)
-    return JudgePlan(model, args, peft_config, "nf4" if script_args.load_in_4bit else None)
+    quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
+    return JudgePlan(model, args, peft_config, quantization)
 
 
 def parse_memory(text: str) -> int:
@@ -94,18 +98,37 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
     if isinstance(peft_config, str):
         peft_config = read_peft_config(peft_config)
         peft_config.inference_mode = False
-    names, rewards = ("revision", "cache_dir", "token"), set(script_args.rewards)
-    where = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in names}
-    judge, clip_bytes = None, 0
-    if rewards & {"consistency", "edit"} and script_args.judge_url is None:
-        name = script_args.judge_model
-        if cached_file(name, "adapter_config.json", _raise_exceptions_for_missing_entries=False) is not None:
-            name = read_peft_config(name).base_model_name_or_path
-        judge = JudgePlan(name, PaCoRewardConfig(bf16=True), None, getattr(script_args, "judge_quantization", None))
-    if rewards & {"clip_t", "clip_i"}:
+    init, hub = args.model_init_kwargs or {}, ("revision", "cache_dir", "token")
+    where = {name: init[name] for name in hub if name in init}
+    names = judges_in_process(script_args)
+    plans = {name: _plan_reward_judge(name, script_args.judge_quantization) for name in set(names)}
+    judges = [plans[name] for name in names]
+    clip_bytes, rewards = 0, {*script_args.rewards, *(script_args.eval_rewards or ())}
+    if count := len(rewards & {"clip_t", "clip_i"}):
         with init_empty_weights():
-            clip_bytes = weights_bytes(CLIPModel(CLIPConfig.from_pretrained(script_args.clip_model)))
-    return ImagePlan(script_args.model_name_or_path, args, peft_config, dataset, judge, clip_bytes, **where)
+            clip_bytes = count * weights_bytes(CLIPModel(CLIPConfig.from_pretrained(script_args.clip_model)))
+    return ImagePlan(script_args.model_name_or_path, args, peft_config, dataset, judges, clip_bytes, **where)
+
+
+def judges_in_process(script_args: ScriptArguments) -> list[str]:
+    """Return the judges that the rewards of training and of the evaluation load, each its own."""
+    evaluated = script_args.rewards if script_args.eval_rewards is None else script_args.eval_rewards
+    own, url = script_args.eval_judge_model, script_args.eval_judge_url
+    found = []
+    for name in ("consistency", "edit"):
+        is_shared = name in script_args.rewards or name in evaluated and (own, url) == (None, None)
+        if is_shared and script_args.judge_url is None:
+            found.append(script_args.judge_model)
+        if name in evaluated and own is not None and url is None:
+            found.append(own)
+    return found
+
+
+def _plan_reward_judge(name: str, quantization: str | None) -> JudgePlan:
+    if cached_file(name, "adapter_config.json", _raise_exceptions_for_missing_entries=False) is not None:
+        name = read_peft_config(name).base_model_name_or_path
+    # A `PaCoRewardConfig` would reset the device of the trainer that earlier checks have made
+    return JudgePlan(name, SimpleNamespace(bf16=True, max_pixels=None, max_length=None), None, quantization)
 
 
 def memory_row(plan: ImagePlan | JudgePlan, total: int | None) -> Row:

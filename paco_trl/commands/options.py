@@ -11,3 +11,13 @@ def option(default: Any, help: str, *aliases: str) -> Any:
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+JUDGE_QUANTIZATION = "Quantization of a judge in the process: `nf4`, `int8` or `fp8`."
+
+
+def judge_options(quantization: str | None, url: str | None) -> dict[str, Any]:
+    """Return the quantization as an argument of a judge in the process; refuse it for a judge at `url`."""
+    if quantization is not None and url is not None:
+        raise ValueError(f"`--judge_quantization` is {quantization!r}, but a served judge is quantized by its server.")
+    return {} if quantization is None else {"quantization": quantization}

@@ -17,7 +17,7 @@ from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.reward_calls import check_columns
 from ..rollout.loading import read_peft_config
-from .options import option
+from .options import JUDGE_QUANTIZATION, judge_options, option
 
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ScriptArguments:
         "X-GenGroup/PaCo-Reward-7B", "Judge of `consistency` and `edit`: Hub id, directory, or name at `judge_url`."
     )
     judge_url: str | None = option(None, "Address of a served judge. If `None`, it is loaded into each process.")
-    judge_quantization: str | None = option(None, "Quantization of a judge in the process: `nf4`, `int8` or `fp8`.")
+    judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
     judge_question: str = option("theme", "Question for the judge: `theme`, or `criteria` for each of the dataset's.")
     judge_max_pairs: int | None = option(None, "Maximum number of pairs per set for the judge. If `None`, all.")
     eval_rewards: list[str] | None = option(None, "Rewards of the evaluation. If `None`, those of `rewards`.")
@@ -89,10 +89,7 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
 
 
 def _judge_arguments(script_args: ScriptArguments) -> dict[str, Any]:
-    quantization = script_args.judge_quantization
-    if quantization is not None and script_args.judge_url is not None:
-        raise ValueError(f"`--judge_quantization` is {quantization!r}, but a served judge is quantized by its server.")
-    return {} if quantization is None else {"quantization": quantization}
+    return judge_options(script_args.judge_quantization, script_args.judge_url)
 
 
 def load_train_prompts(script_args: ScriptArguments) -> Dataset:

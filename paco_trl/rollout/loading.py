@@ -18,6 +18,7 @@ from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from diffusers.models import attention_dispatch
+from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
@@ -79,6 +80,8 @@ def load_pipeline(
             encoders = [name for name in components if name.startswith("text_encoder")]
             libraries = {"transformer": "diffusers", **dict.fromkeys(encoders, "transformers")}
             configs = {name: quantization_config(quantization, dtype, libraries[name]) for name in libraries}
+            if quantization == "nf4":
+                _check_bitsandbytes(configs["transformer"])
             model_init_kwargs["quantization_config"] = PipelineQuantizationConfig(quant_mapping=configs)
         is_uniform = transformer_dtype in (None, dtype)
         model_init_kwargs.setdefault(
@@ -123,6 +126,14 @@ def load_pipeline(
             if component.dtype != component_dtype:
                 component.to(component_dtype)
     return pipeline
+
+
+def _check_bitsandbytes(config: Any) -> None:
+    try:
+        BnB4BitDiffusersQuantizer(config).validate_environment()
+    except RuntimeError as error:
+        remedy = "Use 'int8', 'fp8' or 'fp8_storage', or a machine with a GPU."
+        raise ValueError(f"`quantization` is 'nf4', which bitsandbytes cannot make here: {error} {remedy}") from error
 
 
 def _store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:
@@ -256,16 +267,17 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
         check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
 
 
-def check_attention_backend(name: str) -> None:
-    """Refuse a backend that diffusers does not have, that cannot be trained with, or whose package is missing."""
+def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> None:
+    """Refuse a backend that diffusers does not have, that lacks a package, or that cannot be trained with `queries`."""
     names = [backend.value for backend in attention_dispatch.AttentionBackendName if "sage" not in backend.value]
     if name not in names:
         known = f"one of diffusers' with a backward pass (SageAttention has none): {', '.join(names)}"
         raise ValueError(f"`attention_backend` is {name!r}; it must be {known}.")
     try:
         with attention_dispatch.attention_backend(name):
-            pass
-    except RuntimeError as error:
+            if queries is not None:  # (B, L, heads, D), on the device and in the dtype of training
+                attention_dispatch.dispatch_attention_fn(queries, queries, queries).sum().backward()
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"`attention_backend` is {name!r}, which cannot be used here: {error}") from error
 
 

@@ -33,6 +33,7 @@ from ..rollout import RecordedStep, SDESettings, UnlistedFamily, family_of, pred
 from ..rollout.loading import (
     adapter_is_new,
     check_adapter_layers,
+    check_attention_backend,
     check_peft_config,
     load_pipeline,
     make_policy,
@@ -240,6 +241,11 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             quantization=args.quantization,
         )  # fmt: skip
         self.quantization = pipeline_quantization(self.pipeline)
+        if args.attention_backend is not None:  # what a device lacks is known only where it runs
+            config = self.pipeline.transformer.config
+            size = config.get("attention_head_dim") or config.get("dim", 64) // config.get("n_heads", 1)
+            where = {"dtype": self.compute_dtype, "device": args.device, "requires_grad": True}
+            check_attention_backend(args.attention_backend, torch.zeros(1, 128, 1, size, **where))
 
         # 3. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
         # methods read are set below (tests/test_contract.py lists them).
