@@ -485,11 +485,11 @@ class ImagePlan:
         prompts = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
         prompt = sum(tensor.numel() for tensor in self.embeddings(is_full).values())
         latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]) * self.channels
-        shared, kept = (2, 3) if is_nft else (0, 2 + (args.loss_type in ("grpo_guard", "flow_dppo")))
+        once, kept = (2, 3) if is_nft else (0, 2 + (args.loss_type in ("grpo_guard", "flow_dppo")))
         kept += 2 * bool(self.rows.sources)
         kept += has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
         embeddings = _FLOAT32 * prompts * prompt
-        always["round"] = _FLOAT32 * (shared + kept * layout.num_trained_steps) * images * latent
+        always["round"] = _FLOAT32 * (once + kept * layout.num_trained_steps) * images * latent
         always["round"] += 0 if setting.offload_embeddings else embeddings
 
         # bitsandbytes dequantizes again in the backward, so that no copies of NF4's weights are kept
@@ -545,12 +545,8 @@ def changes_of(plan: "ImagePlan | JudgePlan", setting: Setting) -> dict[str, dic
     names = () if is_judge else ("vae_tiling", "ema_offload", "offload_embeddings", "offload_rewards")
     changes: dict[str, dict[str, Any]] = {f"`--{name} True`": {name: True} for name in names}
     several = isinstance(plan, ImagePlan) and len(plan.judges) > 1
-    served = (
-        "judges on another GPU (`--judge_url`, `--eval_judge_url`)"
-        if several
-        else "a judge on another GPU (`--judge_url`)"
-    )
-    changes[served] = {"serves_judge": True}
+    served = "judges on another GPU (`--judge_url`, `--eval_judge_url`)"
+    changes[served if several else "a judge on another GPU (`--judge_url`)"] = {"serves_judge": True}
     sizes = [size for size in (half, 1) if size % getattr(plan.args, "images_per_prefix", 1) == 0]
     changes |= {f"`--per_device_train_batch_size {size}`": {"batch_size": size} for size in sizes}
     changes["`--gradient_checkpointing True`"] = {"gradient_checkpointing": True}

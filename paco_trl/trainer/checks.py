@@ -114,8 +114,9 @@ def describe_seams(vae: Any, rows: PromptRows) -> str | None:
     if not getattr(vae, "use_tiling", False) or height <= tile[0] and width <= tile[1]:
         return None
     return (  # https://github.com/XueZeyue/DanceGRPO/issues/117
-        f"The VAE tiles (`vae_tiling`, or `vae.enable_tiling()` of a given pipeline), and training images of {height} x {width} pixels are decoded in tiles of {tile[0]} x "
-        f"{tile[1]}: every image of a group has the seams, rewards see them, and they have spoiled training elsewhere. "
+        "The VAE tiles (`vae_tiling`, or `vae.enable_tiling()` of a given pipeline), and training images of "
+        f"{height} x {width} pixels are decoded in tiles of {tile[0]} x {tile[1]}: every image of a group has the seams, "
+        "rewards see them, and they have spoiled training elsewhere. "
         "Do not tile, or lower `resolution_scale` until an image is one tile; `evaluate()` still tiles."
     )
 
