@@ -71,6 +71,7 @@ TURNS = (SHIPPED, AGAIN, OWN_SIZE, AGAIN, SHIPPED)  # of a repeat: a drift of th
 PROMPTS, SOURCES, DRAWING, TRAINING = "encoding prompts", "encoding source images", "drawing", "training"
 
 SCALE = 0.375  # 384 pixels for 1024 (paper)
+STEPS_OF_A_ROUND = 2
 GROUP = 16  # images of a prompt (paper), for the arithmetic at real size
 LAYERS, HEAD = 1, 128
 DROPPED_TOKENS = 64  # of Qwen-Image-Edit's template, which the pipeline cuts from what the text encoder gives
@@ -541,7 +542,8 @@ def measure(args: argparse.Namespace, name: str) -> dict:
         resolution_scale=SCALE,
         num_generations=args.generations,
         num_prompts_per_generation=args.prompts,
-        max_steps=len(plan) * PaCoGRPOConfig.optimizer_steps_per_generation,
+        optimizer_steps_per_generation=STEPS_OF_A_ROUND,
+        max_steps=len(plan) * STEPS_OF_A_ROUND,
         shuffle_dataset=False,
         log_completions=False,
         report_to="none",

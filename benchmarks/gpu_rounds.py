@@ -60,7 +60,7 @@ def blueness_reward(completions, **kwargs) -> list[float]:
 
 PROMPT = "A red fox in four seasons"
 TOO_LARGE = "it does not fit in the card's memory"
-STEPS_OF_A_ROUND = PaCoGRPOConfig.optimizer_steps_per_generation
+STEPS_OF_A_ROUND = 2
 REWARDS = {"redness": redness_reward, "its opposite": blueness_reward}
 
 
@@ -243,6 +243,7 @@ def make_trainer(args: argparse.Namespace, sweep: Sweep, options: dict, folder: 
         width=side,
         resolution_scale=SCALE if is_edit else 1.0,
         num_prompts_per_generation=1,
+        optimizer_steps_per_generation=STEPS_OF_A_ROUND,
         max_steps=(sweep.rounds if args.real else 2) * STEPS_OF_A_ROUND,
         report_to="none",
         save_strategy="no",

@@ -286,6 +286,7 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, capsys):
 def test_one_of_two_processes_says_what_is_wrong(tmp_path):
     words = ["-m", "paco_trl.commands.main", "grpo", "--accelerate_config", CPU_DDP, "--max_steps", "0"]
     words += ["--use_cpu", "--bf16", "False", "--ddp_backend", "gloo", "--output_dir", tmp_path / "out"]
+    words += ["--dataset_name", "unread"]
     done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=540)
     assert done.returncode == 1 and done.stderr.count("paco-trl grpo: `max_steps` is 0") == 1
 
