@@ -36,6 +36,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLQwenImage,
+    DiffusionPipeline,
     FluxKontextPipeline,
     FluxTransformer2DModel,
     QwenImageEditPipeline,
@@ -224,7 +225,7 @@ def qwen_image_edit_parts(tiny: QwenImageEditPipeline, layers: int | None, width
 class Model:
     """A kind of pipeline: where its tiny one comes from, and the parts that replace it."""
 
-    pipeline_class: type
+    pipeline_class: type[DiffusionPipeline]
     build_tiny: Callable
     parts: Callable
 

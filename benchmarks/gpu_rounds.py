@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from diffusers import FluxKontextPipeline, FluxPipeline
+from diffusers import FluxKontextPipeline, FluxPipeline, ModelMixin
 from peft import LoraConfig
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -148,7 +148,7 @@ def build_pipeline(
     return pipeline
 
 
-def forward_flops(transformer_class: type, config: dict, shapes: tuple) -> float:
+def forward_flops(transformer_class: type[ModelMixin], config: dict, shapes: tuple) -> float:
     """Count the operations of a forward without an adapter, on the meta device."""
     with torch.device("meta"):
         transformer = transformer_class.from_config(config)

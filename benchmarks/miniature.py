@@ -13,7 +13,7 @@ Each run is kept in `--work_dir` and not repeated; two of these commands can run
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from miniature.settings import MiniatureSettings
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
 
-CLAIMS = {
+CLAIMS: dict[str, tuple[Callable, Callable]] = {
     "first_token": (first_token_runs, run_first_token),
     "first_token_long": (first_token_long_runs, run_first_token),
     "resolution": (resolution_runs, run_generator),

@@ -167,7 +167,7 @@ class OverlapTrainer(PaCoGRPOTrainer):
         self.scorers = {}
         for kind, reward in rewards.items():
             (function,), *_ = check_reward_functions([reward])
-            self.scorers[kind] = RewardScorer([function], self.reward_func_names, self.accelerator)
+            self.scorers[kind] = RewardScorer([function], self.accelerator)
             self.scorers[kind].add = self._recorded(self.scorers[kind].add)
         self._micro_batch_seconds = 0.0
 

@@ -41,9 +41,9 @@ TIMED = slice(2, None, 5)  # of the 50, which may be sorted by length
 
 
 def equal_pairs(args: argparse.Namespace) -> Dataset:
-    images = [Image.new("RGB", (args.panel_size, args.panel_size), color) for color in ("red", "green")]
+    red, green = (Image.new("RGB", (args.panel_size, args.panel_size), color) for color in ("red", "green"))
     return Dataset.from_list(
-        [make_pair(*images, theme_question(THEME), index % 2 == 0, REASONS) for index in range(args.batch_size)]
+        [make_pair(red, green, theme_question(THEME), index % 2 == 0, REASONS) for index in range(args.batch_size)]
     )
 
 
@@ -57,7 +57,8 @@ def mixed_pairs(args: argparse.Namespace, collator: PairCollator) -> Dataset:
             Image.new("RGB", (side, side), "red").save(images[name])
         pairs = [
             make_pair(
-                *[images["long" if index % 10 == 0 else "short"]] * 2,
+                images["long" if index % 10 == 0 else "short"],
+                images["long" if index % 10 == 0 else "short"],
                 theme_question(THEME),
                 index % 2 == 0,
                 SENTENCE * (1 + index % 3),
@@ -211,7 +212,7 @@ def noisy_panels(folder: Path, number: int, size: int) -> list[str]:
 def measure_workers(args: argparse.Namespace) -> dict:
     """Epochs in which a model computes for as long as a batch is collated, without workers and with two, in turns."""
     paths = noisy_panels(Path(args.folder), 16, args.worker_panel_size)
-    pairs = [make_pair(*paths[2 * i : 2 * i + 2], theme_question(THEME), True, REASONS) for i in range(8)] * 8
+    pairs = [make_pair(paths[2 * i], paths[2 * i + 1], theme_question(THEME), True, REASONS) for i in range(8)] * 8
     trainer = load_trainer(
         args, Dataset.from_list(pairs, features=pair_features()), per_device_train_batch_size=BATCH_SIZE
     )

@@ -89,7 +89,7 @@ def make_pairs(count: int, seed: int, reasons: str = "short", flipped: float = 0
     for number in range(count):
         is_same = number % 2 == 0
         _, theme, first, (second,) = draw_figures(random, [3 if is_same else int(random.integers(1, 3))])
-        images = [draw_panel(panel, 64) for panel in (first, second)]
+        images = (draw_panel(first, 64), draw_panel(second, 64))
         label = is_same != (chance.random() < flipped)
         rows.append(make_pair(*images, theme_question(theme), label, WRITERS[reasons](first, second, chance)))
     return Dataset.from_list(rows).cast_column("images", List(Image()))

@@ -22,5 +22,5 @@ def sde_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
     kinds = [{"sde_type": kind} for kind in ("flow_sde", "dance_sde", "cps")]
     steps = [{"sde_steps": steps} for steps in ([1], [1, 2, 3, 4, 5, 6])]
     noises = [{"noise_level": level} for level in (0.3, 1.0)]
-    changes = [change | {"max_steps": 2 * SDE_ROUNDS} for change in (*kinds, *steps, *noises)]
-    return runs_with(changes, seeds)
+    changes: list[dict[str, Any]] = [*kinds, *steps, *noises]
+    return runs_with([change | {"max_steps": 2 * SDE_ROUNDS} for change in changes], seeds)
