@@ -393,8 +393,9 @@ class TestRuns:
 
     # Unscaled: the standard deviation of two images makes much of a pixel that is rounded up here and down there
     SETTINGS = {
-        "images_per_prefix": 2, "max_steps": 4, "reward_funcs": redness_reward, "eval_strategy": "no",
-        "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize",
+        "images_per_prefix": 2, "per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "max_steps": 4,
+        "reward_funcs": redness_reward, "eval_strategy": "no", "scale_rewards": "none",
+        "multi_objective_aggregation": "sum_then_normalize",
     }  # fmt: skip
 
     def test_resuming_in_the_middle_of_a_round_is_exact(self, alone, tiny_flux, tmp_path):

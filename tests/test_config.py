@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaCoGRPOConfig: the paper's defaults, what is documented, what is refused, and the arithmetic of a round."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -17,7 +18,7 @@ from docstrings import docstring
 from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
 from paco_trl.trainer.paco_grpo_config import REFUSED_FIELDS
-from paco_trl.utils.deepspeed import check_gradient_accumulation
+from paco_trl.utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}
@@ -747,22 +748,38 @@ class TestLauncher:
         else:
             check_gradient_accumulation(config)
 
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_compiled_blocks_with_zero3(self, make, stage):
+        pytest.importorskip("deepspeed")
+        for is_compiled in (False, True):
+            config = make(compile_repeated_blocks=is_compiled)
+            config.deepspeed_plugin = DeepSpeedPlugin(zero_stage=stage)
+            refused = pytest.raises(
+                ValueError, match="`compile_repeated_blocks=True` does not work with DeepSpeed ZeRO-3"
+            )
+            with refused if is_compiled and stage == 3 else contextlib.nullcontext():
+                check_compiled_blocks(config)
+
     @pytest.mark.slow
     def test_it_is_found_before_a_model_is_loaded(self, tmp_path):
         pytest.importorskip("deepspeed")
         code = (
             "from paco_trl import PaCoGRPOConfig, PaCoRewardConfig\n"
-            "for config, steps in ((PaCoGRPOConfig, None), (PaCoRewardConfig, 4)):\n"
+            "compiled = {'compile_repeated_blocks': True}\n"
+            "accumulated = {'gradient_accumulation_steps': 4}\n"
+            "for config, options in (PaCoGRPOConfig, {}), (PaCoRewardConfig, accumulated), (PaCoGRPOConfig, compiled):\n"
             "    try:\n"
-            f"        config({str(tmp_path)!r}, use_cpu=True, bf16=False, ddp_backend='gloo', gradient_accumulation_steps=steps)\n"
+            f"        config({str(tmp_path)!r}, use_cpu=True, bf16=False, ddp_backend='gloo', **options)\n"
             "    except ValueError as error:\n"
             "        print(error)\n"
         )
         launched = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
+        launched["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = "3"
         launched |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         launched["MASTER_PORT"] = str(free_port())
         printed = launching.check_run(["-c", code], env={**os.environ, **launched, "DS_ACCELERATOR": "cpu"})
         assert re.findall(r"is 1 in the DeepSpeed .*, but (\d+) in this run", printed) == ["336", "4"]
+        assert printed.count("`compile_repeated_blocks=True` does not work with DeepSpeed ZeRO-3") == 1
 
     def test_fsdp_is_refused(self, make, monkeypatch):
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

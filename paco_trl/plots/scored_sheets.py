@@ -103,12 +103,13 @@ def save_scored_sheet(
     for prompt in range(CARD_PROMPTS):
         if (picture := shown.pictures.get(prompt * shown.num_generations)) is not None:
             write_atomically(folder / CARD / f"{prompt}_{name}.png", to_png(picture))
-    with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
-        for number in range(len(shown.rewards)):
-            prompt, generation = divmod(number, shown.num_generations)
-            entry = {"prompt": prompts[prompt], "generation": generation, **shown.scores(number)}
-            if before is not None:
-                entry |= {f"{score}_before": value for score, value in before.scores(number).items()}
-            entry |= {column: values[number] for column, values in shown.extra.items()}
-            file.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
+    lines = []
+    for number in range(len(shown.rewards)):
+        prompt, generation = divmod(number, shown.num_generations)
+        entry = {"prompt": prompts[prompt], "generation": generation, **shown.scores(number)}
+        if before is not None:
+            entry |= {f"{score}_before": value for score, value in before.scores(number).items()}
+        entry |= {column: values[number] for column, values in shown.extra.items()}
+        lines.append(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
+    write_atomically(folder / f"{name}.jsonl", "".join(lines))
     return sheet

@@ -17,7 +17,7 @@ from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.hybrid_inference import check_adapter_fraction
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
-from ..utils.deepspeed import check_gradient_accumulation
+from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
 from .refusals import BY_NUMBER, NO_FSDP, REFUSED_FIELDS, check_training_length, cpu_explained, refuse_fields
 from .round_layout import RoundLayout, lay_out_round, nearest_multiples
@@ -213,7 +213,8 @@ class PaCoGRPOConfig(GRPOConfig):
         attention_backend (`str`, *optional*):
             Attention backend of the transformer in rollout and training: a name of diffusers, whose default is `None`.
         compile_repeated_blocks (`bool`, *optional*, defaults to `False`):
-            Whether the transformer's blocks are compiled in rollout and training, for each image size and batch.
+            Whether the transformer's blocks are compiled in rollout and training, for each image size and batch; not
+            with DeepSpeed ZeRO-3.
 
         > Parameters that control the evaluation
 
@@ -379,6 +380,7 @@ class PaCoGRPOConfig(GRPOConfig):
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
         with cpu_explained():
             super().__post_init__()
+        check_compiled_blocks(self)
         check_gradient_accumulation(self)
         self._check_launcher()
         if self.world_size != num_processes:

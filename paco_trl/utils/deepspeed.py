@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models outside of DeepSpeed ZeRO-3, their partitioning, and a check of the configuration."""
+"""Models outside of DeepSpeed ZeRO-3, their partitioning, and checks of the configuration."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +38,15 @@ def check_gradient_accumulation(args: TrainingArguments) -> None:
         raise ValueError(
             f"`gradient_accumulation_steps` is {configured} in the DeepSpeed configuration (`accelerate config` writes "
             f"1), but {args.gradient_accumulation_steps} in this run. Set it to `auto` there: it is then filled in."
+        )
+
+
+def check_compiled_blocks(args: TrainingArguments) -> None:
+    """Refuse compiled blocks with ZeRO-3, whose hooks gather the weights of each layer within them."""
+    if args.compile_repeated_blocks and args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
+        raise ValueError(
+            "`compile_repeated_blocks=True` does not work with DeepSpeed ZeRO-3: its hooks on every layer break the "
+            "graphs, and compiling them does not end. Unset it, or launch with `multi_gpu.yaml` or `zero2.yaml`."
         )
 
 
