@@ -409,7 +409,7 @@ def measure_jpeg(args: argparse.Namespace, url: str, folder: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pixels", type=int, default=128, help="side of an image of four panels, in rollout")
     parser.add_argument(
         "--num_inference_steps", type=int, default=80, help="of a rollout; more make a micro-batch longer"

@@ -200,7 +200,7 @@ def panels(rows: int, cols: int, size: int) -> list[Image.Image]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument(
@@ -212,6 +212,8 @@ def main() -> None:
     parser.add_argument("--folder", default="runs/benchmark")
     parser.add_argument("--output", default="benchmarks/reward_scoring.json")
     args = parser.parse_args()
+    if args.repeats < 2:
+        parser.error("--repeats must be at least 2, for quartiles")
 
     pairs_of = {
         f"{rows}x{cols}": list(combinations(panels(rows, cols, args.panel_size), 2)) for rows, cols in ((2, 2), (2, 3))

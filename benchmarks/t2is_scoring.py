@@ -85,7 +85,7 @@ def counting(judge: PaCoReward) -> Iterator[dict[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--model_size", choices=["small", "real"], default="small", help="real: of Qwen2.5-VL-7B")
@@ -94,6 +94,8 @@ def main() -> None:
     parser.add_argument("--folder", default="runs/benchmark")
     parser.add_argument("--output", default="benchmarks/t2is_scoring.json")
     args = parser.parse_args()
+    if args.repeats < 2:
+        parser.error("--repeats must be at least 2, for quartiles")
 
     pairs = list(combinations(panels(2, 2, 512), 2))
     ways = {f"batches of {batch_size}": batch_size for batch_size in args.batch_sizes}
