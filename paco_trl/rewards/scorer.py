@@ -76,6 +76,9 @@ class RewardScorer:
             is_ready.wait()
             # The gradient mode belongs to the thread, where calls interleave: set it once
             self._loop.call_soon_threadsafe(torch.set_grad_enabled, False)
+            # A new thread starts on the first device, not on that of this process
+            if accelerator.device.type == "cuda":
+                self._loop.call_soon_threadsafe(torch.cuda.set_device, accelerator.device)
             atexit.register(shutdown_event_loop_in_daemon, thread, self._loop)
         self._calls: list[_Call] = []
         self.start()
