@@ -133,6 +133,11 @@ class TestDefaults:
         assert config.gradient_accumulation_steps == 336
         assert config.logging_nan_inf_filter is False
 
+    def test_several_gpus_in_one_process_are_refused_before_anything_is_loaded(self, make, monkeypatch):
+        monkeypatch.setattr(PaCoGRPOConfig, "n_gpu", 2)
+        with pytest.raises(ValueError, match="accelerate launch"):
+            make()
+
     def test_ratio_tolerance_is_a_tenth_of_epsilon(self, make):
         assert make().ratio_tolerance == 1e-4 / 10
         assert make(epsilon=2e-3).ratio_tolerance == 2e-3 / 10

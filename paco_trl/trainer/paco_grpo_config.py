@@ -478,6 +478,11 @@ class PaCoGRPOConfig(GRPOConfig):
         refuse_fields(self, GRPOConfig, REFUSED_FIELDS, "but has no meaning for images")
 
     def _check_launcher(self) -> None:
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"{self.n_gpu} GPUs are visible to a single process, which Trainer would use with `nn.DataParallel`. "
+                "Start the run with `accelerate launch`, or make one GPU visible with `CUDA_VISIBLE_DEVICES`."
+            )
         if self.mixed_precision != ("bf16" if self.bf16 else "no"):
             raise ValueError(
                 f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "

@@ -53,7 +53,6 @@ from .checks import (
     check_evaluation_is_possible,
     check_micro_batches,
     check_model_settings,
-    check_one_gpu,
     check_quantization,
     check_train_dataset,
     describe_seams,
@@ -253,7 +252,6 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             self, model=self.policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
             eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
         )  # fmt: skip
-        check_one_gpu(args)
         if self.ref_model is not None and is_deepspeed:
             self.ref_model = prepare_deepspeed(self.ref_model, self.accelerator)
         elif self.ref_model is not None:
