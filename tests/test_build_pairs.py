@@ -130,10 +130,26 @@ class TestStageFolder:
     def test_names_and_digests(self):
         assert all(file_name(name) == name for name in ("0001_0003", "x.png", "v1.0-b", "ä-b", "兔子", "A"))
         long = "兔" * 300
-        names = ["a b", "a/b", "a%2Fb", "..", ".", ".a", "a\0b", "../../x", "/abs/x", "a\nb", long, long + "子", "b" * 300]
+        names = [
+            "a b",
+            "a/b",
+            "a%2Fb",
+            "..",
+            ".",
+            ".a",
+            "a\0b",
+            "../../x",
+            "/abs/x",
+            "a\nb",
+            long,
+            long + "子",
+            "b" * 300,
+        ]
         written = [file_name(name) for name in names]
-        assert len({*written, *map(file_name, written)}) == 2 * len(names) - 2  # the long ones are short now
-        assert not any("/" in name or "\0" in name or name.startswith(".") or len(name.encode()) > 200 for name in written)
+        assert len(set(written)) == len(names)
+        assert not any(
+            "/" in name or "\0" in name or name.startswith(".") or len(name.encode()) > 200 for name in written
+        )
         with pytest.raises(ValueError, match="empty"):
             file_name("")
         assert digest({"a": 1, "b": [2]}) == digest({"b": (2,), "a": 1}) != digest({"a": 1, "b": [3]})

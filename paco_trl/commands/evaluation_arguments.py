@@ -57,6 +57,9 @@ class BenchmarkArguments:
         None, "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted."
     )
     dataset_split: str = option("train", "Split of the dataset.")
+    allow_remote_images: bool = option(
+        False, "Whether images that rows name by URLs are downloaded. Trust the dataset."
+    )
 
 
 @dataclass
