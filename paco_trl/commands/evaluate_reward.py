@@ -32,7 +32,7 @@ from ..evaluation import (
 )
 from ..evaluation.runs import PROTOCOLS
 from .evaluation_arguments import JudgeArguments, load_judge
-from .options import judge_options, option
+from .options import REMOTE_IMAGES, judge_options, option
 
 
 BENCHMARKS = ("rankings", "edit_reward")
@@ -57,9 +57,7 @@ class RewardArguments(JudgeArguments):
         "EditReward-Bench.",
     )
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
-    allow_remote_images: bool = option(
-        False, "Whether images that rows name by URLs are downloaded. Trust the dataset."
-    )
+    allow_remote_images: bool = option(False, REMOTE_IMAGES)
     protocol: str = option(
         "default", "How it is measured: `default`, or `published` for what the published scripts do."
     )

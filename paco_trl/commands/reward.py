@@ -17,7 +17,7 @@ from .. import PaCoRewardConfig, PaCoRewardTrainer
 from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
 from ..data.dataset_files import is_saved, load_split
 from ..trainer.paco_reward_config import REFUSED_FIELDS
-from .options import option
+from .options import REMOTE_IMAGES, option
 from .parser import CommandParser
 from .training import train_and_save
 
@@ -47,9 +47,7 @@ class ScriptArguments:
         False, "Whether to also add every pair in the other order, where its texts do not depend on the order."
     )
     skip_broken: bool = option(False, "Whether to leave out broken rows, with a list, instead of stopping.")
-    allow_remote_images: bool = option(
-        False, "Whether images that rows name by URLs are downloaded. Trust the dataset."
-    )
+    allow_remote_images: bool = option(False, REMOTE_IMAGES)
     load_in_4bit: bool = option(
         False, "Whether to quantize the frozen model to NF4 (QLoRA); it requires `paco_trl[quantization]`."
     )

@@ -17,7 +17,7 @@ from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.reward_calls import check_columns
 from ..rollout.loading import read_peft_config
-from .options import JUDGE_QUANTIZATION, judge_options, option
+from .options import JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,7 @@ class ScriptArguments:
     edits: bool = option(False, "Whether the prompts are instructions with source images, not image-set prompts.")
     image_folder: str | None = option(None, "Directory of source images. If `None`, that of the file naming them.")
     max_source_images: int | None = option(None, "Rows with more source images are left out. If `None`, all are kept.")
-    allow_remote_images: bool = option(
-        False, "Whether images that rows name by URLs are downloaded. Trust the dataset."
-    )
+    allow_remote_images: bool = option(False, REMOTE_IMAGES)
     exclude_dataset_name: str | None = option(
         None, "Editing prompts not to train on, such as a benchmark's: rows with their source images are left out."
     )

@@ -16,6 +16,7 @@ from ..utils.names import is_local
 
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
 
 
@@ -99,20 +100,26 @@ def _with_image_files(dataset: "Dataset", folders: list[Path], allow_remote_imag
             except ValueError as error:
                 raise ValueError(f"An image of the column `{column}`: {error}") from error
         if any(name != file for name, file in files.items()):
-            stored = Image(decode=False) if inner is feature else type(feature)(Image(decode=False))
             rename = partial(_rename_images, column=column, files=files)
-            dataset = dataset.cast_column(column, stored).map(rename, input_columns=[column])
-            dataset = dataset.cast_column(column, feature)
+            # As Arrow tables, which have the images as stored; a cache file would be in the dataset's directory
+            renamed = dataset.with_format("arrow").map(
+                rename, batched=True, batch_size=100, features=dataset.features, keep_in_memory=True
+            )
+            dataset = renamed.with_format(None)
     return dataset
 
 
-def _rename_images(value: Any, column: str, files: dict[str, str]) -> dict[str, Any]:
+def _rename_images(batch: "pa.Table", column: str, files: dict[str, str]) -> "pa.Table":
+    import pyarrow as pa
+
     def rename(image: Any) -> Any:
         if isinstance(image, list):
             return [rename(one) for one in image]
         return image if image is None or image["bytes"] is not None else {**image, "path": files.get(image["path"])}
 
-    return {column: rename(value)}
+    place = batch.schema.get_field_index(column)
+    renamed = pa.array(rename(batch[column].to_pylist()), batch.schema.field(place).type)
+    return batch.set_column(place, batch.schema.field(place), renamed)
 
 
 def image_file(name: str, folders: Sequence[Path], allow_remote_images: bool = False) -> Path:
@@ -132,6 +139,10 @@ def image_file(name: str, folders: Sequence[Path], allow_remote_images: bool = F
         return _download(name, own / "paco_trl" / "images")
     path = Path(*folders[:1], name)
     caches = [own, datasets.config.DOWNLOADED_DATASETS_PATH, datasets.config.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
+    # A download into a cache elsewhere: `snapshots/<commit>/` has links to `blobs/`
+    caches += [
+        folder.absolute().parents[1] / "blobs" for folder in folders if folder.absolute().parent.name == "snapshots"
+    ]
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(place))) for place in [*folders, *caches]):
         raise ValueError(

@@ -186,7 +186,8 @@ def _layouts(benchmark: "Dataset") -> list[dict]:
 def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, int | None]]:
     """Match files to prompts by name: file -> (name, number of the panel or `None` for a grid)."""
     # A name that is the plain id of one prompt and the written id of another belongs to the latter
-    known, found = {}, {}
+    known: dict[str, str] = {}
+    found: dict[Path, tuple[str, int | None]] = {}
     for written in (lambda name: name, file_name):
         known |= {written(name): name for name in names if name}
     for path in files:
