@@ -185,7 +185,9 @@ def test_stages_name_images_of_earlier_stages(tmp_path):
     def finish(image):
         rows = Dataset.from_list([make_pair(image, image, "Are both red?", "Yes")], features=pair_features())
         pairs.finish(DatasetDict({"train": rows}), {})
-        return load_split(tmp_path / "build" / "pairs" / "dataset", "train")
+        dataset = tmp_path / "build" / "pairs" / "dataset"
+        assert len(load_split(dataset / "train", "train")) == 1
+        return load_split(dataset, "train")
 
     assert np.array_equal(finish(image)[0]["images"][0], picture(5))
     for outside in (

@@ -67,7 +67,7 @@ def load_split(path: str | Path, split: str, allow_remote_images: bool = False) 
     """
     from datasets import DatasetDict, load_dataset, load_from_disk
 
-    folder = Path(path).expanduser()
+    folder = Path(path).expanduser().absolute()
     if not is_saved(folder):
         dataset = load_dataset(str(folder if folder.is_dir() else path), split=split)
         return _with_image_files(dataset, [folder] if folder.is_dir() else [], allow_remote_images)
@@ -77,8 +77,9 @@ def load_split(path: str | Path, split: str, allow_remote_images: bool = False) 
             raise ValueError(f"There is no split {split!r} in {path}, only {list(dataset)}.")
         dataset = dataset[split]
     # The result of a stage names images of earlier ones, which are next to it
-    reports = folder.absolute().parents[1].glob("*/report.json") if (folder.parent / "report.json").is_file() else ()
-    return _with_image_files(dataset, [folder, *(report.parent / "images" for report in reports)], allow_remote_images)
+    stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]  # of all splits, or one
+    others = [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
+    return _with_image_files(dataset, [folder, *others], allow_remote_images)
 
 
 def _with_image_files(dataset: "Dataset", folders: list[Path], allow_remote_images: bool) -> "Dataset":
@@ -140,9 +141,7 @@ def image_file(name: str, folders: Sequence[Path], allow_remote_images: bool = F
     path = Path(*folders[:1], name)
     caches = [own, datasets.config.DOWNLOADED_DATASETS_PATH, datasets.config.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
     # A download into a cache elsewhere: `snapshots/<commit>/` has links to `blobs/`
-    caches += [
-        folder.absolute().parents[1] / "blobs" for folder in folders if folder.absolute().parent.name == "snapshots"
-    ]
+    caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(place))) for place in [*folders, *caches]):
         raise ValueError(

@@ -116,9 +116,8 @@ def read_url(url: str) -> bytes:
     end, address = time.monotonic() + _TIMEOUT, url
     for _ in range(_MAX_REDIRECTS + 1):
         # Not redirected by the library, which would read the full body of every page on the way
-        with requests.get(
-            address, timeout=_TIMEOUT, stream=True, allow_redirects=False, headers={"Accept-Encoding": "identity"}
-        ) as response:
+        seconds, headers = max(0.1, end - time.monotonic()), {"Accept-Encoding": "identity"}
+        with requests.get(address, timeout=seconds, stream=True, allow_redirects=False, headers=headers) as response:
             response.raise_for_status()
             if response.is_redirect:
                 address = urljoin(address, response.headers["location"])
