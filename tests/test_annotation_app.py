@@ -88,11 +88,13 @@ def free_port() -> int:
 def served(world: World, folder: Path, port: int | None = None, **options):
     """Serves the app on 127.0.0.1; gives its address."""
     port = port or free_port()
-    app = serve_annotation(AnnotationWork(*world, folder, **options), port=port, prevent_thread_lock=True)
+    work = AnnotationWork(*world, folder, **options)
+    app = serve_annotation(work, port=port, prevent_thread_lock=True)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         app.close(verbose=False)
+        work.file_lock.release()
 
 
 def order_of(annotator: str, instance: str, ranking: list[int]) -> list[int]:
@@ -418,6 +420,21 @@ def test_hosts_and_ports(world, folder, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(ImportError, match=r"paco_trl\[apps\]"):
         serve_annotation(work)
+
+
+def test_a_second_process_is_refused(world, folder):
+    pytest.importorskip("gradio")
+    file = folder.parent / "other.json"
+    file.write_text(json.dumps([{"annotator": "bob", "instance": world.instances[0]["id"], "ranking": [0, 1, 2, 3]}]))
+    with served(world, folder):
+        with pytest.raises(ValueError, match="Another run"), served(world, folder):
+            pass
+        with pytest.raises(ValueError, match="Another run"):
+            import_annotations(file, folder, world.instances)
+        assert not list(folder.glob("*"))
+    assert import_annotations(file, folder, world.instances) == {"bob": 1}
+    with served(world, folder) as url:
+        assert requests.get(url, timeout=60).ok
 
 
 SERVE = """

@@ -128,9 +128,30 @@ class TestStageFolder:
         assert [(path.name, path.read_text()) for path in (tmp_path / "new").iterdir()] == [("a.txt", "one")]
 
     def test_names_and_digests(self):
-        names = ["a/b", "a%2Fb", "..", ".", "ä b", "A", "x.png"]
-        assert len({file_name(name) for name in names}) == len(names)
-        assert all("/" not in file_name(name) and file_name(name) not in (".", "..") for name in names)
+        assert all(file_name(name) == name for name in ("0001_0003", "x.png", "v1.0-b", "ä-b", "兔子", "A"))
+        long = "兔" * 300
+        names = [
+            "a b",
+            "a/b",
+            "a%2Fb",
+            "..",
+            ".",
+            ".a",
+            "a\0b",
+            "../../x",
+            "/abs/x",
+            "a\nb",
+            long,
+            long + "子",
+            "b" * 300,
+        ]
+        written = [file_name(name) for name in names]
+        assert len(set(written)) == len(names)
+        assert not any(
+            "/" in name or "\0" in name or name.startswith(".") or len(name.encode()) > 200 for name in written
+        )
+        with pytest.raises(ValueError, match="empty"):
+            file_name("")
         assert digest({"a": 1, "b": [2]}) == digest({"b": (2,), "a": 1}) != digest({"a": 1, "b": [3]})
 
 

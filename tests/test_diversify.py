@@ -135,6 +135,32 @@ def test_a_pooling_that_is_not_known(tiny_bert, tmp_path, pooling):
         embed_texts(folder, TEXTS)
 
 
+def test_what_would_give_other_embeddings_is_refused(tiny_bert, tmp_path):
+    folder = shutil.copytree(tiny_bert, tmp_path / "model")
+    expected = embed_texts(folder, TEXTS)
+
+    def write(name, value):
+        (folder / name).write_text(json.dumps(value))
+
+    modules = [
+        {"idx": 0, "type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Dense")
+    ]
+    prompts = {"query": "query: ", "document": ""}
+    for name, value, token in [
+        ("modules.json", modules, "Dense"),
+        ("config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": "query"}, "query: "),
+    ]:
+        write(name, value)
+        with pytest.raises(ValueError, match=token):
+            embed_texts(folder, TEXTS)
+        (folder / name).unlink()
+    # What changes nothing
+    write("modules.json", [*modules[:2], {"idx": 2, "type": "sentence_transformers.models.Normalize"}])
+    for default in (None, "document"):
+        write("config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": default})
+        assert np.array_equal(embed_texts(folder, TEXTS), expected)
+
+
 def test_a_clip_gives_what_it_compares_with_images(tiny_clip, tmp_path):
     processor, model = CLIPProcessor.from_pretrained(tiny_clip), CLIPModel.from_pretrained(tiny_clip)
     for text, embedding in zip(TEXTS, embed_texts(tiny_clip, TEXTS), strict=True):

@@ -33,6 +33,7 @@ from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTI
 from paco_trl.image_benchmarks.leakage import find_leaks
 from paco_trl.image_benchmarks.t2is_comparison import System
 from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
+from paco_trl.utils.files import file_name
 from paco_trl.utils.stage_folder import StageFolder
 from test_generate_grids import Calls
 
@@ -336,6 +337,19 @@ class TestFinding:
         found = find_edits(plant(tmp_path, places=places), prompts)
         assert len(found.sets) == 12 and not (found.missing or found.unknown)
         assert found.sets["cn/k4"].files[0].parent.name == "cn"
+
+    @pytest.mark.parametrize("name", ["zh/CN", "../outside", "{}/outside", ".."])
+    def test_languages_and_tasks_stay_in_the_directory(self, tmp_path, name):
+        name = name.format(tmp_path)
+        rows = [{**edit, "language": name, "task_type": name} for edit in EDITS[1:]]
+        outside = tmp_path / "folder" / "images" / name
+        outside.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (60, 60)).save(outside / "b.png")
+        inside = tmp_path / "folder" / "images" / file_name(name)
+        inside.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (60, 60)).save(inside / "a%2F1.png")
+        found = find_edits(tmp_path / "folder", edits_of(rows))
+        assert [one.files[0] for one in found.sets.values()] == [inside / "a%2F1.png", None]
 
     def test_what_draw_edits_wrote(self, generated):
         edits, path = generated

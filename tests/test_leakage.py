@@ -5,8 +5,10 @@ import random
 
 import pytest
 
+from paco_trl.data.texts import normalized, words_of
+from paco_trl.dataset_building.split import connected_prompts
 from paco_trl.image_benchmarks import find_leaks
-from paco_trl.image_benchmarks.leakage import NEAR_DUPLICATE, words_of
+from paco_trl.image_benchmarks.leakage import NEAR_DUPLICATE
 
 
 BENCH = ["A fox walks through the four seasons of a birch forest, in watercolour.", "A dentist at work, in blue."]
@@ -51,6 +53,16 @@ def test_chinese_and_japanese_characters_are_words():
     assert near("猫を赤い帽子をかぶった猫にする", "猫を赤い帽子をかぶった子猫にする") is not None
     assert near("把背景换成城市", "把背景换成海滩") is None
     assert near("把汽车的颜色改成红色", "把汽车的颜色改成蓝色") is None
+
+
+def test_what_is_the_same_is_the_same_everywhere():
+    """The split of a dataset, the writer of prompts and the search for leaks agree."""
+    same = [("A fox_trot, in ＢＬＵＥ!", "a fox trot in blue"), ("红 帽子。", "红帽子"), ("1 + 1", "1  +\n1")]
+    other = [("1 + 1", "1 1"), ("का", "की"), ("🙂", "🙁"), ("naive", "naïve")]
+    for first, second in same + other:
+        assert (normalized(first) == normalized(second)) is ((first, second) in same)
+        assert bool(find_leaks([first], [second], ["x"])["exact"]) is ((first, second) in same)
+        assert (len(connected_prompts({"a": first, "b": second}, {})) == 1) is ((first, second) in same)
 
 
 class TestShort:

@@ -29,10 +29,10 @@ from datasets import (
     load_from_disk,
 )
 from datasets import Image as ImageFeature
-from datasets.utils.extract import ZipExtractor
 from PIL import Image
 
 from paco_trl.data import (
+    archives,
     check_pair_columns,
     criterion_question,
     decision_of,
@@ -960,12 +960,12 @@ class TestZipFiles:
         folder = tmp_path / "data"
         write_zip(folder / "x.zip", {"a.png": 3, "b.png": 4})
 
-        def stop(archive, output):
+        def stop(archive, output, members):
             write_image(Path(output) / "a.png", 5)
             raise OSError("No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(ZipExtractor, "extract", staticmethod(stop))
+            patch.setattr(zipfile.ZipFile, "extractall", stop)
             with pytest.raises(OSError, match="No space left"):
                 self.load(folder, "a.png", "b.png")
         assert not list(own_cache.rglob("*.png"))
@@ -1002,6 +1002,42 @@ class TestZipFiles:
         assert not list(own_cache.rglob("evil.png"))
         with pytest.raises(ValueError, match="path '../evil.png' is absolute or leaves"):
             self.load(folder, "a.png", "../evil.png")
+
+    @pytest.mark.parametrize("name", ["x.zip", "x.tar.gz"])
+    def test_an_archive_that_would_fill_the_disk(self, tmp_path, own_cache, monkeypatch, name):
+        folder = tmp_path / "data"
+        folder.mkdir()
+        write_image(tmp_path / "a.png", 3)
+        (tmp_path / "zeros").write_bytes(bytes(10**7))
+        with (
+            zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED)
+            if name == "x.zip"
+            else tarfile.open(folder / name, "w:gz")
+        ) as archive:
+            for member in ("a.png", "zeros"):
+                getattr(archive, "write" if name == "x.zip" else "add")(tmp_path / member, member)
+        monkeypatch.setattr(archives, "_MIN_LIMIT", 0)
+        with pytest.raises((zipfile.BadZipFile, tarfile.ReadError), match=r"unpacks to more than \d+ bytes"):
+            self.load(folder, "a.png", "a.png", skip_broken=True)
+        assert not list(own_cache.rglob("zeros"))
+        monkeypatch.setattr(archives, "_MIN_LIMIT", 10**7)
+        assert seeds_of(self.load(folder, "a.png", "a.png")) == [[3, 3]]
+
+    def test_a_link_out_of_the_directory(self, tmp_path, own_cache):
+        folder = tmp_path / "data"
+        folder.mkdir()
+        write_image(tmp_path / "secret.png", 3)
+        (folder / "a.png").symlink_to(tmp_path / "secret.png")
+        with pytest.raises(ValueError, match="leaves the directory"):
+            self.load(folder, "a.png", "a.png")
+        with tarfile.open(folder / "x.tar", "w") as archive:
+            archive.add(folder / "a.png", "b.png")
+        with pytest.raises(ValueError, match="'b.png' is neither in"):
+            self.load(folder, "b.png", "b.png")
+        (folder / "a.png").unlink()
+        write_image(folder / "sub" / "c.png", 4)
+        (folder / "a.png").symlink_to(folder / "sub" / "c.png")
+        assert seeds_of(self.load(folder, "a.png", "a.png")) == [[4, 4]]
 
     def test_several_at_a_time(self, tmp_path):
         folder = tmp_path / "data"
@@ -1049,7 +1085,7 @@ class TestZipFiles:
         write_zip(folder / "x.zip", {"a.png": 3})
         write_json(folder, "own", [record("a.png", "a.png")])
         extractions = tmp_path / "extractions"
-        extract = ZipExtractor.extract
+        extract = zipfile.ZipFile.extractall
 
         def count(*args):
             with extractions.open("a") as file:
@@ -1057,7 +1093,7 @@ class TestZipFiles:
             time.sleep(0.5)  # the others arrive meanwhile
             extract(*args)
 
-        monkeypatch.setattr(ZipExtractor, "extract", staticmethod(count))
+        monkeypatch.setattr(zipfile.ZipFile, "extractall", count)
         context = multiprocessing.get_context("fork")
         ranks = [context.Process(target=load_paco_dataset, args=(folder, ["own"])) for _ in range(3)]
         for rank in ranks:

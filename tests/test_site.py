@@ -32,6 +32,14 @@ def test_every_page_is_in_the_navigation(hooks):
     assert yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["hooks"] == ["docs/site_hooks.py"]
 
 
+def test_scripts_of_other_servers_have_a_version_and_a_hash():
+    scripts = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["extra_javascript"]
+    assert scripts == ["mathjax.js"]
+    script = (ROOT / "docs" / "mathjax.js").read_text(encoding="utf-8")
+    (address,) = re.findall(r"https?://[^\s\"]+", script)
+    assert re.search(r"@\d+\.\d+\.\d+/", address) and re.search(r'integrity: "sha384-[\w+/]{64}"', script)
+
+
 def test_every_public_name_is_in_the_reference(hooks):
     packages = [path.parent.name for path in (ROOT / "paco_trl").glob("*/__init__.py")]
     public = {package for package in packages if hooks.public_names(package)}

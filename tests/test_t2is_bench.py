@@ -29,7 +29,7 @@ from paco_trl.image_benchmarks import (
     score_duplicates,
     t2is_results,
 )
-from paco_trl.image_benchmarks.image_sets import find_generated_sets, write_panel_files
+from paco_trl.image_benchmarks.image_sets import FoundImages, ImageSet, find_generated_sets, write_panel_files
 from paco_trl.image_benchmarks.score_store import ScoreStore
 from paco_trl.image_benchmarks.statistics import cell, difference
 from paco_trl.image_benchmarks.t2is_bench import consistency_criteria, weighted_average
@@ -466,6 +466,28 @@ class TestFolders:
         again = find_image_sets(tmp_path / "official", bench)
         assert again.missing == {} and len(again.sets["0001/0"].files) == 4
         assert np.array_equal(again.sets["0001/0"].panels()[3], panel(10))
+
+    @pytest.mark.parametrize("name", ["../../x", "{}/x", "a/b", "..", "zh/CN", "a\0b", "兔" * 200, ".x"])
+    def test_names_stay_in_their_directory(self, tmp_path, name):
+        root = tmp_path / "a" / "b"
+        name = name.format(tmp_path / "elsewhere")
+        bench = load_t2is_bench(write_bench(tmp_path / "bench", {name: ((1, 2), {"Style": ["one"]})}) / "bench.jsonl")
+        bench = bench.remove_columns("case_id")
+        grid = root / "grid.png"
+        root.mkdir(parents=True)
+        join_grid([panel(1), panel(2)], 1, 2).save(grid)
+        found = FoundImages({f"{name}/0": ImageSet(f"{name}/0", name, 0, 1, 2, (grid,))})
+        files = write_panel_files(found, bench, root / "official")
+        assert {file.parent for file in files} == {root / "official"} and not (tmp_path / "elsewhere").exists()
+        assert set(files) == set((root / "official").iterdir()) and len(files) == 2
+        (again,) = find_image_sets(root / "official", bench).sets.values()
+        assert [image.getpixel((0, 0))[0] for image in again.panels()] == [1, 2]
+
+    def test_two_prompts_of_one_case(self, bench, tmp_path):
+        found = find_image_sets(write_grids(tmp_path / "ids", FOREIGN), bench)
+        twice = bench.remove_columns("case_id").add_column("case_id", ["0009_0001"] * len(bench))
+        with pytest.raises(ValueError, match="0009_0001"):
+            write_panel_files(found, twice, tmp_path / "official")
 
     def test_names_that_begin_alike(self, tmp_path):
         prompts = {"a": ((1, 2), {"Style": ["one"]}), "a_b": ((1, 2), {"Style": ["one"]})}

@@ -91,7 +91,12 @@ def _load_benchmark(args) -> Dataset:
         return load_t2is_bench(args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None))
     # The source that the published script shows its judge is not the one that is edited
     source = "input_image" if getattr(args, "protocol", None) == "published" else None
-    return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source)
+    return load_edit_prompts(
+        args.dataset_name,
+        args.dataset_split,
+        source_column=source,
+        allow_remote_images=args.allow_remote_images,
+    )
 
 
 def _digest_of(benchmark: Dataset) -> str:
@@ -307,8 +312,11 @@ def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Datas
 def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
     if args.train_dataset_name is None:
         return None
-    load = load_image_set_prompts if args.benchmark == "t2is" else load_edit_prompts
-    training = load(args.train_dataset_name, args.train_dataset_split)
+    name, split = args.train_dataset_name, args.train_dataset_split
+    if args.benchmark == "t2is":
+        training = load_image_set_prompts(name, split)
+    else:
+        training = load_edit_prompts(name, split, allow_remote_images=args.allow_remote_images)
     prompts = [dataset.with_format(None)["prompt"][:] for dataset in (training, benchmark)]
     # The same id in two languages is two edits
     ids = benchmark["id"][:] if args.benchmark == "t2is" else edit_keys(benchmark)

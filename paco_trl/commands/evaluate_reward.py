@@ -32,7 +32,7 @@ from ..evaluation import (
 )
 from ..evaluation.runs import PROTOCOLS
 from .evaluation_arguments import JudgeArguments, load_judge
-from .options import judge_options, option
+from .options import REMOTE_IMAGES, judge_options, option
 
 
 BENCHMARKS = ("rankings", "edit_reward")
@@ -57,6 +57,7 @@ class RewardArguments(JudgeArguments):
         "EditReward-Bench.",
     )
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
+    allow_remote_images: bool = option(False, REMOTE_IMAGES)
     protocol: str = option(
         "default", "How it is measured: `default`, or `published` for what the published scripts do."
     )
@@ -110,11 +111,11 @@ def load_scorer(script_args: RewardArguments):
     return load_judge(script_args, script_args.judge, None)
 
 
-def _load_rankings(name: str, split: str, skip_broken: bool) -> Dataset:
+def _load_rankings(name: str, split: str, skip_broken: bool, allow_remote_images: bool) -> Dataset:
     # The published benchmark is not in a form that `load_dataset` reads: JSON lines that name files
     if (Path(name) / "consistency_full_rank.jsonl").is_file() or name == "X-GenGroup/ConsistencyRank-Bench":
-        return load_consistency_rank(name, skip_broken=skip_broken)
-    return load_split(name, split)
+        return load_consistency_rank(name, skip_broken, allow_remote_images)
+    return load_split(name, split, allow_remote_images)
 
 
 def evaluate(script_args: RewardArguments) -> None:
@@ -125,9 +126,14 @@ def evaluate(script_args: RewardArguments) -> None:
     # Dataset
     ################
     if script_args.benchmark == "rankings":
-        dataset = _load_rankings(script_args.dataset_name, script_args.dataset_split, script_args.skip_broken)
+        dataset = _load_rankings(
+            script_args.dataset_name,
+            script_args.dataset_split,
+            script_args.skip_broken,
+            script_args.allow_remote_images,
+        )
     else:
-        dataset = load_split(script_args.dataset_name, script_args.dataset_split)
+        dataset = load_split(script_args.dataset_name, script_args.dataset_split, script_args.allow_remote_images)
 
     ################
     # Evaluation

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .build_arguments import PipelineArguments, RequestArguments
-from .options import JUDGE_QUANTIZATION, judge_options, option
+from .options import JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class BenchmarkArguments:
         None, "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted."
     )
     dataset_split: str = option("train", "Split of the dataset.")
+    allow_remote_images: bool = option(False, REMOTE_IMAGES)
 
 
 @dataclass

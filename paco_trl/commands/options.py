@@ -13,6 +13,7 @@ def option(default: Any, help: str, *aliases: str) -> Any:
     return field(default=default, metadata=metadata)
 
 
+REMOTE_IMAGES = "Whether to download images that rows name by URLs. Only for data that you trust."
 JUDGE_QUANTIZATION = "Quantization of a judge in the process: `nf4`, `int8` or `fp8`."
 
 

@@ -17,7 +17,7 @@ from .. import PaCoRewardConfig, PaCoRewardTrainer
 from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
 from ..data.dataset_files import is_saved, load_split
 from ..trainer.paco_reward_config import REFUSED_FIELDS
-from .options import option
+from .options import REMOTE_IMAGES, option
 from .parser import CommandParser
 from .training import train_and_save
 
@@ -47,6 +47,7 @@ class ScriptArguments:
         False, "Whether to also add every pair in the other order, where its texts do not depend on the order."
     )
     skip_broken: bool = option(False, "Whether to leave out broken rows, with a list, instead of stopping.")
+    allow_remote_images: bool = option(False, REMOTE_IMAGES)
     load_in_4bit: bool = option(
         False, "Whether to quantize the frozen model to NF4 (QLoRA); it requires `paco_trl[quantization]`."
     )
@@ -68,11 +69,13 @@ def load_pairs(
         if is_saved(name):
             raise ValueError(f"'{name}' was saved with `save_to_disk`, not in the layout of PaCo-Dataset. {remedy}")
         try:
-            dataset = load_paco_dataset(name, files=files, skip_broken=script_args.skip_broken)
+            dataset = load_paco_dataset(
+                name, files, script_args.skip_broken, allow_remote_images=script_args.allow_remote_images
+            )
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error} {remedy}") from error
     else:
-        dataset = load_split(name, split)
+        dataset = load_split(name, split, script_args.allow_remote_images)
         if "ranking" in dataset.column_names:
             dataset = rankings_to_pairs(dataset, skip_broken=script_args.skip_broken)
     # Decoding every image takes a while: one process does it, unless all must know which rows to leave out

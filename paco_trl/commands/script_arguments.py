@@ -17,7 +17,7 @@ from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.reward_calls import check_columns
 from ..rollout.loading import read_peft_config
-from .options import JUDGE_QUANTIZATION, judge_options, option
+from .options import JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class ScriptArguments:
     edits: bool = option(False, "Whether the prompts are instructions with source images, not image-set prompts.")
     image_folder: str | None = option(None, "Directory of source images. If `None`, that of the file naming them.")
     max_source_images: int | None = option(None, "Rows with more source images are left out. If `None`, all are kept.")
+    allow_remote_images: bool = option(False, REMOTE_IMAGES)
     exclude_dataset_name: str | None = option(
         None, "Editing prompts not to train on, such as a benchmark's: rows with their source images are left out."
     )
@@ -128,8 +129,8 @@ def check_evaluation(script_args: ScriptArguments, training_args: PaCoGRPOConfig
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
     if not script_args.edits:
-        for option in ("image_folder", "max_source_images", "exclude_dataset_name"):
-            if getattr(script_args, option) is not None:
+        for option in ("image_folder", "max_source_images", "exclude_dataset_name", "allow_remote_images"):
+            if getattr(script_args, option) not in (None, False):
                 raise ValueError(f"`--{option}` is {getattr(script_args, option)!r}, but is for `--edits`.")
         return load_image_set_prompts(name, split)
     is_named_by_path = name == script_args.dataset_name
@@ -138,8 +139,11 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
         name,
         split,
         script_args.image_folder if is_named_by_path else None,
-        exclude=load_edit_prompts(benchmark) if benchmark is not None else None,
+        exclude=None
+        if benchmark is None
+        else load_edit_prompts(benchmark, allow_remote_images=script_args.allow_remote_images),
         max_images=script_args.max_source_images,
+        allow_remote_images=script_args.allow_remote_images,
     )
 
 

@@ -13,19 +13,52 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path, PurePath
 
+from .dataset_files import image_file, path_inside
+
 
 # For `find_dataset_folder`
 ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*", "*.tgz", "*.tgz[._-]*"]
 
 _ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
 _PART = re.compile(r"\.(z\d+|(zip|tgz|tar)[._-].+)$")
+# Unpacked bytes for each byte of an archive, and in any case: images hardly compress, a bomb does by a thousand
+_MAX_RATIO, _MIN_LIMIT = 100, 10**9
 _DAMAGE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+def _extract_zip(archive: Path, folder: Path, limit: int) -> None:
+    with zipfile.ZipFile(archive) as file:
+        paths = {member: PurePath(member.filename) for member in file.infolist()}
+        if sum(member.file_size for member in paths) > limit:
+            raise _TooLargeError
+        # Not what would be written outside of the directory
+        file.extractall(folder, [one for one, path in paths.items() if not path.anchor and ".." not in path.parts])
+
+
+def _extract_tar(archive: Path, folder: Path, limit: int) -> None:
+    total = 0
+
+    def keep(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+        nonlocal total
+        total += member.size
+        if total > limit:
+            raise _TooLargeError
+        try:
+            return tarfile.data_filter(member, path)
+        except tarfile.FilterError:
+            return None  # the same, or a device
+
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter=keep)
 
 
 def _extract(archive: Path) -> Path:
     """Extract an archive into the cache of `datasets`, unless it is there, and return its directory."""
     from datasets import config
-    from datasets.utils.extract import TarExtractor, ZipExtractor
     from huggingface_hub.utils import WeakFileLock
 
     is_zip, stat = archive.suffix == ".zip", archive.stat()
@@ -45,9 +78,15 @@ def _extract(archive: Path) -> Path:
             partial = Path(f"{folder}.partial")
             shutil.rmtree(partial, ignore_errors=True)  # that of a killed process
             try:
-                # They leave out what would be written outside of the directory
-                (ZipExtractor if is_zip else TarExtractor).extract(archive, partial)
+                partial.mkdir()
+                limit = min(shutil.disk_usage(partial).free, _MAX_RATIO * stat.st_size + _MIN_LIMIT)
+                (_extract_zip if is_zip else _extract_tar)(archive, partial, limit)
                 partial.rename(folder)
+            except _TooLargeError as error:
+                raise error_type(
+                    f"{archive} ({stat.st_size} bytes) unpacks to more than {limit} bytes: more than the disk has "
+                    "left, or than images take. Free some space; if you trust it, unpack it in its directory."
+                ) from error
             except _DAMAGE as error:
                 raise error_type(f"{archive} cannot be read ({error}). Download it again, or unpack it.") from error
             finally:
@@ -58,10 +97,11 @@ def _extract(archive: Path) -> Path:
 class ImageFinder:
     """Find images in a directory or in its archives, which are extracted when first needed."""
 
-    def __init__(self, folder: Path, num_proc: int | None = None):
+    def __init__(self, folder: Path, num_proc: int | None = None, allow_remote_images: bool = False):
         self.folder = folder
+        self.allow_remote_images = allow_remote_images
         self.num_proc = num_proc
-        self.found: dict[PurePath, str] = {}
+        self.found: dict[str, str] = {}
         self.parts: list[str] = []  # of archives that were split, which are not opened
 
     @cached_property
@@ -81,11 +121,13 @@ class ImageFinder:
             folders = list(pool.map(_extract, archives))
         return [(path.relative_to(self.folder), folder) for path, folder in zip(archives, folders, strict=True)]
 
-    def find(self, path: PurePath) -> str:
-        """Find the file of an image. The errors continue `<file>, record <number>: `."""
+    def find(self, name: str, below: str | PurePath = "") -> str:
+        """Find the file of an image that a record names. The errors continue `<file>, record <number>: `."""
+        is_address = isinstance(name, str) and "://" in name
+        path = name if is_address else str(PurePath(below, path_inside(name)))
         if path not in self.found:
-            unpacked = self.folder / path
-            self.found[path] = str(unpacked if unpacked.is_file() else self._find_in_archives(path))
+            file = image_file(path, [self.folder], self.allow_remote_images)
+            self.found[path] = str(file if file.is_file() else self._find_in_archives(PurePath(path)))
         return self.found[path]
 
     def _find_in_archives(self, path: PurePath) -> Path:

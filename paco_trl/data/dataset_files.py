@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Share code between the loaders of datasets: find files, read JSON, refuse unsafe paths, skip broken rows."""
 
+import hashlib
 import json
 import logging
 import os.path
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from ..utils.addresses import refuse_address
+from ..utils.files import write_atomically
 from ..utils.names import is_local
 
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
 
 
@@ -53,19 +59,112 @@ def is_saved(path: str | Path) -> bool:
     return any((Path(path).expanduser() / marker).is_file() for marker in _SAVED)
 
 
-def load_split(path: str | Path, split: str) -> "Dataset":
-    """Load a split of a dataset: saved with `save_to_disk`, or anything that [`~datasets.load_dataset`] reads."""
+def load_split(path: str | Path, split: str, allow_remote_images: bool = False) -> "Dataset":
+    """
+    Load a split of a dataset: saved with `save_to_disk`, or anything that [`~datasets.load_dataset`] reads.
+
+    Images that its rows name must be in its directory, see [`image_file`].
+    """
     from datasets import DatasetDict, load_dataset, load_from_disk
 
-    folder = Path(path).expanduser()
+    folder = Path(path).expanduser().absolute()
     if not is_saved(folder):
-        return load_dataset(str(folder if folder.is_dir() else path), split=split)
+        dataset = load_dataset(str(folder if folder.is_dir() else path), split=split)
+        return _with_image_files(dataset, [folder] if folder.is_dir() else [], allow_remote_images)
     dataset = load_from_disk(str(folder))
-    if not isinstance(dataset, DatasetDict):
-        return dataset
-    if split not in dataset:
-        raise ValueError(f"There is no split {split!r} in {path}, only {list(dataset)}.")
-    return dataset[split]
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise ValueError(f"There is no split {split!r} in {path}, only {list(dataset)}.")
+        dataset = dataset[split]
+    # The result of a stage names images of earlier ones, which are next to it
+    stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]  # of all splits, or one
+    others = [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
+    return _with_image_files(dataset, [folder, *others], allow_remote_images)
+
+
+def _with_image_files(dataset: "Dataset", folders: list[Path], allow_remote_images: bool) -> "Dataset":
+    """Check the images that rows name, and put the files of downloaded ones in their place. No image is opened."""
+    import pyarrow.compute as pc
+    from datasets import Image
+
+    for column, feature in dataset.features.items():
+        inner = getattr(feature, "feature", feature)
+        if not isinstance(inner, Image):
+            continue
+        images = dataset.data.column(column)
+        images = images if inner is feature else pc.list_flatten(images)
+        named = pc.struct_field(images, "path").filter(pc.struct_field(images, "bytes").is_null())
+        files: dict[str, str] = {}
+        for name in pc.unique(named.drop_null()).to_pylist():
+            try:
+                files[name] = str(image_file(name, folders, allow_remote_images))
+            except ValueError as error:
+                raise ValueError(f"An image of the column `{column}`: {error}") from error
+        if any(name != file for name, file in files.items()):
+            rename = partial(_rename_images, column=column, files=files)
+            # As Arrow tables, which have the images as stored; a cache file would be in the dataset's directory
+            renamed = dataset.with_format("arrow").map(
+                rename, batched=True, batch_size=100, features=dataset.features, keep_in_memory=True
+            )
+            dataset = renamed.with_format(None)
+    return dataset
+
+
+def _rename_images(batch: "pa.Table", column: str, files: dict[str, str]) -> "pa.Table":
+    import pyarrow as pa
+
+    def rename(image: Any) -> Any:
+        if isinstance(image, list):
+            return [rename(one) for one in image]
+        return image if image is None or image["bytes"] is not None else {**image, "path": files.get(image["path"])}
+
+    place = batch.schema.get_field_index(column)
+    renamed = pa.array(rename(batch[column].to_pylist()), batch.schema.field(place).type)
+    return batch.set_column(place, batch.schema.field(place), renamed)
+
+
+def image_file(name: str, folders: Sequence[Path], allow_remote_images: bool = False) -> Path:
+    """
+    Find the file of an image that a row of a dataset names. The rules are the same for every loader.
+
+    A path is relative to the first of the `folders` and stays in one of them, or in a cache of `datasets` or of the Hub;
+    symbolic links are followed first. An address is refused, or its image downloaded once if `allow_remote_images=True`.
+    """
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    own = Path(datasets.config.HF_DATASETS_CACHE)
+    if "://" in name:
+        if not (allow_remote_images and name.startswith(("http://", "https://"))):
+            refuse_address(name)
+        return _download(name, own / "paco_trl" / "images")
+    path = Path(*folders[:1], name)
+    caches = [own, datasets.config.DOWNLOADED_DATASETS_PATH, datasets.config.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
+    # A download into a cache elsewhere: `snapshots/<commit>/` has links to `blobs/`
+    caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
+    target = path.resolve()
+    if not any(target.is_relative_to(_resolved(str(place))) for place in [*folders, *caches]):
+        raise ValueError(
+            f"the path {name!r} is absolute or leaves the directory of the dataset. It must stay inside, also by links."
+        )
+    return path
+
+
+@cache
+def _resolved(folder: str) -> Path:
+    return Path(folder).resolve()
+
+
+def _download(url: str, folder: Path) -> Path:
+    from ..utils.images import read_url
+
+    file = folder / hashlib.sha256(url.encode()).hexdigest()
+    if not file.is_file():
+        try:
+            write_atomically(file, read_url(url))
+        except (OSError, ValueError) as error:  # requests raises the first
+            raise ValueError(f"{url!r} cannot be downloaded ({type(error).__name__}: {error}).") from error
+    return file
 
 
 def dataset_of_rows(rows: list[dict[str, Any]]) -> "Dataset":

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ..utils.text import shorten
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
-from .dataset_files import dataset_of_rows, find_prompts, load_split, path_inside
+from .dataset_files import dataset_of_rows, find_prompts, image_file, load_split
 from .grids import pixels_sha256
 from .image_sets import check_row, read_json_rows
 from .source_images import MANY_ROWS, SourceImages
@@ -151,7 +151,10 @@ def convert_gedit_bench(
 
 
 def convert_sharegpt_4o_image(
-    rows: "Iterable[Mapping[str, Any]] | Dataset", image_folder: str | Path, max_images: int | None = None
+    rows: "Iterable[Mapping[str, Any]] | Dataset",
+    image_folder: str | Path,
+    max_images: int | None = None,
+    allow_remote_images: bool = False,
 ) -> "Dataset":
     """
     Convert raw editing rows of ShareGPT-4o-Image (https://huggingface.co/papers/2506.18095) to editing prompts.
@@ -167,6 +170,8 @@ def convert_sharegpt_4o_image(
             Directory that the paths are relative to.
         max_images (`int`, *optional*):
             Largest number of sources of a row; rows with more are left out, and counted. No limit if `None`.
+        allow_remote_images (`bool`, *optional*, defaults to `False`):
+            Download images that rows name by `http(s)` addresses, each once. Only for datasets that you trust.
 
     Returns:
         [`~datasets.Dataset`]: the columns `id`, `prompt` and `image`, or `images` if any row has several sources.
@@ -191,7 +196,8 @@ def convert_sharegpt_4o_image(
             continue
         ids.append(row.get("output_image"))
         prompts.append(prompt)
-        sources.append([_find_image(path, folder, f"Row {number} of ShareGPT-4o-Image") for path in paths])
+        where = f"Row {number} of ShareGPT-4o-Image"
+        sources.append([_find_image(path, folder, where, allow_remote_images) for path in paths])
     _report_left_out(left_out, max_images)
     if not prompts:
         raise ValueError("ShareGPT-4o-Image has no rows. Check the file and `max_images`.")
@@ -208,11 +214,11 @@ def _report_left_out(count: int, max_images: int | None) -> None:
         logger.warning(f"{count} row(s) with more than {max_images} source image(s) (`max_images`) are left out.")
 
 
-def _find_image(path: Any, folder: Path, where: str) -> str:
-    if isinstance(path, str) and "://" in path:
-        raise ValueError(f"{where}: the image {path!r} is not a file on this machine. Download it first.")
+def _find_image(path: Any, folder: Path, where: str, allow_remote_images: bool) -> str:
+    if not is_text(path):
+        raise ValueError(f"{where}: an image is {path!r}, but it must be a path relative to the directory.")
     try:
-        found = folder / path_inside(path)
+        found = image_file(path, [folder], allow_remote_images)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if not found.is_file():
@@ -220,20 +226,22 @@ def _find_image(path: Any, folder: Path, where: str) -> str:
     return str(found)
 
 
-def _edit_rows_of_file(path: Path, image_folder: str | Path | None, max_images: int | None) -> "Dataset":
+def _edit_rows_of_file(
+    path: Path, image_folder: str | Path | None, max_images: int | None, allow_remote_images: bool
+) -> "Dataset":
     rows = read_json_rows(path)
     folder = path.absolute().parent if image_folder is None else Path(image_folder).expanduser().absolute()
     names = {name for row in rows for name in row}
     if _is_sharegpt(names) and "prompt" not in names:
-        return convert_sharegpt_4o_image(rows, folder, max_images)
+        return convert_sharegpt_4o_image(rows, folder, max_images, allow_remote_images)
     for number, row in enumerate(rows):
         where, images = f"Row {number} of {path}", row.get("images")
         if "image" in names:
-            row["image"] = _find_image(row.get("image"), folder, where)
+            row["image"] = _find_image(row.get("image"), folder, where, allow_remote_images)
         if "images" in names:
             if not isinstance(images, list) or not images:
                 raise ValueError(f"{where}: `images` is {images!r}. It must be a list of at least one path.")
-            row["images"] = [_find_image(image, folder, where) for image in images]
+            row["images"] = [_find_image(image, folder, where, allow_remote_images) for image in images]
     dataset = dataset_of_rows(rows)
     for name, feature in column_types(image="image", images=["image"]).items():
         dataset = dataset.cast_column(name, feature) if name in names else dataset
@@ -247,6 +255,7 @@ def load_edit_prompts(
     exclude: "Dataset | None" = None,
     max_images: int | None = None,
     source_column: str | None = None,
+    allow_remote_images: bool = False,
 ) -> "Dataset":
     """
     Load editing prompts from the Hub or from disk, and check their columns. Images are not decoded.
@@ -267,6 +276,8 @@ def load_edit_prompts(
             Largest number of source images of a row; rows with more are left out, and counted. No limit if `None`.
         source_column (`str`, *optional*):
             Column of raw GEdit-Bench rows that becomes `image`, see [`convert_gedit_bench`]. Other rows are an error.
+        allow_remote_images (`bool`, *optional*, defaults to `False`):
+            Download images that rows name by `http(s)` addresses, each once. Only for datasets that you trust.
 
     Returns:
         [`~datasets.Dataset`]: the checked prompts.
@@ -278,15 +289,15 @@ def load_edit_prompts(
     """
     path, shown = find_prompts(name_or_path, "editing prompts"), repr(str(name_or_path))
     if path.is_file():
-        dataset = _edit_rows_of_file(path, image_folder, max_images)
+        dataset = _edit_rows_of_file(path, image_folder, max_images, allow_remote_images)
     else:
-        dataset = load_split(name_or_path, split)
+        dataset = load_split(name_or_path, split, allow_remote_images)
         if _is_sharegpt(dataset.column_names) and "prompt" not in dataset.column_names:
             if image_folder is None:
                 raise ValueError(f"{shown} has raw ShareGPT-4o-Image rows. Give their images as `image_folder`.")
             needed = [name for name in ("input_prompt", "input_image", "output_image") if name in dataset.column_names]
             rows = dataset.with_format(None).select_columns(needed)
-            dataset = convert_sharegpt_4o_image(rows, image_folder, max_images)
+            dataset = convert_sharegpt_4o_image(rows, image_folder, max_images, allow_remote_images)
         elif image_folder is not None:
             given = f"`image_folder` is {str(image_folder)!r}"
             raise ValueError(f"{given}, but {shown} does not have paths in it. Leave `image_folder` out.")

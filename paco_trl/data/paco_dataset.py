@@ -2,7 +2,7 @@
 """Load the published PaCo-Dataset: ShareGPT-style JSON files, with images as files or in archives."""
 
 import re
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .archives import ARCHIVE_PATTERNS, ImageFinder
@@ -69,12 +69,12 @@ def _read_question(text: str) -> str:
     return question
 
 
-def _read_image_paths(record: dict[str, Any], columns: dict[str, str]) -> list[PurePath]:
+def _read_image_paths(record: dict[str, Any], columns: dict[str, str]) -> list[str]:
     images = record.get(columns.get("images", "images"))
     if not isinstance(images, list) or len(images) != 2:
         given = f"{len(images)} images" if isinstance(images, list) else f"`images` {images!r}"
         raise ValueError(f"it has {given}, but a pair has a list of exactly 2 paths.")
-    return [path_inside(image) for image in images]
+    return images
 
 
 def _read_dataset_info(folder: Path) -> dict[str, dict[str, Any]]:
@@ -99,7 +99,11 @@ def _read_records(path: Path) -> list[Any]:
 
 
 def load_paco_dataset(
-    path: str | Path, files: list[str] | None = None, skip_broken: bool = False, num_proc: int | None = None
+    path: str | Path,
+    files: list[str] | None = None,
+    skip_broken: bool = False,
+    num_proc: int | None = None,
+    allow_remote_images: bool = False,
 ) -> "Dataset":
     """
     Load the published PaCo-Dataset as pairs.
@@ -123,6 +127,8 @@ def load_paco_dataset(
             Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
         num_proc (`int`, *optional*):
             Number of archives that are extracted at the same time; one if `None`.
+        allow_remote_images (`bool`, *optional*, defaults to `False`):
+            Download images that rows name by `http(s)` addresses, each once. Only for datasets that you trust.
 
     Returns:
         [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name in `files`.
@@ -137,7 +143,7 @@ def load_paco_dataset(
     if isinstance(files, str) or files == []:
         raise ValueError(f"`files` is {files!r}, but it must be a list of names, or None for the training files.")
     folder = find_dataset_folder(path, _PATTERNS)
-    finder = ImageFinder(folder, num_proc)
+    finder = ImageFinder(folder, num_proc, allow_remote_images)
     rows, broken, total = [], [], 0
     names = [name.removesuffix(".json") for name in files or _TRAINING_FILES]
     info = _read_dataset_info(folder)

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..utils.addresses import refuse_address
 from ..utils.text import shorten
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import report_broken
@@ -235,6 +236,8 @@ def _problem_of_image(image: Mapping[str, Any] | None, feature: "Image") -> str 
     if image is None:
         return "is missing (None)"
     try:
+        if image["bytes"] is None:
+            refuse_address(image["path"])
         feature.decode_example(image)
     # Whatever a decoder raises for a damaged file: OSError, SyntaxError, zlib.error, struct.error, ...
     except Exception as error:
@@ -264,8 +267,8 @@ def _key(image: Mapping[str, Any] | None) -> Any:
     return image and (image["path"], image["bytes"] and hashlib.blake2b(image["bytes"]).digest())
 
 
-def _state_of_files(dataset: "Dataset") -> str | None:
-    """Compute a digest of paths, sizes and times of the image files; None if an image is not local."""
+def _state_of_files(dataset: "Dataset") -> str:
+    """Compute a digest of paths, sizes and times of the image files."""
     import pyarrow.compute as pc
 
     # The full column, also if rows are selected: the bytes of embedded images are not read
@@ -273,8 +276,6 @@ def _state_of_files(dataset: "Dataset") -> str | None:
     digest = hashlib.sha256(f"Pillow {version('pillow')}\n".encode())  # another one may decode more, or less
     is_file = pc.struct_field(images, "bytes").is_null()
     for path in pc.unique(pc.struct_field(images, "path").filter(is_file).drop_null()).to_pylist():
-        if "://" in path:
-            return None
         stat = os.stat(path) if os.path.exists(path) else None
         state = "missing" if stat is None else f"{stat.st_size} {stat.st_mtime_ns}"
         digest.update(f"{path!r} {state}\n".encode())
@@ -288,7 +289,7 @@ def _cached_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str
     from ..utils.files import write_atomically
 
     files = _state_of_files(dataset)
-    if files is None or not datasets.is_caching_enabled():
+    if not datasets.is_caching_enabled():
         return _find_image_problems(dataset, num_proc)
     path = Path(datasets.config.HF_DATASETS_CACHE) / "paco_trl" / f"images-{dataset._fingerprint}.json"
     cached: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -307,7 +308,7 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
     Check everything that [`check_pair_columns`] does, and decode every image, before a run ends at a damaged one.
 
     The result is cached with the dataset's fingerprint and the sizes and times of its image files: images are decoded
-    again only after one has changed. Not with an image behind a URL or caching disabled.
+    again only after one has changed. Not with caching disabled. An image behind a URL is broken.
 
     Args:
         dataset ([`~datasets.Dataset`]):

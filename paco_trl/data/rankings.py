@@ -127,11 +127,11 @@ def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, names)):
         raise ValueError(f"`rank_images` is {order!r}, but `comp_images` is {names!r}. Both must have the same names.")
     folder = PurePath("images") / path_inside(str(record.get("folder")))
-    paths = [finder.find(folder / path_inside(name)) for name in [reference, *names]]
+    paths = [finder.find(name, folder) for name in [reference, *names]]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
 
 
-def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Dataset":
+def load_consistency_rank(path: str | Path, skip_broken: bool = False, allow_remote_images: bool = False) -> "Dataset":
     """
     Load the published ConsistencyRank benchmark as rankings.
 
@@ -144,6 +144,8 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
             The directory, or the Hub id of a dataset.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
+        allow_remote_images (`bool`, *optional*, defaults to `False`):
+            Download images that rows name by `http(s)` addresses, each once. Only for datasets that you trust.
 
     Returns:
         [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a
@@ -157,7 +159,7 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
     from datasets import Dataset
 
     folder = find_dataset_folder(path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
-    finder = ImageFinder(folder)
+    finder = ImageFinder(folder, allow_remote_images=allow_remote_images)
     records = _read_json_lines(find_dataset_file(folder, _RANK_FILE))
     prompts = _read_prompts(find_dataset_file(folder, _PROMPT_FILE))
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm.auto import tqdm
 
+from ..utils.addresses import refuse_address
+
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -154,8 +156,10 @@ class SourceImages:
         if not _has_bytes(image):
             if path is None:
                 raise ValueError(f"{name} is None. Give an image, or leave the row out.")
-            if "://" in path:
-                raise ValueError(f"{name} is {path!r}, which is not a file on this machine. Download it first.")
+            try:
+                refuse_address(path)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
             if not Path(path).is_file():
                 raise ValueError(f"{name} is {path!r}, and there is no such file. Correct it, or leave the row out.")
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ..utils.addresses import is_loopback
-from ..utils.files import read_template
+from ..utils.files import read_template, take_lock
 from .annotation_work import AnnotationWork
 
 
@@ -130,7 +130,7 @@ async def _same_origin_only(request: "Request", call_next: Any) -> "Response":
 def serve_annotation(
     work: AnnotationWork, host: str = "127.0.0.1", port: int = 8090, prevent_thread_lock: bool = False
 ) -> "Blocks":
-    """Serve the app until it is stopped (Ctrl+C); one process at a time may serve a directory of annotations."""
+    """Serve the app until it is stopped (Ctrl+C); a second process that would write into the directory is refused."""
     try:
         import gradio  # noqa: F401
     except ImportError as error:
@@ -156,25 +156,31 @@ def serve_annotation(
 
     if not is_loopback(host):
         logger.warning(f"Everyone who reaches {host} can rank under any name: the app has no password.")
-    app = make_app(work)
-    app.launch(
-        server_name=host,
-        server_port=port,
-        share=False,
-        inline=False,
-        footer_links=[],
-        run_history=False,
-        enable_monitoring=False,
-        max_file_size=1,  # nothing is uploaded
-        css=_PAGE_STYLE,
-        prevent_thread_lock=prevent_thread_lock,
-        app_kwargs={
-            "routes": [Route("/image/{sha256}", image)],
-            "middleware": [
-                # A name of another site that was made to point here
-                Middleware(TrustedHostMiddleware, allowed_hosts=[host.lower(), "127.0.0.1", "localhost"]),
-                Middleware(BaseHTTPMiddleware, dispatch=_same_origin_only),
-            ],
-        },
-    )
+    if problem := take_lock(work.file_lock, "annotations", work.folder):
+        raise ValueError(problem)
+    try:
+        app = make_app(work)
+        app.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            inline=False,
+            footer_links=[],
+            run_history=False,
+            enable_monitoring=False,
+            max_file_size=1,  # nothing is uploaded
+            css=_PAGE_STYLE,
+            prevent_thread_lock=prevent_thread_lock,
+            app_kwargs={
+                "routes": [Route("/image/{sha256}", image)],
+                "middleware": [
+                    # A name of another site that was made to point here
+                    Middleware(TrustedHostMiddleware, allowed_hosts=[host.lower(), "127.0.0.1", "localhost"]),
+                    Middleware(BaseHTTPMiddleware, dispatch=_same_origin_only),
+                ],
+            },
+        )
+    finally:
+        if not prevent_thread_lock:
+            work.file_lock.release()
     return app

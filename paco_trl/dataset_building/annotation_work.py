@@ -15,6 +15,7 @@ from ..utils.journals import read_lines
 from ..utils.text import shorten
 from .annotations import (
     AUTOMATIC,
+    annotations_lock,
     append_annotation,
     check_annotator,
     digests_by_instance,
@@ -81,6 +82,7 @@ class AnnotationWork:
         self.folder, self.annotations_per_instance = Path(folder), annotations_per_instance
         self._not_people = {AUTOMATIC, *not_people}
         self._lock = threading.Lock()
+        self.file_lock = annotations_lock(self.folder)  # of the process that serves them
         self._rows = {row["id"]: row for row in instances.with_format(None)}
         self._digests = digests_by_instance(instances)
         self._prompts = {row["id"]: row for row in prompts.with_format(None)}

@@ -21,9 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from filelock import FileLock
+
 from ..data.columns import by_id
 from ..data.rankings import is_order
-from ..utils.files import digest, write_atomically
+from ..utils.files import digest, take_lock, write_atomically
 from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
 from .label_studio import LABELING_CONFIG, label_studio_tasks, records_of_label_studio
@@ -207,6 +209,13 @@ def append_annotation(folder: str | Path, record: Mapping[str, Any]) -> None:
     append_lines(Path(folder) / f"{check_annotator(record.get('annotator'))}.jsonl", [record])
 
 
+def annotations_lock(folder: str | Path) -> FileLock:
+    """Return the lock of a directory of annotations, for what may write the files of any annotator."""
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder.parent / f".{folder.name}.lock")
+
+
 def annotation_files(folder: str | Path, annotators: Sequence[str] | None = None) -> list[Path]:
     """
     Find the files of annotations in a directory.
@@ -247,7 +256,7 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
         `dict[str, int]`: number of annotations by annotator.
 
     Raises:
-        ValueError: As [`read_annotations`].
+        ValueError: As [`read_annotations`], or if the annotation app is writing into the directory.
     """
     if Path(path).suffix == ".jsonl":
         # An unfinished last line is not that of a process killed here: the file was not copied completely
@@ -265,8 +274,14 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
         record = {"annotator": annotation.annotator, "instance": annotation.instance}
         ranks = {"skipped": True} if annotation.ranks is None else {"ranks": list(annotation.ranks)}
         records[annotation.annotator].append(record | ranks | digests.get(annotation.instance, {}))
-    for annotator, own in records.items():
-        append_lines(Path(folder) / f"{annotator}.jsonl", own)
+    lock = annotations_lock(folder)
+    if problem := take_lock(lock, "annotations", folder):
+        raise ValueError(problem)
+    try:
+        for annotator, own in records.items():
+            append_lines(Path(folder) / f"{annotator}.jsonl", own)
+    finally:
+        lock.release()
     return {annotator: len(own) for annotator, own in records.items()}
 
 

@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..utils.files import find_model_file
+
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,20 +86,27 @@ def _load(model: str) -> "tuple[PreTrainedModel, int, str]":
     return network.eval().requires_grad_(False), length or int(1e9), pooling
 
 
+def _read_json(model: str, name: str) -> Any:
+    """Read a file that sentence-transformers saves with a model; `None` if there is none."""
+    path = find_model_file(model, name)
+    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+
+
 def _pooling(model: str) -> str:
     """Read the pooling that sentence-transformers saves with a model: `"mean"` if there is none."""
-    path = Path(model) / _POOLING_FILE
-    if not Path(model).is_dir():
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-
-        try:
-            path = Path(hf_hub_download(model, _POOLING_FILE))
-        except EntryNotFoundError:
-            return "mean"
-    if not path.is_file():
+    modules = [module["type"].rpartition(".")[2] for module in _read_json(model, "modules.json") or ()]
+    further = [name for name in modules if name not in ("Transformer", "Pooling", "Normalize")]
+    settings = _read_json(model, "config_sentence_transformers.json") or {}
+    prompt = (settings.get("prompts") or {}).get(settings.get("default_prompt_name"))
+    if further or prompt:
+        has = f"the layers {further} (modules.json)" if further else f"the default prompt {prompt!r}"
+        raise ValueError(
+            f"{model} has {has}, without which its embeddings are others. Choose a model of a transformer and its "
+            "pooling alone, such as sentence-transformers/all-MiniLM-L6-v2."
+        )
+    config = _read_json(model, _POOLING_FILE)
+    if config is None:
         return "mean"
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     # One name in newer files, a switch for each mode in older ones
     modes = config.get("pooling_mode") or [name for name, is_on in config.items() if is_on is True and "mode" in name]
     modes = [modes] if isinstance(modes, str) else modes
@@ -108,7 +117,7 @@ def _pooling(model: str) -> str:
 
 
 # A CLIP gives the projected embedding. Other models give the mean over the tokens or, if their pooling file says so,
-# the first token; further layers of sentence-transformers are ignored
+# the first token
 def _embed(network: "PreTrainedModel", inputs: Any, pooling: str) -> "torch.Tensor":
     if pooling == "projection":
         texts = {name: inputs[name] for name in ("input_ids", "attention_mask")}

@@ -61,7 +61,7 @@ def _open_stored(stored: dict[str, Any] | None, where: str, convert: Callable) -
     if stored is None:
         raise ValueError(f"{where} is missing (None).{_ADVICE}")
     try:
-        image = open_image(stored["bytes"] if stored["bytes"] is not None else stored["path"])
+        image = open_image(stored)
         image.load()  # closes the file, and finds one that is cut off
         return convert(image, "the image")
     except Exception as error:  # Pillow raises half a dozen kinds, requests its own

@@ -266,6 +266,6 @@ def _places(folder: Path, row: dict[str, Any]) -> Iterator[Path]:
     """List the directories where the edit of a row may be."""
     bases = [folder, folder / "images"]
     if row.get("task_type"):
-        bases.append(folder / "fullset" / row["task_type"])
+        bases.append(folder / "fullset" / file_name(row["task_type"]))
     for base in bases:
-        yield base / row["language"] if "language" in row else base
+        yield base / file_name(row["language"]) if "language" in row else base

@@ -4,6 +4,7 @@
 import hashlib
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -122,7 +123,7 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     """
     Find images that were generated elsewhere: `<name>.png` is a grid, `<name>_<number>.png` a panel.
 
-    The name is the prompt's `id`, or its `case_id`, as in files for the benchmark's own script (`0001_0003_0000.png`):
+    The name is the prompt's `id`, plain or as [`~paco_trl.utils.files.file_name`] writes it, or its `case_id`, as in files for the benchmark's own script (`0001_0003_0000.png`):
     whichever more of the files have. It must match exactly: `0001_0003_0001.png` is not an image of the prompt `0001`. The
     numbers of the panels begin with 0 or 1, the same in the full directory.
 
@@ -184,12 +185,16 @@ def _layouts(benchmark: "Dataset") -> list[dict]:
 
 def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, int | None]]:
     """Match files to prompts by name: file -> (name, number of the panel or `None` for a grid)."""
-    known, found = {name for name in names if name}, {}
+    # A name that is the plain id of one prompt and the written id of another belongs to the latter
+    known: dict[str, str] = {}
+    found: dict[Path, tuple[str, int | None]] = {}
+    for written in (lambda name: name, file_name):
+        known |= {written(name): name for name in names if name}
     for path in files:
-        readings: list[tuple[str, int | None]] = [(path.stem, None)] if path.stem in known else []
+        readings: list[tuple[str, int | None]] = [(known[path.stem], None)] if path.stem in known else []
         head, _, tail = path.stem.rpartition("_")
         if head in known and re.fullmatch(r"[0-9]+", tail):
-            readings.append((head, int(tail)))
+            readings.append((known[head], int(tail)))
         if len(readings) == 2:
             raise ValueError(
                 f"{path} can be the grid of {readings[0][0]!r} or panel {readings[1][1]} of {readings[1][0]!r}. Rename the "
@@ -296,14 +301,21 @@ def load_image_file(path: Path, convert: Callable[["Image"], "Image"] | None = N
 
 def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> list[Path]:
     """Write each panel under the name that the benchmark's own script expects, `<case id or id>_<number>.png`."""
+    # What would leave the directory is written in another way, see `file_name`
     seeds = {one.seed for one in found.sets.values()}
     if len(seeds) > 1:
         raise ValueError(f"There are {len(seeds)} seeds, but names of panel files have no place for one. Use one.")
     names = {row["id"]: row.get("case_id") or row["id"] for row in _layouts(benchmark)}
+    twice = [name for name, count in Counter(names[one.prompt_id] for one in found.sets.values()).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"Several prompts have the `case_id` {twice[0]!r}, so that the panels of one would overwrite those of another. "
+            "Give each its own."
+        )
     written = []
     for one in found.sets.values():
         for number, panel in enumerate(one.panels()):
             if panel is not None:
-                written.append(Path(folder) / f"{names[one.prompt_id]}_{number:04}.png")
+                written.append(Path(folder) / f"{file_name(names[one.prompt_id])}_{number:04}.png")
                 write_atomically(written[-1], to_png(panel))
     return written

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find training prompts that occur in the benchmark: a gain on them is not a gain."""
 
-import re
-import unicodedata
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
+from ..data.texts import words_of
 
-# Chinese and Japanese put no blanks between words: each of their characters counts as a word
-_CJK = "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # fmt: skip
-_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 
 # Words of a shingle
 _WORDS = 5
@@ -112,11 +108,6 @@ def _by_order(words: list[str], texts: list[list[str]], with_word: dict[str, lis
         if same >= least:
             similarities[row] = 2 * same / both
     return similarities
-
-
-def words_of(text: str) -> list[str]:
-    """Split a text without what does not distinguish texts: case, punctuation, white space, forms of characters."""
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def _shingles(words: list[str]) -> set[tuple[str, ...]]:

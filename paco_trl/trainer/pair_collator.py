@@ -171,7 +171,7 @@ def _largest_number_of_tokens(processor: ProcessorMixin) -> int | None:
 def _size_from_header(stored: dict[str, Any], processor: ProcessorMixin, where: str) -> tuple[int, int]:
     """Return the height and width that [`load_image`] gives an image."""
     try:
-        with open_image(stored["bytes"] if stored["bytes"] is not None else stored["path"]) as image:
+        with open_image(stored) as image:
             width, height = image.size
         return smart_resize(height, width, factor=patch_size_of(processor) * SPATIAL_MERGE_SIZE)
     except Exception:

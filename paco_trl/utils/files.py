@@ -5,15 +5,21 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from filelock import FileLock, Timeout
+
+
+# What a file name has only in an encoded form
+_UNSAFE = re.compile(r"^\.|[^\w.~-]")
+# Bytes of a file name, of which there can be 255: endings are added
+_LONGEST_NAME = 200
 
 
 def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) -> None:
@@ -60,8 +66,15 @@ def read_template(name: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Return a safe and unique file name for an id."""
-    return quote(name, safe="").replace(".", "%2E")  # `..` is not a name
+    """Return a safe and unique file name for an id: unchanged if it is harmless, short if it is long."""
+    if not name:
+        raise ValueError("An empty text names no file. Give each row an id.")
+    # No separator, no `..`, nothing hidden. A percent sign is always written as %25, so that no two names are the same
+    written = _UNSAFE.sub(lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), name)
+    if len(written.encode()) <= _LONGEST_NAME:
+        return written
+    start = written.encode()[: _LONGEST_NAME - 34].decode(errors="ignore")
+    return f"{start}%-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def digest(value: Any) -> str:

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images that rows of a dataset name: which are opened, which are refused, and what downloads may take."""
+
+import http.server
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from paco_trl.commands import reward
+from paco_trl.data import (
+    SourceImages,
+    load_consistency_rank,
+    load_edit_prompts,
+    load_paco_dataset,
+    make_pair,
+    validate_pairs,
+)
+from paco_trl.data.columns import column_types
+from paco_trl.data.dataset_files import load_split
+from paco_trl.data.pairs import pair_features
+from paco_trl.utils import images
+from paco_trl.utils.images import load_image
+from paco_trl.utils.stage_folder import StageFolder, save_with_paths
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8))
+
+
+def write(path, seed: int = 0) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture(seed).save(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    for name in ("HF_DATASETS_CACHE", "EXTRACTED_DATASETS_PATH", "DOWNLOADED_DATASETS_PATH"):
+        monkeypatch.setattr(f"datasets.config.{name}", tmp_path / "cache" / name)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A web server: its address, and the paths that were asked for."""
+    asked = []
+    content = write(tmp_path / "www" / "a.png", 7)
+    content = (tmp_path / "www" / "a.png").read_bytes()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            where = self.path.strip("/")
+            number = int(where) if where.isdigit() else None
+            self.send_response(404 if where == "missing" else 302 if number or where == "file" else 200)
+            if number or where == "file":
+                self.send_header("Location", f"/{number - 1}" if number else "file:///etc/hostname")
+                self.end_headers()
+                return
+            self.end_headers()
+            if where == "slow":
+                for byte in content[:100]:
+                    try:
+                        self.wfile.write(bytes([byte]))
+                        time.sleep(0.05)
+                    except OSError:
+                        return
+            else:
+                self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{web.server_port}", asked
+    web.shutdown()
+    web.server_close()
+
+
+def edits_file(folder, image) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "edits.jsonl").write_text(json.dumps({"prompt": "Add a hat.", "image": image}) + "\n")
+    return str(folder / "edits.jsonl")
+
+
+def paco_folder(folder, image):
+    folder.mkdir(parents=True, exist_ok=True)
+    turns = [{"from": "human", "value": "Are both red?"}, {"from": "gpt", "value": "Yes"}]
+    (folder / "own.json").write_text(json.dumps([{"conversations": turns, "images": [image, image]}]))
+    return folder
+
+
+def rank_folder(folder, image):
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"folder": "0", "ref_image": image, "comp_images": ["1.png", "2.png"], "rank_images": ["1.png", "2.png"]}
+    (folder / "consistency_full_rank.jsonl").write_text(json.dumps(record))
+    (folder / "prompt_data.jsonl").write_text(json.dumps({"idx": "0", "prompt": "A fox."}))
+    for name in ("1.png", "2.png"):
+        write(folder / "images" / "0" / name)
+    return folder
+
+
+def saved(folder, image):
+    dataset = Dataset.from_list([{"prompt": "Add a hat.", "image": image}])
+    save_with_paths(dataset.cast_column("image", ImageFeature()), folder)
+    return folder
+
+
+def saved_pairs(folder, image):
+    save_with_paths(
+        Dataset.from_list([make_pair(image, image, "Are both red?", "Yes")], features=pair_features()), folder
+    )
+    return folder
+
+
+LOADERS = {
+    "edits": lambda folder, image, **allow: load_edit_prompts(edits_file(folder, image), **allow)[0]["image"],
+    "edits of the Hub": lambda folder, image, **allow: load_edit_prompts(saved(folder, image), **allow)[0]["image"],
+    "pairs": lambda folder, image, **allow: load_split(saved_pairs(folder, image), "train", **allow)[0]["images"][1],
+    "PaCo-Dataset": lambda folder, image, **allow: load_paco_dataset(paco_folder(folder, image), ["own"], **allow)[0][
+        "images"
+    ][1],
+    "rankings": lambda folder, image, **allow: load_consistency_rank(rank_folder(folder, image), **allow)[0][
+        "reference"
+    ],
+}
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+class TestEveryLoader:
+    def test_addresses(self, load, server, tmp_path):
+        address, asked = server
+        with pytest.raises(ValueError, match="allow_remote_images"):
+            load(tmp_path / "data", f"{address}/a.png")
+        for other in (f"file://{tmp_path}/www/a.png", "ftp://127.0.0.1/a.png"):
+            with pytest.raises(ValueError, match="address"):
+                load(tmp_path / "data", other, allow_remote_images=True)
+        assert asked == []
+        for _ in range(2):
+            image = load(tmp_path / "data", f"{address}/a.png", allow_remote_images=True)
+            assert np.array_equal(image, picture(7))
+        assert asked == ["/a.png"]  # kept in the cache
+        with pytest.raises(ValueError, match="404"):
+            load(tmp_path / "data", f"{address}/missing", allow_remote_images=True)
+
+    def test_paths(self, load, tmp_path):
+        secret = write(tmp_path / "secret.png", 3)
+        below = "images/0/" if load is LOADERS["rankings"] else ""
+        (tmp_path / "data" / below).mkdir(parents=True)
+        (tmp_path / "data" / below / "link.png").symlink_to(secret)
+        for outside in (secret, "../secret.png", "x/../../../../secret.png", "link.png"):
+            with pytest.raises(ValueError, match="leaves"):
+                load(tmp_path / "data", outside, allow_remote_images=True)
+        write(tmp_path / "data" / below / "a" / "b.png", 4)
+        assert np.array_equal(load(tmp_path / "data", "a/b.png"), picture(4))
+
+
+def test_absolute_paths_inside_stay(tmp_path):
+    inside = write(tmp_path / "data" / "a.png", 4)
+    assert np.array_equal(
+        load_split(saved(tmp_path / "data" / "saved", write(tmp_path / "data" / "saved" / "a.png", 4)), "train")[0][
+            "image"
+        ],
+        picture(4),
+    )
+    assert np.array_equal(load_edit_prompts(edits_file(tmp_path / "data", inside))[0]["image"], picture(4))
+    rows = edits_file(tmp_path / "rows", "a.png")
+    assert np.array_equal(load_edit_prompts(rows, image_folder=tmp_path / "data")[0]["image"], picture(4))
+
+
+def test_stages_name_images_of_earlier_stages(tmp_path):
+    panels, pairs = StageFolder(tmp_path / "build" / "panels"), StageFolder(tmp_path / "build" / "pairs")
+    panels.finish(Dataset.from_dict({"id": ["a"]}), {})
+    image = write(panels.images / "a" / "0.png", 5)
+
+    def finish(image):
+        rows = Dataset.from_list([make_pair(image, image, "Are both red?", "Yes")], features=pair_features())
+        pairs.finish(DatasetDict({"train": rows}), {})
+        dataset = tmp_path / "build" / "pairs" / "dataset"
+        assert len(load_split(dataset / "train", "train")) == 1
+        return load_split(dataset, "train")
+
+    assert np.array_equal(finish(image)[0]["images"][0], picture(5))
+    for outside in (
+        write(tmp_path / "x.png"),
+        write(tmp_path / "build" / "x.png"),
+        write(tmp_path / "build" / "y" / "images" / "x.png"),
+    ):
+        with pytest.raises(ValueError, match="leaves"):
+            finish(outside)
+
+
+def test_what_was_not_loaded_here_is_not_fetched(server, tmp_path):
+    address, asked = server
+    for named in (f"{address}/a.png", f"file://{tmp_path}/www/a.png"):
+        with pytest.raises(ValueError, match="address"):
+            load_image({"bytes": None, "path": named}, 14, "It")
+        pairs = Dataset.from_list([make_pair(named, named, "Are both red?", "Yes")], features=pair_features())
+        with pytest.raises(ValueError, match="address"):
+            validate_pairs(pairs)
+        edit = Dataset.from_list(
+            [{"prompt": "A.", "image": named}], features=column_types(prompt="string", image="image")
+        )
+        with pytest.raises(ValueError, match="address"):
+            SourceImages(edit, "it")
+    assert asked == []
+    assert load_image(f"{address}/a.png", 14, "It").size == (56, 56)  # an argument of the caller
+
+
+def test_limits(server, monkeypatch):
+    address, asked = server
+    assert load_image(f"{address}/5", 14, "It").size == (56, 56) and len(asked) == 6
+    with pytest.raises(ValueError, match="redirected more than 5"):
+        load_image(f"{address}/6", 14, "It")
+    with pytest.raises(ValueError, match="InvalidSchema"):
+        load_image(f"{address}/file", 14, "It")
+    monkeypatch.setattr(images, "_TIMEOUT", 0.5)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="TimeoutError"):
+        load_image(f"{address}/slow", 14, "It")
+    assert time.monotonic() - start < 3
+    monkeypatch.setattr(images, "_MAX_BYTES", 1000)
+    with pytest.raises(ValueError, match="1000 bytes"):
+        load_image(f"{address}/a.png", 14, "It")
+
+
+def test_the_option(server, tmp_path):
+    saved_pairs(tmp_path / "data", f"{server[0]}/a.png")
+    run = SimpleNamespace(process_index=0, dataset_num_proc=None)
+    for allow in (False, True):
+        args = reward.ScriptArguments(dataset_name=str(tmp_path / "data"), allow_remote_images=allow)
+        if allow:
+            pairs = reward.load_pairs(args, run, "train", None)
+            assert np.array_equal(pairs[0]["images"][0], picture(7))
+        else:
+            with pytest.raises(ValueError, match="--allow_remote_images"):
+                reward.load_pairs(args, run, "train", None)
+    # The dataset itself is as it was
+    stored = load_from_disk(str(tmp_path / "data")).with_format("arrow")[0]["images"].to_pylist()
+    assert stored[0][0]["path"].startswith("http")
