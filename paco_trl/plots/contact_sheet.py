@@ -2,6 +2,7 @@
 """Make contact sheets: a row of images with their scores for each prompt, with rows before and after training."""
 
 import textwrap
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ def thumbnail(image: Image.Image) -> Image.Image:
     copy = image.copy()
     copy.thumbnail((THUMBNAIL, THUMBNAIL))
     return copy
+
+
+def _wrap(text: str, letters: int, lines: int) -> str:
+    """Wrap a text to the width of so many letters; those of East Asia are twice as wide, and have no spaces."""
+    text = " ".join(text.split())
+    widths = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+    letters = letters * len(text) // max(widths, 1)
+    return "\n".join(textwrap.wrap(text, letters, max_lines=lines, placeholder=" …"))
 
 
 def _composite(images: list[Image.Image], aspect: float) -> Image.Image:
@@ -110,8 +119,7 @@ def save_contact_sheet(
     instructions = {}
     if sources:
         for image in images:
-            lines = textwrap.wrap(image.prompt_text, title_letters + 26, max_lines=TITLE_LINES, placeholder=" …")
-            instructions[image.prompt] = "\n".join(lines)
+            instructions[image.prompt] = _wrap(image.prompt_text, title_letters + 26, TITLE_LINES)
         text_height += 0.13 * max(text.count("\n") for text in instructions.values())
     # Rows are as high as their images
     aspects = [max(i.image.height / i.image.width for i in images if (i.prompt, i.series) == row) for row in rows]
@@ -161,7 +169,7 @@ def save_contact_sheet(
         box = _show(canvas, place, image.image, image.caption, image.image.width)
         if image.generation == 0 and image.prompt not in titled:
             titled.add(image.prompt)
-            text = textwrap.shorten(image.prompt_text, title_letters, placeholder=" …")
+            text = _wrap(image.prompt_text, title_letters, 1)
             figure.text(box.x0, box.y1 + 3 / 72 / height, text, fontsize=7, parse_math=False)
     data = png_bytes(figure)
     write_atomically(path, data)
