@@ -55,7 +55,12 @@ def _wrap(text: str, letters: int, lines: int) -> str:
     text = " ".join(text.split())
     widths = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
     letters = letters * len(text) // max(widths, 1)
-    return "\n".join(textwrap.wrap(text, letters, max_lines=lines, placeholder=" …"))
+    wrapped = textwrap.wrap(text, max(letters, 3))
+    if len(wrapped) > lines:  # `max_lines` of textwrap would leave nothing of a long word
+        last = wrapped[lines - 1]
+        last = last if len(last) + 2 <= letters else last[: letters - 2].rpartition(" ")[0] or last[: letters - 2]
+        wrapped = [*wrapped[: lines - 1], f"{last} …"]
+    return "\n".join(wrapped)
 
 
 def _composite(images: list[Image.Image], aspect: float) -> Image.Image:
