@@ -746,17 +746,11 @@ class TestGrids:
         assert panel_size(20, 30, 1, 3) == (20, 10)
 
     @pytest.mark.parametrize(
-        "height, width, rows, cols, nearest",
-        [
-            (1024, 1000, 2, 3, "1024x999, 1024x1002"),
-            (101, 90, 2, 3, "100x90, 102x90"),
-            (101, 100, 2, 3, "100x99, 100x102, 102x99, 102x102"),
-            (64, 2, 1, 3, "64x3"),
-            (0, 64, 2, 2, "2x64"),
-        ],
+        "height, width, rows, cols",
+        [(1024, 1000, 2, 3), (101, 90, 2, 3), (101, 100, 2, 3), (64, 2, 1, 3), (0, 64, 2, 2)],
     )
-    def test_size_that_does_not_divide(self, height, width, rows, cols, nearest):
-        message = rf"{height}x{width} pixels .* {rows}x{cols} grid .* divide: {nearest}\.$"
+    def test_size_that_does_not_divide(self, height, width, rows, cols):
+        message = rf"{height}x{width} pixels .* {rows}x{cols} grid"
         with pytest.raises(ValueError, match=message):
             panel_size(height, width, rows, cols)
         if height:

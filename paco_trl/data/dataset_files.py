@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Share code between the loaders of datasets: find and read files, refuse unsafe paths, skip broken rows."""
 
+import bz2
 import csv
+import gzip
 import io
 import json
 import logging
+import lzma
 import os.path
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -21,7 +24,7 @@ logger = logging.getLogger(__name__)
 _MAX_LISTED = 20
 _SAVED = ("state.json", "dataset_dict.json")  # by `save_to_disk`
 _ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt")  # as they are, or compressed
-_COMPRESSED = (".gz", ".bz2", ".xz")
+_COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
@@ -115,11 +118,9 @@ def parse_json(text: str, where: str | Path) -> Any:
 
 def read_text(path: Path) -> str:
     """Read a text file, compressed or not."""
-    from fsspec.implementations.local import LocalFileSystem
-
     try:
         # Spreadsheets put a mark of UTF-8 in front
-        with LocalFileSystem().open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
+        with _COMPRESSED.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
             return file.read()
     except UnicodeDecodeError as error:
         raise ValueError(

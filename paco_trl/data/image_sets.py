@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..utils.text import shorten
 from .columns import column_types
@@ -447,7 +447,8 @@ def _check_prompt(index: int, prompt: Any) -> None:
 
 def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None:
     """Check that an image is cut as its prompt asks the model to arrange it."""
-    theme = _theme_of(prompt)
+    markers = _find_markers(prompt)
+    theme = prompt[: markers[0].start()] if markers else prompt
     named = _LAYOUT_PHRASE.findall(theme)
     if not named and rows * cols > 1:  # "2x2 grid" of a single image can be windows of a house
         named = _GRID_PHRASE.findall(theme)
@@ -457,12 +458,6 @@ def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None
             f"Row {index} has rows={rows} and cols={cols}, but its prompt asks for a {asked} grid: {shorten(prompt)}. "
             "Change one of the two: the image would be cut across its panels."
         )
-
-
-def _theme_of(prompt: str) -> str:
-    """Return the text in front of the first panel marker."""
-    markers = _find_markers(prompt)
-    return prompt[: markers[0].start()].strip() if markers else prompt.strip()
 
 
 def _complete_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -581,7 +576,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
 
     dataset = load_split(path_or_id, split)
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
-        dataset = convert_t2is(dataset)
+        dataset = cast("Dataset", convert_t2is(dataset))
     if dataset.column_names == ["text"]:  # text files
         dataset = dataset.rename_column("text", "prompt").filter(is_text, input_columns="prompt")
     return complete_image_sets(dataset)
