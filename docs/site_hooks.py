@@ -75,7 +75,10 @@ def addresses() -> dict[str, str]:
 def reference_page(package: str) -> str:
     """Write the page of a package: mkdocstrings fills in the names."""
     path = f"paco_trl.{package}".rstrip(".")
-    return "\n\n".join([f"# {path}", *(f"::: {path}.{name}" for name in public_names(package))]) + "\n"
+    # The signature of a config would be a page of fields, which its docstring lists
+    hidden = "\n    options:\n      show_signature: false"
+    names = [f"::: {path}.{name}{hidden * name.endswith('Config')}" for name in public_names(package)]
+    return "\n\n".join([f"# {path}", *names]) + "\n"
 
 
 def github_slug(heading: str, separator: str = "-") -> str:
@@ -164,7 +167,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Render links for the site; those of the reference are already."""
+    """Render links for the site, those of the reference are already; rank pages in a search."""
+    boosts = {"write_a_reward.md": 3, **{name: 0.2 for name in OUTSIDE if name.startswith("cards/")}}
+    if page.file.src_uri in boosts:
+        page.meta["search"] = {"boost": boosts[page.file.src_uri]}
     if page.file.src_uri.startswith("reference/"):
         return markdown
     return render_page(markdown, page.file.src_uri, config.repo_url)

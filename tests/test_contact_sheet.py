@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from paco_trl.plots.contact_sheet import SheetImage, save_contact_sheet
+from paco_trl.plots.contact_sheet import SheetImage, _wrap, save_contact_sheet
 from paco_trl.plots.scored_sheets import ScoredImages, save_scored_sheet
 
 
@@ -226,6 +226,24 @@ def test_dollars_in_a_prompt_are_not_mathematics(tmp_path):
             sheet = save_contact_sheet(images, "Round 3", tmp_path / "sheet.png", sources)
             top = box_of(sheet, color_of(0, 0))[1]
             assert (shade(sheet, 0, top - 18, sheet.width, top - 2) > 100) == (prompt != "x")
+
+
+@pytest.mark.filterwarnings("error")  # of Matplotlib, for a letter that no font has
+@pytest.mark.parametrize("sources", [None, {0: [Image.new("RGB", (64, 64), "white")]}])
+def test_letters_without_a_font_are_left_out_quietly(tmp_path, sources):
+    titles = []
+    for prompt in ("\U0001f98a\u200d\U0001f98a A fox. \ue000\ue001", "… A fox. …", "\u96ea" * 200):
+        images = sheet_images(1, 2)
+        for image in images:
+            image.prompt_text = prompt
+        titles.append(save_contact_sheet(images, "Round 3", tmp_path / "sheet.png", sources).tobytes())
+    assert titles[0] == titles[1] != titles[2]
+
+
+def test_long_words_are_cut():
+    assert _wrap("one two three", 8, 1) == "one …" and _wrap("one two", 8, 1) == "one two"
+    assert _wrap("x" * 30, 8, 2) == "xxxxxxxx\nxxxxxx …"
+    assert _wrap("\u96ea" * 30, 8, 1) == "\u96ea\u96ea …"  # twice as wide
 
 
 SOURCE, SECOND_SOURCE = (240, 10, 200), (10, 220, 240)

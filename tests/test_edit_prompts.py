@@ -402,9 +402,18 @@ class TestLoader:
         for missing in (tmp_path / "no", "missing.jsonl", "./no"):
             with pytest.raises(FileNotFoundError, match="no file or directory"):
                 load_edit_prompts(missing)
-        (tmp_path / "a.csv").write_text("prompt", encoding="utf-8")
-        with pytest.raises(ValueError, match="is not read"):
-            load_edit_prompts(tmp_path / "a.csv")
+        (tmp_path / "a.xml").write_text("prompt", encoding="utf-8")
+        with pytest.raises(ValueError, match="a.xml.*parquet"):
+            load_edit_prompts(tmp_path / "a.xml")
+
+    def test_tables(self, folder, monkeypatch):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder / "cache"))
+        (folder / "a.csv").write_text("prompt,image\nMake it red.,images/1.png\n")
+        dataset = load_edit_prompts(folder / "a.csv")
+        dataset.to_parquet(folder / "a.parquet")
+        for each in (dataset, load_edit_prompts(folder / "a.parquet")):
+            assert each["prompt"][:] == ["Make it red."]
+            assert each[0]["image"].tobytes() == picture(1).tobytes()
 
 
 def gedit_rows():

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from diffusers import DDIMScheduler, DiffusionPipeline
 from peft import LoraConfig, TaskType
 from transformers import TrainerCallback
@@ -976,6 +976,32 @@ class TestBadInput:
 
     NOWHERE = "/nowhere/at/all"
 
+    @pytest.mark.slow
+    def test_prompts_alone_are_single_images(self, make_small, caplog):
+        seen = []
+
+        def panels_reward(prompts, completions, panel_images, rows, theme, **kwargs):
+            seen.extend(zip(map(len, panel_images), rows, theme, strict=True))
+            return [float(np.asarray(image).mean()) for image in completions]
+
+        dataset = Dataset.from_list([{"prompt": "A fox"}] * 2)
+        trainer = make_small(train_dataset=dataset, eval_dataset=dataset, reward_funcs=panels_reward, max_steps=1)
+        assert "1 row(s) repeat a prompt" in caplog.text
+        trainer.train()
+        assert set(seen) == {(1, 1, "A fox")}
+        assert "eval_reward" in trainer.evaluate() and dataset.column_names == ["prompt"]
+
+    def test_the_theme_comes_from_the_prompt(self, make_small, prompts, caplog):
+        def reward(completions, theme, **kwargs):
+            return [float(len(text)) for text in theme]
+
+        without = prompts.remove_columns("theme")
+        make_small(train_dataset=without, reward_funcs=reward)
+        assert "repeat a prompt" not in caplog.text
+        unknown = without.map(lambda row: {"prompt": "Four foxes."})
+        with pytest.raises(ValueError, match="`theme`"):
+            make_small(model=self.NOWHERE, train_dataset=unknown, reward_funcs=reward)
+
     def test_missing_columns(self, make_trainer, prompts):
         with pytest.raises(ValueError, match="panels"):
             make_trainer(model=self.NOWHERE, train_dataset=prompts.remove_columns("panels"))
@@ -990,7 +1016,7 @@ class TestBadInput:
             make_trainer(model=self.NOWHERE, num_prompts_per_generation=14)
 
     def test_size_that_the_panels_do_not_divide(self, make_trainer):
-        with pytest.raises(ValueError, match="Row 0 of the dataset.*63"):
+        with pytest.raises(ValueError, match="row 0 of the dataset is 63.*64 or 96"):
             make_trainer(model=self.NOWHERE, height=63)
 
     def test_size_that_the_pipeline_does_not_take(self, make_trainer):

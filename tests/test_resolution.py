@@ -53,6 +53,27 @@ class TestCheckInferenceSize:
             sizes = {"height": height, "width": width, name: value}
             check_inference_size(sizes["height"], sizes["width"], rows, cols, 16, "row 7")
 
+    @pytest.mark.parametrize("multiple", [4, 8, 16, 32])
+    @pytest.mark.parametrize(
+        ("height", "width", "rows", "cols"), [(32, 32, 3, 2), (1000, 1000, 3, 7), (512, 500, 1, 3)]
+    )
+    def test_what_is_proposed_without_a_pipeline_works_with_it(self, height, width, rows, cols, multiple):
+        sides = {"height": height, "width": width}
+        for take in (0, 1):
+            size = dict(sides)
+            for _ in range(2):  # one side at a time
+                try:
+                    check_inference_size(*size.values(), rows, cols, None, "row 0")
+                except ValueError as error:
+                    side = re.match(r"The (\w+)", str(error))[1]
+                    numbers = re.search(r"that work: (\d+) or (\d+)", str(error)).groups()
+                    size[side] = int(numbers[take])
+            assert size != sides
+            for side, count in (("height", rows), ("width", cols)):
+                if size[side] != sides[side]:
+                    check_inference_size(*[size[side]] * 2, count, count, multiple, "row 0")
+        check_inference_size(36, 36, 3, 3, None, "row 0")  # not proposed, but some pipelines take it
+
     def test_names_what_the_layout_needs(self):
         with pytest.raises(
             ValueError, match=r"multiple of 16 \(required by the pipeline\) and of 3 \(columns of panels\)"

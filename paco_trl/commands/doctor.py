@@ -30,6 +30,7 @@ from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.export import save_adapter, save_transformer
 from ..checkpointing.weights import gather_weights, load_weights, trained_parameters
 from ..data import split_grid
+from ..data.texts import describe_repeated
 from ..hub.account import check_base_model, check_repository
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..rewards.reward_calls import check_required, check_reward_functions, check_reward_weights
@@ -203,11 +204,9 @@ def check_data(state: DoctorState) -> Row:
         f"{rounds} round(s) of {layout.num_prompts} in an epoch; the run: {steps} optimizer steps, "
         f"{steps / steps_per_round:g} round(s)."
     )
-    repeated = Counter(dataset["prompt"])
-    if len(dataset) == len(repeated):
+    surplus = describe_repeated([] if script_args.edits else dataset["prompt"])
+    if surplus is None:
         return Row(OK, " ".join(findings))
-    prompt, count = repeated.most_common(1)[0]
-    surplus = f"{len(dataset) - len(repeated)} row(s) repeat a prompt; {prompt[:40]!r}... is there {count} times."
     advice = "They are used more often than the others: remove them if that is not intended."
     return Row(WARNING, " ".join([*findings, surplus]), advice)
 

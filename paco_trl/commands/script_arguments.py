@@ -30,8 +30,8 @@ class ScriptArguments:
     model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of the pipeline.")
     dataset_name: str | None = option(
         None,
-        "Prompts: Hub id, directory, or JSON-lines, CSV or text file, also raw T2IS, GEdit-Bench or ShareGPT-4o-Image "
-        "rows.",
+        "Prompts: Hub id, directory, or JSON-lines, CSV, TSV, Parquet or text file, also raw T2IS, GEdit-Bench or "
+        "ShareGPT-4o-Image rows.",
     )
     dataset_split: str = option("train", "Split to train on.", "--dataset_train_split")
     eval_dataset_name: str | None = option(None, "Prompts to evaluate on. If `None`, those of `dataset_name`.")

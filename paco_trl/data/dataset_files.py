@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share code between the loaders of datasets: find files, read JSON, refuse unsafe paths, skip broken rows."""
+"""Share code between the loaders of datasets: find and read files, refuse unsafe paths, skip broken rows."""
 
+import bz2
+import csv
+import gzip
 import hashlib
+import io
 import json
 import logging
+import lzma
 import os.path
 from collections.abc import Sequence
 from functools import cache, partial
@@ -24,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
 _SAVED = ("state.json", "dataset_dict.json")  # by `save_to_disk`
+_ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt")  # as they are, or compressed
+_COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
@@ -40,18 +47,30 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
 
 
-def find_prompts(name: str | Path, what: str, suffixes: tuple[str, ...] = (".jsonl", ".json")) -> Path:
+def find_prompts(name: str | Path, what: str) -> Path:
     """Find a file or directory of prompts; a path that does not exist can be a Hub id."""
     path = Path(name).expanduser()
-    if not path.exists() and (isinstance(name, Path) or is_local(name) or path.suffix in suffixes):
+    is_readable = _file_type(path) in (*_ROW_FILES, ".parquet")
+    if not path.exists() and (isinstance(name, Path) or is_local(name) or is_readable):
         raise FileNotFoundError(
             f"There is no file or directory {str(name)!r} with {what}. Check the path; the demo prompts are at "
             "`paco_trl.data.demo_prompts_path()`."
         )
-    if path.is_file() and path.suffix not in suffixes:
-        readable = " or ".join(f"`{suffix}`" for suffix in suffixes)
-        raise ValueError(f"The file {str(path)!r} is not read: {what} are {readable} files.")
+    if path.is_file() and not is_readable:
+        raise ValueError(
+            f"The file {str(path)!r} cannot be read as {what}. Save it as {', '.join(_ROW_FILES)} (also with .gz) or .parquet."
+        )
     return path
+
+
+def _file_type(path: Path) -> str:
+    """Return the suffix of a file, without that of its compression."""
+    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
+
+
+def has_rows_as_text(path: Path) -> bool:
+    """Tell whether [`read_rows`] reads a path; [`load_split`] reads what else there is."""
+    return path.is_file() and _file_type(path) in _ROW_FILES
 
 
 def is_saved(path: str | Path) -> bool:
@@ -68,6 +87,9 @@ def load_split(path: str | Path, split: str, allow_remote_images: bool = False) 
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     folder = Path(path).expanduser().absolute()
+    if folder.is_file():
+        dataset = load_dataset(folder.suffix[1:], data_files=str(folder), split="train")
+        return _with_image_files(dataset, [folder.parent], allow_remote_images)
     if not is_saved(folder):
         dataset = load_dataset(str(folder if folder.is_dir() else path), split=split)
         return _with_image_files(dataset, [folder] if folder.is_dir() else [], allow_remote_images)
@@ -194,17 +216,55 @@ def parse_json(text: str, where: str | Path) -> Any:
         raise ValueError(f"{where} is not valid JSON ({error}). Correct it, or download it with Git LFS.") from error
 
 
+def read_text(path: Path) -> str:
+    """Read a text file, compressed or not."""
+    try:
+        # Spreadsheets put a mark of UTF-8 in front
+        with _COMPRESSED.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 (byte {error.start} is not valid). Save it with the encoding UTF-8."
+        ) from error
+
+
 def read_json_lines(path: Path) -> list[tuple[str, Any]]:
     """Read the JSON of each line, with its place."""
     # Not `splitlines`, which would also cut at characters that JSON allows inside a string
-    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+    lines = enumerate(read_text(path).split("\n"), start=1)
     places = [(f"{path.name}, line {number}", line) for number, line in lines if line.strip()]
     return [(place, parse_json(line, place)) for place, line in places]
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of one file: JSON, the cells of a table, or the lines of a text as prompts."""
+    # Not `load_dataset`: it names no line of a broken file, and what it makes of T2IS's `criteria`, with other names in
+    # every row, depends on its version
+    suffix, text = _file_type(path), read_text(path)
+    if suffix == ".txt":
+        return [{"prompt": line.strip()} for line in text.split("\n") if line.strip()]
+    if suffix in (".csv", ".tsv"):
+        rows = list(csv.DictReader(io.StringIO(text), delimiter="\t" if suffix == ".tsv" else ","))
+    elif suffix == ".json" and text.lstrip().startswith("["):
+        rows = parse_json(text, path)
+    else:
+        rows = [row for _, row in read_json_lines(path)]
+    for index, row in enumerate(rows):
+        if type(row) is not dict:
+            raise ValueError(f"Row {index} of {path} is {row!r}. It must be a JSON object with the columns as keys.")
+        if None in row:
+            raise ValueError(
+                f"Row {index} of {path} has more cells than the header. Put a text with the separator in quotes."
+            )
+        if suffix in (".csv", ".tsv"):  # which have no types
+            for name in row.keys() & {"height", "width"}:
+                row[name] = int(row[name]) if (row[name] or "").isdecimal() else row[name] or None
+    return rows
+
+
 def read_json_objects(path: Path, expected: str) -> dict[str, dict[str, Any]]:
     """Read a JSON object of objects."""
-    content = parse_json(path.read_text(encoding="utf-8"), path)
+    content = parse_json(read_text(path), path)
     if not isinstance(content, dict) or not all(isinstance(value, dict) for value in content.values()):
         raise ValueError(f"{path} must be a JSON object of objects: {expected}.")
     return content

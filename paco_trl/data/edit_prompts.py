@@ -15,9 +15,9 @@ from tqdm.auto import tqdm
 
 from ..utils.text import shorten
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
-from .dataset_files import dataset_of_rows, find_prompts, image_file, load_split
+from .dataset_files import dataset_of_rows, find_prompts, has_rows_as_text, image_file, load_split
 from .grids import pixels_sha256
-from .image_sets import check_row, read_json_rows
+from .image_sets import check_row, read_prompt_rows
 from .source_images import MANY_ROWS, SourceImages
 from .texts import is_text, normalized
 
@@ -229,7 +229,7 @@ def _find_image(path: Any, folder: Path, where: str, allow_remote_images: bool) 
 def _edit_rows_of_file(
     path: Path, image_folder: str | Path | None, max_images: int | None, allow_remote_images: bool
 ) -> "Dataset":
-    rows = read_json_rows(path)
+    rows = read_prompt_rows(path)
     folder = path.absolute().parent if image_folder is None else Path(image_folder).expanduser().absolute()
     names = {name for row in rows for name in row}
     if _is_sharegpt(names) and "prompt" not in names:
@@ -264,8 +264,8 @@ def load_edit_prompts(
 
     Args:
         name_or_path (`str` or `Path`):
-            A `.jsonl` or `.json` file with the paths of the images in it, such as ShareGPT-4o-Image's; a directory
-            written by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
+            A `.jsonl`, `.json`, `.csv` or `.tsv` file with the paths of the images in it, such as ShareGPT-4o-Image's; a
+            `.parquet` file; a directory written by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
         image_folder (`str` or `Path`, *optional*):
@@ -288,7 +288,7 @@ def load_edit_prompts(
         left.
     """
     path, shown = find_prompts(name_or_path, "editing prompts"), repr(str(name_or_path))
-    if path.is_file():
+    if has_rows_as_text(path):
         dataset = _edit_rows_of_file(path, image_folder, max_images, allow_remote_images)
     else:
         dataset = load_split(name_or_path, split, allow_remote_images)

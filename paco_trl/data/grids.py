@@ -32,19 +32,11 @@ def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]
     """
     check_layout(rows, cols)
     if height < 1 or width < 1 or height % rows or width % cols:
-        sizes = [f"{h}x{w}" for h in _nearest_multiples(height, rows) for w in _nearest_multiples(width, cols)]
         raise ValueError(
             f"An image of {height}x{width} pixels (height x width) does not divide into a {rows}x{cols} grid (rows x "
-            "cols) of equal panels, and panels are never cropped. Nearest sizes that divide: " + ", ".join(sizes) + "."
+            f"cols) of equal panels, and panels are never cropped: {height} must divide by {rows}, and {width} by {cols}."
         )
     return height // rows, width // cols
-
-
-def _nearest_multiples(length: int, count: int) -> list[int]:
-    """Give the multiples of `count` next to `length`."""
-    below = length // count * count
-    above = -(-length // count) * count
-    return sorted({max(below, count), max(above, count)})
 
 
 def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:

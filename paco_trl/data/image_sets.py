@@ -5,13 +5,12 @@ Image-set prompts: one text that asks for a grid of images which belong together
 Columns: `prompt`, `rows`, `cols`, `panels` and, where known, `theme`, `criteria`, `height`, `width` and `id`.
 """
 
-import csv
 import itertools
 import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..utils.text import shorten
 from .columns import column_types
@@ -20,11 +19,11 @@ from .dataset_files import (
     find_dataset_file,
     find_dataset_folder,
     find_prompts,
+    has_rows_as_text,
     is_saved,
     load_split,
-    parse_json,
-    read_json_lines,
     read_json_objects,
+    read_rows,
 )
 from .grids import panel_size
 from .texts import is_text
@@ -35,10 +34,9 @@ if TYPE_CHECKING:
 
 
 CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
-_NEEDED_COLUMNS = ["prompt", "rows", "cols", "panels"]
-# Without these a row is a bare prompt: what it shows is in its text
-_SHOWN_COLUMNS = {"rows", "cols", "panels", "layout", "image", "images"}
-_PROMPT_FILES = (".jsonl", ".json", ".csv", ".txt")
+_GRID_COLUMNS = ["rows", "cols", "panels"]
+_NEEDED_COLUMNS = ["prompt", *_GRID_COLUMNS]
+_SIZE_COLUMNS = ["height", "width"]
 _T2IS_COLUMNS = ["idx", "prompt", "layout", "height", "width"]
 _T2IS_BENCH = "T2IS-Bench.json"
 _T2IS_CRITERIA = "prompt_consistency.json"
@@ -46,6 +44,7 @@ _T2IS_PANEL = 512  # pixels, in the README of the benchmark's code
 
 _LAYOUT = re.compile(r"(\d+)\s*[xX×]\s*(\d+)")
 _LAYOUT_PHRASE = re.compile(_LAYOUT.pattern + r"[\s-]+grid\s+layout", re.IGNORECASE)
+_GRID_PHRASE = re.compile(_LAYOUT.pattern + r"[\s-]+grid\b", re.IGNORECASE)
 
 # "[LEFT]:", "[TOP]-[MIDDLE-LEFT]:" or "PANEL-3:"
 _MARKER = re.compile(r"(?:\[[A-Z-]+\](?:-\[[A-Z-]+\])?|PANEL-\d+):")
@@ -378,34 +377,53 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
 
     Raises:
         ValueError: If there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty
-        prompt, an empty panel, or another number of panels than its grid.
+        prompt, an empty panel, another number of panels than its grid, another grid than its prompt names, or a size
+        that is not in pixels.
     """
     from datasets import Dataset
 
     if isinstance(dataset_or_rows, Dataset):
         size, names = len(dataset_or_rows), dataset_or_rows.column_names
+        rows = list(_columns_of(dataset_or_rows, [*_NEEDED_COLUMNS, *_SIZE_COLUMNS]))
     else:
-        dataset_or_rows = list(dataset_or_rows)
-        size = len(dataset_or_rows)
-        names = [name for name in dataset_or_rows[0] if all(name in row for row in dataset_or_rows)] if size else []
+        rows = list(dataset_or_rows)
+        size = len(rows)
+        names = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
     if size == 0:
         raise ValueError("The image-set prompts have no rows. Check the file or the split that they come from.")
     missing = [name for name in _NEEDED_COLUMNS if name not in names]
     if missing:
-        hint = "Rename or add them; a row with a `prompt` and none of the others is a single image."
-        if "layout" in names:
-            hint = "These look like raw T2IS rows: convert them with `paco_trl.data.convert_t2is(dataset)`."
-        raise ValueError(f"Image-set prompts need the columns {missing}, but there are only {names}. {hint}")
-    if isinstance(dataset_or_rows, Dataset):  # images are not read
-        dataset_or_rows = dataset_or_rows.with_format(None).select_columns(_NEEDED_COLUMNS)
-    for index, row in enumerate(dataset_or_rows):
+        raise ValueError(
+            f"Image-set prompts need the columns {missing}, but there are only {names}. {_hint(missing, names)}"
+        )
+    for index, row in enumerate(rows):
         check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
+        _check_grid_of_prompt(index, row["prompt"], row["rows"], row["cols"])
+        for name in _SIZE_COLUMNS:
+            value = row.get(name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"`{name}` of row {index} is {value!r}. It must be a number of pixels, such as 1024.")
+
+
+def _columns_of(dataset: "Dataset", names: list[str]) -> "Dataset":
+    """Select the columns of these names that a dataset has: no images are read."""
+    return dataset.with_format(None).select_columns([name for name in names if name in dataset.column_names])
+
+
+def _hint(missing: list[str], names: list[str]) -> str:
+    """Say what to do about missing columns."""
+    if "layout" in names:
+        return "These look like raw T2IS rows: convert them with `paco_trl.data.convert_t2is(dataset)`."
+    if "image" in names or "images" in names:
+        return "Rows with images to edit are editing prompts: add `--edits`, or use `paco_trl.data.load_edit_prompts`."
+    if "prompt" in missing:
+        return "Rename the column of the texts to `prompt`."
+    return f"Add them, or leave out {_GRID_COLUMNS}: the layout is then read from the prompt."
 
 
 def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
     """Check the prompt, the layout and the panels of a row."""
-    if not is_text(prompt):
-        raise ValueError(f"The `prompt` of row {index} is {prompt!r}. It must be a text that is not empty.")
+    _check_prompt(index, prompt)
     for name, value in (("rows", rows), ("cols", cols)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` of row {index} is {value!r}. It must be an int of at least 1.")
@@ -419,49 +437,85 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
             raise ValueError(f"`panels[{number}]` of row {index} is {panel!r}. It must be a text that is not empty.")
 
 
-def read_json_rows(path: Path) -> list[dict[str, Any]]:
+def _check_prompt(index: int, prompt: Any) -> None:
+    if isinstance(prompt, list):  # of messages, as language models take them
+        cure = 'Image models take a text: `dataset.map(lambda row: {"prompt": row["prompt"][-1]["content"]})`.'
+        raise ValueError(f"The `prompt` of row {index} is {shorten(prompt)}, a list. {cure}")
+    if not is_text(prompt):
+        raise ValueError(f"The `prompt` of row {index} is {prompt!r}. It must be a text that is not empty.")
+
+
+def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None:
+    """Check that an image is cut as its prompt asks the model to arrange it."""
+    markers = _find_markers(prompt)
+    theme = prompt[: markers[0].start()] if markers else prompt
+    named = _LAYOUT_PHRASE.findall(theme)
+    if not named and rows * cols > 1:  # "2x2 grid" of a single image can be windows of a house
+        named = _GRID_PHRASE.findall(theme)
+    if named and (rows, cols) not in [(int(first), int(second)) for first, second in named]:
+        asked = "x".join(named[0])
+        raise ValueError(
+            f"Row {index} has rows={rows} and cols={cols}, but its prompt asks for a {asked} grid: {shorten(prompt)}. "
+            "Change one of the two: the image would be cut across its panels."
+        )
+
+
+def _complete_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what a row leaves out from its prompt: the layout and the panels, or the theme alone."""
+    is_bare = all(row.get(name) is None for name in _GRID_COLUMNS)
+    if "prompt" not in row or is_bare and not {"layout", "image", "images"}.isdisjoint(row):
+        return dict(row)  # of another format, which the check says
+    prompt = row["prompt"]
+    _check_prompt(index, prompt)
+    if not is_bare and row.get("theme") is not None:
+        return dict(row)
+    found = ImageSetPrompt(prompt, 1, 1, [prompt])
+    try:
+        if _LAYOUT_PHRASE.search(prompt) is not None:
+            found = parse_image_set_prompt(prompt)
+    except ValueError as error:
+        if is_bare:
+            raise ValueError(f"Row {index}: {error}") from error
+    parts = found._asdict()
+    if not is_bare:  # the theme, if the text is about this grid
+        parts = {"theme": found.theme} if (found.rows, found.cols) == (row.get("rows"), row.get("cols")) else {}
+    return {**row, **{name: part for name, part in parts.items() if row.get(name) is None}}
+
+
+def complete_image_sets(dataset: "Dataset") -> "Dataset":
+    """
+    Complete and check image-set prompts, whichever way they were loaded.
+
+    A row with a `prompt` alone gets its layout and its panels: a text that names an `RxC grid layout` is parsed, any
+    other is a single image. A row without a `theme` gets it from such a text. The given dataset is not changed.
+    """
+    from datasets import Value
+
+    for name in _SIZE_COLUMNS:  # pandas has no integers next to missing values
+        if dataset.features.get(name) in (Value("float32"), Value("float64")):
+            dataset = dataset.cast_column(name, Value("int64"))
+    read = [*_NEEDED_COLUMNS, "theme", *_SIZE_COLUMNS]
+    marks = {name: None for name in ("layout", "image", "images") if name in dataset.column_names}
+    rows = list(_columns_of(dataset, read))
+    completed = [_complete_row(index, {**row, **marks}) for index, row in enumerate(rows)]
+    for name in [*_GRID_COLUMNS, "theme"]:
+        column = [row.get(name) for row in completed]
+        if column != [row.get(name) for row in rows]:
+            known = dataset.remove_columns(name) if name in dataset.column_names else dataset
+            dataset = known.add_column(name, column)
+    check_image_set_columns(dataset)
+    return dataset
+
+
+def read_prompt_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of one file; raw T2IS rows are converted."""
-    # Not `load_dataset("json")`: it writes a copy into the user's cache, and what it makes of T2IS's `criteria`, with
-    # other names in every row, depends on the version of `datasets`
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        rows = parse_json(text, path)
-    else:
-        rows = [row for _, row in read_json_lines(path)]
+    rows = read_rows(path)
     for index, row in enumerate(rows):
-        if type(row) is not dict:
-            raise ValueError(f"Row {index} of {path} is {row!r}. It must be a JSON object with the columns as keys.")
         if "layout" in row and "panels" not in row:
             rows[index] = _convert_t2is_row(row)
         elif "criteria" in row:
             rows[index] = {**row, "criteria": criteria_list(row["criteria"])}
     return rows
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of one file: JSON, the cells of a CSV file, or the lines of a text as bare prompts."""
-    if path.suffix == ".txt":
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-        return [{"prompt": line.strip()} for line in lines if line.strip()]
-    if path.suffix != ".csv":
-        return read_json_rows(path)
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
-    for index, row in enumerate(rows):
-        if None in row:
-            raise ValueError(f"Row {index} of {path} has more cells than the header. Put texts with commas in quotes.")
-        for name in row.keys() & {"height", "width"}:
-            row[name] = int(row[name]) if (row[name] or "").isdecimal() else row[name] or None
-    return rows
-
-
-def _with_layout(row: dict[str, Any]) -> dict[str, Any]:
-    """Complete a bare prompt: it describes an image set in the T2IS format, or a single image."""
-    if not is_text(row.get("prompt")) or not _SHOWN_COLUMNS.isdisjoint(row):
-        return row
-    prompt = row["prompt"]
-    is_set = _LAYOUT_PHRASE.search(prompt) is not None
-    return (parse_image_set_prompt(prompt) if is_set else ImageSetPrompt(prompt, 1, 1, [prompt]))._asdict() | row
 
 
 def _json_lines_of_split(folder: Path, split: str) -> list[Path]:
@@ -482,12 +536,14 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
     Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
     A row with a `prompt` and without `rows`, `cols` and `panels` is completed: a text that names an `RxC grid layout` is
-    parsed by [`parse_image_set_prompt`], any other is a single image (`rows = cols = 1`).
+    parsed by [`parse_image_set_prompt`], any other is a single image (`rows = cols = 1`). A missing `theme` is parsed
+    too. The trainers complete a dataset that you pass them in the same way.
 
     Args:
         path_or_id (`str` or `Path`):
-            A `.jsonl`, `.json` or `.csv` file; a `.txt` file with a prompt on each line; a directory of `.jsonl` files;
-            T2IS-Bench's own directory or Hub id, if its cases have prompts of grids; a directory by `save_to_disk`; or what else [`~datasets.load_dataset`] reads.
+            A `.jsonl`, `.json`, `.csv` or `.tsv` file, or a `.txt` file with a prompt on each line, also compressed
+            (`.gz`); a `.parquet` file; a directory of such files, or by `save_to_disk`; T2IS-Bench's own directory or Hub
+            id, if its cases have prompts of grids; or what else [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
 
@@ -498,8 +554,6 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         FileNotFoundError: If `path_or_id` is a local path and does not exist.
         ValueError: If there is no such split, or the rows are not image-set prompts.
     """
-    from datasets import concatenate_datasets
-
     bench = find_t2is_bench(path_or_id)
     if bench is not None:
         dataset = read_t2is_bench(bench)
@@ -511,23 +565,21 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         check_image_set_columns(dataset)
         return dataset
 
-    path = find_prompts(path_or_id, "image-set prompts", _PROMPT_FILES)
-    paths = [path] if path.is_file() else [] if is_saved(path) else _json_lines_of_split(path, split)
+    path = find_prompts(path_or_id, "image-set prompts")
+    paths = [path] if has_rows_as_text(path) else [] if is_saved(path) else _json_lines_of_split(path, split)
     if paths:
-        rows = [_with_layout(row) for each in paths for row in _read_rows(each)]
+        rows = [row for each in paths for row in read_prompt_rows(each)]
+        rows = [_complete_row(index, row) for index, row in enumerate(rows)]
         # Before Arrow sees the rows: its error for a wrong type names neither row nor column
         check_image_set_columns(rows)
         return dataset_of_rows(rows)
 
     dataset = load_split(path_or_id, split)
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
-        dataset = convert_t2is(dataset)
-    elif "prompt" in dataset.column_names and _SHOWN_COLUMNS.isdisjoint(dataset.column_names):
-        added = dataset_of_rows([_with_layout({"prompt": prompt}) for prompt in dataset["prompt"]])
-        known = [name for name in added.column_names if name in dataset.column_names]
-        dataset = concatenate_datasets([dataset, added.remove_columns(known)], axis=1)
-    check_image_set_columns(dataset)
-    return dataset
+        dataset = cast("Dataset", convert_t2is(dataset))
+    if dataset.column_names == ["text"]:  # text files
+        dataset = dataset.rename_column("text", "prompt").filter(is_text, input_columns="prompt")
+    return complete_image_sets(dataset)
 
 
 def demo_prompts_path() -> Path:

@@ -13,6 +13,7 @@ from .dataset_files import (
     parse_json,
     path_inside,
     read_json_objects,
+    read_text,
     report_broken,
 )
 from .pairs import decision_of, pair_features
@@ -92,7 +93,7 @@ def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
 
 
 def _read_records(path: Path) -> list[Any]:
-    records = parse_json(path.read_text(encoding="utf-8"), path)
+    records = parse_json(read_text(path), path)
     if not isinstance(records, list) or not records:
         raise ValueError(f"{path} is not a list of JSON objects, or an empty one.")
     return records

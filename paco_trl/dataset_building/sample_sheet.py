@@ -101,8 +101,10 @@ def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> 
 
 def _render(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> "Image.Image":
     """Render rows of blocks of images with captions, a title above each row. matplotlib would take seconds."""
+    from matplotlib.font_manager import FontProperties, findfont
     from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+    from ..plots.figures import font_families, legible
     from ..utils.images import to_rgb
 
     def width_of(blocks: list[list[Any]]) -> int:
@@ -115,10 +117,14 @@ def _render(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path:
     draw = ImageDraw.Draw(sheet)
     for number, (title, blocks) in enumerate(rows):
         top, left = number * height + _GAP, _GAP
-        text = " ".join(title.split())
-        while len(text) > 1 and draw.textlength(text, title_font) > size[0] - 2 * _GAP:
+        text, own_font = " ".join(title.split()), title_font
+        if not text.isascii():  # Pillow's font shows boxes then
+            families = font_families()
+            family = next((name for name in families if legible(text, [name]) == text), families[0])
+            text, own_font = legible(text, [family]), ImageFont.truetype(findfont(FontProperties(family=[family])), 14)
+        while len(text) > 1 and draw.textlength(text, own_font) > size[0] - 2 * _GAP:
             text = text[:-2].rstrip() + "…"
-        draw.text((left, top), text, "black", title_font)
+        draw.text((left, top), text, "black", own_font)
         for block in blocks:
             for image, caption in block:
                 shown = ImageOps.contain(to_rgb(image, "An image of the sample"), (_THUMBNAIL, _THUMBNAIL))

@@ -2,6 +2,7 @@
 """Make contact sheets: a row of images with their scores for each prompt, with rows before and after training."""
 
 import textwrap
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,19 @@ def thumbnail(image: Image.Image) -> Image.Image:
     copy = image.copy()
     copy.thumbnail((THUMBNAIL, THUMBNAIL))
     return copy
+
+
+def _wrap(text: str, letters: int, lines: int) -> str:
+    """Wrap a text to the width of so many letters; those of East Asia are twice as wide, and have no spaces."""
+    text = " ".join(text.split())
+    widths = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+    letters = letters * len(text) // max(widths, 1)
+    wrapped = textwrap.wrap(text, max(letters, 3))
+    if len(wrapped) > lines:  # `max_lines` of textwrap would leave nothing of a long word
+        last = wrapped[lines - 1]
+        last = last if len(last) + 2 <= letters else last[: letters - 2].rpartition(" ")[0] or last[: letters - 2]
+        wrapped = [*wrapped[: lines - 1], f"{last} …"]
+    return "\n".join(wrapped)
 
 
 def _composite(images: list[Image.Image], aspect: float) -> Image.Image:
@@ -110,8 +124,7 @@ def save_contact_sheet(
     instructions = {}
     if sources:
         for image in images:
-            lines = textwrap.wrap(image.prompt_text, title_letters + 26, max_lines=TITLE_LINES, placeholder=" …")
-            instructions[image.prompt] = "\n".join(lines)
+            instructions[image.prompt] = _wrap(image.prompt_text, title_letters + 26, TITLE_LINES)
         text_height += 0.13 * max(text.count("\n") for text in instructions.values())
     # Rows are as high as their images
     aspects = [max(i.image.height / i.image.width for i in images if (i.prompt, i.series) == row) for row in rows]
@@ -161,7 +174,7 @@ def save_contact_sheet(
         box = _show(canvas, place, image.image, image.caption, image.image.width)
         if image.generation == 0 and image.prompt not in titled:
             titled.add(image.prompt)
-            text = textwrap.shorten(image.prompt_text, title_letters, placeholder=" …")
+            text = _wrap(image.prompt_text, title_letters, 1)
             figure.text(box.x0, box.y1 + 3 / 72 / height, text, fontsize=7, parse_math=False)
     data = png_bytes(figure)
     write_atomically(path, data)

@@ -2,13 +2,23 @@
 """Make figures without pyplot, which keeps global state and open figures, and next to training on one thread."""
 
 import io
+import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
+from matplotlib.text import Text
 from PIL import Image
+
+
+# Have letters and symbols that Matplotlib's own font lacks, where one is installed. Fonts of colored emoji do not scale
+_OTHER_FONTS = [
+    *("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback"),
+    *("Arial Unicode MS", "Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Emoji", "Symbola"),
+]
 
 
 def new_figure(width: float, height: float, dpi: int = 110) -> Figure:
@@ -18,8 +28,28 @@ def new_figure(width: float, height: float, dpi: int = 110) -> Figure:
     return figure
 
 
+def font_families() -> list[str]:
+    """Return the default font, and the installed fonts for letters that it lacks."""
+    installed = {font.name for font in fontManager.ttflist}
+    return [*FontProperties().get_family(), *(name for name in _OTHER_FONTS if name in installed)]
+
+
+def legible(text: str, families: list[str]) -> str:
+    """Replace what no font can show by an ellipsis: Matplotlib would show boxes, and warn."""
+    if text.isascii():
+        return text
+    fonts = [get_font(findfont(FontProperties(family=[name]))) for name in families]
+    shown = {char for char in set(text) if char.isspace() or any(font.get_char_index(ord(char)) for font in fonts)}
+    return re.sub("\0[\0\u200d\ufe0f]*", "…", "".join(char if char in shown else "\0" for char in text))
+
+
 def png_bytes(figure: Figure) -> bytes:
     """Return a figure as the bytes of a PNG file."""
+    families = font_families()
+    for text in figure.findobj(Text):
+        if not text.get_text().isascii():
+            text.set_fontfamily(families)
+            text.set_text(legible(text.get_text(), families))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", pil_kwargs={"compress_level": 4})  # 6 takes three times as long for 4 % less
     return buffer.getvalue()

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from datasets import Dataset
 from PIL import Image
 
-from ..data import SourceImages, check_edit_columns, check_image_set_columns, has_source_images, panel_size
+from ..data import SourceImages, check_edit_columns, has_source_images
+from ..data.image_sets import complete_image_sets
 from . import Family
 from .resolution import check_inference_size, training_size
 
@@ -36,23 +37,22 @@ class PromptRows:
     """Rows of image-set prompts, or of editing prompts with source images; `where` names the dataset in messages."""
 
     def __init__(self, dataset: Dataset, args: Sizes, where: str):
-        self.dataset, self.args, self.where = dataset, args, where
+        self.given, self.args, self.where = dataset, args, where
         self.sources: SourceImages | None = None
         if has_source_images(dataset):
             check_edit_columns(dataset, where)
             self.sources = SourceImages(dataset, where)
         else:
-            check_image_set_columns(dataset)
+            dataset = complete_image_sets(dataset)
+        self.dataset = dataset
         self.prompts: list[str] = list(dataset["prompt"])
         self.layouts = list(zip(self._column("rows", 1), self._column("cols", 1), strict=True))
         self.own_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
         for number, ((rows, cols), (height, width)) in enumerate(zip(self.layouts, self.own_sizes, strict=True)):
             if self.sources is not None and (height is None or width is None):
                 continue  # the source image decides
-            try:
-                panel_size(height or args.height, width or args.width, rows, cols)
-            except ValueError as error:
-                raise ValueError(f"Row {number} of {where}: {error}") from error
+            where_row = f"row {number} of {where}"
+            check_inference_size(height or args.height, width or args.width, rows, cols, None, where_row)
         self.inference_sizes: list[tuple[int, int]] = []
         self.training_sizes: list[tuple[int, int]] = []
         self._without_images = dataset

@@ -4,16 +4,25 @@
 import math
 
 
-def check_inference_size(height: int, width: int, rows: int, cols: int, multiple: int, where: str) -> None:
-    """Raise a `ValueError` for a size that the pipeline or the panels would have to crop or resize."""
+# Of every known pipeline, and of autoencoders that compress 32 times: what is proposed before the pipeline is loaded
+_ANY_MULTIPLE = 32
+
+
+def check_inference_size(height: int, width: int, rows: int, cols: int, multiple: int | None, where: str) -> None:
+    """Raise a `ValueError` for a size that the pipeline (`None`: not known yet) or the panels would crop or resize."""
     for name, size, count, unit in (("height", height, rows, "rows"), ("width", width, cols, "columns")):
-        step = math.lcm(multiple, count)
-        if size <= 0 or size % step != 0:
-            below = max(size // step, 1) * step
-            raise ValueError(
-                f"The {name} of {where} is {size}: it must be a multiple of {multiple} (required by the pipeline) and of "
-                f"{count} ({unit} of panels), so of {step}. Nearest values that work: {below} or {below + step}."
+        if size > 0 and size % math.lcm(multiple or 1, count) == 0:
+            continue
+        step = math.lcm(multiple or _ANY_MULTIPLE, count)
+        below = max(size // step, 1) * step
+        needed = f"multiple of {multiple} (required by the pipeline) and of {count} ({unit} of panels), so of {step}"
+        if multiple is None:
+            needed = (
+                f"multiple of {count} ({unit} of panels) and of what the pipeline requires, at most {_ANY_MULTIPLE}"
             )
+        raise ValueError(
+            f"The {name} of {where} is {size}: it must be a {needed}. Nearest values that work: {below} or {below + step}."
+        )
 
 
 def training_size(

@@ -4,15 +4,20 @@
 import math
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset
 from torch import nn
 
 from ..data.columns import check_is_dataset
+from ..data.texts import describe_repeated
 from ..rewards.reward_set import RewardSet
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.generation import check_call
 from .paco_grpo_config import PaCoGRPOConfig
+
+
+logger = get_logger(__name__)
 
 
 def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardSet) -> PromptRows:
@@ -24,7 +29,10 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardS
             f"The dataset has {len(dataset)} prompts, but a round takes {layout.num_prompts} different ones: "
             f"{layout.describe()} Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts."
         )
-    rewards.check_dataset(dataset, "the dataset")
+    rewards.check_dataset(rows.dataset, "the dataset")
+    # An instruction is often repeated, with other source images
+    if rows.sources is None and (repeated := describe_repeated(rows.prompts)) is not None:
+        logger.warning(f"{repeated} It is trained on more often than the others.")
     return rows
 
 
@@ -52,7 +60,7 @@ def check_eval_datasets(
     for name, dataset in datasets.items():
         check_is_dataset(dataset, "eval_dataset" if dataset is eval_dataset else f"eval_dataset[{name!r}]")
         rows.append(PromptRows(dataset, args, f"the dataset '{name}'"))
-        rewards.check_dataset(dataset, f"the dataset '{name}'")
+        rewards.check_dataset(rows[-1].dataset, f"the dataset '{name}'")
     return rows
 
 

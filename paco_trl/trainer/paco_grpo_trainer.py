@@ -133,7 +133,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         train_dataset ([`~datasets.Dataset`]):
             Prompts of one of two kinds, with any other columns that the rewards use:
 
-            - Image sets: the columns `prompt`, `rows`, `cols` and `panels`, optionally `height` and `width`. See
+            - Image sets: the columns `prompt`, `rows`, `cols` and `panels`, optionally `height` and `width`. With
+              `prompt` alone they are read from it, and a text without a layout is a single image. See
               [`~paco_trl.data.load_image_set_prompts`].
             - Edits: `prompt`, the instruction, and the source `image` (or `images` for several), optionally `height`
               and `width`. See [`~paco_trl.data.load_edit_prompts`].
