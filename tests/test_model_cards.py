@@ -708,7 +708,7 @@ class TestUse:
                 size // 2,
                 size // 2,
             )
-        edit = code_of(str(render_card(ImageModelCard("a", "u/a", FLUX, is_editing=True))))[-1]
+        edit = code_of(str(render_card(ImageModelCard("a", "u/a", FLUX, trained_on="edits"))))[-1]
         assert "panels" not in edit and "pipe(image=source, prompt=prompt)" in edit
 
     def test_the_code_of_a_judge_runs(self, judge, tmp_path, monkeypatch):
@@ -766,7 +766,7 @@ class TestUse:
 
     def test_code_is_code(self):
         cards = [
-            ImageModelCard("a", "u/a", FLUX, pipeline_class="FluxPipeline", is_editing=editing, formats=formats, call=call,
+            ImageModelCard("a", "u/a", FLUX, pipeline_class="FluxPipeline", trained_on="edits" if editing else "sets", formats=formats, call=call,
                            weights=weights, transformer_class="FluxTransformer2DModel")
             for weights in ("adapter", "transformer")
             for formats in (["peft"], ["diffusers", "peft"])
