@@ -253,7 +253,7 @@ class TestPushAndPull:
     def test_what_is_in_the_repository(self, hub, folder):
         files = hub.files(REPO, "model")
         assert set(files) == {
-            ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors",
+            ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "paco_trl.json",
             "pytorch_lora_weights.safetensors", "contact_sheet.png", "curves.png", *(f"images/{n}.png" for n in range(4)),
         }  # fmt: skip
         assert hub.repos["model", REPO].private

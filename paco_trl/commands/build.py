@@ -428,7 +428,7 @@ def publish(args: PublishArguments) -> None:
     Console().print(f"The dataset is at {escape(url)}.")
 
 
-STAGES = {
+STAGES: dict[str, tuple[type, Callable]] = {
     "prompts": (PromptsArguments, make_prompts),
     "grids": (GridsArguments, make_grids),
     "panels": (PanelsArguments, make_panels),
