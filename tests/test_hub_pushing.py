@@ -424,6 +424,21 @@ class TestChecks:
         hub.repos["model", "tester/adapter"].private = True
         assert run(prepare, "tester/adapter", private=True)["result"]
 
+    @pytest.mark.slow
+    def test_a_trainer_asked_to_push_in_private(self, hub, make_trainer, tmp_path):
+        hub.add_repo("tester/open", {"README.md": b""})
+        trainer = make_trainer(hub_model_id="tester/open", hub_token=TOKEN)
+        with hub.connected(tmp_path / "cache"):
+            with pytest.raises(ValueError, match="public"):
+                trainer.push_to_hub(private=True)
+            assert set(hub.files("tester/open", "model")) == {"README.md"}
+            trainer.push_to_hub()
+            pushed = hub.files("tester/open", "model")
+            assert "adapter_model.safetensors" in pushed and "paco_trl.json" in pushed
+            with pytest.raises(ValueError, match="public"):
+                trainer.push_to_hub(private=True)
+        assert hub.files("tester/open", "model") == pushed
+
     def test_the_client_is_left_as_it_was(self, run, monkeypatch):
         """It is one for the process: others may wait as long as they like, and two threads push at a time."""
 

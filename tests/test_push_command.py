@@ -179,6 +179,13 @@ class TestCommand:
         (folder / "README.md").unlink()
         assert push([folder, "--hub_model_id", "mine"])[0]["code"] == 0
 
+    def test_private_but_there_and_public(self, hub, push, tmp_path):
+        run = save_adapter(tmp_path / "run", "one")
+        hub.add_repo("tester/open", {"README.md": b""})
+        (refused,) = push([run, "--hub_model_id", "open", "--hub_private_repo", "True"])
+        assert refused["code"] == 1 and "public" in refused["said"]
+        assert set(hub.files("tester/open", "model")) == {"README.md"} and not (run / ".pushing").exists()
+
     def test_the_folder_anywhere(self, hub, push, tmp_path):
         run = save_adapter(tmp_path / "run", "one")
         done = push(
