@@ -491,6 +491,28 @@ for words in stages:
 
 
 class TestPublish:
+    @pytest.mark.parametrize("stage", ["prompts", "grids", "panels", "pairs", "reasons"])
+    def test_no_stage_goes_to_a_public_dataset(self, planted, tmp_path, stage):
+        """`private=True` of `push_to_hub` is ignored where the repository exists."""
+        work = sorted(tmp_path.rglob("*"))
+        with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
+            hub.add_repo("tester/parts", {"README.md": b""}, "dataset")
+            with pytest.raises(ValueError, match="public"):
+                run(stage, hub_id="parts")
+            assert set(hub.files("tester/parts")) == {"README.md"}
+        assert sorted(tmp_path.rglob("*")) == work  # said before any work
+
+    def test_a_stage_goes_to_a_private_dataset(self, planted, tmp_path):
+        with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
+            planted("rank")
+            for _ in range(2):  # a new repository, and one that is there
+                planted("pairs", test_size=0.2, hub_id="parts")
+                assert hub.repos["dataset", "tester/parts"].private
+            assert any(name.startswith("pairs/") for name in hub.files("tester/parts"))
+            hub.repos["dataset", "tester/parts"].private = False  # while a stage is running
+            with pytest.raises(ValueError, match="public"):
+                script.finish(SimpleNamespace(hub_id="parts"), script.StageFolder(tmp_path / "build/prompts"), {})
+
     @pytest.mark.slow
     def test_all_stages(self, planted, tmp_path):
         """The script in a process of its own, and a Hub over HTTP; what is there is what was built."""

@@ -6,10 +6,12 @@ import os
 import shutil
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.utils import get_session
 
 from hub_server import HubServer
 from paco_trl.hub import account, pushing
@@ -421,6 +423,39 @@ class TestChecks:
         assert "exists and is public" in run(prepare, "tester/adapter", private=True)["message"]
         hub.repos["model", "tester/adapter"].private = True
         assert run(prepare, "tester/adapter", private=True)["result"]
+
+    @pytest.mark.slow
+    def test_a_trainer_asked_to_push_in_private(self, hub, make_trainer, tmp_path):
+        hub.add_repo("tester/open", {"README.md": b""})
+        trainer = make_trainer(hub_model_id="tester/open", hub_token=TOKEN)
+        with hub.connected(tmp_path / "cache"):
+            with pytest.raises(ValueError, match="public"):
+                trainer.push_to_hub(private=True)
+            assert set(hub.files("tester/open", "model")) == {"README.md"}
+            trainer.push_to_hub()
+            pushed = hub.files("tester/open", "model")
+            assert "adapter_model.safetensors" in pushed and "paco_trl.json" in pushed
+            with pytest.raises(ValueError, match="public"):
+                trainer.push_to_hub(private=True)
+        assert hub.files("tester/open", "model") == pushed
+
+    def test_the_client_is_left_as_it_was(self, run, monkeypatch):
+        """It is one for the process: others may wait as long as they like, and two threads push at a time."""
+
+        def timeouts() -> list:
+            seen = [get_session().timeout.read]
+            with account.hub_errors(HfApi(), "a/b", ""):
+                seen.append(get_session().timeout.read)
+                with ThreadPoolExecutor() as pool, pytest.raises(ConnectionError):
+                    pool.submit(fail).result()
+                seen.append(get_session().timeout.read)
+            return [*seen, get_session().timeout.read]
+
+        def fail() -> None:
+            with account.hub_errors(HfApi(), "a/b", ""):
+                raise ConnectionError
+
+        assert run(timeouts)["result"] == [None, 120, 120, None]
 
     def test_no_right_to_an_existing_repository(self, hub, run):
         hub.add_repo("team/adapter", {"README.md": b""})

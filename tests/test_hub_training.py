@@ -253,7 +253,7 @@ class TestPushAndPull:
     def test_what_is_in_the_repository(self, hub, folder):
         files = hub.files(REPO, "model")
         assert set(files) == {
-            ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors",
+            ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "paco_trl.json",
             "pytorch_lora_weights.safetensors", "contact_sheet.png", "curves.png", *(f"images/{n}.png" for n in range(4)),
         }  # fmt: skip
         assert hub.repos["model", REPO].private
@@ -330,6 +330,7 @@ def test_said_before_a_model_is_loaded(hub, tiny_flux, tmp_path):
     hub.fault = lambda method, path: None
     hub.add_repo("tester/taken", {"README.md": b"", "notes/letter.txt": b"dear"})
     hub.add_repo("makers/gated", {"README.md": b""})
+    hub.add_repo("tester/open", {"README.md": b""})
     hub.gated.add("makers/gated")
     hub.reserved.add("settings")
     cases = [
@@ -337,6 +338,7 @@ def test_said_before_a_model_is_loaded(hub, tiny_flux, tmp_path):
         ({"hub_token": WRONG_TOKEN}, "PermissionError: .* does not know the token"),
         ({"hub_model_id": "others/adapter"}, "PermissionError: .* no right to 'others'"),
         ({"hub_model_id": "tester/taken"}, "ValueError: .*tester/taken has 1 files of something else"),
+        ({"hub_model_id": "tester/open", "hub_private_repo": True}, "ValueError: .*public"),
         ({"hub_model_id": "tester/a--b"}, "ValueError: .*'tester/a--b'"),
         ({"hub_model_id": "tester/settings"}, "ValueError: .* does not allow a repository of the name tester/settings"),
         ({"base": by_path, "hub_model_id": "others/adapter"}, "PermissionError: .* no right to 'others'"),

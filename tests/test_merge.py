@@ -169,6 +169,7 @@ class TestPipeline:
         files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         assert files == {
             "README.md",
+            "paco_trl.json",
             "transformer/config.json",
             "transformer/diffusion_pytorch_model.safetensors",
         }

@@ -431,6 +431,19 @@ class TestWhatItSays:
         rows = settings_of(str(card_of(make_trainer(train_dataset=dataset))))
         assert rows["resolution"] == "0.5 of the inference size per side"
 
+    def test_sets_and_single_images(self, trained, make_trainer, prompts, tmp_path):
+        """What was trained is in the data, on the card, and next to the weights for programs."""
+        single = prompts.map(lambda row: {"prompt": row["theme"], "rows": 1, "cols": 1, "panels": [row["theme"]]})
+        trainer = make_trainer(train_dataset=single)
+        trainer.save_model()
+        texts = {"sets": text_of(trained), "single images": text_of(trainer)}
+        for kind, each in (("sets", trained), ("single images", trainer)):
+            settings = json.loads((Path(each.args.output_dir) / "paco_trl.json").read_text())
+            assert settings == {"trained_on": kind, "base_model": "tiny-flux"}
+            is_set = kind == "sets"
+            assert ("sets of consistent images" in texts[kind]) is ("identical panels" in texts[kind]) is is_set
+            assert ("panels" in texts[kind]) is is_set
+
     def test_rewards_with_weights_and_models(self, trained, make_trainer, tiny_clip):
         (table,) = [
             table for table in tables_of(text_of(trained)) if "reward" in table and "weight" in table["reward"]
@@ -708,7 +721,9 @@ class TestUse:
                 size // 2,
                 size // 2,
             )
-        edit = code_of(str(render_card(ImageModelCard("a", "u/a", FLUX, is_editing=True))))[-1]
+        single = str(render_card(ImageModelCard("a", "u/a", FLUX, trained_on="single images")))
+        assert "panels" not in single and "grid" not in single
+        edit = code_of(str(render_card(ImageModelCard("a", "u/a", FLUX, trained_on="edits"))))[-1]
         assert "panels" not in edit and "pipe(image=source, prompt=prompt)" in edit
 
     def test_the_code_of_a_judge_runs(self, judge, tmp_path, monkeypatch):
@@ -766,7 +781,7 @@ class TestUse:
 
     def test_code_is_code(self):
         cards = [
-            ImageModelCard("a", "u/a", FLUX, pipeline_class="FluxPipeline", is_editing=editing, formats=formats, call=call,
+            ImageModelCard("a", "u/a", FLUX, pipeline_class="FluxPipeline", trained_on="edits" if editing else "sets", formats=formats, call=call,
                            weights=weights, transformer_class="FluxTransformer2DModel")
             for weights in ("adapter", "transformer")
             for formats in (["peft"], ["diffusers", "peft"])

@@ -12,7 +12,7 @@ import pytest
 from hub_server import HubServer
 from paco_trl.commands.main import main
 from paco_trl.commands.push import PushArguments, find_saved_model
-from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER, published_files_of
+from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, SETTINGS, TRANSFORMER, published_files_of
 from paco_trl.hub.pushing import remember_repository
 
 
@@ -161,6 +161,42 @@ class TestCommand:
         assert files["README.md"].decode() == card("step 40")
         assert sorted(path.name for path in (run / ".pushing").iterdir()) == [".lock", "repository.json"]
 
+    @pytest.mark.parametrize("kind", ["pipeline", "judge", "adapter"])
+    def test_what_was_not_saved_here(self, hub, push, tmp_path, kind):
+        """A base model, whose name was mistaken for that of a run, would be published, and public."""
+        folder = save_adapter(tmp_path / "base", "") if kind == "adapter" else tmp_path / "base"
+        weights = folder / {"pipeline": "transformer", "judge": "", "adapter": ""}[kind]
+        weights.mkdir(parents=True, exist_ok=True)
+        if kind != "adapter":
+            (weights / "config.json").write_text("{}")
+            (weights / ("model.safetensors" if kind == "judge" else "diffusion_pytorch_model.safetensors")).touch()
+        (folder / "README.md").write_text("---\ntags:\n- diffusers\n---\n")
+        before = sorted(folder.rglob("*"))
+        (refused,) = push([folder, "--hub_model_id", "mine"])
+        assert refused["code"] == 1 and "hf upload" in refused["said"]
+        assert not hub.repos and sorted(folder.rglob("*")) == before
+        (folder / SETTINGS).write_text("{}")  # of an image model, whose card may be gone
+        (folder / "README.md").unlink()
+        assert push([folder, "--hub_model_id", "mine"])[0]["code"] == 0
+
+    def test_private_but_there_and_public(self, hub, push, tmp_path):
+        run = save_adapter(tmp_path / "run", "one")
+        hub.add_repo("tester/open", {"README.md": b""})
+        (refused,) = push([run, "--hub_model_id", "open", "--hub_private_repo", "True"])
+        assert refused["code"] == 1 and "public" in refused["said"]
+        assert set(hub.files("tester/open", "model")) == {"README.md"} and not (run / ".pushing").exists()
+
+    def test_the_folder_anywhere(self, hub, push, tmp_path):
+        run = save_adapter(tmp_path / "run", "one")
+        done = push(
+            ["--hub_private_repo", "True", run, "--hub_model_id", "mine"], [f"--folder={run}"],
+            [run], ["--hub_model_id=mine", run],
+        )  # fmt: skip
+        assert [one["code"] for one in done] == [0] * 4
+        # Twice to the same place, and nothing of the client's own about cards
+        assert not any("metadata block" in one["said"] for one in done)
+        assert [one["code"] for one in push([run, "--hub_private_repo", "True"], ["--folder"])] == [0, 2]
+
     @pytest.mark.slow
     def test_without_a_token(self, hub, tmp_path):
         """As users start it."""
@@ -176,6 +212,7 @@ class TestCommand:
 def test_options(capsys):
     assert main(["push", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
+    assert "push FOLDER" in shown
     for name, field in PushArguments.__dataclass_fields__.items():
         assert f"--{name}" in shown
         assert field.metadata["help"].split(".")[0] in shown

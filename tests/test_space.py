@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl space`, and the app that it writes: same noise, scores of the judge, in a real browser."""
 
+import functools
 import inspect
 import io
 import json
 import re
 import runpy
 import shutil
+import sys
 from base64 import b64decode
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +26,8 @@ from launching import ROOT
 from paco_trl.cards import ImageModelCard, ImageSettings, LoRA, Reward, render_card
 from paco_trl.commands.main import main
 from paco_trl.commands.space import SpaceArguments, write_space
-from paco_trl.data import split_grid
+from paco_trl.data import format_image_set_prompt, split_grid
+from paco_trl.hub.files import SETTINGS
 from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.tiny.longcat_image import build_tiny_longcat_image
@@ -31,9 +35,9 @@ from test_annotation_app import free_port
 from test_annotation_browser import ARGUMENTS, CHROMIUM
 
 
-pytest.importorskip("gradio")
+gradio = pytest.importorskip("gradio")
 from paco_trl.image_benchmarks import serve_comparison  # noqa: E402
-from paco_trl.image_benchmarks.comparison_app import Comparison  # noqa: E402
+from paco_trl.image_benchmarks.comparison_app import Comparison, make_app  # noqa: E402
 
 
 FLUX = ROOT / "examples/miniature/weights/flux"
@@ -43,6 +47,9 @@ PROMPT = (
     "Meadow, on the left: red, hat. [TOP]-[RIGHT]: Snow, in the middle: red, hat. [BOTTOM]-[LEFT]: Beach, on the right: "
     "red, hat. [BOTTOM]-[RIGHT]: Night, on the left: red, hat."
 )
+
+
+PASTED = format_image_set_prompt("One hat.", 20, 20, ["A hat."] * 400)
 
 
 def card(**settings) -> ImageModelCard:
@@ -111,14 +118,14 @@ class TestWrite:
             return *texts, capsys.readouterr().err
 
         requirements, readme, said = written("unknown")
-        assert requirements == "paco_trl[apps]\n" and "on no package index" in readme
+        assert requirements == "paco_trl[apps]\nspaces\n" and "on no package index" in readme
         assert "once the address of paco_trl is in requirements.txt" in said
         folder = tmp_path / "paco_trl-1.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: paco_trl\nHome-page: https://a.b/paco\n")
         monkeypatch.syspath_prepend(tmp_path)
         requirements, readme, said = written("known")
-        assert requirements == "paco_trl[apps] @ git+https://a.b/paco\n" and "index" not in readme
+        assert requirements == "paco_trl[apps] @ git+https://a.b/paco\nspaces\n" and "index" not in readme
         assert "how to publish it.\n" in said
 
     def test_the_metadata(self, adapter, tmp_path):
@@ -180,9 +187,7 @@ class TestWrite:
         assert main(["space", str(adapter), "--output_dir", str(tmp_path / "full")]) == 1
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 3  # one each
-        for line, message in zip(
-            lines, ("is for image-to-image", "has no adapter_config.json", "is not empty"), strict=True
-        ):
+        for line, message in zip(lines, ("edits images", "has no adapter_config.json", "is not empty"), strict=True):
             assert message in line
         assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "toy"]  # nothing half written
         assert main(["space", str(adapter), *target]) == 0
@@ -224,6 +229,136 @@ def test_a_pipeline_that_takes_no_callback(tmp_path, monkeypatch):
     pipeline.transformer.add_adapter(LoraConfig(target_modules=["to_q"], init_lora_weights=False))
     sets = list(Comparison(pipeline, None, (64, 64), 4.5).generate(PROMPT, 2, 2, 7, 2))
     assert not np.array_equal(*(np.hstack(panels) for panels in sets))
+
+
+@pytest.fixture(scope="module")
+def comparison(adapter):
+    return Comparison(load_system(str(FLUX), torch.float32, str(adapter), "cpu"), None, (64, 64), 1.0)
+
+
+def compare_of(comparison: Comparison, layout: tuple[int, int] = (2, 2), prompts: tuple[str, ...] = ("a hat",)):
+    """What the button of the page calls, and the page as Gradio sends it."""
+    app = make_app(comparison, ("base", "adapter"), prompts, "title", layout)
+    (compare,) = {function.fn for function in app.fns.values() if function.fn.__name__ == "compare"}
+    return compare, json.dumps(app.get_config_file(), default=str)
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            {"prompt": PASTED},
+            {"rows": 30}, {"cols": 17}, {"rows": 5, "cols": 5}, {"rows": 0}, {"rows": None}, {"cols": 1.5},
+            {"steps": 101}, {"steps": None}, {"seed": -1}, {"seed": 2**31}, {"prompt": "a" * 10_001},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_more_than_the_page_offers(self, comparison, monkeypatch, asked):
+        """The fields stop none of them: a prompt names its layout, and a request can have any values."""
+        given = {"prompt": "a hat", "rows": 2, "cols": 2, "seed": 0, "steps": 1, **asked}
+        compare, _ = compare_of(comparison)
+        monkeypatch.setattr(type(comparison.pipeline), "__call__", lambda *_, **__: pytest.fail("it is generated"))
+        with pytest.raises(gradio.Error, match="choose"):
+            next(compare(**given))
+        if asked != {"prompt": PASTED}:  # its layout is read by the page
+            with pytest.raises(ValueError, match="choose"):
+                next(comparison.generate(**given))
+
+    def test_pixels(self, comparison):
+        large = Comparison(comparison.pipeline, None, (1024, 1024), 1.0)
+        with pytest.raises(ValueError, match="pixels"):
+            next(large.generate("a hat", 3, 2, 0, 1))
+
+    @pytest.mark.parametrize("error", [RuntimeError("/home/me"), torch.OutOfMemoryError(), KeyError("b")])
+    def test_any_error_is_a_sentence(self, comparison, monkeypatch, error):
+        def fail(*arguments, **keywords):
+            raise error
+
+        compare, _ = compare_of(comparison)
+        monkeypatch.setattr(type(comparison.pipeline), "__call__", fail)
+        shown = compare("a hat", 2, 2, 0, 1)
+        next(shown)
+        with pytest.raises(gradio.Error) as raised:
+            next(shown)
+        assert raised.value.message.endswith(".") and "/home/me" not in raised.value.message
+
+    def test_on_zero_gpu(self, comparison, monkeypatch):
+        """The package `spaces` is on the Hub's machines: only a decorated function has a GPU there."""
+        is_on_gpu: list[bool] = []
+
+        def gpu(duration):
+            def decorate(function):
+                def in_worker(*arguments):
+                    is_on_gpu.append(True)
+                    yield from function(*arguments)
+                    is_on_gpu.pop()
+
+                in_worker.__name__ = function.__name__
+                return in_worker
+
+            return decorate
+
+        generate = type(comparison.pipeline).__call__
+        seen = []
+
+        @functools.wraps(generate)
+        def watched(*arguments, **keywords):
+            seen.append(list(is_on_gpu))
+            return generate(*arguments, **keywords)
+
+        monkeypatch.setattr(type(comparison.pipeline), "__call__", watched)
+        for modules, expected in (({"spaces": SimpleNamespace(GPU=gpu)}, [True]), ({"spaces": None}, [])):
+            with monkeypatch.context() as patch:
+                for name, module in modules.items():
+                    patch.setitem(sys.modules, name, module)
+                compare, _ = compare_of(comparison)
+            assert len(list(compare("a hat", 1, 2, 0, 1))) == 4
+            assert seen == [expected] * 2
+            seen.clear()
+
+
+class TestSingleImages:
+    @pytest.fixture
+    def single(self, adapter, tmp_path):
+        copy = tmp_path / "toy"
+        shutil.copytree(adapter, copy)
+        (copy / SETTINGS).write_text(json.dumps({"trained_on": "single images"}))
+        return copy
+
+    def test_the_settings(self, single, tmp_path, capsys):
+        folder = write_space(SpaceArguments(str(single), str(tmp_path / "space")))
+        found = arguments_of(folder)
+        assert found["layout"] == (1, 1) and found["panel_size"] == (128, 128) and found["judge"] is None
+        assert not any("grid" in prompt for prompt in found["prompts"])
+        readme = (folder / "README.md").read_text().lower()
+        assert "sets" not in readme.split("# my")[1].split("```")[0] and "image sets" not in readme
+        assert "judge" not in capsys.readouterr().err
+        # Its own prompts, from its gallery
+        text = (single / "README.md").read_text()
+        (single / "README.md").write_text(
+            text.replace("---\n", "---\nwidget:\n- text: a hat\n  output: {url: a.png}\n", 1)
+        )
+        found = arguments_of(write_space(SpaceArguments(str(single), str(tmp_path / "gallery"))))
+        assert found["prompts"] == ["a hat"] and found["layout"] == (1, 1)
+
+    def test_edits_are_refused(self, single, tmp_path, capsys):
+        (single / SETTINGS).write_text(json.dumps({"trained_on": "edits"}))
+        assert main(["space", str(single), "--output_dir", str(tmp_path / "space")]) == 1
+        assert "edits images" in capsys.readouterr().err
+
+    def test_the_page(self, comparison):
+        _, of_sets = compare_of(comparison)
+        compare, of_single = compare_of(comparison, (1, 1))
+        assert "several images" in of_sets and "several images" not in of_single
+        (*_, last) = compare("a hat", 1, 1, 0, 1)
+        assert [len(one["panels"]) for one in last["sets"]] == [1, 1] and last["doing"] is None
+
+
+@pytest.mark.parametrize("name", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "nope.safetensors"])
+def test_a_directory_that_does_not_exist(name, tmp_path, capsys):
+    assert main(["space", "--output_dir", str(tmp_path / "space"), name]) == 1
+    said = capsys.readouterr().err
+    assert "no directory" in said and name in said
 
 
 @contextmanager

@@ -256,7 +256,7 @@ class ImageModelCard(_Card):
     prompt: str | None = None  # of the snippets; if `None`, a packaged one
     layout: list[int] = field(default_factory=lambda: [1, 1])  # rows and columns of its image
     call: str = ""  # arguments of the pipeline's call besides the prompt, as code
-    is_editing: bool = False
+    trained_on: str = "sets"  # or "single images" or "edits"
     method: str | None = None  # "PaCo-GRPO", "DiffusionNFT" or "AWM"
     settings: ImageSettings | None = None
     rewards: list[Reward] = field(default_factory=list)

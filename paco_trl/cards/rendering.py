@@ -12,7 +12,8 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..data import demo_prompts_path, theme_question
-from ..hub.files import PICTURES
+from ..hub.files import PICTURES, SETTINGS
+from ..utils.files import write_atomically
 from ..utils.names import public_name, relative_name, repository
 from ..utils.tables import markdown_text
 from .citations import TRL, base_citation
@@ -77,7 +78,11 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
 
 
 def save_card(card: ImageModelCard, folder: str | Path) -> None:
-    """Save a card as `README.md` with its images, and remove the images of an earlier card that it does not have."""
+    """
+    Save a card as `README.md` with its images, and what programs read of it as `paco_trl.json`.
+
+    The images of an earlier card that it does not have are removed.
+    """
     folder = Path(folder)
     for old in [path for pattern in PICTURES for path in folder.glob(pattern)]:
         if old.relative_to(folder).as_posix() not in card.pictures:
@@ -87,6 +92,8 @@ def save_card(card: ImageModelCard, folder: str | Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.resolve() != target.resolve():
             shutil.copy(source, target)
+    settings = {"trained_on": card.trained_on, "base_model": public_name(card.base_model)}
+    write_atomically(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     render_card(card).save(folder / "README.md")
 
 
@@ -122,7 +129,7 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
     if isinstance(card, JudgeCard):
         library, task = "peft" if is_adapter else "transformers", "image-text-to-text"
     else:
-        library, task = "diffusers", "image-to-image" if card.is_editing else "text-to-image"
+        library, task = "diffusers", "image-to-image" if card.trained_on == "edits" else "text-to-image"
     license, on_hub = card.license, _is_on_hub(card)
     results = [
         EvalResult(
@@ -165,14 +172,14 @@ def _widget(card: ImageModelCard | JudgeCard) -> list[dict] | None:
 def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
     """Return what the snippets generate: the prompt as code, its layout, and the arguments of the call."""
     prompt, layout, call = card.prompt, card.layout, card.call
-    if prompt is None and card.is_editing:
-        prompt = "Paint the car red."
+    if prompt is None and card.trained_on != "sets":
+        prompt = "Paint the car red." if card.trained_on == "edits" else "A red fox in the snow."
     elif prompt is None:  # in the format of the paper's prompts
         row = json.loads(demo_prompts_path().read_text(encoding="utf-8").split("\n", 1)[0])
         prompt, layout = row["prompt"], [row["rows"], row["cols"]]
         height, width = (card.settings and card.settings.inference_size) or (row["height"], row["width"])
         call = ", ".join(filter(None, [f"height={height}, width={width}", call]))
-    call = ", ".join(filter(None, ["image=source" if card.is_editing else "", "prompt=prompt", call]))
+    call = ", ".join(filter(None, ["image=source" if card.trained_on == "edits" else "", "prompt=prompt", call]))
     # Joined, the lines are the prompt
     wrapper = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
     lines = [json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(prompt)]

@@ -21,10 +21,14 @@ Interrupted stages resume automatically. The pairs train a judge:
 """
 
 import json
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, concatenate_datasets
+from huggingface_hub import HfApi
 from rich.console import Console
 from rich.markup import escape
 
@@ -56,8 +60,10 @@ from ..dataset_building import (
     write_reasons,
 )
 from ..dataset_building.sample_sheet import instances_sheet, pairs_sheet
+from ..hub.account import find_repository, hub_errors
 from .build_arguments import (
     AnnotateArguments,
+    BuildArguments,
     ExchangeArguments,
     GridsArguments,
     PairsArguments,
@@ -112,9 +118,17 @@ def finish(args, folder: StageFolder, report: dict, **also: Dataset) -> None:
     console.print(f"[bold]{escape(folder.path.name)}[/] is in {escape(str(folder.path / 'dataset'))}")
     console.print_json(json.dumps(report, ensure_ascii=False))
     if args.hub_id is not None:
-        for name, dataset in {folder.path.name: folder.load(), **also}.items():
-            dataset.push_to_hub(args.hub_id, config_name=name, private=True)
-        console.print(f"It is on the Hub as {escape(args.hub_id)}.")
+        api, repo_id = _private_repository(args.hub_id)
+        with hub_errors(api, repo_id, "Nothing is lost: rerun the stage, which only uploads."):
+            for name, dataset in {folder.path.name: folder.load(), **also}.items():
+                dataset.push_to_hub(repo_id, config_name=name, private=True)
+        console.print(f"It is on the Hub as {escape(repo_id)}.")
+
+
+def _private_repository(hub_id: str) -> tuple[HfApi, str]:
+    """Check that a stage's result may be pushed, and that a repository that exists is private."""
+    api = HfApi(library_name="paco_trl")
+    return api, find_repository(api, hub_id, private=True, repo_type="dataset")[0]
 
 
 def _endpoint_of(args) -> ChatEndpoint:
@@ -414,7 +428,7 @@ def publish(args: PublishArguments) -> None:
     Console().print(f"The dataset is at {escape(url)}.")
 
 
-STAGES = {
+STAGES: dict[str, tuple[type, Callable]] = {
     "prompts": (PromptsArguments, make_prompts),
     "grids": (GridsArguments, make_grids),
     "panels": (PanelsArguments, make_panels),
@@ -430,4 +444,12 @@ STAGES = {
 
 def main(words: list[str]) -> int:
     """Run a stage."""
-    return run_stage(words, STAGES, "paco-trl build", __doc__)
+
+    def checked(run: Callable, args: BuildArguments) -> None:
+        hub_id = getattr(args, "hub_id", None)
+        if hub_id is not None and os.environ.get("RANK", "0") == "0":
+            _private_repository(hub_id)  # before hours of work
+        run(args)
+
+    stages = {name: (arguments, partial(checked, run)) for name, (arguments, run) in STAGES.items()}
+    return run_stage(words, stages, "paco-trl build", __doc__)

@@ -17,7 +17,9 @@ class BuildArguments:
 class PushableArguments(BuildArguments):
     """Directory of a dataset build, and a dataset on the Hub for the result of a stage."""
 
-    hub_id: str | None = option(None, "Hub id to also push the result of this stage to, as a private dataset.")
+    hub_id: str | None = option(
+        None, "Hub id to also push the result of this stage to, as a private dataset; a public one is refused."
+    )
 
 
 @dataclass

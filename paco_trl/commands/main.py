@@ -52,11 +52,6 @@ def _usage() -> str:
     return "\n".join(["usage: paco-trl <command> [options]", "       paco-trl --version", "", *lines, "", *more])
 
 
-def name_first(arguments: list[str], option: str) -> list[str]:
-    """Name the first argument of a command: `paco-trl push folder` is `paco-trl push --folder folder`."""
-    return [option, *arguments] if arguments and not arguments[0].startswith("-") else arguments
-
-
 def say(command: str, message: str) -> None:
     """Write a message of a command to stderr."""
     sys.stderr.write(f"paco-trl {command}: {message}\n")

@@ -14,11 +14,11 @@ from datasets import Dataset
 from peft import LoraConfig
 from rich.table import Table
 from transformers import CLIPConfig, CLIPModel
-from transformers.utils import cached_file
 
 from .. import PaCoGRPOConfig, PaCoRewardConfig
 from ..rollout.loading import read_peft_config
 from ..trainer.judge_model import complete_peft_config
+from ..utils.files import find_model_file
 from . import reward
 from .memory import ImagePlan, JudgePlan, Phase, largest_batch, peak, smallest_change, weights_bytes
 from .options import option
@@ -125,7 +125,7 @@ def judges_in_process(script_args: ScriptArguments) -> list[str]:
 
 
 def _plan_reward_judge(name: str, quantization: str | None) -> JudgePlan:
-    if cached_file(name, "adapter_config.json", _raise_exceptions_for_missing_entries=False) is not None:
+    if find_model_file(name, "adapter_config.json") is not None:
         name = read_peft_config(name).base_model_name_or_path
     # A `PaCoRewardConfig` would reset the device of the trainer that earlier checks have made
     return JudgePlan(name, SimpleNamespace(bf16=True, max_pixels=None, max_length=None), None, quantization)

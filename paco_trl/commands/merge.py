@@ -23,15 +23,16 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import cached_file
 
-from ..cards import ImageModelCard, JudgeCard, LoRA, render_card
+from ..cards import ImageModelCard, JudgeCard, LoRA, render_card, save_card
 from ..checkpointing.checkpoints import checkpoints_of
 from ..checkpointing.export import save_transformer
+from ..hub.files import read_settings
 from ..hub.licenses import base_license
 from ..rewards.paco_reward import has_processor, load_judge_adapter, safetensors_of
 from ..rollout.loading import load_transformer_adapter
 from ..utils.files import find_model_file, scratch_folder
 from ..utils.names import check_adapter_base
-from .main import name_first, say
+from .main import say
 from .options import option
 from .parser import CommandParser
 from .push import find_saved_model
@@ -309,7 +310,7 @@ def _write_card(merged: Merged, config: LoraConfig, pipeline_class: str | None, 
         "license": base_license(merged.base, online=True),
     }
     if pipeline_class is None:
-        card = JudgeCard(weights="merged", **common)
+        render_card(JudgeCard(weights="merged", **common)).save(folder / "README.md")
     else:
         transformer = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
         card = ImageModelCard(
@@ -317,10 +318,14 @@ def _write_card(merged: Merged, config: LoraConfig, pipeline_class: str | None, 
             pipeline_class=pipeline_class,
             transformer_class=transformer["_class_name"],
             dtype=str(merged.dtype).removeprefix("torch."),
-            is_editing="Kontext" in pipeline_class or "Edit" in pipeline_class,
+            trained_on=read_settings(merged.adapter).get("trained_on") or _trained_on(pipeline_class),
             **common,
         )
-    render_card(card).save(folder / "README.md")
+        save_card(card, folder)
+
+
+def _trained_on(pipeline_class: str) -> str:
+    return "edits" if "Kontext" in pipeline_class or "Edit" in pipeline_class else "sets"
 
 
 def _describe(merged: Merged, output_dir: str, seconds: float) -> str:
@@ -353,11 +358,12 @@ def main(arguments: list[str]) -> int:
     """Run the command."""
     parser = CommandParser(
         MergeArguments,
+        positional="adapter_name_or_path",
         prog=_PROGRAM,
-        usage=f"{_PROGRAM} --adapter_name_or_path ADAPTER --output_dir DIRECTORY [options]",
+        usage=f"{_PROGRAM} ADAPTER --output_dir DIRECTORY [options]",
         description="Merges a LoRA adapter into the weights of its base model, on the CPU.",
     )
     started = time.monotonic()
-    (args,) = parser.parse_args_and_config(name_first(arguments, "--adapter_name_or_path"))
+    (args,) = parser.parse_args_and_config(arguments)
     sys.stdout.write(_describe(merge(args), args.output_dir, time.monotonic() - started))
     return 0

@@ -5,18 +5,33 @@ import argparse
 import inspect
 import sys
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trl import TrlParser
 
 
-class CommandParser(TrlParser):
-    """Parser whose help lists the package's options first and no `hidden` ones, and that checks the values of a file."""
+_TRUTH = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")  # values of a switch
 
-    def __init__(self, dataclass_types: type | tuple[type, ...], hidden: Collection[str] = (), **kwargs):
-        super().__init__(dataclass_types, **{"usage": "%(prog)s [--config FILE] [options]", **kwargs})
+
+class CommandParser(TrlParser):
+    """
+    Parser whose help lists the package's options first and no `hidden` ones, and that checks the values of a file.
+
+    `positional` is an option that may be given without its name: `paco-trl push paco-flux`.
+    """
+
+    def __init__(
+        self,
+        dataclass_types: type | tuple[type, ...],
+        hidden: Collection[str] = (),
+        positional: str | None = None,
+        **kwargs,
+    ):
+        named = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
+        super().__init__(dataclass_types, **{"usage": f"%(prog)s {named}[--config FILE] [options]", **kwargs})
+        self.positional = positional
         for action in self._actions:
             if action.dest in hidden or action.dest == "fsdp_config":  # training refuses FSDP
                 action.help = argparse.SUPPRESS
@@ -36,6 +51,24 @@ class CommandParser(TrlParser):
             formatter.add_arguments([action for action in self._actions if (action.dest in names) is is_own])
             formatter.end_section()
         return formatter.format_help()
+
+    def parse_args_and_config(self, args: Sequence[str] | None = None, **kwargs: Any) -> tuple:
+        """Parse the options of the command line and of a file."""
+        words = list(sys.argv[1:] if args is None else args)
+        if self.positional is not None and (place := self._place_of_positional(words)) is not None:
+            words.insert(place, f"--{self.positional}")
+        return super().parse_args_and_config(words, **kwargs)
+
+    def _place_of_positional(self, words: list[str]) -> int | None:
+        """Find the first word that is neither an option nor the value of one."""
+        place = 0
+        while place < len(words) and words[place].startswith("-"):
+            action = self._option_string_actions.get(words[place])
+            takes_value = "=" not in words[place] and (action is None or action.nargs != 0)
+            if takes_value and action is not None and action.nargs == "?":  # a switch, which may stand alone
+                takes_value = words[place + 1 : place + 2] != [] and words[place + 1].lower() in _TRUTH
+            place += 1 + takes_value
+        return place if place < len(words) else None
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Take the values of a YAML file: one value for a list of one, and an option by any of its names."""

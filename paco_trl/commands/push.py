@@ -10,10 +10,9 @@ from huggingface_hub import HfApi
 
 from ..cards.rendering import renamed
 from ..checkpointing.checkpoints import RUN_FILE, checkpoints_of, incomplete_files
-from ..hub.account import prepare_repository
-from ..hub.files import published_files_of
+from ..hub.account import card_metadata, prepare_repository
+from ..hub.files import SETTINGS, published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
-from .main import name_first
 from .options import option
 from .parser import CommandParser
 
@@ -59,6 +58,7 @@ def push(args: PushArguments) -> str:
     """Upload a saved model; return the address of the repository."""
     folder = Path(args.folder)
     model = find_saved_model(folder)
+    _check_is_own(model)
     run = folder.parent if folder.name.startswith("checkpoint-") else folder
     known = remembered_repository(run) or {}
     repo_id = args.hub_model_id or known.get("repo_id")
@@ -91,6 +91,17 @@ def push(args: PushArguments) -> str:
     return f"{api.endpoint}/{repo_id}"
 
 
+def _check_is_own(model: Path) -> None:
+    """Refuse a model that this package did not save, such as a base model whose name was mistaken for that of a run."""
+    card = model / "README.md"
+    is_tagged = card.is_file() and "paco-trl" in (card_metadata(card).get("tags") or [])
+    if not is_tagged and not (model / SETTINGS).is_file():
+        raise ValueError(
+            f"'{model}' was not saved by paco_trl: it has no {SETTINGS}, and no README.md with the tag 'paco-trl'. Give "
+            "the output directory of a run, a checkpoint or a merged model. To publish another model, use `hf upload`."
+        )
+
+
 def _base_model(model: Path) -> str | None:
     path = model / "adapter_config.json"
     if not path.is_file():
@@ -103,7 +114,7 @@ def _base_model(model: Path) -> str | None:
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    parser = CommandParser(PushArguments, prog="paco-trl push")
-    (args,) = parser.parse_args_and_config(name_first(arguments, "--folder"))
+    parser = CommandParser(PushArguments, positional="folder", prog="paco-trl push")
+    (args,) = parser.parse_args_and_config(arguments)
     sys.stdout.write(f"{push(args)}\n")
     return 0

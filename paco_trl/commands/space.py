@@ -20,10 +20,11 @@ import yaml
 from huggingface_hub import ModelCard
 
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
+from ..hub.files import read_settings
 from ..utils.files import find_model_file, write_atomically
 from ..utils.names import is_local, public_name, repository
 from .env import version_of
-from .main import name_first, say
+from .main import say
 from .options import option
 from .parser import CommandParser
 from .push import find_saved_model
@@ -31,6 +32,11 @@ from .push import find_saved_model
 
 NUM_PROMPTS = 6
 _PANEL = 512  # pixels per side, of T2IS-Bench
+_SINGLE_PROMPTS = [
+    "A red fox in the snow.",
+    "A lighthouse on a cliff at dusk, in watercolor.",
+    "Three pears on a table.",
+]
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("paco_trl"), trim_blocks=True, keep_trailing_newline=True)
 _TEMPLATES.filters["literal"] = lambda value: (
@@ -85,8 +91,12 @@ def write_space(args: SpaceArguments) -> Path:
         problem = f"'{adapter}' has no {missing}: there is no adapter in PEFT's format"
         raise ValueError(f"{problem}, and without one there is no base model to compare with.")
     config = json.loads(Path(config_file).read_text(encoding="utf-8"))
-    card = _read_card(adapter)
-    settings = _settings(args, adapter, config, card)
+    card, trained_on = _read_card(adapter), read_settings(adapter).get("trained_on", "sets")
+    if card.data.get("pipeline_tag") not in (None, "text-to-image") or trained_on == "edits":
+        raise ValueError(
+            f"'{adapter}' edits images, by its own files, but the app compares images generated from text."
+        )
+    settings = _settings(args, adapter, config, card, is_single=trained_on == "single images")
     staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=_made(folder.parent)))
     try:
         if is_copied:
@@ -113,23 +123,17 @@ def _made(folder: Path) -> Path:
 
 def _read_card(adapter: str) -> ModelCard:
     path = find_model_file(adapter, "README.md")
-    card = ModelCard("---\n{}\n---\n") if path is None else ModelCard.load(path, ignore_metadata_errors=True)
-    task = card.data.get("pipeline_tag")
-    if task not in (None, "text-to-image"):
-        raise ValueError(
-            f"'{adapter}' is for {task}, by its card, but the app compares image sets generated from text."
-        )
-    return card
+    return ModelCard("---\n{}\n---\n") if path is None else ModelCard.load(path, ignore_metadata_errors=True)
 
 
-def _settings(args: SpaceArguments, adapter: str, config: dict, card: ModelCard) -> dict[str, Any]:
+def _settings(args: SpaceArguments, adapter: str, config: dict, card: ModelCard, is_single: bool) -> dict[str, Any]:
     """Return the arguments of `serve_comparison`: those given, and those of training in the card."""
     model, judge = args.model_name_or_path or config.get("base_model_name_or_path"), args.judge_model
     if not model:
         raise ValueError(f"The {_CONFIG} of '{adapter}' names no base model. Name it with `--model_name_or_path`.")
-    if judge is None and (found := _JUDGE.search(card.text)):
+    if judge is None and not is_single and (found := _JUDGE.search(card.text)):
         judge = found[1]
-    if judge is None:
+    if judge is None and not is_single:  # a judge compares the images of a set
         say(
             "space",
             "The card names no judge on the Hub: the app does not score. To change that, give `--judge_model`.",
@@ -144,7 +148,7 @@ def _settings(args: SpaceArguments, adapter: str, config: dict, card: ModelCard)
         "judge": judge and _usable(judge),
         "title": title[1] if title else Path(adapter).name,
     }
-    return settings | _trained_settings(card.text) | _prompts(args.dataset_name, card)
+    return settings | _trained_settings(card.text) | _prompts(args.dataset_name, card, is_single)
 
 
 def _usable(name: str) -> str:
@@ -166,10 +170,12 @@ def _trained_settings(card: str) -> dict[str, Any]:
     return settings
 
 
-def _prompts(dataset_name: str | None, card: ModelCard) -> dict[str, Any]:
+def _prompts(dataset_name: str | None, card: ModelCard, is_single: bool) -> dict[str, Any]:
     """Return prompts to choose from with the layout of the first one, and the size of its panels."""
     in_card = [example["text"] for example in card.data.get("widget") or [] if "text" in example]
-    if dataset_name is None and in_card:
+    if is_single and dataset_name is None:
+        prompts, first = in_card or _SINGLE_PROMPTS, {"rows": 1, "cols": 1}
+    elif dataset_name is None and in_card:
         prompts, first = in_card, {"rows": 2, "cols": 2}
         with contextlib.suppress(ValueError):  # another format
             first = parse_image_set_prompt(prompts[0])._asdict()
@@ -191,6 +197,7 @@ def _prompts(dataset_name: str | None, card: ModelCard) -> dict[str, Any]:
 def _front_matter(settings: dict[str, Any], card: ModelCard, gradio_version: str) -> str:
     """Return the metadata of the Space (https://huggingface.co/docs/hub/spaces-config-reference)."""
     models = [settings[name] for name in ("model", "adapter", "judge")]
+    shown = "Images" if settings["layout"] == (1, 1) else "Image sets"
     licenses = {name: card.data.get(name) for name in ("license", "license_name", "license_link")}
     data = {
         "title": settings["title"],
@@ -203,15 +210,15 @@ def _front_matter(settings: dict[str, Any], card: ModelCard, gradio_version: str
         "app_file": "app.py",
         **{name: value for name, value in licenses.items() if value},
         "models": [name for name in models if name and not is_local(name)],
-        "short_description": "Image sets without and with an adapter, from the same noise",
+        "short_description": f"{shown} without and with an adapter, from the same noise",
     }
     return yaml.safe_dump({name: value for name, value in data.items() if value}, sort_keys=False, allow_unicode=True)
 
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    parser = CommandParser(SpaceArguments, prog="paco-trl space")
-    (args,) = parser.parse_args_and_config(name_first(arguments, "--adapter_name_or_path"))
+    parser = CommandParser(SpaceArguments, positional="adapter_name_or_path", prog="paco-trl space")
+    (args,) = parser.parse_args_and_config(arguments)
     folder = write_space(args)
     sys.stdout.write(f"{folder}\n")
     if args.launch:

@@ -94,15 +94,16 @@ def publish_dataset(
     """
     from huggingface_hub import HfApi
 
-    from ..hub.account import check_account, hub_errors
+    from ..hub.account import find_repository, hub_errors
 
     parts = _check_splits(pairs, rankings)
     images = _Images()
     digests = {part: images.check(dataset, part) for part, dataset in parts.items()}
     _check_held_out(parts, digests)
     api = HfApi(token=token, library_name="paco_trl")
-    repo_id = check_account(api, repo_id)
-    earlier = _check_repository(api, repo_id, private, rankings is not None)
+    repo_id, earlier = find_repository(api, repo_id, private, "dataset")
+    if earlier is not None:
+        _check_contents(repo_id, earlier, rankings is not None)
     found = License(license) if license is not None else _find_license(generator, api.token)
 
     with tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as folder:
@@ -126,7 +127,7 @@ def publish_dataset(
         images.link(Path(folder) / "images")
         named = {part: images.renamed(dataset, part) for part, dataset in parts.items()}
         with hub_errors(api, repo_id, _REMEDY):
-            _push(api, repo_id, named, card, sheets, private, max_shard_size, is_update=earlier)
+            _push(api, repo_id, named, card, sheets, private, max_shard_size, is_update=earlier is not None)
     return f"{api.endpoint}/datasets/{repo_id}"
 
 
@@ -237,17 +238,8 @@ def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping
         check_disjoint(contents[0], contents[1], f"`{_name_of(train)}`", f"`{_name_of(part)}`")
 
 
-def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: bool) -> bool:
-    """Check that the repository is free, or has an earlier version of the same; tell whether it exists."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    from ..hub.account import hub_errors
-
-    with hub_errors(api, repo_id, _REMEDY):
-        try:
-            info = api.dataset_info(repo_id)
-        except RepositoryNotFoundError:
-            return False
+def _check_contents(repo_id: str, info: Any, has_rankings: bool) -> None:
+    """Check that the repository has an earlier version of the same and nothing else."""
     ours = {".gitattributes", "README.md", "assets", _PAIRS, *([_RANKINGS] if has_rankings else [])}
     others = sorted(name.rfilename for name in info.siblings if name.rfilename.split("/")[0] not in ours)
     if others:
@@ -255,9 +247,6 @@ def _check_repository(api: "HfApi", repo_id: str, private: bool, has_rankings: b
             f"The repository {repo_id} has {len(others)} files that are not part of the dataset, such as "
             f"{others[0]!r}. Choose another `repo_id`, or delete them there."
         )
-    if private and not info.private:
-        raise ValueError(f"`private` is True, but the repository {repo_id} exists and is public. Change one.")
-    return True
 
 
 def _find_license(generator: str | None, token: str | bool | None) -> License:

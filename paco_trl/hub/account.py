@@ -3,12 +3,15 @@
 
 import json
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCard
+import yaml
+from huggingface_hub import HfApi, metadata_load
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -18,6 +21,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from huggingface_hub.hf_api import DatasetInfo, ModelInfo
 from huggingface_hub.utils import get_session, validate_repo_id
 
 from ..utils.names import is_local, is_same_model, public_name
@@ -33,6 +37,9 @@ _HARMLESS = (".gitattributes", ".gitignore", "LICENSE*")
 
 # Seconds to connect, read and write, and to get a connection. The Hub's client has no timeout: a run would hang forever
 _TIMEOUT = (30.0, 120.0, 120.0, None)
+# The client is one for the process: the first thread that needs the timeout sets it, the last one takes it back
+_timeout_lock = threading.Lock()
+_timeouts: list[Any] = []  # of the client before, for each thread
 
 _NEW_TOKEN = "Make one with the right to write at https://huggingface.co/settings/tokens, and log in: `hf auth login`."
 _TRY_AGAIN = "Try again when the Hub can be reached."
@@ -57,14 +64,29 @@ def describe(error: BaseException) -> str:
 
 
 @contextmanager
+def _timeout() -> Iterator[None]:
+    """Add a timeout to the client while requests are made."""
+    session = get_session()
+    with _timeout_lock:
+        _timeouts.append(_timeouts[0] if _timeouts else session.timeout)
+        if session.timeout.read is None:
+            session.timeout = _TIMEOUT
+    try:
+        yield
+    finally:
+        with _timeout_lock:
+            before = _timeouts.pop()
+            if not _timeouts:
+                get_session().timeout = before
+
+
+@contextmanager
 def hub_errors(api: HfApi, repo_id: str, remedy: str, right: str = "write to") -> Iterator[None]:
     """Turn errors of requests into ones that name the Hub and a remedy, and add a timeout to the client."""
     # A refused token becomes a `PermissionError`, another refusal a `ValueError`, an outage a `ConnectionError`
-    session = get_session()
-    if session.timeout.read is None:
-        session.timeout = _TIMEOUT
     try:
-        yield
+        with _timeout():
+            yield
     except (HTTPError, ConnectionError, LocalEntryNotFoundError, RuntimeError) as error:
         status = status_of(cause_of(error))
         if status in (401, 403):
@@ -134,18 +156,27 @@ def check_base_model(api: HfApi, base_model: str) -> None:
             ) from error
 
 
-def check_private(api: HfApi, repo_id: str) -> None:
-    """Check that a repository is private."""
-    with hub_errors(api, repo_id, "Nothing is lost."):
-        if not api.model_info(repo_id).private:
-            raise _not_private(repo_id)
+def find_repository(
+    api: HfApi, repo_id: str, private: bool | None, repo_type: str = "model"
+) -> tuple[str, ModelInfo | DatasetInfo | None]:
+    """
+    Check the account, and that an existing repository is private where that is asked for: every push begins here.
 
-
-def _not_private(repo_id: str) -> ValueError:
-    return ValueError(
-        f"The repository should be private, but {repo_id} exists and is public. Make it private in its settings, or "
-        "give another one."
-    )
+    Return the full id, and what the Hub knows of the repository, `None` where it does not exist.
+    """
+    repo_id = check_account(api, repo_id)
+    with hub_errors(api, repo_id, _TRY_AGAIN):
+        try:
+            info: Any = api.repo_info(repo_id, repo_type=repo_type)
+        except RepositoryNotFoundError:
+            return repo_id, None
+    if private and not info.private:
+        # `private=True` of the Hub's client is for a new repository, and ignored for an existing one
+        raise ValueError(
+            f"The repository should be private, but {repo_id} exists and is public. Make it private in its settings, "
+            "or give another one."
+        )
+    return repo_id, info
 
 
 def check_repository(
@@ -159,14 +190,10 @@ def check_repository(
 ) -> tuple[str, bool]:
     """Check whether `published_files` (patterns) may be pushed, and return the full id and whether it exists."""
     # An adapter of another `base_model` (Hub id or directory) in the repository is not overwritten
-    repo_id = check_account(api, repo_id)
+    repo_id, info = find_repository(api, repo_id, private)
+    if info is None:
+        return repo_id, False
     with hub_errors(api, repo_id, _TRY_AGAIN):
-        try:
-            info = api.model_info(repo_id)
-        except RepositoryNotFoundError:
-            return repo_id, False
-        if private and not info.private:
-            raise _not_private(repo_id)
         _check_contents(api, repo_id, revision, published_files, base_model)
         api.auth_check(repo_id, write=True)
     return repo_id, True
@@ -210,16 +237,16 @@ def _check_contents(
     weights = [name for name in files if name.endswith((".safetensors", ".bin")) and matches(name, published_files)]
     if not weights:
         return
-    card, theirs = ModelCard(""), None
+    card, theirs = dict[str, Any](), None
     with tempfile.TemporaryDirectory() as folder:
         kept = {"revision": revision, "local_dir": folder}
         if "README.md" in files:
-            card = ModelCard.load(api.hf_hub_download(repo_id, "README.md", **kept), ignore_metadata_errors=True)
+            card = card_metadata(api.hf_hub_download(repo_id, "README.md", **kept))
         if "adapter_config.json" in files:
             with open(api.hf_hub_download(repo_id, "adapter_config.json", **kept), encoding="utf-8") as file:
                 theirs = json.load(file).get("base_model_name_or_path")
-    theirs = theirs or card.data.base_model
-    if "paco-trl" not in (card.data.tags or []):
+    theirs = theirs or card.get("base_model")
+    if "paco-trl" not in (card.get("tags") or []):
         raise ValueError(
             f"The repository {repo_id} has {weights[0]!r} of a model that was not made here, since its card has no tag "
             "'paco-trl': it would be replaced. Give another repository, or delete it there."
@@ -229,6 +256,14 @@ def _check_contents(
             f"The repository {repo_id} has a model made of {public_name(theirs)}, and this one is made of "
             f"{public_name(base_model)}. Give another repository, or delete the model there."
         )
+
+
+def card_metadata(path: str | Path) -> dict[str, Any]:
+    """Return the metadata of a card; empty where it has none, or none that can be read."""
+    try:
+        return metadata_load(path) or {}
+    except (ValueError, yaml.YAMLError):
+        return {}
 
 
 def is_outage(error: BaseException) -> bool:

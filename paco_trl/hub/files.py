@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Select the files of a published model. The rest of a checkpoint (optimizer, states) stays on this machine."""
 
+import json
 from pathlib import Path
+from typing import Any
+
+from ..utils.files import find_model_file
 
 
+# What an image model was trained on, and its base model, as data for programs such as `paco-trl space`
+SETTINGS = "paco_trl.json"
 # Images of the card, as patterns. Others in the directory are the user's own
 PICTURES = [
     "contact_sheet.png", "curves.png", "evaluation.png", "resolution_transfer.png", "tail_transfer.png",
@@ -20,13 +26,19 @@ _JUDGE_CARD = ["README.md", *_JUDGE_PICTURES]
 # Patterns; `*` does not cross directories
 _ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 # An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
-PIPELINE_ADAPTER = [*_ADAPTER, "pytorch_lora_weights.safetensors", "README.md", *PICTURES]
+PIPELINE_ADAPTER = [*_ADAPTER, "pytorch_lora_weights.safetensors", SETTINGS, "README.md", *PICTURES]
 # A full transformer of a pipeline
-TRANSFORMER = ["transformer/config.json", "transformer/diffusion_pytorch_model*", "README.md", *PICTURES]
+TRANSFORMER = ["transformer/config.json", "transformer/diffusion_pytorch_model*", SETTINGS, "README.md", *PICTURES]
 # An adapter of a judge, and a full judge
 JUDGE_ADAPTER = [*_ADAPTER, *_PROCESSOR, *_JUDGE_CARD]
 _JUDGE_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
 JUDGE = ["config.json", "generation_config.json", *_JUDGE_WEIGHTS, *_PROCESSOR, *_JUDGE_CARD]
+
+
+def read_settings(model: str) -> dict[str, Any]:
+    """Read what [`~paco_trl.cards.save_card`] saved with a model (Hub id or directory); empty for one without it."""
+    path = find_model_file(model, SETTINGS)
+    return {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def published_files_of(folder: str | Path) -> list[str] | None:

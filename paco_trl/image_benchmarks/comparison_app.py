@@ -5,7 +5,7 @@ import html
 import random
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 NUM_EXAMPLES = 6  # prompts to choose from, of the packaged ones
 _ROLES = ("Base model", "With the adapter")
 _LARGEST_SEED = 2**31 - 1
+# Limits of what a visitor can ask for, whether in the fields or in a prompt that names its layout
+MAX_PANELS, MAX_PIXELS, MAX_STEPS, MAX_CHARACTERS = 16, 2304 * 2304, 100, 10_000
+_ZERO_GPU_SECONDS = 120  # of a comparison; ZeroGPU's own limit is 60
 (_, _BOARD), (_, _STYLE), (_, _PAGE_STYLE), (_, _SCRIPT) = re.findall(
     r"<(template|style|script)>(.*?)</\1>", read_template("comparison_app.html"), re.DOTALL
 )
@@ -63,12 +66,32 @@ class Comparison:
             raise ValueError(f"{name} edits a source image, but this app compares image sets generated from text.")
         self.negative_prompt = self.family.resolve_negative_prompt(pipeline, guidance_scale, negative_prompt)
 
+    def check(self, prompt: str, rows: int, cols: int, seed: int, steps: int) -> None:
+        """Refuse what would take the device or the page down."""
+        for what, number, least, most in (
+            ("the seed", seed, 0, _LARGEST_SEED),
+            ("the number of steps", steps, 1, MAX_STEPS),
+            ("the number of rows", rows, 1, MAX_PANELS),
+            ("the number of columns", cols, 1, MAX_PANELS),
+        ):
+            if type(number) is not int or not least <= number <= most:
+                raise ValueError(f"{number} is not {what}: choose an integer from {least} to {most:,}.")
+        height, width = rows * self.panel_size[0], cols * self.panel_size[1]
+        for what, asked, most in (
+            ("panels", rows * cols, MAX_PANELS),
+            ("pixels", height * width, MAX_PIXELS),
+            ("characters in the prompt", len(prompt), MAX_CHARACTERS),
+        ):
+            if asked > most:
+                raise ValueError(f"{asked:,} {what} are too many for this app: choose at most {most:,}.")
+        check_inference_size(height, width, rows, cols, self.family.size_multiple(self.pipeline), "the grid")
+
     @torch.no_grad()
     def generate(self, prompt: str, rows: int, cols: int, seed: int, steps: int) -> Iterator[list["Image"]]:
         """Yield the panels of the base model, then those with the adapter."""
+        self.check(prompt, rows, cols, seed, steps)
         pipeline, family = self.pipeline, self.family
         height, width = rows * self.panel_size[0], cols * self.panel_size[1]
-        check_inference_size(height, width, rows, cols, family.size_multiple(pipeline), "the grid")
         # Encoded as in training, and once for both
         device = pipeline.transformer.device
         encoded = family.encode_prompt(pipeline, prompt, device)
@@ -97,10 +120,21 @@ class Comparison:
 
 
 def _parse(prompt: str) -> ImageSetPrompt | None:
+    if len(prompt) > MAX_CHARACTERS:
+        return None
     try:
         return parse_image_set_prompt(prompt)
     except ValueError:  # a format of the user's own
         return None
+
+
+def _on_gpu(function: Callable) -> Callable:
+    """Let a function run on ZeroGPU, in a worker with a GPU, where the package `spaces` is installed."""
+    try:
+        import spaces
+    except ImportError:
+        return function
+    return spaces.GPU(duration=_ZERO_GPU_SECONDS)(function)
 
 
 def _label(prompt: str) -> str:
@@ -141,9 +175,9 @@ def make_app(
 
     def note(rows: int, cols: int) -> str:
         if judge_name is None:
-            return "Not scored: there is no judge."
+            return "Not scored: there is no judge." if is_set else ""
         if rows * cols == 1:
-            return "Not scored: one panel makes no pairs."
+            return "Not scored: one image makes no pairs."
         sure = f"Score: how sure {html.escape(judge_name)} is that two panels are consistent, the mean over all pairs."
         return f"{sure} Copies score high too, so look at the images."
 
@@ -151,38 +185,51 @@ def make_app(
         parsed = _parse(prompt)
         return [gr.skip()] * 2 if parsed is None else [parsed.rows, parsed.cols]
 
+    @_on_gpu
     def compare(prompt: str, rows: int, cols: int, seed: int, steps: int) -> Iterator[dict[str, Any]]:
-        if (parsed := _parse(prompt)) is not None:
-            rows, cols = parsed.rows, parsed.cols
         sets: list = []
         panels: list = []
-        page = (names, rows, cols, note(rows, cols))
         try:
+            if (parsed := _parse(prompt)) is not None:
+                rows, cols = parsed.rows, parsed.cols
+            comparison.check(prompt, rows, cols, seed, steps)
+            page = (names, rows, cols, note(rows, cols))
             yield _board(*page, doing=_ROLES[0])
             for found in comparison.generate(prompt, rows, cols, seed, steps):
                 sets.append(found)
                 panels.append([data_url(panel, "jpeg", quality=95, subsampling=0) for panel in found])
-                yield _board(*page, panels=panels, doing=_ROLES[1] if len(sets) == 1 else "judge")
+                yield _board(*page, panels=panels, doing=_ROLES[1] if len(sets) == 1 else judge and "judge")
             yield _board(*page, panels=panels, scores=comparison.score(prompt, sets))
-        except ValueError as error:  # of a size or a prompt; Gradio shows it as HTML
+        # Gradio shows the text as HTML, and ZeroGPU passes on no other error
+        except ValueError as error:  # of a size or a prompt
             raise gr.Error(html.escape(str(error)), print_exception=False) from error
+        except torch.OutOfMemoryError as error:
+            raise gr.Error("The GPU's memory is too small for this image: choose fewer panels.") from error
+        except Exception as error:
+            kind = type(error).__name__
+            raise gr.Error(f"The comparison failed ({kind}). Try again; the app's log has the details.") from error
 
     rows, cols = layout if (first := _parse(prompts[0])) is None else (first.rows, first.cols)
+    is_set = rows * cols > 1
     base, adapter = (html.escape(name) for name in names)
     with gr.Blocks(title=title, analytics_enabled=False) as app:
         gr.Markdown(
-            f"# {html.escape(title)}: before and after\nA prompt asks for several images that belong together. **{base}** generates them "
-            f"without and with the adapter **{adapter}**, from the same noise: what differs is what training changed.",
+            f"# {html.escape(title)}: before and after\n"
+            + ("A prompt asks for several images that belong together. " if is_set else "")
+            + f"**{base}** generates {'them' if is_set else 'an image'} without and with the adapter **{adapter}**, from the "
+            "same noise: what differs is what training changed.",
             elem_id="head",
         )
         with gr.Group():
-            prompt = gr.Textbox(prompts[0], label="Prompt", lines=3, max_lines=8, elem_id="prompt")
+            prompt = gr.Textbox(
+                prompts[0], label="Prompt", lines=3, max_lines=8, max_length=MAX_CHARACTERS, elem_id="prompt"
+            )
             with gr.Row():
                 number: dict[str, Any] = {"precision": 0, "minimum": 1, "min_width": 60}
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=_LARGEST_SEED, min_width=60)
-                steps = gr.Number(num_inference_steps, label="Steps", maximum=100, **number)
+                steps = gr.Number(num_inference_steps, label="Steps", maximum=MAX_STEPS, **number)
                 rows_, cols_ = (
-                    gr.Number(value, label=label, maximum=8, **number)
+                    gr.Number(value, label=label, maximum=MAX_PANELS, visible=is_set, **number)
                     for value, label in ((rows, "Rows"), (cols, "Columns"))
                 )
         with gr.Row():
@@ -224,9 +271,9 @@ def serve_comparison(
     prevent_thread_lock: bool = False,
 ) -> "Blocks":
     """
-    Serve an app in the browser that compares a base model with its adapter: image sets of the same prompt and noise.
+    Serve an app in the browser that compares a base model with its adapter: images of the same prompt and noise.
 
-    Outside of a Space it listens on 127.0.0.1 only. `paco-trl space` writes a Space that calls this function.
+    A visitor gets at most 16 panels, 2304 x 2304 pixels, 100 steps and 10,000 characters. Outside of a Space it listens on 127.0.0.1 only. `paco-trl space` writes a Space that calls this function.
 
     Args:
         model (`str`):
@@ -238,7 +285,7 @@ def serve_comparison(
         prompts (`Sequence[str]`, *optional*):
             Prompts to choose from. By default, packaged ones.
         layout (`tuple[int, int]`, *optional*, defaults to `(2, 2)`):
-            Rows and columns of prompts that name no layout in the T2IS format.
+            Rows and columns of prompts that name no layout in the T2IS format; `(1, 1)` for single images.
         panel_size (`tuple[int, int]`, *optional*, defaults to `(512, 512)`):
             Height and width of a panel in pixels.
         num_inference_steps (`int`, *optional*, defaults to `20`):

@@ -12,7 +12,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import to_rgb
-from ..utils.names import public_name
+from ..utils.names import check_model_name, public_name
 from .columns import column_of
 
 
@@ -35,6 +35,7 @@ class ClipEmbedder:
     ):
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
+        check_model_name(model)
         self.device = device
         self.batch_size = batch_size
         self.model_name = public_name(str(model))  # for cards

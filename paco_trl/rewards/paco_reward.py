@@ -26,7 +26,7 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.files import find_model_file
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import find_control_tokens, load_image, patch_size_of
-from ..utils.names import public_name
+from ..utils.names import check_model_name, public_name
 from ..utils.quantization import quantization_config
 from .decision import decision_direction, decision_token_ids, scales_logits
 from .judge import (
@@ -481,6 +481,7 @@ def _hub_arguments(kwargs: dict) -> dict:
 
 def below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
     """Return an adapter's base model (or the model itself), its loading arguments, and whether it is a base."""
+    check_model_name(model)
     hub_kwargs = _hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:
         return model, kwargs, False

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import cached_file
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.names import check_adapter_base
+from ..utils.names import check_adapter_base, check_base_model_name, check_model_name
 from ..utils.quantization import describe_quantization, quantization_config
 from ..utils.target_modules import check_target_modules
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
@@ -174,6 +174,7 @@ def check_adapter_layers(peft_config: LoraConfig | str | None, model: str, model
     """Refuse a new adapter on layers that the transformer lacks, by its config alone."""
     if not isinstance(peft_config, LoraConfig) or not isinstance(peft_config.target_modules, list | set | tuple):
         return
+    check_base_model_name(model)
     where = _hub_arguments(model_init_kwargs)
     _, name = DiffusionPipeline.load_config(model, **where).get("transformer") or (None, None)
     kind = getattr(diffusers, name or "", None)
@@ -187,6 +188,7 @@ def check_adapter_layers(peft_config: LoraConfig | str | None, model: str, model
 
 def _check_config(model: str, model_init_kwargs: dict) -> dict:
     """Return a pipeline's index file; refuse one that cannot be trained before gigabytes are read."""
+    check_base_model_name(model)
     config = DiffusionPipeline.load_config(model, **_hub_arguments(model_init_kwargs))
     name = config["_class_name"]
     family_of(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class
@@ -217,6 +219,7 @@ def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
     """Return the config of a new adapter, or of an existing one from its Hub id or directory."""
     if not isinstance(peft_config, str):
         return peft_config
+    check_model_name(peft_config)
     if os.path.isdir(peft_config):
         for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
             if not os.path.isfile(os.path.join(peft_config, name)):

@@ -62,6 +62,13 @@ class PromptRows:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def kind(self) -> str:
+        """What is generated: `"sets"` (if only some rows have several panels), `"single images"` or `"edits"`."""
+        if self.sources is not None:
+            return "edits"
+        return "single images" if set(self.layouts) <= {(1, 1)} else "sets"
+
     def measure(self, pipeline, family: Family) -> "PromptRows":
         """Compute height and width of each row, for inference and training, and check them against the pipeline."""
         self._check_source_images(pipeline, family)

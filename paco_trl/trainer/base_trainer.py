@@ -401,7 +401,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             prompt=prompts.prompts[0],
             layout=list(prompts.layouts[0]),
             call=pipeline_call(self.pipeline, family, args, prompts),
-            is_editing=prompts.sources is not None,
+            trained_on=prompts.kind,
             method=self._name,
             settings=image_settings(args, prompts, self.prompt_encoder.negative_prompt, step, is_adapter, use_ema),
             rewards=reward_rows(history, *rewards),

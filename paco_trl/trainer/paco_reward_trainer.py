@@ -24,6 +24,7 @@ from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
 from ..utils.images import limit_pixels, pixel_limit
+from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from .first_token_loss import first_token_weights, num_loss_items
@@ -128,6 +129,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         peft_config: LoraConfig | None = None,
     ):
         # 1. Checks without the model
+        if isinstance(model, str):
+            check_model_name(model)
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from ..cards import render_card
-from ..hub.account import check_base_model, check_private, hub_errors, prepare_repository
+from ..hub.account import check_base_model, find_repository, hub_errors, prepare_repository
 from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
@@ -114,7 +114,7 @@ class PushesToHub(Trainer):
         if token is not None:
             pusher.api = HfApi(token=token, library_name="paco_trl")
         if private:
-            check_private(pusher.api, pusher.repo_id)
+            find_repository(pusher.api, pusher.repo_id, private)
         if revision is not None and revision != pusher.revision:
             with hub_errors(pusher.api, pusher.repo_id, "Everything is saved."):
                 pusher.api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)

@@ -15,6 +15,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from .names import check_model_name
+
 
 # What a file name has only in an encoded form
 _UNSAFE = re.compile(r"^\.|[^\w.~-]")
@@ -57,6 +59,7 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
     """Find a file of a model, by Hub id or directory; return its path, or `None` if the model has no such file."""
     from transformers.utils import cached_file  # takes a second to import
 
+    check_model_name(model)
     return cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
 
 

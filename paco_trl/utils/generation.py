@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from .files import write_atomically
+from .names import check_base_model_name
 
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def load_pipeline(model: str, dtype: "torch.dtype", device: "torch.device | str 
     from accelerate import PartialState
     from diffusers import DiffusionPipeline
 
+    check_base_model_name(model)
     # Not the loader of the trainer, which refuses what cannot be trained
     pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True)
     pipeline.set_progress_bar_config(disable=True)

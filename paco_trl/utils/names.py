@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names of models and datasets, without paths of this machine."""
 
+import json
 import os
 import re
 from importlib.metadata import metadata
+from pathlib import Path
 
 
 # A repository in the Hub's cache: .../models--user--name/snapshots/<commit>
@@ -20,6 +22,30 @@ def is_local(name: str) -> bool:
     """Tell whether a name is a directory or file of this machine, not a Hub id."""
     is_path = name.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", name) is not None
     return is_path or os.path.exists(name)
+
+
+def check_model_name(name: str | Path) -> None:
+    """Refuse a path without a directory of a model: libraries take it for a Hub id, and complain of its characters."""
+    name = os.fspath(name)
+    if os.path.isfile(name):
+        raise ValueError(f"'{name}' is a file. Give the directory of the model, or a Hub id such as 'user/name'.")
+    if os.path.isdir(name) or not (is_local(name) or name.count("/") > 1 or name.endswith(".safetensors")):
+        return
+    whole = os.path.expanduser(name)
+    remedy = f"Write '{whole}'." if os.path.isdir(whole) else "Check the path, or give a Hub id such as 'user/name'."
+    raise FileNotFoundError(f"There is no directory '{name}'. {remedy}")
+
+
+def check_base_model_name(name: str | Path) -> None:
+    """Refuse a path without a directory, see [`check_model_name`], and the directory of an adapter."""
+    check_model_name(name)
+    config = Path(name, "adapter_config.json")
+    if config.is_file() and not Path(name, "model_index.json").exists():
+        base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise ValueError(
+            f"'{name}' is an adapter{f' of {base!r}' if base else ''}, not a pipeline. Give its base model here, and the "
+            "adapter as `--adapter_name_or_path` (`--adapter` in `paco-trl evaluate`, `peft_config` in Python)."
+        )
 
 
 def public_name(name: str) -> str:

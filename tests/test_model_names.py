@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of models: paths that lead nowhere, files and adapters in the place of directories and pipelines."""
+
+import json
+
+import pytest
+import torch
+
+from paco_trl import PaCoReward
+from paco_trl.commands.merge import MergeArguments, merge
+from paco_trl.image_benchmarks.loading import load_system
+from paco_trl.rewards import ClipTReward
+from paco_trl.rollout.loading import load_pipeline, read_peft_config
+from paco_trl.utils import generation
+from paco_trl.utils.names import check_model_name
+
+
+LOADERS = {
+    "clip": ClipTReward,
+    "judge": PaCoReward.from_pretrained,
+    "adapter": read_peft_config,
+    "pipeline": lambda name: load_pipeline(name, torch.float32),
+    "pipeline of a benchmark": lambda name: generation.load_pipeline(name, torch.float32),
+    "merge": lambda name: merge(MergeArguments(name, "merged")),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_a_path_is_no_hub_id(loader, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="'./nope'"):
+        loader("./nope")
+    (tmp_path / "a.safetensors").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        loader("a.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_what_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("../a", "/a", "~/a", "a/b/c", "a.safetensors"):
+        with pytest.raises(FileNotFoundError, match="Check the path"):
+            check_model_name(name)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileNotFoundError, match=f"Write '{tmp_path}/a'"):
+        check_model_name("~/a")
+    for name in ("user/name", "name", str(tmp_path)):
+        check_model_name(name)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "pipeline of a benchmark"])
+def test_an_adapter_is_no_pipeline(tmp_path, tiny_flux, name):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "user/base"}))
+    with pytest.raises(ValueError, match="is an adapter of 'user/base'.*--adapter_name_or_path"):
+        LOADERS[name](str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="nope"):
+        load_system(str(tiny_flux), torch.float32, "./nope", "cpu")
