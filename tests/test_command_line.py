@@ -242,7 +242,7 @@ class TestErrors:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setattr(main.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
         assert main.answer("grpo", lambda: fail(ValueError("late"))) == 1
-        assert waited == [(10.0, "")] and capsys.readouterr().err == "paco-trl grpo: late\n"
+        assert waited == [(60.0, "")] and capsys.readouterr().err == "paco-trl grpo: late\n"
 
     @pytest.mark.parametrize("save_steps", [1, 100])
     def test_ctrl_c_says_how_to_resume(self, make_trainer, capsys, save_steps):

@@ -326,9 +326,7 @@ class TestFaults:
             "asynchronous": (asynchronous, "ok", "0, 1, 2; 0 None"),
         }
 
-        def load(name, args, own=script_arguments.load_reward):
-            if name not in planted:
-                return own(name, args)
+        def load(name):
             values, _, _ = planted[name]
             if values is asynchronous:
                 return values
@@ -339,7 +337,8 @@ class TestFaults:
             reward.__name__ = name
             return reward
 
-        monkeypatch.setattr(script_arguments, "load_reward", load)
+        for name in planted:
+            monkeypatch.setitem(script_arguments._REWARDS, name, lambda args, name=name: load(name))
         rows = examine(rewards=[*planted, "panel_similarity"])
         expected = HEALTHY | {f"reward {name}": verdict for name, (_, verdict, _) in planted.items()}
         del expected["reward redness_reward"]
@@ -505,6 +504,7 @@ class TestEvaluation:
             return planted[name] if name in planted else load(name, script_args)
 
         monkeypatch.setattr(script_arguments, "load_reward", load_counted)
+        monkeypatch.setattr(script_arguments, "_REWARDS", script_arguments._REWARDS | planted)
         monkeypatch.setattr(doctor, "PaCoGRPOTrainer", Trainer)
         rows = examine(eval_split="train", eval_on_start=True, eval_rewards=["redness", "judge", "unable"])
         assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "ok", "evaluation reward unable": "failed"}

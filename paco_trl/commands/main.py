@@ -42,7 +42,7 @@ _TRAINING = ("grpo", "nft", "reward")
 _RESUMING = ("build", "evaluate")
 _LAUNCHED = (*_TRAINING, *_RESUMING, "doctor")
 _IS_LAUNCHED = "PACO_TRL_IS_LAUNCHED"
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 60.0  # seconds, more than the imports of two processes differ
 
 
 def _usage() -> str:
@@ -140,8 +140,6 @@ def _launch(command: str, words: list[str]) -> None:
 
         if not torch.accelerator.is_available():
             given.append("--multi_gpu")  # also on the CPU, where accelerate otherwise starts a single process
-            if command in _TRAINING and not {"ddp_backend"} & config.keys():
-                rest = ["--ddp_backend=gloo", *rest]
     os.environ[_IS_LAUNCHED] = "1"  # its processes read the same file
     words = ["accelerate.commands.launch", *given, "-m", "paco_trl.commands.main", command, *rest]
     os.execv(sys.executable, [sys.executable, "-m", *words])

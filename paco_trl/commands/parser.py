@@ -45,7 +45,9 @@ class CommandParser(TrlParser):
             own: Any = {"default": argparse.SUPPRESS}
             self.add_argument("--num_processes", type=int, help="Start that many processes, one for each GPU.", **own)
             self.add_argument("--accelerate_config", help="Start them as this file of `accelerate` says.", **own)
+        self.required = [action for action in self._actions if action.required]
         for action in self._actions:
+            action.required = False  # checked below, after unknown options, which may be misspelt ones
             # `--learning-rate` is taken too, but shown once
             action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
             if action.dest in hidden or action.dest == "fsdp_config" or action.option_strings[0].startswith("--no_"):
@@ -53,9 +55,7 @@ class CommandParser(TrlParser):
                 continue
             if action.dest == "model_init_kwargs":  # TRL's help speaks of language models
                 action.help = "Arguments of the model's `from_pretrained`, as JSON, such as a revision."
-            if action.required:
-                action.help = f"Required. {action.help}"
-            elif action.default not in (None, argparse.SUPPRESS):
+            if action.default not in (None, argparse.SUPPRESS):
                 action.help = f"{action.help} (default: %(default)s)"
 
     def format_help(self) -> str:
@@ -69,10 +69,9 @@ class CommandParser(TrlParser):
             title: [] for title in ("required", "usual options", "options", "options of TRL and transformers")
         }
         for action in self._actions:
-            rest = "options" if action.dest in names or not is_training else "options of TRL and transformers"
-            sections["required" if action.required else "usual options" if action.dest in usual else rest].append(
-                action
-            )
+            title = "options" if action.dest in names or not is_training else "options of TRL and transformers"
+            title = "usual options" if action.dest in usual else title
+            sections["required" if action in self.required else title].append(action)
         sections["usual options"].sort(key=lambda action: usual[action.dest])
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
@@ -92,6 +91,9 @@ class CommandParser(TrlParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown[0].partition("=")[0])  # its value may be a token
+        for action in self.required:
+            if getattr(namespace, action.dest) is None:
+                raise ValueError(f"`{action.option_strings[0]}` is missing. {action.help}")
         return namespace, unknown
 
     def _refuse(self, word: str) -> None:
@@ -122,7 +124,7 @@ class CommandParser(TrlParser):
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Take the values of a YAML file: one value for a list of one, and an option by any of its names."""
-        config = {name.replace("-", "_"): value for name, value in config.items()}
+        config = {str(name).replace("-", "_"): value for name, value in config.items()}
         hints = {name: hint for each in self.dataclass_types for name, hint in get_type_hints(each).items()}
         for action in self._actions:
             for name in [option.lstrip("-") for option in action.option_strings if action.nargs != 0]:
