@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console script `paco-trl`: its parser, its errors, its help, and what it starts."""
 
-import json
 import os
 import platform
 import re
@@ -14,15 +13,15 @@ import pytest
 from transformers import IntervalStrategy, TrainerCallback
 
 from launching import CPU_DDP, ROOT
-from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, __version__
-from paco_trl.commands import grpo, main, reward
-from paco_trl.commands.build_arguments import GridsArguments
-from paco_trl.commands.memory_check import PlanArguments
+from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, __version__
+from paco_trl.commands import grpo, main
 from paco_trl.commands.options import option
 from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
+from paco_trl.rewards import JudgeUnavailableError
+from paco_trl.rewards.reward_calls import RewardError
 
 
 @dataclass
@@ -59,6 +58,8 @@ class TestFiles:
             ("sde_steps: '1'", "sde_steps", [1]),
             ("sde_steps:", "sde_steps", None),
             ("reward_weights: 1.0", "reward_weights", [1.0]),
+            ("rewards: 5", "rewards", ["5"]),
+            ("learning-rate: 1e-4", "learning_rate", 1e-4),
             ("reward_weights: [1, 1e-1]", "reward_weights", [1, 0.1]),  # PyYAML reads 1e-1 as a text
             ("learning_rate: 1e-4", "learning_rate", 1e-4),
             ("learning_rate: 1", "learning_rate", 1),
@@ -83,6 +84,8 @@ class TestFiles:
             ("max_steps: true", "`max_steps` is True in the file, but takes int"),
             ("max_steps: 1.5", "`max_steps` is 1.5 in the file, but takes int"),
             ("sde_steps: [1, 2.5]", "`sde_steps` is 2.5 in the file, but takes int"),
+            ("rewards: no", "`rewards` is False"),
+            ("rewards: {a: 1}", "`rewards` is"),
             ("sde_steps: one", "`sde_steps` is 'one' in the file, which does not fit: invalid literal"),
             (
                 "save_strategy: no",
@@ -96,27 +99,27 @@ class TestFiles:
             self.parse(tmp_path, text)
 
 
-PARSERS = {
-    "grpo": (ScriptArguments, PaCoGRPOConfig),
-    "nft": (ScriptArguments, PaCoNFTConfig),
-    "reward": (reward.ScriptArguments, PaCoRewardConfig),
-    "doctor": (ScriptArguments, PaCoGRPOConfig, PlanArguments),
-}
-
-
 class TestHelp:
     def test_own_options_first_and_refused_ones_not_at_all(self):
         parser = grpo.parser_of(ScriptArguments, PaCoGRPOConfig, prog="paco-trl grpo")
-        own, others = parser.format_help().split("options of TRL and transformers:")
-        for name in ("help", "dataset_train_split", "reward_funcs", "lora_r", "noise_level", "num_generations"):
-            assert re.search(rf"^  .*--{name}\b", own, flags=re.M), name
-        for name in ("max_steps", "warmup_steps"):
-            assert f"--{name} " in others and f"--{name} " not in own
+        text = parser.format_help()
+        required, usual, own, others = re.split(
+            r"^(?:required|usual options|options|options of TRL.*):$", text, flags=re.M
+        )[1:]
+        for names, section in {
+            ("dataset_name",): required,
+            ("max_steps", "output_dir", "rewards", "reward_funcs", "lora_r", "num_generations", "push_to_hub"): usual,
+            ("help", "noise_level", "eval_rewards"): own,
+            ("warmup_steps",): others,
+        }.items():
+            for name in names:
+                assert len(re.findall(rf"^  .*--{name}\b", text, flags=re.M)) == 1, name
+                assert f"--{name}" in section, name
+        assert "--learning-rate" not in text and "--no_use_peft" not in text and "default: None" not in text
         assert "--vllm_mode" in parser._option_string_actions
-        assert "vllm" not in own and "--vllm" not in others
-        assert "--fsdp" not in others
+        assert "--vllm" not in text and "--fsdp" not in text
         assert re.search(r"--model_init_kwargs .*\n +Arguments of the model's `from_pretrained`", others)
-        assert own.startswith("usage: paco-trl grpo [--config FILE] [options]\n")
+        assert text.startswith("usage: paco-trl grpo [--config FILE] [options]\n")
 
     @pytest.mark.parametrize("command", ["build", "evaluate"])
     def test_the_lines_of_a_command(self, command, capsys):
@@ -133,62 +136,62 @@ class TestHelp:
         assert "--sde_steps" in texts[PaCoGRPOConfig] and "--sde_steps" not in texts[PaCoNFTConfig]
 
 
-class TestNames:
-    """Names of options are checked without the imports of the parser."""
-
-    @pytest.mark.parametrize("command", PARSERS)
-    def test_every_option_of_the_parser_is_known(self, command):
-        names = [name for name in CommandParser(PARSERS[command], prog="x")._option_string_actions if name[1] == "-"]
-        assert len(names) > 150
-        main.check_options(["--config", os.devnull, *names, "--learning_rat=1"])
-
-    def test_those_of_stages(self):
-        names = [name for name in CommandParser(GridsArguments, prog="x")._option_string_actions if name[1] == "-"]
-        main.check_options(names)
-        with pytest.raises(ValueError, match="no option `--batchsize`. Did you mean `--batch_size`"):
-            main.check_options([*names, "--batchsize", "2"])
-
-    def test_numbers(self):
-        good = [
-            "--max_steps",
-            "-1",
-            "--learning_rate=1e-4",
-            "--lora_r",
-            "4",
-            "--logging_steps",
-            "0.5",
-            "--report_to",
-            "x",
-        ]
-        main.check_options(["--dataset_n", "x", *good], "dataset_name")
-        for word, value, kind in (
-            ("--max_steps", "1.5", "an integer"),
-            ("--lora_r", "x", "an integer"),
-            ("--noise_level", "x", "a number"),
-        ):
-            with pytest.raises(ValueError, match=f"`{word}` is '{value}', which is not {kind}"):
-                main.check_options([*good, word, value])
+class TestOptions:
+    """Options that the parser refuses, and those that it completes."""
 
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("words", "named"),
         [
-            (["--max_stepz", "3"], "there is no option `--max_stepz`. Did you mean `--max_steps`?"),
-            (["--config", "a.yaml"], "there is no option `--max_stepz`. Did you mean `--max_steps`?"),
-            (["--config=a.yaml"], "there is no option `--max_stepz`. Did you mean `--max_steps`?"),
-            (["--dataset_name", "a", "--max_steps", "abc"], "`--max_steps` is 'abc', which is not an integer."),
-            (["--max_steps", "3"], "`--dataset_name` is missing: a Hub id, a directory or a file of prompts."),
+            (["--max_stepz", "3"], "`--max_steps`"),
+            (["--max-stepz=3"], "`--max_steps`"),
+            (["--config", "a.yaml"], "`--max_steps`"),
+            (["--config=a.yaml"], "`--max_steps`"),
+            (["--vllm_mod", "x"], "`--help`"),  # the nearest is refused
+            (["--dataset", "a"], "--dataset_name"),
+            (["--max_steps", "abc"], "'abc'"),
+            (["--max_steps", "3", "4"], "'4'"),
+            (["--config"], "--config"),
+            (["--config", "list.yaml"], "a list"),
+            (["--config", "latin.yaml"], "latin.yaml"),
+            (["--config", "none.yaml"], "'none.yaml'"),
+            ([], "--dataset_name"),
         ],
-        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+        ids=str,
     )
-    def test_errors_are_found_before_torch_is_imported(self, words, message, tmp_path):
-        (tmp_path / "a.yaml").write_text("max_steps: 3\nreward: redness\nmax_stepz: 3\n")
-        code = "import sys, json; from paco_trl.commands.main import main\n"
-        code += "print(json.dumps([main(['grpo', *sys.argv[1:]]), 'torch' in sys.modules, 'trl' in sys.modules]))"
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=tmp_path
-        )
-        assert json.loads(done.stdout) == [1, False, False]
-        assert done.stderr == f"paco-trl grpo: {message}\n"
+    def test_refused(self, words, named, tmp_path, monkeypatch, capsys):
+        (tmp_path / "a.yaml").write_text("max_steps: 3\nmax_stepz: 3\n")
+        (tmp_path / "list.yaml").write_text("- max_steps\n")
+        (tmp_path / "latin.yaml").write_bytes("output_dir: fähre".encode("latin1"))
+        monkeypatch.chdir(tmp_path)
+        assert main.main(["grpo", "--rewards", "redness", *words]) in (1, 2)
+        shown = capsys.readouterr().err
+        assert named in shown and "Traceback" not in shown and "hf_secret" not in shown
+
+    def test_the_value_of_an_unknown_option_is_not_shown(self, capsys):
+        assert main.main(["grpo", "--hub_tokenn", "hf_secret"]) == main.main(["grpo", "--hub_tokenn=hf_secret"]) == 1
+        assert "hf_secret" not in capsys.readouterr().err
+
+    def test_the_beginning_of_an_option(self):
+        (parsed,) = CommandParser(Arguments).parse_args_and_config(["--learn", "2", "--max-steps", "5"])
+        assert (parsed.learning_rate, parsed.max_steps) == (2, 5)
+
+    def test_processes_in_a_file(self, tmp_path):
+        """`main` has started them."""
+        (tmp_path / "a.yaml").write_text("num_processes: 2\nmax_steps: 5\n")
+        words = ["--config", str(tmp_path / "a.yaml")]
+        (parsed,) = CommandParser(Arguments, is_launched=True).parse_args_and_config(words)
+        assert parsed.max_steps == 5
+        with pytest.raises(ValueError, match="num_processes"):
+            CommandParser(Arguments).parse_args_and_config(words)
+
+
+@pytest.mark.parametrize("command", ["grpo", "nft", "reward", "doctor", "build", "evaluate"])
+def test_a_command_alone_says_what_it_needs(command, capsys):
+    assert main.main([command]) == 2
+    shown = capsys.readouterr()
+    assert len(shown.err.splitlines()) == 5 and not shown.out
+    (example,) = re.findall(rf"^    paco-trl {command} (.*)", shown.err, flags=re.M)
+    assert "--" in example and f"paco-trl {command} --help" in shown.err
 
 
 class TestErrors:
@@ -197,42 +200,49 @@ class TestErrors:
         (tmp_path / "wrong.yaml").write_text("a: [")
         for more, message in (
             (["--dataset_name", str(tmp_path / "no.jsonl")], "There is no file or directory"),
-            (["--dataset_name", str(demo_prompts_path()), "--rewards", "rednes"], "Unknown reward 'rednes'"),
+            (["--dataset_name", str(demo_prompts_path()), "--rewards", "rednes"], "`redness`"),
+            (["--dataset_name", str(demo_prompts_path()), "--dataset_split", "test"], "`--dataset_split` is 'test'"),
             (["--dataset_name", "a", "--noise_level", "-1"], "`noise_level` is -1"),
             (["--dataset_name", "a", "--eval_split", "b"], "`--eval_split` is 'b', but nothing would be evaluated"),
             (
                 ["--dataset_name", "a", "--eval_dataset_name", "b"],
                 "`--eval_dataset_name` is 'b', but nothing would be evaluated",
             ),
-            (["--eval_dataset_name", "b", "--eval_on_start"], "`--dataset_name` is missing"),
+            (["--eval_dataset_name", "b", "--eval_on_start"], "--dataset_name"),
+            (["--dataset_name", "a", "--output_dir", str(tmp_path / "wrong.yaml")], "`output_dir` is"),
+            (["--dataset_name", "a", "--output_dir="], "`output_dir` is"),
+            (["--dataset_name", "a", "--model_init_kwargs", '{"torch_dtype": "bfloat16"}'], "`dtype`"),
+            (["--dataset_name", "a", "--model_init_kwargs", "main"], "`model_init_kwargs` is 'main'"),
             (["--config", str(tmp_path / "wrong.yaml")], "wrong.yaml"),
-            ([], "`--dataset_name` is missing"),
         ):
             assert main.main(["grpo", *words, *more]) == 1
             shown = capsys.readouterr().err
             assert shown.startswith("paco-trl grpo: ") and message in shown and "Traceback" not in shown
         assert not (tmp_path / "out").exists()
 
-    def test_a_fault_in_the_middle_of_training_keeps_its_traceback(self, capsys, monkeypatch):
+    def test_a_bug_keeps_its_traceback(self, capsys, monkeypatch):
         waited = []
 
-        def training_step():
-            raise ValueError("shapes do not match")
+        def fail(error: Exception, cause: Exception | None = None):
+            raise error from cause
 
-        def before():
-            raise ValueError("`max_steps` is 0")
-
-        assert main.answer("grpo", before) == 1
-        assert capsys.readouterr().err == "paco-trl grpo: `max_steps` is 0\n"
-        with pytest.raises(ValueError, match="shapes"):
-            main.answer("grpo", training_step)
+        unavailable = JudgeUnavailableError("no judge")
+        for error, cause in (
+            (ValueError("`max_steps` is 0"), None),
+            (ValueError("it cannot be loaded"), TypeError()),
+            (RewardError("no number"), None),
+            (RewardError("no judge"), unavailable),
+        ):
+            assert main.answer("grpo", lambda error=error, cause=cause: fail(error, cause)) == 1
+            assert capsys.readouterr().err == f"paco-trl grpo: {error}\n"
+        for error, cause in ((TypeError(), None), (RewardError("a bug"), TypeError()), (RuntimeError(), None)):
+            with pytest.raises(type(error)):
+                main.answer("grpo", lambda error=error, cause=cause: fail(error, cause))
         # The other processes, which the launcher ends when the first one has spoken
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setattr(main.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
-        assert main.answer("grpo", before) == 1
-        assert waited == [(10.0, "")] and capsys.readouterr().err == "paco-trl grpo: `max_steps` is 0\n"
-        with pytest.raises(TypeError):
-            main.answer("grpo", lambda: 1 + "1")
+        assert main.answer("grpo", lambda: fail(ValueError("late"))) == 1
+        assert waited == [(60.0, "")] and capsys.readouterr().err == "paco-trl grpo: late\n"
 
     @pytest.mark.parametrize("save_steps", [1, 100])
     def test_ctrl_c_says_how_to_resume(self, make_trainer, capsys, save_steps):
@@ -269,17 +279,27 @@ def test_version_and_environment(capsys):
     assert main.main(["env", "--all"]) == 1
 
 
-def test_options_of_accelerate_replace_the_process(monkeypatch, capsys):
+def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words) or sys.exit(0))
-    assert main.main(["grpo", "--num_processes", "8", "--config", "a.yaml", "--accelerate_config", "b.yaml"]) == 0
-    ((_, *words),) = started
-    assert words == [
-        "-m", "accelerate.commands.launch", "--config_file=b.yaml", "--num_processes=8",
-        "-m", "paco_trl.commands.main", "grpo", "--config", "a.yaml",
-    ]  # fmt: skip
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    (tmp_path / "a.yaml").write_text("accelerate_config: c.yaml\nnum_processes: 4\n")
+    config = ["--config", str(tmp_path / "a.yaml")]
+    for words, launched in (
+        (["--num_processes", "8", "--accelerate_config", "b.yaml"], ["--config_file=b.yaml", "--num_processes=8"]),
+        ([], ["--config_file=c.yaml", "--num_processes=4"]),
+    ):
+        os.environ.pop("PACO_TRL_IS_LAUNCHED", None)
+        assert main.main(["grpo", *words, *config]) == 0
+        assert started.pop()[1:] == [
+            "-m", "accelerate.commands.launch", *launched, "-m", "paco_trl.commands.main", "grpo", *config,
+        ]  # fmt: skip
+    # Their processes have the same file
+    assert main.main(["grpo", *config, "--max_steps", "0"]) == 1 and not started
+    del os.environ["PACO_TRL_IS_LAUNCHED"]
     assert main.main(["grpo", "--num_processes", "many"]) == 2
-    assert main.main(["push", "--num_processes", "8"]) == 2 and len(started) == 1
+    assert main.main(["grpo", "--num_processes", "0"]) == 1
+    assert main.main(["push", "--num_processes", "8"]) == 1 and not started
 
 
 @pytest.mark.slow
@@ -293,22 +313,12 @@ def test_one_of_two_processes_says_what_is_wrong(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_by_the_command(tiny_flux, tmp_path):
-    """`paco-trl grpo --accelerate_config` as users start it, with prompts in a text file and an own reward."""
+    """`paco-trl grpo --num_processes` as users start it, with prompts in a text file and an own reward."""
     (tmp_path / "prompts.txt").write_text("".join(f"A fox on hill {number}.\n" for number in range(4)))
     (tmp_path / "my_rewards.py").write_text(
         "def size(prompts, completions, **kwargs):\n    return [i.width for i in completions]\n"
     )
-    words = [
-        "--accelerate_config",
-        CPU_DDP,
-        "--ddp_backend",
-        "gloo",
-        "--use_cpu",
-        "--bf16",
-        "False",
-        "--report_to",
-        "none",
-    ]
+    words = ["--num_processes", "2", "--use_cpu", "--bf16", "False", "--report_to", "none"]
     words += [
         "--model_name_or_path",
         tiny_flux,
@@ -316,7 +326,7 @@ def test_two_processes_by_the_command(tiny_flux, tmp_path):
         "prompts.txt",
         "--rewards",
         "redness",
-        "my_rewards.size",
+        "my_rewards.py",
     ]
     words += ["--num_generations", "2", "--num_prompts_per_generation", "2", "--per_device_train_batch_size", "2"]
     words += [
@@ -331,9 +341,9 @@ def test_two_processes_by_the_command(tiny_flux, tmp_path):
         "--output_dir",
         "out",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "paco_trl.commands.main", "grpo", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=540)
     assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.count("Adapter: out") == 1
+    assert done.stdout.count("Adapter: out") == 1 and "on 2 process(es)" in done.stdout + done.stderr
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()

@@ -28,7 +28,6 @@ from paco_trl.commands.memory_check import (
     judge_plan,
     judges_in_process,
     memory_row,
-    parse_judge,
     parse_memory,
 )
 from paco_trl.data import demo_prompts_path
@@ -36,6 +35,7 @@ from paco_trl.rollout import FlowMatchSDEScheduler
 from paco_trl.tiny import build_tiny_flux2_klein
 
 
+parse_judge = doctor._parser("reward").parse_args_and_config
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 
@@ -241,6 +241,20 @@ class TestHealthy:
         assert "1 row(s) repeat a prompt" in rows["data"].finding
 
 
+def test_nothing_is_left_behind(examine, tmp_path):
+    rows = examine("model and adapter", embeddings_dir=str(tmp_path / "embeddings"))
+    assert rows["model and adapter"].verdict == "ok"
+    assert not (tmp_path / "embeddings").exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("trainer, option", [("nft", "--nft_beta"), ("reward", "--first_token_weight")])
+def test_the_options_of_a_trainer(trainer, option, capsys):
+    assert main(["doctor", "--trainer", trainer, "--help"]) == 0
+    assert option in capsys.readouterr().out
+    assert main(["doctor", "--help"]) == 0
+    assert option not in capsys.readouterr().out
+
+
 class TestFaults:
     """Each is found in its own row, and the others stay as they are."""
 
@@ -312,9 +326,7 @@ class TestFaults:
             "asynchronous": (asynchronous, "ok", "0, 1, 2; 0 None"),
         }
 
-        def load(name, args, own=script_arguments.load_reward):
-            if name not in planted:
-                return own(name, args)
+        def load(name):
             values, _, _ = planted[name]
             if values is asynchronous:
                 return values
@@ -325,7 +337,8 @@ class TestFaults:
             reward.__name__ = name
             return reward
 
-        monkeypatch.setattr(script_arguments, "load_reward", load)
+        for name in planted:
+            monkeypatch.setitem(script_arguments._REWARDS, name, lambda args, name=name: load(name))
         rows = examine(rewards=[*planted, "panel_similarity"])
         expected = HEALTHY | {f"reward {name}": verdict for name, (_, verdict, _) in planted.items()}
         del expected["reward redness_reward"]
@@ -491,6 +504,7 @@ class TestEvaluation:
             return planted[name] if name in planted else load(name, script_args)
 
         monkeypatch.setattr(script_arguments, "load_reward", load_counted)
+        monkeypatch.setattr(script_arguments, "_REWARDS", script_arguments._REWARDS | planted)
         monkeypatch.setattr(doctor, "PaCoGRPOTrainer", Trainer)
         rows = examine(eval_split="train", eval_on_start=True, eval_rewards=["redness", "judge", "unable"])
         assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "ok", "evaluation reward unable": "failed"}
@@ -626,12 +640,22 @@ class TestMemory:
 
     @pytest.mark.parametrize("is_planned", [True, False])
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_a_plan_requires_no_gpu(self, make_arguments, tiny_qwen, is_planned):
+    def test_without_a_gpu(self, make_arguments, tiny_qwen, is_planned):
         arguments = make_arguments(rewards=["consistency"], judge_model=str(tiny_qwen), use_cpu=False, bf16=True)
         arguments += ["--device_memory=24GiB"] if is_planned else []
         rows = {row.check: row for row in doctor.examine(arguments, Console(quiet=True))}
-        assert rows["configuration"].verdict == ("ok" if is_planned else "failed")
-        assert rows["memory"].verdict == ("ok" if is_planned else "skipped"), rows["memory"].finding
+        found = verdicts(rows)
+        assert found.pop("precision", None) == (None if is_planned else "warning")
+        if not is_planned:
+            assert "`bf16`" in rows["precision"].finding
+        for name in ("rewards", "model and adapter", "noise-free image", "ratio", "saved files", "reward values"):
+            assert found.pop(name) == "skipped", rows[name].finding
+        assert found == dict.fromkeys([*healthy("reports before training"), "memory"], "ok")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_a_misspelt_reward_without_a_gpu(self, examine):
+        row = examine("rewards", rewards=["rednes"], use_cpu=False, bf16=True)["rewards"]
+        assert row.verdict == "failed" and "`redness`" in row.finding
 
     @pytest.mark.parametrize(
         "changes, judges",

@@ -57,8 +57,12 @@ def test_rewards_without_a_judge(clip):
     assert load_eval_rewards(arguments, loaded) is None
     evaluation = load_eval_rewards(dataclasses.replace(arguments, eval_rewards=["layout", "clip_t"]), loaded)
     assert evaluation[1] is loaded[0] and evaluation[0] is loaded[3]  # loaded once
-    with pytest.raises(ValueError, match="Unknown reward 'clip': `--rewards` takes consistency, edit, clip_t"):
-        load_reward("clip", arguments)
+    with pytest.raises(ValueError, match="`clip_i`|`clip_t`"):
+        load_rewards(ScriptArguments(rewards=["clip"]))
+    with pytest.raises(ValueError, match="'redness' twice"):
+        load_rewards(ScriptArguments(rewards=["redness", "redness"]))
+    with pytest.raises(ValueError, match="`--judge_url` is 'http://x'"):
+        load_rewards(ScriptArguments(rewards=["redness"], judge_url="http://x"))
 
 
 OWN = """
@@ -93,7 +97,7 @@ def test_own_rewards_by_import_path(tmp_path, monkeypatch):
     assert first is module.brightness and third is module.made
     assert type(second) is module.Sharpness and module.instances == 2
     for name, message in {
-        "my_own_rewards.sharpnes": "'my_own_rewards.sharpnes' cannot be loaded. AttributeError: .*no attribute 'sharpnes'",
+        "my_own_rewards.sharpnes": "`Sharpness`",
         "my_own_reward.brightness": "cannot be loaded. ModuleNotFoundError: No module named 'my_own_reward'",
         "my_broken_rewards.brightness": "cannot be loaded. ModuleNotFoundError: .*'a_package_that_is_missing'",
         "my_own_rewards.Weighted": "cannot be loaded. TypeError: .*'weight'",
@@ -101,6 +105,29 @@ def test_own_rewards_by_import_path(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(ValueError, match=message):
             load_reward(name, ScriptArguments())
+
+
+def test_own_rewards_by_their_file(tmp_path, monkeypatch):
+    (tmp_path / "several.py").write_text("import helper\n" + OWN)
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "random.py").write_text(
+        "from statistics import mean\ndef _one(): pass\ndef bright(prompts, completions, **kwargs): return [1.0]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    named, made = (load_reward(f"{tmp_path}/several.py:{name}", ScriptArguments()) for name in ("brightness", "made"))
+    assert named([], [0, 0]) == [0.5, 0.5] and made([], [0]) == [1.0]
+    alone = load_reward("./random.py", ScriptArguments())  # its only one
+    assert alone([], []) == [1.0] and alone is load_reward("random.py:bright", ScriptArguments())
+    for name, message in {
+        "several.py": "brightness, Sharpness, Weighted, made",
+        "several.py:brigthness": "`brightness`",
+        "random.bright": "random.py:",  # Python's own module
+        "missing.py": "missing.py",
+        "several": "`several.py`",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_rewards(ScriptArguments(rewards=[name]))
 
 
 def test_an_adapter_is_continued_with_its_own_settings(tmp_path, caplog):

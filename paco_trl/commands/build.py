@@ -61,6 +61,7 @@ from ..dataset_building import (
 )
 from ..dataset_building.sample_sheet import instances_sheet, pairs_sheet
 from ..hub.account import find_repository, hub_errors
+from ..utils.addresses import check_port
 from .build_arguments import (
     AnnotateArguments,
     BuildArguments,
@@ -251,6 +252,7 @@ def annotate(args: AnnotateArguments) -> None:
     from ..dataset_building.annotation_app import serve_annotation
     from ..dataset_building.annotation_work import AnnotationWork
 
+    check_port(args.host, args.port)
     work = AnnotationWork(
         result(args, "instances"),
         result(args, "panels"),

@@ -10,7 +10,8 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -38,15 +39,17 @@ from ..rollout.loading import load_lora
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.round_schedule import RoundSchedule
+from . import reward
 from .env import VERSIONS, version_of
 from .grpo import parser_of
-from .memory_check import PlanArguments, format_size, image_plan, judge_plan, memory_row, parse_judge, read_trainer
+from .memory_check import PlanArguments, format_size, image_plan, judge_plan, memory_row, read_trainer
 from .parser import CommandParser
 from .report import COLORS, FAILED, OK, SKIPPED, WARNING, Row, colored, report
 from .sample_generator import Generation, SampleGenerator
 from .script_arguments import (
     ScriptArguments,
     check_evaluation,
+    check_reward_names,
     get_peft_config,
     load_eval_prompts,
     load_eval_rewards,
@@ -74,10 +77,11 @@ _MISSING: Any = None  # what no check has found yet
 class DoctorState:
     """State of the checks: each adds what later ones need."""
 
-    parse: Callable[[], tuple[Any, Any, PlanArguments]]
+    parse: Callable[..., tuple[Any, Any, PlanArguments]]  # takes further options
     temporary_dir: str  # stands in for the output directory of the run
     # Of the run; `args` has other values, so that the doctor leaves nothing behind
     push_to_hub: bool = False
+    lacks_gpu: bool = False
     output_dir: str = _MISSING
     resume_from_checkpoint: str | bool | None = None
     script_args: ScriptArguments = _MISSING
@@ -120,18 +124,35 @@ def check_versions(state: DoctorState) -> Row:
     return Row(WARNING, f"{'; '.join(unmet.values())}. ({finding})", advice)
 
 
-def check_configuration(state: DoctorState) -> Row:
+def read_options(state: DoctorState) -> tuple[Any, str, list[Row]]:
+    """Parse the options; where only a GPU is missing, as for one, with a row that says so."""
+    try:
+        return *_with_warnings(state.parse), []
+    except ValueError as error:
+        if torch.accelerator.is_available():
+            raise
+        parsed, warned = _with_warnings(lambda: state.parse("--use_cpu", "True"))
+        state.lacks_gpu = True
+        if parsed[2].device_memory is not None:
+            return parsed, warned, []
+        advice = "On this machine the run stops with this message. All checks that need no GPU go on; `--use_cpu` makes the "
+        return parsed, warned, [Row(WARNING, str(error), f"{advice}others as well, on the CPU.", "precision")]
+
+
+def check_configuration(state: DoctorState) -> list[Row]:
     """Check the settings, and how a round divides."""
-    (state.script_args, args, state.plan_args), warned = _with_warnings(state.parse)
+    (state.script_args, args, state.plan_args), warned, rows = read_options(state)
     state.output_dir, state.resume_from_checkpoint = args.output_dir, args.resume_from_checkpoint
     state.push_to_hub = args.push_to_hub
     args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
+    if args.embeddings_dir is not None:
+        args.embeddings_dir = str(Path(state.temporary_dir) / "embeddings")
     finding = args.round_layout.describe()
     if args.num_iterations > 1:
         steps = args.round_layout.num_optimizer_steps * args.num_iterations
         finding += f" With `num_iterations` = {args.num_iterations}: {steps} optimizer steps a round."
     state.args = args
-    return Row(WARNING if warned else OK, finding, warned)
+    return [Row(WARNING if warned else OK, finding, warned), *rows]
 
 
 def check_output_folder(state: DoctorState) -> Row:
@@ -325,10 +346,10 @@ def check_memory(state: DoctorState) -> Row:
     return memory_row(image_plan(state.script_args, args, state.train_dataset), plan_args.memory_of(args))
 
 
-def check_judge_memory(state: DoctorState) -> Row:
+def check_judge_memory(state: DoctorState) -> list[Row]:
     """Plan the memory of the training of a judge."""
-    script_args, args, plan_args = state.parse()
-    return memory_row(judge_plan(script_args, args), plan_args.memory_of(args))
+    (script_args, args, plan_args), _, rows = read_options(state)
+    return [*rows, memory_row(judge_plan(script_args, args), plan_args.memory_of(args))]
 
 
 def check_noise_free(state: DoctorState) -> Row:
@@ -426,7 +447,8 @@ def _adapter_round_trip(state: DoctorState) -> Row:
         if state.args.quantization == "fp8_storage":
             transformer.to(trainer.compute_dtype)  # diffusers rounds an adapter to the dtype of its layers
         object.__setattr__(pipeline, "transformer", transformer)  # `load_lora_weights` changes it in place
-        load_lora(pipeline, folder)
+        with _without_text_encoders():
+            load_lora(pipeline, folder)
         with_diffusers = generator.generate()
     return _compare_loaded(
         trainer.compute_dtype, base, tuned,
@@ -434,6 +456,18 @@ def _adapter_round_trip(state: DoctorState) -> Row:
         "Random weights in the adapter", "The adapter has no effect on the image: check `lora_target_modules`.",
         "adapter", "the versions of peft and diffusers (first row), and the scale `lora_alpha / r` in the files",
     )  # fmt: skip
+
+
+@contextmanager
+def _without_text_encoders() -> Iterator[None]:
+    """Leave out diffusers' warning that an adapter has no layers in the text encoders, where none is trained."""
+    logger = logging.getLogger("diffusers.loaders.lora_base")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _transformer_round_trip(state: DoctorState) -> Row:
@@ -574,11 +608,11 @@ _GENERATING = (check_noise_free, check_ratio, check_round_trip, check_reward_val
 
 def examine(arguments: list[str], console: Console) -> list[Row]:
     """Run all checks that can run, with the options of the command line."""
-    rows, (trainer, arguments) = [], read_trainer(arguments)
-    parse = parse_judge if trainer == "reward" else _parser(trainer).parse_args_and_config
+    rows, trainer = [], read_trainer(arguments)
+    parse = _parser(trainer).parse_args_and_config
     checks = CHECKS if trainer != "reward" else (CHECKS[0], Check("memory", check_judge_memory))
     with tempfile.TemporaryDirectory() as temporary_dir:
-        state = DoctorState(lambda: parse(arguments), temporary_dir)
+        state = DoctorState(lambda *more: parse([*arguments, *more]), temporary_dir)
         for number, check in enumerate(checks, start=1):
             console.print(f"\\[{number}/{len(checks)}] {check.name} ...", highlight=False)
             started = time.perf_counter()
@@ -596,24 +630,29 @@ def examine(arguments: list[str], console: Console) -> list[Row]:
 def _make(check: Check, state: DoctorState) -> list[Row]:
     if missing := [_FOUND_BY[name] for name in check.needs if not getattr(state, name)]:
         return [Row(SKIPPED, f"needs: {', '.join(missing)}")]
-    if check.examine in (check_rewards_load, check_model) and state.plan_args.is_for_another():
-        return [Row(SKIPPED, "The memory is planned for another card or trainer: no weights are loaded.")]
     if check.examine in _GENERATING and state.args.deepspeed_plugin is not None:
         finding = "DeepSpeed places the model on its device only when training begins."
         return [Row(SKIPPED, finding, "Run the doctor without it, on one GPU, to make this check.")]
     try:
+        if check.examine in (check_rewards_load, check_model):
+            if check.examine is check_rewards_load:
+                check_reward_names(state.script_args)
+            if state.plan_args.is_for_another():
+                return [Row(SKIPPED, "The memory is planned for another card or trainer: no weights are loaded.")]
+            if state.lacks_gpu:
+                return [Row(SKIPPED, "There is no GPU: no weights are loaded.")]
         found = check.examine(state)
     except Exception as error:
         return [Row(FAILED, _message(error))]
     return found if isinstance(found, list) else [found]
 
 
-def _parser(trainer: str = "grpo") -> CommandParser:
-    return parser_of(
-        *(ScriptArguments, PaCoNFTConfig if trainer == "nft" else PaCoGRPOConfig, PlanArguments),
-        prog="paco-trl doctor",
-        description="Checks a model, a dataset and settings without training. Takes the options of `paco-trl grpo`.",
-    )
+def _parser(trainer: str) -> CommandParser:
+    text = f"Checks a model, a dataset and settings without training. Takes the options of `paco-trl {trainer}`."
+    if trainer == "reward":
+        return reward.parser_of(PlanArguments, prog="paco-trl doctor", description=text)
+    config = PaCoNFTConfig if trainer == "nft" else PaCoGRPOConfig
+    return parser_of(ScriptArguments, config, PlanArguments, prog="paco-trl doctor", description=text)
 
 
 def _with_warnings(function: Callable[[], Any]) -> tuple[Any, str]:
@@ -642,7 +681,7 @@ def _listed(counter: Counter, with_counts: bool = False) -> str:
 def main(arguments: list[str]) -> int:
     """Run the command; return 0 if no check failed, else 1."""
     if {"--help", "-h"} & set(arguments):
-        _parser().print_help()
+        _parser(read_trainer(arguments)).print_help()
         return 0
     # Under `accelerate launch` every process runs the checks, and one of them prints
     console = Console(quiet=os.environ.get("RANK", "0") != "0")

@@ -28,7 +28,7 @@ def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
     is_nft = any(issubclass(each, PaCoNFTConfig) for each in classes)
     hidden = REFUSED_FIELDS | NFT_REFUSED_FIELDS if is_nft else REFUSED_FIELDS
-    return CommandParser(classes, hidden, prog=prog, **kwargs)
+    return CommandParser(classes, hidden, is_launched=True, prog=prog, **kwargs)
 
 
 def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:

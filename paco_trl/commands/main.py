@@ -2,16 +2,13 @@
 """The console script `paco-trl`: `paco-trl <command> [options]`."""
 
 import os
-import re
 import sys
 import time
-import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -31,25 +28,37 @@ COMMANDS = {
     "serve-reward": ("paco_trl.commands.serve_reward", "serves a judge with vLLM, for rewards over HTTP"),
     "env": ("paco_trl.commands.env", "prints versions and devices, for a bug report"),
 }
+# Command -> what it requires, and a line that works
+_FIRST_RUN = {
+    "grpo": ("`--dataset_name`: prompts (Hub id, directory or file)", "--dataset_name prompts.txt --rewards clip_t"),
+    "nft": ("`--dataset_name`: prompts (Hub id, directory or file)", "--dataset_name prompts.txt --rewards clip_t"),
+    "reward": ("no option, or `--dataset_name` and `--dataset_split` for your own pairs", "--output_dir my-judge"),
+    "doctor": ("the options of the run, such as `--dataset_name`", "--dataset_name prompts.txt --rewards clip_t"),
+    "build": ("a stage, of which `prompts` is the first", "prompts --dataset_name prompts.jsonl"),
+    "evaluate": ("a stage, of which `generate` is the first", "generate --dataset_name prompts.jsonl"),
+}
 _OF_THE_USER = (ValueError, OSError, ImportError)
 _TRAINING = ("grpo", "nft", "reward")
 _RESUMING = ("build", "evaluate")
-_PATIENCE = 10.0  # seconds
-# All files with options
-_OWN = ("build_arguments", "evaluate_reward", "evaluation_arguments", "memory_check", "reward", "script_arguments")
-_OPTION_FILES = (
-    *(f"paco_trl/commands/{name}.py" for name in _OWN),
-    *(f"paco_trl/trainer/paco_{name}_config.py" for name in ("grpo", "nft", "reward")),
-    *(f"trl/trainer/{name}_config.py" for name in ("base", "grpo", "sft")),
-    "transformers/training_args.py",
-)
+_LAUNCHED = (*_TRAINING, *_RESUMING, "doctor")
+_IS_LAUNCHED = "PACO_TRL_IS_LAUNCHED"
+_PATIENCE = 60.0  # seconds, more than the imports of two processes differ
 
 
 def _usage() -> str:
     lines = [f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items()]
-    launch = f"{', '.join(_TRAINING + _RESUMING)} start several processes with `--num_processes 8`, or as an"
-    more = ["`paco-trl <command> --help` lists the options.", f"{launch} `--accelerate_config FILE` says."]
+    launch = f"For several processes, add `--num_processes 8` or `--accelerate_config FILE` to {', '.join(_LAUNCHED)}."
+    more = ["`paco-trl <command> --help` lists the options.", launch]
     return "\n".join(["usage: paco-trl <command> [options]", "       paco-trl --version", "", *lines, "", *more])
+
+
+def _first_run(command: str) -> str:
+    needed, example = _FIRST_RUN[command]
+    return (
+        f"paco-trl {command}: {COMMANDS[command][1]}. It takes {needed}.\n\n"
+        f"    paco-trl {command} {example}\n\n"
+        f"`paco-trl {command} --help` lists the rest; `--config FILE` reads options from a YAML file.\n"
+    )
 
 
 def say(command: str, message: str) -> None:
@@ -58,15 +67,18 @@ def say(command: str, message: str) -> None:
     sys.stderr.flush()
 
 
+def _is_for_the_user(error: BaseException) -> bool:
+    """Tell whether the message of an error is enough; of a bug, such as one in a reward, the traceback tells more."""
+    is_own = type(error).__module__.startswith("paco_trl.")
+    return isinstance(error, _OF_THE_USER) or is_own and (not error.__cause__ or _is_for_the_user(error.__cause__))
+
+
 def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
     """Run a command; return its exit code, with the errors of its user in one line."""
     try:
         return run()
     except Exception as error:
-        is_own = type(error).__module__.startswith("paco_trl.")
-        functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-        # In the middle of training it is not about an option, and a traceback tells more
-        if not isinstance(error, _OF_THE_USER) and not is_own or "training_step" in functions:
+        if not _is_for_the_user(error):
             raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_PATIENCE)  # mostly the first process says the same, and the launcher then ends this one
@@ -81,51 +93,51 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         return 130
 
 
+def read_config(words: list[str]) -> dict[str, Any]:
+    """Read the YAML file of options that `--config` names, if it is given."""
+    parser = ArgumentParser(prog="paco-trl", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    file = parser.parse_known_args(words)[0].config
+    if file is None:
+        return {}
+    try:
+        config = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"`--config` is '{file}', but there is no such file.") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"'{file}' is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        kind = {list: "a list", type(None): "nothing"}.get(type(config), f"the value {config!r}")
+        raise ValueError(
+            f"'{file}' has {kind} in it, not options. Write `option: value` lines, such as `max_steps: 100`."
+        )
+    return config
+
+
 def _launch(command: str, words: list[str]) -> None:
     """Replace this process by `accelerate launch` of the same command if its options are given, under TRL's names."""
+    is_launched = bool({"LOCAL_RANK", _IS_LAUNCHED} & os.environ.keys())
+    config = {} if is_launched else read_config(words)
     parser = ArgumentParser(prog=f"paco-trl {command}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--accelerate_config", dest="config_file")
-    parser.add_argument("--num_processes", type=int)
+    parser.add_argument("--accelerate_config", default=config.get("accelerate_config"))
+    parser.add_argument("--num_processes", type=int, default=config.get("num_processes"))
     options, rest = parser.parse_known_args(words)
-    if given := [f"--{name}={value}" for name, value in vars(options).items() if value is not None]:
-        words = ["accelerate.commands.launch", *given, "-m", "paco_trl.commands.main", command, *rest]
-        os.execv(sys.executable, [sys.executable, "-m", *words])
+    file, number = options.accelerate_config, options.num_processes
+    if is_launched and rest != words:
+        raise ValueError("`--num_processes` and `--accelerate_config` are for a command that is not launched yet.")
+    if file is None and number is None:
+        return
+    if number is not None and (type(number) is not int or number < 1):
+        raise ValueError(f"`--num_processes` is {number!r}; it must be a whole number of at least 1.")
+    given = [f"--{name}={value}" for name, value in (("config_file", file), ("num_processes", number)) if value]
+    if file is None and number and number > 1:
+        import torch
 
-
-def check_options(words: list[str], required: str | None = None) -> None:
-    """Refuse unknown options and texts for numbers, by the text of the files: the imports of the parser take seconds."""
-    kinds: dict[str, set[str]] = {"config": {"str"}, "env": {"str"}, "help": {"bool"}}
-    for source in _OPTION_FILES:
-        package, _, file = source.partition("/")
-        folders = getattr(find_spec(package), "submodule_search_locations", None) or [""]
-        text = Path(folders[0], file).read_text(encoding="utf-8")
-        for name, kind, alias in re.findall(r'^    (\w+): ([^=\n]+)|"--(\w+)"', text, flags=re.M):
-            kinds.setdefault(name or alias, set()).add(kind.split("|")[0].strip())
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    values = {word[2:]: value for word, value in zip(words, [*words[1:], "--"], strict=True) if word[:2] == "--"}
-    given = list(values)
-    if file := values.get("config", ""):
-        try:
-            settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"'{file}' is not valid YAML: {' '.join(str(error).split())}") from error
-        given += map(str, settings) if isinstance(settings, dict) else []
-    for option in given:
-        # As argparse: a beginning is enough, and `--no_` turns a switch off
-        start = option.replace("-", "_")
-        if not any(name.startswith((start, start.removeprefix("no_"))) for name in kinds):
-            hint = [f" Did you mean `--{name}`?" for name in get_close_matches(start, kinds, 1)]
-            raise ValueError(f"there is no option `--{option}`." + "".join(hint))
-    for option, value in values.items():
-        kind = kinds.get(option.replace("-", "_"), {""})
-        if kind <= {"int", "float"} and not value.startswith("--"):
-            try:
-                (float if "float" in kind else int)(value)
-            except ValueError:
-                expected = "a number" if "float" in kind else "an integer"
-                raise ValueError(f"`--{option}` is {value!r}, which is not {expected}.") from None
-    if required and not {"help", "h"} & set(given) and not any(required.startswith(option) for option in given):
-        raise ValueError(f"`--{required}` is missing: a Hub id, a directory or a file of prompts.")
+        if not torch.accelerator.is_available():
+            given.append("--multi_gpu")  # also on the CPU, where accelerate otherwise starts a single process
+    os.environ[_IS_LAUNCHED] = "1"  # its processes read the same file
+    words = ["accelerate.commands.launch", *given, "-m", "paco_trl.commands.main", command, *rest]
+    os.execv(sys.executable, [sys.executable, "-m", *words])
 
 
 def main(arguments: list[str] | None = None) -> int | str | None:
@@ -139,6 +151,9 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         sys.stderr.write(f"{_usage()}\n\npaco-trl: {problem}; it must be one of: {', '.join(COMMANDS)}.\n")
         return 2
     command, *words = arguments
+    if not words and command in _FIRST_RUN:
+        sys.stderr.write(_first_run(command))
+        return 2
     # An unknown option is shown with its value, and this one is secret
     is_secret = any(word.replace("-", "_").startswith("__hub_token") for word in words)
     if command not in ("doctor", *_TRAINING) and is_secret:
@@ -150,10 +165,8 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         return 2
 
     def run() -> int | None:
-        if command in _TRAINING + _RESUMING:
+        if command in _LAUNCHED:
             _launch(command, words)
-        if command in ("doctor", *_TRAINING, *_RESUMING):
-            check_options(words, "dataset_name" if command in ("grpo", "nft") else None)
         return import_module(COMMANDS[command][0]).main(words)
 
     return answer(command, run)

@@ -22,7 +22,6 @@ from ..utils.files import find_model_file
 from . import reward
 from .memory import ImagePlan, JudgePlan, Phase, largest_batch, peak, smallest_change, weights_bytes
 from .options import option
-from .parser import CommandParser
 from .report import FAILED, OK, WARNING, Row
 from .script_arguments import ScriptArguments, get_peft_config
 
@@ -54,21 +53,14 @@ class PlanArguments:
         return None
 
 
-def read_trainer(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the trainer that a command line names, and the options: of a plan for another card, without a GPU too."""
+def read_trainer(arguments: list[str]) -> str:
+    """Return the trainer that a command line names."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--trainer", default="grpo")
-    parser.add_argument("--device_memory")
-    known, _ = parser.parse_known_args(arguments)
-    if known.trainer not in ("grpo", "nft", "reward"):
-        raise ValueError(f"`--trainer` is {known.trainer!r}; it must be 'grpo', 'nft' or 'reward'.")
-    is_on_cpu = known.device_memory is not None and not torch.cuda.is_available()
-    return known.trainer, [*arguments, "--use_cpu", "True"] if is_on_cpu else arguments  # which bf16 requires then
-
-
-def parse_judge(arguments: list[str]) -> tuple:
-    """Read the arguments of `paco-trl reward`."""
-    return CommandParser((reward.ScriptArguments, PaCoRewardConfig, PlanArguments)).parse_args_and_config(arguments)
+    trainer = parser.parse_known_args(arguments)[0].trainer
+    if trainer not in ("grpo", "nft", "reward"):
+        raise ValueError(f"`--trainer` is {trainer!r}; it must be 'grpo', 'nft' or 'reward'.")
+    return trainer
 
 
 def judge_plan(script_args: reward.ScriptArguments, args: PaCoRewardConfig) -> JudgePlan:

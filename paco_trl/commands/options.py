@@ -5,9 +5,9 @@ from dataclasses import field
 from typing import Any
 
 
-def option(default: Any, help: str, *aliases: str) -> Any:
-    """Declare a field of a dataclass of arguments, as [`~trl.TrlParser`] reads it."""
-    metadata = {"help": help, "aliases": list(aliases)}
+def option(default: Any, help: str, *aliases: str, **kwargs) -> Any:
+    """Declare a field of a dataclass of arguments, as [`~trl.TrlParser`] reads it; `kwargs` are for argparse."""
+    metadata = {"help": help, "aliases": list(aliases), **kwargs}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

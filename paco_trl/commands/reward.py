@@ -122,10 +122,12 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
     train_and_save(trainer, script_args.dataset_name, images)
 
 
+def parser_of(*classes: type, **kwargs) -> CommandParser:
+    """Build the parser of a command with the options of `paco-trl reward`."""
+    return CommandParser((ScriptArguments, PaCoRewardConfig, *classes), REFUSED_FIELDS, is_launched=True, **kwargs)
+
+
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    parser = CommandParser(
-        (ScriptArguments, PaCoRewardConfig), REFUSED_FIELDS, prog="paco-trl reward", description=__doc__
-    )
-    train(*parser.parse_args_and_config(arguments))
+    train(*parser_of(prog="paco-trl reward", description=__doc__).parse_args_and_config(arguments))
     return 0

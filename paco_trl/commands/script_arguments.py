@@ -4,10 +4,14 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from datasets import Dataset
@@ -32,6 +36,7 @@ class ScriptArguments:
         None,
         "Prompts: Hub id, directory, or JSON-lines, CSV, TSV, Parquet or text file, also raw T2IS, GEdit-Bench or "
         "ShareGPT-4o-Image rows.",
+        required=True,
     )
     dataset_split: str = option("train", "Split to train on.", "--dataset_train_split")
     eval_dataset_name: str | None = option(None, "Prompts to evaluate on. If `None`, those of `dataset_name`.")
@@ -50,8 +55,8 @@ class ScriptArguments:
     rewards: list[str] = option(
         ["consistency", "clip_t"],
         "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `clip_i`, `pick_score`, "
-        "`no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out. Your own by "
-        "import path, such as `my_package.my_reward`: a callable is used unchanged, a class is called without arguments.",
+        "`no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out. Your own: "
+        "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments.",
         "--reward_funcs",
     )
     judge_model: str = option(
@@ -95,9 +100,7 @@ def _judge_arguments(script_args: ScriptArguments) -> dict[str, Any]:
 
 def load_train_prompts(script_args: ScriptArguments) -> Dataset:
     """Load the prompts to train on."""
-    if script_args.dataset_name is None:
-        raise ValueError("`--dataset_name` is missing: a Hub id, a directory or a file of prompts.")
-    return _load_prompts(script_args, script_args.dataset_name, script_args.dataset_split)
+    return _load_prompts(script_args, cast(str, script_args.dataset_name), script_args.dataset_split)
 
 
 def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
@@ -105,13 +108,7 @@ def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
     name, split = script_args.eval_dataset_name, script_args.eval_split
     if split is None and name is None:
         return None
-    if name is None:
-        name = script_args.dataset_name
-        if name is not None and Path(name).is_file() and split != script_args.dataset_split:
-            raise ValueError(
-                f"`--eval_split` is {split!r}, but '{name}' is a file, whose rows are all trained on: it has no other "
-                "split. Name another file with `--eval_dataset_name`."
-            )
+    name = name if name is not None else script_args.dataset_name
     return _load_prompts(script_args, cast(str, name), split or "train", is_training=False)
 
 
@@ -128,6 +125,11 @@ def check_evaluation(script_args: ScriptArguments, training_args: PaCoGRPOConfig
 
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
+    if split != "train" and Path(name).expanduser().is_file():
+        raise ValueError(
+            f"`--{'dataset' if is_training else 'eval'}_split` is {split!r}, but '{name}' is a file, whose rows are all in "
+            "the split `train`. Leave the option out, or put other rows into a file of their own (`--eval_dataset_name`)."
+        )
     if not script_args.edits:
         for option in ("image_folder", "max_source_images", "exclude_dataset_name", "allow_remote_images"):
             if getattr(script_args, option) not in (None, False):
@@ -147,30 +149,78 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
     )
 
 
+def check_reward_names(script_args: ScriptArguments) -> None:
+    """Refuse a reward that is none of the package and cannot be a user's, and options of a judge without one."""
+    names = [*script_args.rewards, *(script_args.eval_rewards or ())]
+    for name in names:
+        if name not in _REWARDS and "." not in name:
+            file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
+            raise ValueError(
+                f"Unknown reward {name!r}.{_nearest(name, _REWARDS, file)} `--rewards` takes {', '.join(_REWARDS)}, or your "
+                "own: `my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`."
+            )
+        if script_args.rewards.count(name) > 1:
+            raise ValueError(
+                f"`--rewards` has {name!r} twice. Name it once, and give it its weight in `--reward_weights`."
+            )
+    for setting in ("judge_url", "judge_quantization", "judge_max_pairs"):
+        value = getattr(script_args, setting)
+        if value is not None and not {"consistency", "edit"} & set(names):
+            raise ValueError(
+                f"`--{setting}` is {value!r}, but no reward has a judge: `consistency` and `edit` have one."
+            )
+
+
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     """Load a reward by its name on the command line."""
-    if "." in name:
-        return _import_reward(name)
-    if name not in _REWARDS:
-        raise ValueError(
-            f"Unknown reward {name!r}: `--rewards` takes {', '.join(_REWARDS)}, or an import path such as "
-            "my_package.my_reward."
-        )
-    return _REWARDS[name](script_args)
+    return _REWARDS[name](script_args) if name in _REWARDS else _import_reward(name)
+
+
+def _nearest(name: str, known: Iterable[str], first: Sequence[str] = ()) -> str:
+    return "".join(f" Did you mean `{each}`?" for each in [*first, *get_close_matches(name, known, 1)][:1])
 
 
 def _import_reward(path: str) -> Callable:
-    module, _, name = path.rpartition(".")
-    if os.getcwd() not in sys.path:  # a script has its own directory there
-        sys.path.insert(0, os.getcwd())
+    where, _, name = path.partition(":") if path.endswith(".py") or ":" in path else path.rpartition(".")
     try:
-        reward = getattr(import_module(module), name)
+        module = _import_file(os.path.abspath(os.path.expanduser(where))) if where.endswith(".py") else _import(where)
+        # What the module has only imported is no reward of it, unless it is named
+        own = [each for each, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        own = [each for each in own if not each.startswith("_")]
+        if not name and len(own) == 1:
+            (name,) = own
+        if not hasattr(module, name):
+            problem = f"has no `{name}`.{_nearest(name, own)}" if name else "does not say which of its rewards to use."
+            raise ValueError(f"'{where}' {problem} It has: {', '.join(own) or 'no function or class'}.")
+        reward = getattr(module, name)
         reward = reward() if isinstance(reward, type) else reward
     except Exception as error:
-        raise ValueError(f"The reward {path!r} cannot be loaded. {type(error).__name__}: {error}") from error
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"The reward {path!r} cannot be loaded. {kind}{error}") from error
     if not callable(reward):
         raise ValueError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
     return reward
+
+
+def _import(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:  # a script has its own directory there
+        sys.path.insert(0, os.getcwd())
+    module, file = import_module(name), Path(name.replace(".", "/") + ".py")
+    if file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
+        raise ValueError(f"`{name}` is another module than the file '{file}' here. Write `{file}:my_reward`.")
+    return module
+
+
+@cache
+def _import_file(path: str) -> ModuleType:
+    """Import a file once, under a name that hides no other module."""
+    spec: Any = spec_from_file_location(f"paco_trl_rewards_{Path(path).stem}", path)
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    if (folder := os.path.dirname(path)) not in sys.path:  # for what it imports from there, as a script does
+        sys.path.insert(0, folder)
+    spec.loader.exec_module(module)
+    return module
 
 
 def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:
@@ -182,8 +232,8 @@ def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
     """Load the rewards of training."""
-    loaded = {name: load_reward(name, script_args) for name in script_args.rewards}
-    return [loaded[name] for name in script_args.rewards]
+    check_reward_names(script_args)
+    return [load_reward(name, script_args) for name in script_args.rewards]
 
 
 def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]) -> list[Callable] | None:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..cards.rendering import LORA_RANKS
 from ..rewards.judge import JudgeUnavailableError
-from ..utils.addresses import is_loopback
+from ..utils.addresses import check_port, is_loopback
 from ..utils.files import find_model_file
 from .main import say
 from .options import option
@@ -267,22 +266,6 @@ def _find_executable(vllm: str) -> str:
     return os.path.abspath(executable)
 
 
-def _check_address(host: str, port: int) -> None:
-    """Check, before a model is loaded, that the server will be able to listen."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as listener:
-            # As the server does: what is left of a server that was just stopped is not in the way
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1)
-    except OSError as error:
-        raise _Failure(
-            f"Nothing can listen at {host}, port {port}: {error.strerror}. If another server is there, maybe another "
-            "judge, stop it or choose another `--port`; `--host` is an address of this machine."
-        ) from error
-
-
 class _Stopped:
     """Flag that signal handlers set. Not an `Event`, whose lock the wait that they interrupt may hold."""
 
@@ -386,7 +369,7 @@ def _serve(args: ServeArguments) -> None:
     executable = _find_executable(args.vllm)
     if find_spec("openai") is None:  # vLLM takes minutes to start
         raise _Failure('The first query of the server requires `openai`: pip install "paco_trl[served]".')
-    _check_address(args.host, args.port)
+    check_port(args.host, args.port)
     adapter = find_adapter(args.model_name_or_path)
     command = serve_command(args, executable, adapter)
     if not is_loopback(args.host):

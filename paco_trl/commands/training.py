@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end that all training commands have."""
 
+import os
 import sys
 
 from transformers import Trainer
@@ -11,7 +12,12 @@ from ..utils.processes import end_training
 
 def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | None) -> None:
     """Train, then save the model, or save and push it; Ctrl-C says how to resume."""
-    args = trainer.args
+    args, started = trainer.args, int(os.environ.get("WORLD_SIZE", 1))
+    if started != trainer.accelerator.num_processes:
+        raise ValueError(
+            f"{started} processes are started, but each would train alone: without a GPU they find each other only with "
+            "`--use_cpu`."
+        )
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except KeyboardInterrupt:

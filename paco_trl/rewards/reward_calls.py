@@ -155,7 +155,8 @@ def _named_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise RewardError(f"The reward '{name}' raised {type(error).__name__}: {error}") from error
+        message = str(error).rstrip(".")
+        raise RewardError(f"The reward '{name}' raised {type(error).__name__}: {message}.") from error
 
 
 def _check_rewards(rewards, name: str, count: int) -> list[float | None]:

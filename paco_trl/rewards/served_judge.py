@@ -211,7 +211,7 @@ class ServedJudge:
                 raise JudgeUnavailableError(f"{cannot} answer: {failure}.") from None
             raise JudgeUnavailableError(
                 f"No judge answers at {self.base_url} ({failure}, for {budget:g} seconds). Start one with `paco-trl "
-                "serve-reward` and wait until it reports that it is ready, or correct `base_url`."
+                "serve-reward` and wait until it reports that it is ready, or correct the address."
             ) from None
         answer = _read_score(completion)
         if answer.score is None:

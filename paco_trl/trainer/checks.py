@@ -26,7 +26,7 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardS
     rows, layout = PromptRows(dataset, args, "the dataset"), args.round_layout
     if len(dataset) < layout.num_prompts:
         raise ValueError(
-            f"The dataset has {len(dataset)} prompts, but a round takes {layout.num_prompts} different ones: "
+            f"The dataset has {len(dataset)} prompt{'s' * (len(dataset) != 1)}, but a round takes {layout.num_prompts} different ones: "
             f"{layout.describe()} Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts."
         )
     rewards.check_dataset(rows.dataset, "the dataset")

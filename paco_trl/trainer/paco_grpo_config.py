@@ -19,7 +19,16 @@ from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
-from .refusals import BY_NUMBER, NO_FSDP, REFUSED_FIELDS, check_training_length, cpu_explained, refuse_fields
+from .refusals import (
+    BY_NUMBER,
+    NO_FSDP,
+    REFUSED_FIELDS,
+    check_places,
+    check_training_length,
+    cpu_explained,
+    name_checkpointing,
+    refuse_fields,
+)
 from .round_layout import RoundLayout, lay_out_round, nearest_multiples
 
 
@@ -376,11 +385,7 @@ class PaCoGRPOConfig(GRPOConfig):
 
         # TrainingArguments copies the accumulation into the DeepSpeed config, so the round is laid out before it
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
-        # transformers has renamed `gradient_checkpointing`, which TRL sets
-        if self.activation_checkpointing is None:
-            self.activation_checkpointing: bool | None = self.gradient_checkpointing
-        if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs: dict | None = self.gradient_checkpointing_kwargs
+        name_checkpointing(self)
         layout = self._lay_out(requested_prompts, *requested, num_processes)
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
@@ -518,6 +523,7 @@ class PaCoGRPOConfig(GRPOConfig):
                 if not fits:
                     raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
         check_training_length(self.max_steps, self.num_train_epochs)
+        check_places(self.output_dir, self.model_init_kwargs)
         branch, micro_batch = self.images_per_prefix, self.per_device_train_batch_size
         shared = f"the {branch} images of a branch (`images_per_prefix`) share a batch and a group"
         trained = f"it is trained in micro-batches of {micro_batch} images (`per_device_train_batch_size`)"

@@ -9,7 +9,14 @@ from trl import SFTConfig
 from ..utils.deepspeed import check_gradient_accumulation
 from ..utils.docstrings import help_from_docstring
 from .first_token_loss import LOSS_VARIANTS
-from .refusals import check_training_length, cpu_explained, refuse_fields, refused_fields
+from .refusals import (
+    check_places,
+    check_training_length,
+    cpu_explained,
+    name_checkpointing,
+    refuse_fields,
+    refused_fields,
+)
 
 
 REFUSED_FIELDS = refused_fields("SFTConfig")
@@ -99,12 +106,14 @@ class PaCoRewardConfig(SFTConfig):
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
             self.greater_is_better: bool | None = False
+        name_checkpointing(self)
         with cpu_explained():
             super().__post_init__()
         check_gradient_accumulation(self)
 
     def _check_values(self) -> None:
         check_training_length(self.max_steps, self.num_train_epochs)
+        check_places(self.output_dir, self.model_init_kwargs)
         # `not` instead of a reversed comparison: it refuses NaN as well
         if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
             raise ValueError(

@@ -2,11 +2,13 @@
 """Refuse inherited settings and methods that cannot work, with the reason."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import yaml
+from transformers import TrainingArguments
 
 from ..utils.files import read_template
 
@@ -42,6 +44,29 @@ def cpu_explained() -> Iterator[None]:
             raise
         problem = "`bf16` is True, but there is no GPU that computes in it"
         raise ValueError(f"{problem}. To run on the CPU, set `use_cpu=True`, and `bf16=False` for float32.") from error
+
+
+def name_checkpointing(config: TrainingArguments) -> None:
+    """Set `activation_checkpointing`, to which transformers has renamed `gradient_checkpointing`, which TRL sets."""
+    if config.activation_checkpointing is None:
+        config.activation_checkpointing = config.gradient_checkpointing
+    if config.activation_checkpointing_kwargs is None:
+        config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
+
+
+def check_places(output_dir: str | None, model_init_kwargs: dict | str | None) -> None:
+    """Refuse an output directory that is none, and the former name of a dtype."""
+    if output_dir is not None and (not output_dir or os.path.isfile(os.path.expanduser(output_dir))):
+        raise ValueError(f"`output_dir` is {output_dir!r}; it must be a directory, which is made if it is not there.")
+    if isinstance(model_init_kwargs, str) and not model_init_kwargs.startswith("{"):
+        raise ValueError(
+            f'`model_init_kwargs` is {model_init_kwargs!r}; it must be JSON, such as {{"revision": "main"}}.'
+        )
+    if "torch_dtype" in (model_init_kwargs or {}):
+        raise ValueError(
+            "`model_init_kwargs` has `torch_dtype`, which is now called `dtype`. Rename it, or leave it out: the model is "
+            "loaded in bfloat16 with `bf16`, and in float32 without."
+        )
 
 
 def check_training_length(max_steps: int, num_train_epochs: float) -> None:

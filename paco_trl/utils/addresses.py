@@ -3,6 +3,7 @@
 
 import ipaddress
 import re
+import socket
 from urllib.parse import urlsplit
 
 
@@ -14,21 +15,37 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def check_port(host: str, port: int) -> None:
+    """Check, before anything is loaded, that a server will be able to listen."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            # As servers do: what is left of one that was just stopped is not in the way
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1)
+    except OSError as error:
+        raise OSError(
+            f"Nothing can listen at {host}, port {port}: {error.strerror}. If another program has the port, stop it or "
+            "choose another `--port`; `--host` is an address of this machine."
+        ) from error
+
+
 def check_base_url(base_url: str, key_argument: str) -> str:
     """Check the address of an OpenAI-compatible server; return its host."""
     if not isinstance(base_url, str) or re.search(r"[\s,;]", base_url):
         raise ValueError(
-            f"`base_url` is {base_url!r}, but must be a single address. To use several GPUs, serve the model on all "
+            f"The address of the server is {base_url!r}, but must be a single one. To use several GPUs, serve the model on all "
             "of them behind one address (`paco-trl serve-reward ... -- --data-parallel-size 4`, an option of `vllm "
             "serve`), or put a load balancer in front of several servers. With several nodes, start a server on each and "
             "give 'http://127.0.0.1:8000/v1': each process then queries the server of its node."
         )
     address = urlsplit(base_url)
     if address.scheme not in ("http", "https") or not address.hostname:
-        raise ValueError(f"`base_url` is {base_url!r}, but must be an address like 'http://127.0.0.1:8000/v1'.")
+        raise ValueError(f"The address of the server is {base_url!r}, but must be like 'http://127.0.0.1:8000/v1'.")
     if address.username or address.password or address.query:
         raise ValueError(
-            "`base_url` has a user name, a password or a query (`?...`) in it, which would be logged. Use "
+            "The address of the server has a user name, a password or a query (`?...`) in it, which would be logged. Use "
             f"`{key_argument}`."
         )
     return address.hostname

@@ -168,7 +168,7 @@ async def _reply(client: "ChatClient", request: ChatRequest) -> Reply:
 def _unavailable(client: "ChatClient", failure: NoAnswerError) -> EndpointUnavailableError:
     return EndpointUnavailableError(
         f"{client.name} does not answer ({failure}, tried {failure.tries} times). Start the server, wait until it is "
-        "less busy, or correct `base_url`; then rerun the same command to resume."
+        "less busy, or correct the address; then rerun the same command to resume."
     )
 
 
