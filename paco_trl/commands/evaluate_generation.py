@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""
+Is an adapter better than its base model on your own prompts? One call generates, scores, and writes a page:
+
+    paco-trl evaluate prompts --dataset_name sets.jsonl --adapter_name_or_path paco-flux \
+        --rewards consistency clip_t --output_dir evaluation/prompts
+
 Evaluates image models on T2IS-Bench or GEdit-Bench: the base model and the tuned one, under the same settings.
 
     paco-trl evaluate generate --dataset_name t2is.jsonl --output_dir evaluation/base
@@ -62,10 +67,12 @@ from ..rollout.hybrid_inference import check_adapter_fraction, hybrid_inference
 from ..utils.addresses import check_base_url
 from ..utils.files import sole_writer, write_atomically
 from ..utils.names import public_name
+from .evaluate_prompts import evaluate_prompts
 from .evaluate_reward import RewardArguments, evaluate
 from .evaluation_arguments import (
     DTYPES,
     GenerateArguments,
+    PromptsArguments,
     ReportArguments,
     ScoreArguments,
     load_judge,
@@ -349,6 +356,7 @@ def report(args: ReportArguments) -> None:
 
 
 STEPS = {
+    "prompts": (PromptsArguments, evaluate_prompts),
     "generate": (GenerateArguments, generate),
     "score": (ScoreArguments, score),
     "report": (ReportArguments, report),

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score images of any prompts with rewards, and compute the figures of one system or two."""
+
+import asyncio
+import hashlib
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..utils.names import public_name
+from .score_store import ScoreStore
+from .statistics import Unit
+from .t2is_comparison import PACKAGES, metric_row, paired_cells
+
+
+if TYPE_CHECKING:
+    from ..rewards.reward_set import RewardSet
+    from ..rollout.prompt_rows import PromptRows
+
+
+# Row of the prompt and number of the image
+Place = tuple[int, int]
+
+
+def image_files(folder: Path, num_prompts: int, num_generations: int) -> dict[Place, Path]:
+    """Name the files of all images, prompt by prompt."""
+    places = [(row, image) for row in range(num_prompts) for image in range(num_generations)]
+    return {(row, image): folder / str(row) / f"{image}.png" for row, image in places}
+
+
+def score_images(
+    rewards: "RewardSet", rows: "PromptRows", files: Mapping[Place, Path], folder: Path
+) -> dict[str, dict[Unit, float]]:
+    """Score the images of a system with each reward, NaN where one gives none; the next run asks about it again."""
+    import torch
+    from PIL import Image
+    from tqdm.auto import tqdm
+    from transformers import TrainerState
+
+    from ..data import split_grid
+    from ..rewards.scorer import IMAGES_PER_CALL
+
+    places = {f"{row}/{image}": (row, image) for row, image in files}
+    digests = {key: hashlib.sha256(files[place].read_bytes()).hexdigest() for key, place in places.items()}
+    given = rewards.given if isinstance(rewards.given, list) else [rewards.given]
+    values: dict[str, dict[Unit, float]] = {}
+    for name, reward, call in zip(rewards.names, given, rewards.functions, strict=True):
+        judge = getattr(reward, "judge", None)
+        settings = {
+            "model": public_name(str(getattr(reward, "model_name", None) or "")),
+            "weights": getattr(judge, "fingerprint", None),  # what a server has behind a name is not known
+        }
+        with (
+            ScoreStore(folder, name, settings, digests, rescore_changed=True) as store,
+            asyncio.Runner() as runner,
+            torch.no_grad(),
+            tqdm(total=len(store.pending), desc=f"Scoring {name}", disable=not store.is_main_process) as progress,
+        ):
+            for start in range(0, len(store.pending), IMAGES_PER_CALL):
+                keys = store.pending[start : start + IMAGES_PER_CALL]
+                batch = []
+                for key in keys:
+                    row = rows.row(places[key][0])
+                    with Image.open(files[places[key]]) as image:
+                        panels = split_grid(image.convert("RGB"), row["rows"], row["cols"])
+                        batch.append({**row, "completions": image.convert("RGB"), "panel_images": panels})
+                columns = {each: [row[each] for row in batch] for each in batch[0] if each != "prompt"}
+                scores = call(
+                    prompts=[row["prompt"] for row in batch], completion_ids=None, trainer_state=TrainerState(),
+                    log_extra=lambda *_: None, log_metric=lambda *_: None, **columns,
+                )  # fmt: skip
+                scores = runner.run(scores) if inspect.isawaitable(scores) else scores
+                records = [
+                    {"key": key, "digest": digests[key], "score": None if score is None else float(score)}
+                    for key, score in zip(keys, scores, strict=True)
+                ]
+                store.append(*[record | {"incomplete": record["score"] is None} for record in records])
+                progress.update(len(keys))
+            found = {key: record["score"] for key, record in store.finish().items()}
+        values[name] = {places[key]: math.nan if score is None else score for key, score in found.items()}
+    return values
+
+
+def own_results(
+    dataset: str,
+    rows: "PromptRows",
+    names: Sequence[str],
+    systems: Sequence[dict[str, Any]],
+    scores: Sequence[Mapping[str, Mapping[Unit, float]]],
+    sources: Path,
+) -> dict[str, Any]:
+    """Compute the mean of each reward and of their sum, with intervals over prompts and the paired gain."""
+    names, columns = list(names), [dict(values) for values in scores]
+    label = names[0]
+    if len(names) > 1:
+        label = "sum"
+        for values in columns:
+            values[label] = {place: sum(values[name][place] for name in names) for place in values[names[0]]}
+    table = []
+    for name in columns[0]:
+        cells, change = paired_cells([[dict(values[name])] for values in columns])
+        kind = "average" if name == label != names[0] else "dimension"
+        table.append(metric_row(name, "sum of the rewards" if kind == "average" else name, kind, cells, change))
+    described, alerts = [], []
+    for system, values in zip(systems, columns, strict=True):
+        failed = {name: sum(map(math.isnan, values[name].values())) for name in names}
+        counts = {"images": len(system["files"])} | {f"images without {name}": count for name, count in failed.items()}
+        described.append({name: system[name] for name in ("role", "name", "settings")} | {"counts": counts})
+        alerts += [
+            f"{name} gave no score for {count} of {len(system['files'])} images of {system['name']}: they are left out of "
+            "its figures. Rerun the same command to score them again."
+            for name, count in failed.items() if count
+        ]  # fmt: skip
+    ids = rows.dataset["id"] if "id" in rows.dataset.column_names else range(1, len(rows) + 1)
+    sets = []
+    for row, image in systems[0]["files"]:
+        of_systems = [{name: values[name][row, image] for name in values} for values in columns]
+        several = len(systems[0]["files"]) > len(rows)
+        sets.append(
+            {
+                "key": f"{ids[row]}" + f", image {image + 1}" * several,
+                "prompt": rows.prompts[row],
+                "source": str(sources / f"{row}.png") if rows.sources is not None else None,
+                "pictures": [[str(system["files"][row, image])] for system in systems],
+                "panels": list(rows.layouts[row]),
+                "scores": [
+                    {name: None if math.isnan(value) else value for name, value in each.items()} for each in of_systems
+                ],
+            }
+        )
+    return {
+        "benchmark": None,
+        "dataset": dataset,
+        "num_prompts": len(rows),
+        "systems": described,
+        "scorers": {},
+        "weights": None,
+        "tables": [{"title": "Rewards", "rows": table}],
+        "breakdowns": [],
+        "leakage": None,
+        "alerts": alerts,
+        "notes": [
+            "Image k of a prompt starts from the same noise for all systems, that of `evaluate()` in training with the same "
+            "seed: a difference comes from the adapter alone."
+        ],
+        "sets": sets,
+        "headline": label,
+        "versions": {name: version(name) for name in PACKAGES},
+    }
