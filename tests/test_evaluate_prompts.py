@@ -21,7 +21,17 @@ def evaluate(*words, model, folder: Path, rewards=("redness",)) -> dict[str, dic
     """Run the stage; return the results of each page by its directory."""
     words = list(map(str, words))
     script.main(
-        ["prompts", "--model_name_or_path", str(model), "--output_dir", str(folder), "--rewards", *rewards, *SETTINGS, *words]
+        [
+            "prompts",
+            "--model_name_or_path",
+            str(model),
+            "--output_dir",
+            str(folder),
+            "--rewards",
+            *rewards,
+            *SETTINGS,
+            *words,
+        ]
     )
     return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/results.json")}
 
@@ -137,7 +147,11 @@ class TestRewards:
         )
         rows = [json.loads(line) for line in (files / "sets.jsonl").read_text().splitlines()]
         name = rows[0]["prompt"].lower()
-        source = (tmp_path / "flaky_reward.py").read_text().replace("'beekeeper' in prompt.lower()", f"prompt.lower() == {name!r}")
+        source = (
+            (tmp_path / "flaky_reward.py")
+            .read_text()
+            .replace("'beekeeper' in prompt.lower()", f"prompt.lower() == {name!r}")
+        )
         (tmp_path / "flaky_reward.py").write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
         words = ["--dataset_name", files / "sets.jsonl", "--adapter_name_or_path", adapters["moved"]]
@@ -182,7 +196,7 @@ class TestRefusals:
             (["--num_inference_steps", "0"], "`--num_inference_steps` is 0"),
             (["--rewards", "rednes"], "rednes"),
             (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
-            (["--adapter_name_or_path", "a", "a"], "two of them"),
+            (["--adapter_name_or_path", "a", "a"], "of its last name"),
         ],
     )
     def test_what_cannot_work(self, words, error, files, tiny_flux, tmp_path):
@@ -192,7 +206,7 @@ class TestRefusals:
 
     def test_an_empty_file(self, tiny_flux, tmp_path):
         (tmp_path / "empty.txt").write_text("")
-        with pytest.raises(ValueError, match=r"empty\.txt"):
+        with pytest.raises(ValueError, match="no rows"):
             evaluate("--dataset_name", tmp_path / "empty.txt", model=tiny_flux, folder=tmp_path / "out")
 
     def test_an_adapter_of_another_model(self, files, adapters, tmp_path):

@@ -2,6 +2,7 @@
 """Arguments of the stages of `paco-trl evaluate`."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 
 DTYPES = ("bfloat16", "float16", "float32")
+# What only a judge on a server has
+SERVED_ONLY = ("api_key_variable", "max_concurrency")
 
 
 @dataclass
@@ -34,6 +37,13 @@ class JudgeArguments(RequestArguments):
             raise ValueError(f"`--dtype` is {self.dtype!r}, but must be auto or one of {', '.join(DTYPES)}.")
         if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
             raise ValueError(f"The environment variable {self.api_key_variable!r} (`--api_key_variable`) is not set.")
+
+
+def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
+    """Refuse options that differ from their defaults and would do nothing; `where` says in which case."""
+    given = [f"`--{name}`" for name in names if getattr(args, name) != type(args).__dataclass_fields__[name].default]
+    if given:
+        raise ValueError(f"{', '.join(given)} would do nothing {where}. Leave it out.")
 
 
 def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward | ServedJudge":

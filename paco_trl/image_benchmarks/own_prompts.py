@@ -114,7 +114,9 @@ def own_results(
             "its figures. Rerun the same command to score them again."
             for name, count in failed.items() if count
         ]  # fmt: skip
-    ids = rows.dataset["id"] if "id" in rows.dataset.column_names else range(1, len(rows) + 1)
+    ids = (
+        rows.dataset["id"] if "id" in rows.dataset.column_names else [f"prompt {row + 1}" for row in range(len(rows))]
+    )
     sets = []
     for row, image in systems[0]["files"]:
         of_systems = [{name: values[name][row, image] for name in values} for values in columns]
@@ -138,7 +140,7 @@ def own_results(
         "systems": described,
         "scorers": {},
         "weights": None,
-        "tables": [{"title": "Rewards", "rows": table}],
+        "tables": [{"title": "Results", "rows": table}],
         "breakdowns": [],
         "leakage": None,
         "alerts": alerts,

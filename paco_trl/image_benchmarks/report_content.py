@@ -137,7 +137,7 @@ def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
 
 def scored_by(metric: str, title: str, results: dict[str, Any]) -> str:
     """Name the scorer of a metric, such as `judge gemma-3-4b-it`; that of the duplicate rate is empty."""
-    if metric == duplicate_metric(results):
+    if metric == duplicate_metric(results) or results["benchmark"] is None:
         return ""
     own = results["scorers"].get(_OWN_SCORER.get(metric, ""))
     return f"scorer {own}" if own else in_sentence(title)
@@ -242,7 +242,7 @@ def leakage_line(results: dict[str, Any], most: int = _MAX_LISTED) -> str:
     """Report whether training prompts occur in the benchmark."""
     leakage = results["leakage"]
     if results["benchmark"] is None:
-        return "Training prompts show how well the adapter fits them, not how it generalizes: evaluate on others."
+        return "An adapter that was trained on these prompts can be better on them alone: this was not checked."
     if leakage is None:
         return "Leakage: not checked: the training prompts were not given."
     training = f"the {leakage['num_training_prompts']} training prompts"
