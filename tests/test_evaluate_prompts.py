@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import launching
+from judge_server import JudgeServer
 from paco_trl.commands import evaluate_generation as script
 from paco_trl.data import demo_prompts_path
 from paco_trl.tiny import build_tiny_flux_kontext
@@ -169,6 +171,35 @@ class TestRewards:
         assert flaky_reward.calls == [3, 3]
         evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
         assert flaky_reward.calls == [3, 3, 1, 1]
+
+    @pytest.mark.slow
+    def test_a_served_judge_of_sets(self, files, tiny_flux, tmp_path):
+        """The base model alone; scores of another question are not taken for those of this one."""
+        rows = [json.loads(line) for line in (files / "sets.jsonl").read_text().splitlines()]
+        rows = [row | {"theme": "A story.", "criteria": {"Style": {"paint": "Painted."}}} for row in rows]
+        (tmp_path / "sets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ["--dataset_name", tmp_path / "sets.jsonl", "--judge_model", "judge"]
+        with JudgeServer(lambda first, second, question: 0.0) as server:
+            words += ["--judge_url", server.url]
+            results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=["consistency"])["base"]
+            assert row(results, "consistency")["cells"][0]["mean"] == pytest.approx(0.5)
+            assert row(results, "consistency")["difference"] is None
+            with pytest.raises(ValueError, match="'theme' there and 'criteria' now"):
+                words += ["--judge_question", "criteria"]
+                evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=["consistency"])
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(singles, files, adapters, tiny_flux, tmp_path):
+    words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
+    words += ["--adapter_name_or_path", adapters["moved"], "--model_name_or_path", tiny_flux, "--rewards", "redness"]
+    script_file = Path(__file__).parent.parent / "examples" / "evaluate_generation.py"
+    command = [script_file, "prompts", *words, *SETTINGS, "--output_dir", tmp_path / "out"]
+    launching.check_run(list(map(str, command)), config=launching.CPU_DDP, cwd=tmp_path)
+    assert len(list((tmp_path / "out" / "moved" / "scores").glob("*.jsonl"))) == 2  # both worked
+    results = json.loads((tmp_path / "out" / "moved" / "results.json").read_text())
+    for system in range(2):
+        assert scores(results, system) == pytest.approx(scores(singles[1]["moved"], system), abs=1e-3)
 
 
 class TestEdits:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from ..checkpointing.checkpoints import checkpoints_of, read_run
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.loading import adapter_weights_digest
-from ..image_benchmarks.own_prompts import image_files, own_results, score_images
+from ..image_benchmarks.own_prompts import image_files, own_results, reward_settings, score_images
 from ..rewards.reward_set import RewardSet
 from ..rollout import family_of
 from ..rollout.loading import check_peft_config, load_pipeline, make_policy
@@ -72,10 +72,9 @@ def evaluate_prompts(args: PromptsArguments) -> None:
                 _generate(args.model_name_or_path, adapter, settings, rows, files, accelerator)
                 gc.collect()
             systems.append((adapter, folder.path, files))
-        scored = []
+        asked = reward_settings(rewards)  # before a call changes an attribute
         with placed(models, accelerator.device):
-            for _, path, files in systems:
-                scored.append(score_images(rewards, rows, files, path))
+            scored = [score_images(rewards, asked, rows, files, path) for _, path, files in systems]
         if not accelerator.is_main_process:
             return
         for number in range(len(rows)):

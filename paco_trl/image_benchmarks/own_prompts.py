@@ -31,8 +31,25 @@ def image_files(folder: Path, num_prompts: int, num_generations: int) -> dict[Pl
     return {(row, image): folder / str(row) / f"{image}.png" for row, image in places}
 
 
+def reward_settings(rewards: "RewardSet") -> dict[str, dict[str, Any]]:
+    """Describe what the scores of each reward depend on, as far as its attributes tell."""
+    given = rewards.given if isinstance(rewards.given, list) else [rewards.given]
+    described = {}
+    for name, reward in zip(rewards.names, given, strict=True):
+        values = {"model_name": getattr(reward, "model_name", None), **getattr(reward, "__dict__", {})}
+        settings = {each: public_name(value) if isinstance(value, str) else value for each, value in values.items()}
+        settings = {each: value for each, value in settings.items() if isinstance(value, str | int | float | None)}
+        # What a server has behind a name is not known
+        described[name] = settings | {"weights": getattr(getattr(reward, "judge", None), "fingerprint", None)}
+    return described
+
+
 def score_images(
-    rewards: "RewardSet", rows: "PromptRows", files: Mapping[Place, Path], folder: Path
+    rewards: "RewardSet",
+    settings: Mapping[str, dict[str, Any]],
+    rows: "PromptRows",
+    files: Mapping[Place, Path],
+    folder: Path,
 ) -> dict[str, dict[Unit, float]]:
     """Score the images of a system with each reward, NaN where one gives none; the next run asks about it again."""
     import torch
@@ -45,16 +62,10 @@ def score_images(
 
     places = {f"{row}/{image}": (row, image) for row, image in files}
     digests = {key: hashlib.sha256(files[place].read_bytes()).hexdigest() for key, place in places.items()}
-    given = rewards.given if isinstance(rewards.given, list) else [rewards.given]
     values: dict[str, dict[Unit, float]] = {}
-    for name, reward, call in zip(rewards.names, given, rewards.functions, strict=True):
-        judge = getattr(reward, "judge", None)
-        settings = {
-            "model": public_name(str(getattr(reward, "model_name", None) or "")),
-            "weights": getattr(judge, "fingerprint", None),  # what a server has behind a name is not known
-        }
+    for name, call in zip(rewards.names, rewards.functions, strict=True):
         with (
-            ScoreStore(folder, name, settings, digests, rescore_changed=True) as store,
+            ScoreStore(folder, name, settings[name], digests, rescore_changed=True) as store,
             asyncio.Runner() as runner,
             torch.no_grad(),
             tqdm(total=len(store.pending), desc=f"Scoring {name}", disable=not store.is_main_process) as progress,
@@ -72,7 +83,7 @@ def score_images(
                     prompts=[row["prompt"] for row in batch], completion_ids=None, trainer_state=TrainerState(),
                     log_extra=lambda *_: None, log_metric=lambda *_: None, **columns,
                 )  # fmt: skip
-                scores = runner.run(scores) if inspect.isawaitable(scores) else scores
+                scores = runner.run(scores) if inspect.iscoroutine(scores) else scores
                 records = [
                     {"key": key, "digest": digests[key], "score": None if score is None else float(score)}
                     for key, score in zip(keys, scores, strict=True)
