@@ -62,43 +62,34 @@ def evaluate_prompts(args: PromptsArguments) -> None:
 
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if args.bf16 else "no")
     models = rewards.offload(accelerator.device)
-    systems = []
-    with sole_writer(args.output_dir, "images"):
-        for folder_name, adapter in zip(folders, [None, *adapters], strict=True):
+    output_dir, systems = Path(args.output_dir), []
+    shown = {name: value for name, value in settings.items() if name != "prompts"}
+    with sole_writer(output_dir, "images"):
+        for name, adapter in zip(folders, [None, *adapters], strict=True):
             weights = {} if adapter is None else {"adapter": adapter, "weights": adapter_weights_digest(adapter)}
-            folder = StageFolder(Path(args.output_dir) / folder_name, settings | weights)
-            files = image_files(folder.images, len(rows), args.num_generations)
+            files = image_files(
+                StageFolder(output_dir / name, settings | weights).images, len(rows), args.num_generations
+            )
             if not all(path.exists() for path in files.values()):
                 _generate(args.model_name_or_path, adapter, settings, rows, files, accelerator)
                 gc.collect()
-            systems.append((adapter, folder.path, files))
+            role, title = "tuned" if adapter else "base", public_name(adapter or args.model_name_or_path)
+            systems.append({"role": role, "name": title, "settings": shown, "files": files})
         asked = reward_settings(rewards)  # before a call changes an attribute
         with placed(models, accelerator.device):
-            scored = [score_images(rewards, asked, rows, files, path) for _, path, files in systems]
+            for name, system in zip(folders, systems, strict=True):
+                system["scores"] = score_images(rewards, asked, rows, system["files"], output_dir / name)
         if not accelerator.is_main_process:
             return
         for number in range(len(rows)):
             for image in rows.images(number)[:1]:
-                write_atomically(Path(args.output_dir) / "sources" / f"{number}.png", to_png(image))
-        described: list[dict[str, Any]] = [
-            {
-                "role": "base" if adapter is None else "tuned",
-                "name": public_name(adapter or args.model_name_or_path),
-                "settings": {name: value for name, value in settings.items() if name != "prompts"},
-                "files": files,
-            }
-            for adapter, _, files in systems
-        ]
-        console = Console()
-        for number, (_, path, _) in enumerate(systems[1:] or systems, start=bool(adapters)):
-            compared = [0, number] if adapters else [0]
-            results = own_results(
-                public_name(str(args.dataset_name)), rows, rewards.names,
-                [described[each] for each in compared], [scored[each] for each in compared],
-                Path(args.output_dir) / "sources",
-            )  # fmt: skip
-            paths = save_generation_report(results, path, args.num_shown)
-            print_report(results, console)
+                write_atomically(output_dir / "sources" / f"{number}.png", to_png(image))
+        for name, system in list(zip(folders, systems, strict=True))[len(adapters) > 0 :]:
+            compared = [systems[0], system] if adapters else [system]
+            dataset_name = public_name(str(args.dataset_name))
+            results = own_results(dataset_name, rows, rewards.names, compared, output_dir / "sources")
+            paths = save_generation_report(results, output_dir / name, args.num_shown)
+            print_report(results, console := Console())
             console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
 
 

@@ -96,70 +96,44 @@ def score_images(
 
 
 def own_results(
-    dataset: str,
-    rows: "PromptRows",
-    names: Sequence[str],
-    systems: Sequence[dict[str, Any]],
-    scores: Sequence[Mapping[str, Mapping[Unit, float]]],
-    sources: Path,
+    dataset: str, rows: "PromptRows", names: list[str], systems: Sequence[dict[str, Any]], sources: Path
 ) -> dict[str, Any]:
     """Compute the mean of each reward and of their sum, with intervals over prompts and the paired gain."""
-    names, columns = list(names), [dict(values) for values in scores]
-    label = names[0]
-    if len(names) > 1:
-        label = "sum"
-        for values in columns:
-            values[label] = {place: sum(values[name][place] for name in names) for place in values[names[0]]}
-    table = []
-    for name in columns[0]:
-        cells, change = paired_cells([[dict(values[name])] for values in columns])
-        kind = "average" if name == label != names[0] else "dimension"
-        table.append(metric_row(name, "sum of the rewards" if kind == "average" else name, kind, cells, change))
-    described, alerts = [], []
+    columns = [dict(system["scores"]) for system in systems]
+    labels = {name: name for name in names} | ({"sum": "sum of the rewards"} if len(names) > 1 else {})
+    table, described, alerts = [], [], []
     for system, values in zip(systems, columns, strict=True):
-        failed = {name: sum(map(math.isnan, values[name].values())) for name in names}
-        counts = {"images": len(system["files"])} | {f"images without {name}": count for name, count in failed.items()}
-        described.append({name: system[name] for name in ("role", "name", "settings")} | {"counts": counts})
+        total, name = len(system["files"]), system["name"]
+        failed = {each: sum(map(math.isnan, values[each].values())) for each in names}
+        counts = {"images": total} | {f"images without {each}": count for each, count in failed.items()}
+        described.append({each: system[each] for each in ("role", "name", "settings")} | {"counts": counts})
         alerts += [
-            f"{name} gave no score for {count} of {len(system['files'])} images of {system['name']}: they are left out of "
-            "its figures. Rerun the same command to score them again."
-            for name, count in failed.items() if count
-        ]  # fmt: skip
-    ids = (
-        rows.dataset["id"] if "id" in rows.dataset.column_names else [f"prompt {row + 1}" for row in range(len(rows))]
-    )
-    sets = []
-    for row, image in systems[0]["files"]:
-        of_systems = [{name: values[name][row, image] for name in values} for values in columns]
-        several = len(systems[0]["files"]) > len(rows)
-        sets.append(
-            {
-                "key": f"{ids[row]}" + f", image {image + 1}" * several,
-                "prompt": rows.prompts[row],
-                "source": str(sources / f"{row}.png") if rows.sources is not None else None,
-                "pictures": [[str(system["files"][row, image])] for system in systems],
-                "panels": list(rows.layouts[row]),
-                "scores": [
-                    {name: None if math.isnan(value) else value for name, value in each.items()} for each in of_systems
-                ],
-            }
-        )
+            f"{each} gave no score for {count} of {total} images of {name}, which are left out of its figures."
+            for each, count in failed.items()
+            if count
+        ]
+        if "sum" in labels:
+            values["sum"] = {place: sum(values[each][place] for each in names) for place in system["files"]}
+    for name, label in labels.items():
+        cells = paired_cells([[values[name]] for values in columns])
+        table.append(metric_row(name, label, "dimension" if name in names else "average", *cells))
+    known = rows.dataset["id"] if "id" in rows.dataset.column_names else None
+    several = len(systems[0]["files"]) > len(rows)
+    sets = [
+        {
+            "key": (f"prompt {row + 1}" if known is None else str(known[row])) + f", image {image + 1}" * several,
+            "prompt": rows.prompts[row],
+            "source": None if rows.sources is None else str(sources / f"{row}.png"),
+            "pictures": [[str(system["files"][row, image])] for system in systems],
+            "panels": list(rows.layouts[row]),
+            "scores": [{name: values[name][row, image] for name in labels} for values in columns],
+        }
+        for row, image in systems[0]["files"]
+    ]
+    noise = "Image k of a prompt starts from the same noise for all models, that of `evaluate()` in training with this seed."
     return {
-        "benchmark": None,
-        "dataset": dataset,
-        "num_prompts": len(rows),
-        "systems": described,
-        "scorers": {},
-        "weights": None,
-        "tables": [{"title": "Results", "rows": table}],
-        "breakdowns": [],
-        "leakage": None,
-        "alerts": alerts,
-        "notes": [
-            "Image k of a prompt starts from the same noise for all systems, that of `evaluate()` in training with the same "
-            "seed: a difference comes from the adapter alone."
-        ],
-        "sets": sets,
-        "headline": label,
+        "benchmark": None, "dataset": dataset, "num_prompts": len(rows), "systems": described, "scorers": {},
+        "weights": None, "tables": [{"title": "Results", "rows": table}], "breakdowns": [], "leakage": None,
+        "alerts": alerts, "notes": [noise], "sets": sets, "headline": list(labels)[-1],
         "versions": {name: version(name) for name in PACKAGES},
-    }
+    }  # fmt: skip
