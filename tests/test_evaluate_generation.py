@@ -435,6 +435,7 @@ class TestOptions:
             (["score", "--protocol", "published"], "`--protocol` would do nothing with `--benchmark t2is`"),
             (["score", "--benchmark", "gedit", "--batch_size", "2"], "`--batch_size` would do nothing"),
             (["score", "--alignment_model", "model"], "`--alignment_model` needs `--alignment_file`"),
+            (["score", "--max_concurrency", "2"], "`--max_concurrency` would do nothing without `--judge_url`"),
             (["score", "--api_key_variable", "NO_SUCH_VARIABLE"], "'NO_SUCH_VARIABLE' .* is not set"),
             (
                 ["score", "--judge_url", "http://a:1/v1 http://b:1/v1"],

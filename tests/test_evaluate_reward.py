@@ -204,6 +204,16 @@ def test_broken_rows(workspace, tmp_path):
     assert results["num_instances"] == 1 and len(results["skipped"]) == 1
 
 
+def test_each_benchmark_has_its_own_dataset(workspace, tmp_path, monkeypatch):
+    """Without a name, that of the benchmark: here a directory with the name of the repository."""
+    (tmp_path / "EditScore").mkdir()
+    (tmp_path / "EditScore" / "EditReward-Bench").symlink_to(workspace / "edits")
+    monkeypatch.chdir(tmp_path)
+    script.evaluate(arguments(workspace, tmp_path / "out", benchmark="edit_reward", dataset_name=None))
+    (results,) = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["settings"]["dataset"] == "EditScore/EditReward-Bench"
+
+
 def test_a_judge_on_a_server(workspace, tmp_path):
     def log_odds(first, second, question):
         return second.getpixel((0, 0))[0] / 100

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""
+Is an adapter better than its base model on your own prompts? One call generates, scores, and writes a page:
+
+    paco-trl evaluate prompts --dataset_name sets.jsonl --adapter_name_or_path paco-flux \
+        --rewards consistency clip_t --output_dir evaluation/prompts
+
 Evaluates image models on T2IS-Bench or GEdit-Bench: the base model and the tuned one, under the same settings.
 
     paco-trl evaluate generate --dataset_name t2is.jsonl --output_dir evaluation/base
@@ -19,7 +24,6 @@ A judge is evaluated on rankings by people, or on EditReward-Bench:
     paco-trl evaluate reward --judge X-GenGroup/PaCo-Reward-7B --output_dir results
 """
 
-import dataclasses
 import gc
 import inspect
 import json
@@ -62,13 +66,17 @@ from ..rollout.hybrid_inference import check_adapter_fraction, hybrid_inference
 from ..utils.addresses import check_base_url
 from ..utils.files import sole_writer, write_atomically
 from ..utils.names import public_name
+from .evaluate_prompts import evaluate_prompts
 from .evaluate_reward import RewardArguments, evaluate
 from .evaluation_arguments import (
     DTYPES,
+    SERVED_ONLY,
     GenerateArguments,
+    PromptsArguments,
     ReportArguments,
     ScoreArguments,
     load_judge,
+    refuse_unused,
 )
 from .options import judge_options
 from .parser import run_stage
@@ -189,11 +197,10 @@ def _images_of(args, folder: str, benchmark: Dataset, settings: Any, images: str
 def _check_options(args: ScoreArguments) -> None:
     if args.missing not in ("error", "zero"):
         raise ValueError(f"`--missing` is {args.missing!r}, but must be 'error' or 'zero'.")
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
     others = GEDIT_ONLY if args.benchmark == "t2is" else T2IS_ONLY
-    given = [f"`--{name}`" for name in others if getattr(args, name) != defaults[name]]
-    if given:
-        raise ValueError(f"{', '.join(given)} would do nothing with `--benchmark {args.benchmark}`. Leave it out.")
+    refuse_unused(args, others, f"with `--benchmark {args.benchmark}`")
+    if args.judge_url is None and args.alignment_url is None:
+        refuse_unused(args, SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
     for url in (args.judge_url, args.alignment_url):
         if url is not None:
             check_base_url(url, "--api_key_variable")
@@ -255,7 +262,8 @@ def _score_t2is(args: ScoreArguments, benchmark: Dataset, found) -> None:
             judge.check()
     options: dict[str, Any] = {"rescore_changed": args.rescore_changed}
     score_duplicates(found, benchmark, args.output_dir, **options)
-    options["batch_size"] = 4 * args.batch_size
+    # How often scores are saved; the judge cuts its own batches
+    options["batch_size"] = max(64, args.batch_size)
     if args.aesthetics_head is not None:
         scorer = AestheticScorer(args.aesthetics_head, args.clip_model, args.device, batch_size=args.batch_size)
         score_aesthetics(scorer, found, benchmark, args.output_dir, **options)
@@ -357,6 +365,7 @@ def report(args: ReportArguments) -> None:
 
 
 STEPS = {
+    "prompts": (PromptsArguments, evaluate_prompts),
     "generate": (GenerateArguments, generate),
     "score": (ScoreArguments, score),
     "report": (ReportArguments, report),

@@ -7,7 +7,6 @@ figures that are comparable with the paper's. Interrupted runs resume; delete th
 new weights. Run several judges into one directory to compare them.
 """
 
-import dataclasses
 import re
 import sys
 from dataclasses import dataclass
@@ -31,14 +30,14 @@ from ..evaluation import (
     save_report,
 )
 from ..evaluation.runs import PROTOCOLS
-from .evaluation_arguments import JudgeArguments, load_judge
+from .evaluation_arguments import SERVED_ONLY, JudgeArguments, load_judge, refuse_unused
 from .options import REMOTE_IMAGES, judge_options, option
 
 
-BENCHMARKS = ("rankings", "edit_reward")
-# What only a judge in the process has, and what only one on a server has
+# Benchmark -> its dataset
+BENCHMARKS = {"rankings": "X-GenGroup/ConsistencyRank-Bench", "edit_reward": "EditScore/EditReward-Bench"}
+# What only a judge in the process has
 IN_PROCESS_ONLY = ("judge_quantization", "device", "dtype", "trust_remote_code", "clip_model")
-SERVED_ONLY = ("api_key_variable", "max_concurrency")
 
 
 @dataclass
@@ -51,10 +50,10 @@ class RewardArguments(JudgeArguments):
         "or `dreamsim`.",
     )
     benchmark: str = option("rankings", "`rankings` or `edit_reward`.")
-    dataset_name: str = option(
-        "X-GenGroup/ConsistencyRank-Bench",
-        "Hub id or directory: ConsistencyRank-Bench, a dataset with the columns of rankings, or EditScore's "
-        "EditReward-Bench.",
+    dataset_name: str | None = option(
+        None,
+        "Hub id or directory: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
+        "`X-GenGroup/ConsistencyRank-Bench`, or `EditScore/EditReward-Bench` with `edit_reward`.",
     )
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
     allow_remote_images: bool = option(False, REMOTE_IMAGES)
@@ -87,12 +86,8 @@ def _check_options(script_args: RewardArguments) -> None:
         problem = f"`--judge_quantization {script_args.judge_quantization}` is not for the judge {script_args.judge}"
         raise ValueError(f"{problem}. Leave it out.")
     is_served = script_args.judge_url is not None
-    defaults = {field.name: field.default for field in dataclasses.fields(script_args)}
-    others = IN_PROCESS_ONLY if is_served else SERVED_ONLY
-    given = [f"`--{name}`" for name in others if getattr(script_args, name) != defaults[name]]
-    if given:
-        where = "with" if is_served else "without"
-        raise ValueError(f"{', '.join(given)} would do nothing {where} `--judge_url`. Leave it out.")
+    where = "with `--judge_url`" if is_served else "without `--judge_url`"
+    refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)
 
 
 def load_scorer(script_args: RewardArguments):
@@ -125,15 +120,13 @@ def evaluate(script_args: RewardArguments) -> None:
     ################
     # Dataset
     ################
+    dataset_name = script_args.dataset_name or BENCHMARKS[script_args.benchmark]
     if script_args.benchmark == "rankings":
         dataset = _load_rankings(
-            script_args.dataset_name,
-            script_args.dataset_split,
-            script_args.skip_broken,
-            script_args.allow_remote_images,
+            dataset_name, script_args.dataset_split, script_args.skip_broken, script_args.allow_remote_images
         )
     else:
-        dataset = load_split(script_args.dataset_name, script_args.dataset_split, script_args.allow_remote_images)
+        dataset = load_split(dataset_name, script_args.dataset_split, script_args.allow_remote_images)
 
     ################
     # Evaluation
@@ -159,7 +152,7 @@ def evaluate(script_args: RewardArguments) -> None:
     ################
     left_out = f" ({len(results['skipped'])} of {len(dataset)} rows left out)" if results["skipped"] else ""
     results["settings"] |= {
-        "dataset": script_args.dataset_name + left_out,
+        "dataset": dataset_name + left_out,
         "device": script_args.device,
         "dtype": script_args.dtype,
         "batch_size": script_args.batch_size,

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of `examples/evaluate_reward.py` and of the steps of `examples/evaluate_generation.py`."""
+"""Arguments of the stages of `paco-trl evaluate`."""
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from .build_arguments import PipelineArguments, RequestArguments
 from .options import JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
+from .script_arguments import ScriptArguments
 
 
 if TYPE_CHECKING:
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 
 DTYPES = ("bfloat16", "float16", "float32")
+# What only a judge on a server has
+SERVED_ONLY = ("api_key_variable", "max_concurrency")
 
 
 @dataclass
@@ -35,6 +39,13 @@ class JudgeArguments(RequestArguments):
             raise ValueError(f"The environment variable {self.api_key_variable!r} (`--api_key_variable`) is not set.")
 
 
+def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
+    """Refuse options that differ from their defaults and would do nothing; `where` says in which case."""
+    given = [f"`--{name}`" for name in names if getattr(args, name) != type(args).__dataclass_fields__[name].default]
+    if given:
+        raise ValueError(f"{', '.join(given)} would do nothing {where}. Leave it out.")
+
+
 def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward | ServedJudge":
     """Load a judge into the process, or connect to one at `url` without checking yet that it is there."""
     if url is not None:
@@ -46,6 +57,60 @@ def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward 
 
     options = {option: getattr(args, option) for option in ("device", "dtype", "batch_size", "trust_remote_code")}
     return PaCoReward.from_pretrained(name, **options, **judge_options(args.judge_quantization, None))
+
+
+# Options of `PromptsArguments` that are those of training
+SHARED_WITH_TRAINING = (
+    "model_name_or_path", "dataset_name", "dataset_split", "edits", "image_folder", "max_source_images", "rewards",
+    "judge_model", "judge_url", "judge_quantization", "judge_question", "judge_max_pairs", "clip_model",
+)  # fmt: skip
+
+
+def _as_in_training(name: str) -> Any:
+    """Declare an option with the default and the help that it has in training."""
+    found: Any = ScriptArguments.__dataclass_fields__[name]
+    return field(default=found.default, default_factory=found.default_factory, metadata=found.metadata)
+
+
+@dataclass
+class PromptsArguments:
+    """Your own prompts: the base model against adapters, by any rewards, on a page with the images side by side."""
+
+    dataset_name: str | None = _as_in_training("dataset_name")
+    model_name_or_path: str = _as_in_training("model_name_or_path")
+    adapter_name_or_path: list[str] | None = option(
+        None,
+        "Adapters (Hub ids or directories) to compare with the base model, each. If `None`, the base model alone.",
+    )
+    output_dir: str = option("evaluation/prompts", "Directory for images, scores, and a page for each adapter.")
+    rewards: list[str] = _as_in_training("rewards")
+    num_generations: int = option(1, "Number of images per prompt and model.")
+    num_inference_steps: int = option(20, "Number of denoising steps.")
+    guidance_scale: float | None = option(
+        None, "Guidance scale. If `None`, that of the adapter's training run, or 3.5."
+    )
+    negative_prompt: str | None = option(
+        None, "Negative prompt. If `None`, that of the adapter's training run, or none."
+    )
+    height: int | None = option(
+        None, "Height in pixels, for rows without a `height`. If `None`, that of the training run, or 1024."
+    )
+    width: int | None = option(
+        None, "Width in pixels, for rows without a `width`. If `None`, that of the training run, or 1024."
+    )
+    seed: int = option(42, "Seed of the noise, which is the same for the base model and each adapter.")
+    bf16: bool = option(True, "Whether to generate in bf16. If `False`, in float32.")
+    num_shown: int = option(24, "Number of images per model on the page: those of the largest gain and loss.")
+    dataset_split: str = option("train", "Split of the dataset.")
+    edits: bool = _as_in_training("edits")
+    image_folder: str | None = _as_in_training("image_folder")
+    max_source_images: int | None = _as_in_training("max_source_images")
+    judge_model: str = _as_in_training("judge_model")
+    judge_url: str | None = _as_in_training("judge_url")
+    judge_quantization: str | None = _as_in_training("judge_quantization")
+    judge_question: str = _as_in_training("judge_question")
+    judge_max_pairs: int | None = _as_in_training("judge_max_pairs")
+    clip_model: str = _as_in_training("clip_model")
 
 
 @dataclass

@@ -66,7 +66,8 @@ def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) ->
     item's index were a quantity. For about half of all pairs of orders of four items the result differs from that of the
     ranks, for about a quarter it has the other sign, and it depends on the numbering of the items. `accuracy` and
     `top1_bottom1` are the same in both variants, except that ties are broken by index (the later item first) here, so
-    that nothing is NaN.
+    that nothing is NaN. The published script sorts with numpy's default `argsort`, which is not stable on processors with
+    AVX2 or AVX-512: its order of ties, and so its figure, depends on the machine. Here it does not.
 
     Args:
         scores (`Sequence[float]`), human_ranking (`Sequence[int]`):

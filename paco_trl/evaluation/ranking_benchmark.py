@@ -57,7 +57,8 @@ def evaluate_rankings(
     `protocol="published"` repeats the script that measured the paper's figures, and only its results compare with
     [`published_tables`]`("ConsistencyRank")`: the question of `template="plain"` with `<img1>: ` and `<img2>: ` in front
     of the images; a score of 0 if no answer is among the 20 likeliest tokens; tau and rho of [`list_order_metrics`],
-    where the later of two equal candidates comes first; and transparency dropped, not put on white.
+    where the later of two equal candidates comes first (in the script their order depends on the processor); and
+    transparency dropped, not put on white.
 
     Args:
         scorer (`Any`):

@@ -164,7 +164,7 @@ def _with_interval(text: str) -> Markup:
 
 
 def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]:
-    """Choose the sets of each gallery, by the headline metric of the last system."""
+    """Choose the sets of each gallery, by the headline metric of the last system; own prompts have one, by gain."""
 
     def values(system: int, metric: str) -> dict[int, float]:
         found = {number: one["scores"][system].get(metric) for number, one in enumerate(results["sets"])}
@@ -179,6 +179,12 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
     if len(results["systems"]) > 1:
         first = values(0, results["headline"])
         change = {number: last[number] - first[number] for number in last if number in first}
+    if results["benchmark"] is None:
+        found = ranked(change if len(results["systems"]) > 1 else last)
+        found += [number for number in range(len(results["sets"])) if number not in found]  # without a score
+        start, end = math.ceil(num_shown / 2), len(found) - num_shown // 2
+        return {"all": found if len(found) <= num_shown else found[:start] + found[end:]}
+    if len(results["systems"]) > 1:
         chosen["gained"] = [number for number in ranked(change) if change[number] > 0][:num_shown]
         chosen["lost"] = [number for number in ranked(change)[::-1] if change[number] < 0][:num_shown]
     if metric is not None:

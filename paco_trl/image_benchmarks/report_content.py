@@ -103,7 +103,8 @@ def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
             text = str(both) if len({*counts, both}) == 1 else text
             rows.append([row_label(row, results), *_cells(row["cells"], row["difference"], row), text])
         lines = [
-            f"Protocol: {protocol_of(results)}. {_INTERVALS}{paired * (len(results['systems']) > 1)}",
+            (f"Protocol: {protocol_of(results)}. " if results["benchmark"] else "")
+            + f"{_INTERVALS}{paired * (len(results['systems']) > 1)}",
             "n: number of sets, images or edits with a value; for a mean of several metrics, of the first.",
         ]
         lower = [row["label"] for row in table["rows"] if not row["higher_is_better"]]
@@ -136,7 +137,7 @@ def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
 
 def scored_by(metric: str, title: str, results: dict[str, Any]) -> str:
     """Name the scorer of a metric, such as `judge gemma-3-4b-it`; that of the duplicate rate is empty."""
-    if metric == duplicate_metric(results):
+    if metric == duplicate_metric(results) or results["benchmark"] is None:
         return ""
     own = results["scorers"].get(_OWN_SCORER.get(metric, ""))
     return f"scorer {own}" if own else in_sentence(title)
@@ -173,7 +174,7 @@ def comparable_tables(results: dict[str, Any]) -> list[PublishedTable]:
     given = [scorer if isinstance(scorer, list) else [scorer] for scorer in results["scorers"].values() if scorer]
     used = {same(name) for names in given for name in names}
     found = []
-    for table in published_tables(results["benchmark"]):
+    for table in published_tables(results["benchmark"]) if results["benchmark"] else ():
         keep = [place for place, name in enumerate(table.columns) if same(table.scorers.get(name, "")) in used]
         if keep and table.protocol == protocol_of(results):
             columns, *rows = (tuple(row[place] for place in (0, *keep)) for row in (table.columns, *table.rows))
@@ -212,6 +213,8 @@ def summary(results: dict[str, Any]) -> list[str]:
 
 def facts(results: dict[str, Any]) -> list[str]:
     """List what was measured, and by what."""
+    if results["benchmark"] is None:
+        return [f"prompts: {results['num_prompts']}; images of each system: {len(results['sets'])}"]
     scorers = []
     for name, scorer in results["scorers"].items():
         if scorer:
@@ -238,6 +241,8 @@ def missing_lines(results: dict[str, Any]) -> list[str]:
 def leakage_line(results: dict[str, Any], most: int = _MAX_LISTED) -> str:
     """Report whether training prompts occur in the benchmark."""
     leakage = results["leakage"]
+    if results["benchmark"] is None:
+        return "An adapter that was trained on these prompts can be better on them alone: this was not checked."
     if leakage is None:
         return "Leakage: not checked: the training prompts were not given."
     training = f"the {leakage['num_training_prompts']} training prompts"
@@ -301,7 +306,9 @@ def protocol_of(results: dict[str, Any]) -> str:
 
 
 def benchmark_name(results: dict[str, Any]) -> str:
-    """Name the benchmark, and its protocol unless it is the default."""
+    """Name the benchmark, and its protocol unless it is the default; own prompts have the name of the dataset."""
+    if results["benchmark"] is None:
+        return results["dataset"]
     return results["benchmark"] + (", published protocol" if protocol_of(results) == "published" else "")
 
 

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl evaluate prompts`: compares adapters with their base model on your own prompts, with any rewards."""
+
+import gc
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.markup import escape
+
+from ..checkpointing.checkpoints import checkpoints_of, read_run
+from ..image_benchmarks import print_report, save_generation_report
+from ..image_benchmarks.loading import adapter_weights_digest
+from ..image_benchmarks.own_prompts import image_files, own_results, reward_settings, score_images
+from ..rewards.reward_set import RewardSet
+from ..rollout import family_of
+from ..rollout.loading import check_peft_config, load_pipeline, make_policy
+from ..rollout.noise import STREAMS
+from ..rollout.prompt_encoder import PromptEncoder, placed
+from ..rollout.prompt_rows import PromptRows
+from ..rollout.sampler import RolloutSampler
+from ..trainer.paco_grpo_config import PaCoGRPOConfig
+from ..utils.files import digest, sole_writer, write_atomically
+from ..utils.generation import generate_missing, read_image, to_png, warn_of_flat
+from ..utils.names import public_name
+from ..utils.stage_folder import StageFolder
+from .evaluation_arguments import SHARED_WITH_TRAINING, PromptsArguments
+from .script_arguments import ScriptArguments, check_judged, load_rewards, load_train_prompts
+
+
+# Settings that an adapter's training run may have changed, with what it saves in its checkpoints
+TRAINED = ("height", "width", "guidance_scale", "negative_prompt")
+
+
+def evaluate_prompts(args: PromptsArguments) -> None:
+    """Generate, score, and write a page for each adapter; a stopped evaluation resumes."""
+    for name in ("num_generations", "num_inference_steps", "num_shown"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"`--{name}` is {getattr(args, name)}, but must be at least 1.")
+    adapters = args.adapter_name_or_path or []
+    folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
+    if len(set(folders)) < len(folders):
+        raise ValueError(
+            f"`--adapter_name_or_path` is {', '.join(adapters)}, and each gets a directory of its last name, next to `base`: "
+            "two are the same. Give them in calls of their own, with another `--output_dir`."
+        )
+    for adapter in adapters:
+        check_peft_config(adapter, args.model_name_or_path)
+    script_args = ScriptArguments(**{name: getattr(args, name) for name in SHARED_WITH_TRAINING})
+    dataset = load_train_prompts(script_args)
+    settings = _settings(args)
+    rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
+    settings["prompts"] = digest(json.dumps([rows.content(number) for number in range(len(rows))], default=str))
+    check_judged(script_args, dataset)
+    rewards = RewardSet(load_rewards(script_args))
+    rewards.check_dataset(dataset, "the dataset")
+
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if args.bf16 else "no")
+    models = rewards.offload(accelerator.device)
+    output_dir, systems = Path(args.output_dir), []
+    shown = {name: value for name, value in settings.items() if name != "prompts"}
+    with sole_writer(output_dir, "images"):
+        for name, adapter in zip(folders, [None, *adapters], strict=True):
+            weights = {} if adapter is None else {"adapter": adapter, "weights": adapter_weights_digest(adapter)}
+            files = image_files(
+                StageFolder(output_dir / name, settings | weights).images, len(rows), args.num_generations
+            )
+            if not all(path.exists() for path in files.values()):
+                _generate(args.model_name_or_path, adapter, settings, rows, files, accelerator)
+                gc.collect()
+            role, title = "tuned" if adapter else "base", public_name(adapter or args.model_name_or_path)
+            systems.append({"role": role, "name": title, "settings": shown, "files": files})
+        asked = reward_settings(rewards)  # before a call changes an attribute
+        with placed(models, accelerator.device):
+            for name, system in zip(folders, systems, strict=True):
+                system["scores"] = score_images(rewards, asked, rows, system["files"], output_dir / name)
+        if not accelerator.is_main_process:
+            return
+        for number in range(len(rows)):
+            for image in rows.images(number)[:1]:
+                write_atomically(output_dir / "sources" / f"{number}.png", to_png(image))
+        for name, system in list(zip(folders, systems, strict=True))[len(adapters) > 0 :]:
+            compared = [systems[0], system] if adapters else [system]
+            dataset_name = public_name(str(args.dataset_name))
+            results = own_results(dataset_name, rows, rewards.names, compared, output_dir / "sources")
+            paths = save_generation_report(results, output_dir / name, args.num_shown)
+            print_report(results, console := Console())
+            console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
+
+
+def _settings(args: PromptsArguments) -> dict[str, Any]:
+    """Return what all images depend on: options, or else what the first adapter was trained with, or else the defaults."""
+    trained: dict[str, Any] = {}
+    for adapter in (args.adapter_name_or_path or [])[:1]:
+        for folder in [Path(adapter), *checkpoints_of(adapter)]:
+            trained = trained or (read_run(folder) or {}).get("course", {})
+    settings: dict[str, Any] = {"model": args.model_name_or_path}
+    for name in TRAINED:
+        default = PaCoGRPOConfig.__dataclass_fields__[name].default
+        given = getattr(args, name)
+        settings[name] = given if given is not None else trained.get(name, default)
+    return settings | {
+        name: getattr(args, name) for name in ("num_generations", "num_inference_steps", "seed", "bf16")
+    }
+
+
+def _generate(
+    model: str, adapter: str | None, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator
+) -> None:
+    """Generate the missing images of one system as `evaluate()` of training does, from the same noise."""
+    dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
+    pipeline = load_pipeline(model, dtype)
+    family = family_of(pipeline)
+    negative_prompt = family.resolve_negative_prompt(pipeline, scale, settings["negative_prompt"])
+    rows.measure(pipeline, family)
+    policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, with_reference=False)
+    policy.model.eval().to(accelerator.device)
+    encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt)
+    sampler = RolloutSampler(policy, encoder, accelerator, scale, offload_embeddings=True)
+    numbers, places = list(range(len(rows))), list(files)
+    sampler.encode(rows, numbers)
+    fetched = sampler.fetch(rows, numbers)
+
+    def read(call: int, place: tuple[int, int]) -> Any:
+        return read_image(files[place], rows.inference_sizes[place[0]][::-1])
+
+    def generate(call: int) -> dict:
+        row, image = places[call]
+        key = (settings["seed"], STREAMS["evaluation"], 0, row, image)
+        size, steps = rows.inference_sizes[row], settings["num_inference_steps"]
+        with torch.no_grad():
+            images, _ = sampler.generate(fetched, [row], [key], size, steps)
+        return {places[call]: images[0]}
+
+    name = public_name(adapter or model)
+    with sampler.ready():
+        calls = [{place: path} for place, path in files.items()]
+        flat = generate_missing(pipeline, calls, read, generate, f"Generating with {name}")
+    if accelerator.is_main_process:
+        warn_of_flat([f"{row + 1}/{image + 1}" for row, image in flat], len(files), f"images of {name}")

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score images of any prompts with rewards, and compute the figures of one system or two."""
+
+import asyncio
+import hashlib
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..utils.names import public_name
+from .score_store import ScoreStore
+from .statistics import Unit
+from .t2is_comparison import PACKAGES, metric_row, paired_cells
+
+
+if TYPE_CHECKING:
+    from ..rewards.reward_set import RewardSet
+    from ..rollout.prompt_rows import PromptRows
+
+
+# Row of the prompt and number of the image
+Place = tuple[int, int]
+
+
+def image_files(folder: Path, num_prompts: int, num_generations: int) -> dict[Place, Path]:
+    """Name the files of all images, prompt by prompt."""
+    places = [(row, image) for row in range(num_prompts) for image in range(num_generations)]
+    return {(row, image): folder / str(row) / f"{image}.png" for row, image in places}
+
+
+def reward_settings(rewards: "RewardSet") -> dict[str, dict[str, Any]]:
+    """Describe what the scores of each reward depend on, as far as its attributes tell."""
+    given = rewards.given if isinstance(rewards.given, list) else [rewards.given]
+    described = {}
+    for name, reward in zip(rewards.names, given, strict=True):
+        values = {"model_name": getattr(reward, "model_name", None), **getattr(reward, "__dict__", {})}
+        settings = {each: public_name(value) if isinstance(value, str) else value for each, value in values.items()}
+        settings = {each: value for each, value in settings.items() if isinstance(value, str | int | float | None)}
+        # What a server has behind a name is not known
+        described[name] = settings | {"weights": getattr(getattr(reward, "judge", None), "fingerprint", None)}
+    return described
+
+
+def score_images(
+    rewards: "RewardSet",
+    settings: Mapping[str, dict[str, Any]],
+    rows: "PromptRows",
+    files: Mapping[Place, Path],
+    folder: Path,
+) -> dict[str, dict[Unit, float]]:
+    """Score the images of a system with each reward, NaN where one gives none; the next run asks about it again."""
+    import torch
+    from PIL import Image
+    from tqdm.auto import tqdm
+    from transformers import TrainerState
+
+    from ..data import split_grid
+    from ..rewards.scorer import IMAGES_PER_CALL
+
+    places = {f"{row}/{image}": (row, image) for row, image in files}
+    digests = {key: hashlib.sha256(files[place].read_bytes()).hexdigest() for key, place in places.items()}
+    values: dict[str, dict[Unit, float]] = {}
+    for name, call in zip(rewards.names, rewards.functions, strict=True):
+        with (
+            ScoreStore(folder, name, settings[name], digests, rescore_changed=True) as store,
+            asyncio.Runner() as runner,
+            torch.no_grad(),
+            tqdm(total=len(store.pending), desc=f"Scoring {name}", disable=not store.is_main_process) as progress,
+        ):
+            for start in range(0, len(store.pending), IMAGES_PER_CALL):
+                keys = store.pending[start : start + IMAGES_PER_CALL]
+                batch = []
+                for key in keys:
+                    row = rows.row(places[key][0])
+                    with Image.open(files[places[key]]) as image:
+                        panels = split_grid(image.convert("RGB"), row["rows"], row["cols"])
+                        batch.append({**row, "completions": image.convert("RGB"), "panel_images": panels})
+                columns = {each: [row[each] for row in batch] for each in batch[0] if each != "prompt"}
+                scores = call(
+                    prompts=[row["prompt"] for row in batch], completion_ids=None, trainer_state=TrainerState(),
+                    log_extra=lambda *_: None, log_metric=lambda *_: None, **columns,
+                )  # fmt: skip
+                scores = runner.run(scores) if inspect.iscoroutine(scores) else scores
+                records = [
+                    {"key": key, "digest": digests[key], "score": None if score is None else float(score)}
+                    for key, score in zip(keys, scores, strict=True)
+                ]
+                store.append(*[record | {"incomplete": record["score"] is None} for record in records])
+                progress.update(len(keys))
+            found = {key: record["score"] for key, record in store.finish().items()}
+        values[name] = {places[key]: math.nan if score is None else score for key, score in found.items()}
+    return values
+
+
+def own_results(
+    dataset: str, rows: "PromptRows", names: list[str], systems: Sequence[dict[str, Any]], sources: Path
+) -> dict[str, Any]:
+    """Compute the mean of each reward and of their sum, with intervals over prompts and the paired gain."""
+    columns = [dict(system["scores"]) for system in systems]
+    labels = {name: name for name in names} | ({"sum": "sum of the rewards"} if len(names) > 1 else {})
+    table, described, alerts = [], [], []
+    for system, values in zip(systems, columns, strict=True):
+        total, name = len(system["files"]), system["name"]
+        failed = {each: sum(map(math.isnan, values[each].values())) for each in names}
+        counts = {"images": total} | {f"images without {each}": count for each, count in failed.items()}
+        described.append({each: system[each] for each in ("role", "name", "settings")} | {"counts": counts})
+        alerts += [
+            f"{each} gave no score for {count} of {total} images of {name}, which are left out of its figures."
+            for each, count in failed.items()
+            if count
+        ]
+        if "sum" in labels:
+            values["sum"] = {place: sum(values[each][place] for each in names) for place in system["files"]}
+    for name, label in labels.items():
+        cells = paired_cells([[values[name]] for values in columns])
+        table.append(metric_row(name, label, "dimension" if name in names else "average", *cells))
+    known = rows.dataset["id"] if "id" in rows.dataset.column_names else None
+    several = len(systems[0]["files"]) > len(rows)
+    sets = [
+        {
+            "key": (f"prompt {row + 1}" if known is None else str(known[row])) + f", image {image + 1}" * several,
+            "prompt": rows.prompts[row],
+            "source": None if rows.sources is None else str(sources / f"{row}.png"),
+            "pictures": [[str(system["files"][row, image])] for system in systems],
+            "panels": list(rows.layouts[row]),
+            "scores": [{name: values[name][row, image] for name in labels} for values in columns],
+        }
+        for row, image in systems[0]["files"]
+    ]
+    noise = "Image k of a prompt starts from the same noise for all models, that of `evaluate()` in training with this seed."
+    return {
+        "benchmark": None, "dataset": dataset, "num_prompts": len(rows), "systems": described, "scorers": {},
+        "weights": None, "tables": [{"title": "Results", "rows": table}], "breakdowns": [], "leakage": None,
+        "alerts": alerts, "notes": [noise], "sets": sets, "headline": list(labels)[-1],
+        "versions": {name: version(name) for name in PACKAGES},
+    }  # fmt: skip

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl evaluate prompts`: base model against adapters on prompts of the user."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import launching
+from judge_server import JudgeServer
+from paco_trl.commands import evaluate_generation as script
+from paco_trl.data import demo_prompts_path
+from paco_trl.tiny import build_tiny_flux_kontext
+from test_evaluate_generation import make_adapter
+
+
+SETTINGS = ["--height", "32", "--width", "32", "--num_inference_steps", "2", "--bf16", "False"]
+
+
+def evaluate(*words, model, folder: Path, rewards=("redness",)) -> dict[str, dict]:
+    """Run the stage; return the results of each page by its directory."""
+    words = list(map(str, words))
+    script.main(
+        [
+            "prompts",
+            "--model_name_or_path",
+            str(model),
+            "--output_dir",
+            str(folder),
+            "--rewards",
+            *rewards,
+            *SETTINGS,
+            *words,
+        ]
+    )
+    return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/results.json")}
+
+
+def row(results: dict, metric: str) -> dict:
+    (found,) = [each for each in results["tables"][0]["rows"] if each["metric"] == metric]
+    return found
+
+
+def scores(results: dict, system: int, metric: str = "redness_reward") -> list[float]:
+    return [each["scores"][system][metric] for each in results["sets"]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Prompts of sets and of single images."""
+    folder = tmp_path_factory.mktemp("prompts")
+    rows = [json.loads(line) for line in demo_prompts_path().read_text().splitlines()]
+    rows = [{name: row[name] for name in ("prompt", "rows", "cols", "panels", "id")} for row in rows]
+    rows = [row for row in rows if (row["rows"], row["cols"]) == (2, 2)][:3]
+    (folder / "sets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "single.txt").write_text("A red fox in snow.\nA glass of water.\nA red fox in snow.\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory, tiny_flux) -> dict[str, Path]:
+    """An adapter that changes images, and one that changes nothing."""
+    folder = tmp_path_factory.mktemp("adapters")
+    from safetensors.torch import load_file, save_file
+
+    made = {name: make_adapter(folder / name, str(tiny_flux), 0) for name in ("moved", "identity")}
+    path = made["identity"] / "adapter_model.safetensors"
+    weights = load_file(path)
+    save_file({name: each * ("lora_B" not in name) for name, each in weights.items()}, path)
+    return made
+
+
+@pytest.fixture(scope="module")
+def singles(files, adapters, tiny_flux, tmp_path_factory) -> tuple[Path, dict[str, dict]]:
+    """Three single prompts, twice each, with both adapters."""
+    folder = tmp_path_factory.mktemp("singles") / "out"
+    words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
+    return folder, evaluate(*words, "--adapter_name_or_path", *adapters.values(), model=tiny_flux, folder=folder)
+
+
+def directory_of(results: dict, name: str) -> dict:
+    (found,) = [each for directory, each in results.items() if directory.endswith(name)]
+    return found
+
+
+class TestSingles:
+    @pytest.mark.slow
+    def test_an_adapter_that_changes_images_has_a_gain_and_the_identity_has_none(self, singles):
+        moved, identity = (directory_of(singles[1], name) for name in ("moved", "identity"))
+        assert scores(moved, 0) == scores(identity, 0) == scores(identity, 1)
+        assert row(identity, "redness_reward")["difference"]["mean"] == 0
+        assert row(identity, "redness_reward")["difference"]["interval"] == [0, 0]
+        gain = row(moved, "redness_reward")["difference"]
+        expected = np.mean(scores(moved, 1)) - np.mean(scores(moved, 0))
+        assert gain["mean"] == pytest.approx(expected) and abs(expected) > 1e-4
+        assert gain["interval"][0] < gain["mean"] < gain["interval"][1]
+        assert gain["count"] == 6
+
+    def test_images_of_a_prompt_and_of_equal_prompts_differ(self, singles):
+        assert len(set(scores(directory_of(singles[1], "moved"), 0))) == 6
+
+    def test_the_page_shows_both_systems_by_gain(self, singles):
+        (page,) = [path.read_text() for path in singles[0].glob("*moved/report.html")]
+        assert page.count("<img") == 12
+        results = directory_of(singles[1], "moved")
+        gains = np.subtract(scores(results, 1), scores(results, 0))
+        keys = [results["sets"][number]["key"] for number in np.argsort(-gains)]
+        assert sorted(keys, key=lambda key: page.index(f"<h3>{key} ")) == keys
+        (markdown,) = [path.read_text() for path in singles[0].glob("*moved/results.md")]
+        assert "redness_reward" in markdown
+
+    @pytest.mark.slow
+    def test_a_stopped_evaluation_resumes_to_the_same_results(self, singles, files, adapters, tiny_flux, tmp_path):
+        """Half of the images and a part of the scores are there."""
+        words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
+        words += ["--adapter_name_or_path", adapters["moved"]]
+        evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
+        written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
+        gone = sorted(path for path in written if "moved" in str(path))[2:]
+        for path in gone:
+            path.unlink()
+        (journal,) = (tmp_path / "out").glob("*moved/scores/*.jsonl")
+        journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:3]) + b'{"key": "1/')
+        resumed = evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
+        assert directory_of(resumed, "moved")["sets"] == directory_of(singles[1], "moved")["sets"]
+        again = {path: path.stat().st_mtime_ns for path in written}
+        assert {path for path in written if again[path] != written[path]} == set(gone)
+
+    def test_a_directory_of_another_adapter_is_refused(self, singles, files, adapters, tiny_flux):
+        with pytest.raises(ValueError, match="`num_inference_steps` was 2 and is now 3"):
+            evaluate(
+                "--dataset_name", files / "single.txt", "--num_generations", 2, "--num_inference_steps", 3,
+                model=tiny_flux, folder=singles[0],
+            )  # fmt: skip
+
+
+class TestRewards:
+    @pytest.mark.slow
+    def test_failures_are_left_out_and_counted(self, files, adapters, tiny_flux, tmp_path, monkeypatch):
+        """An own, asynchronous reward gives nothing for one prompt; another run asks only about those again."""
+        (tmp_path / "flaky_reward.py").write_text(
+            "calls = []\nasync def brightness(prompts, completions, panel_images, **kwargs):\n"
+            "    assert all(len(panels) == 4 for panels in panel_images)\n"
+            "    calls.append(len(prompts))\n"
+            "    means = [sum(image.convert('L').resize((1, 1)).getpixel((0, 0)) for _ in '1') for image in completions]\n"
+            "    return [None if 'beekeeper' in prompt.lower() else mean / 255 for prompt, mean in zip(prompts, means)]\n"
+        )
+        rows = [json.loads(line) for line in (files / "sets.jsonl").read_text().splitlines()]
+        name = rows[0]["prompt"].lower()
+        source = (
+            (tmp_path / "flaky_reward.py")
+            .read_text()
+            .replace("'beekeeper' in prompt.lower()", f"prompt.lower() == {name!r}")
+        )
+        (tmp_path / "flaky_reward.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        words = ["--dataset_name", files / "sets.jsonl", "--adapter_name_or_path", adapters["moved"]]
+        rewards = ["flaky_reward.brightness", "redness"]
+        results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
+        results = directory_of(results, "moved")
+        assert [each["count"] for each in row(results, "brightness")["cells"]] == [2, 2]
+        assert row(results, "brightness")["difference"]["count"] == row(results, "sum")["difference"]["count"] == 2
+        assert row(results, "redness_reward")["difference"]["count"] == 3
+        assert results["sets"][0]["scores"][0]["brightness"] is None
+        assert results["systems"][1]["counts"]["images without brightness"] == 1
+        assert len(results["alerts"]) == 2
+        import flaky_reward
+
+        assert flaky_reward.calls == [3, 3]
+        evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
+        assert flaky_reward.calls == [3, 3, 1, 1]
+
+    @pytest.mark.slow
+    def test_a_served_judge_of_sets(self, files, tiny_flux, tmp_path):
+        """The base model alone; scores of another question are not taken for those of this one."""
+        rows = [json.loads(line) for line in (files / "sets.jsonl").read_text().splitlines()]
+        rows = [row | {"theme": "A story.", "criteria": {"Style": {"paint": "Painted."}}} for row in rows]
+        (tmp_path / "sets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ["--dataset_name", tmp_path / "sets.jsonl", "--judge_model", "judge"]
+        with JudgeServer(lambda first, second, question: 0.0) as server:
+            words += ["--judge_url", server.url]
+            results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=["consistency"])["base"]
+            assert row(results, "consistency")["cells"][0]["mean"] == pytest.approx(0.5)
+            assert row(results, "consistency")["difference"] is None
+            with pytest.raises(ValueError, match="'theme' there and 'criteria' now"):
+                words += ["--judge_question", "criteria"]
+                evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=["consistency"])
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(singles, files, adapters, tiny_flux, tmp_path):
+    words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
+    words += ["--adapter_name_or_path", adapters["moved"], "--model_name_or_path", tiny_flux, "--rewards", "redness"]
+    script_file = Path(__file__).parent.parent / "examples" / "evaluate_generation.py"
+    command = [script_file, "prompts", *words, *SETTINGS, "--output_dir", tmp_path / "out"]
+    launching.check_run(list(map(str, command)), config=launching.CPU_DDP, cwd=tmp_path)
+    assert len(list((tmp_path / "out" / "moved" / "scores").glob("*.jsonl"))) == 2  # both worked
+    results = json.loads((tmp_path / "out" / "moved" / "results.json").read_text())
+    for system in range(2):
+        assert scores(results, system) == pytest.approx(scores(singles[1]["moved"], system), abs=1e-3)
+
+
+class TestEdits:
+    @pytest.mark.slow
+    def test_edits_are_shown_with_their_sources(self, tmp_path):
+        model = build_tiny_flux_kontext(tmp_path / "model")
+        adapter = make_adapter(tmp_path / "adapter", str(model), 0)
+        for number in range(2):
+            Image.new("RGB", (64, 64), (80 * number, 120, 60)).save(tmp_path / f"{number}.png")
+        rows = [{"prompt": f"Make it red {number}.", "image": f"{number}.png"} for number in range(2)]
+        (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ["--dataset_name", tmp_path / "edits.jsonl", "--edits", "--adapter_name_or_path", adapter]
+        results = directory_of(evaluate(*words, model=model, folder=tmp_path / "out"), "adapter")
+        assert abs(row(results, "redness_reward")["difference"]["mean"]) > 1e-4
+        (page,) = [path.read_text() for path in (tmp_path / "out").glob("*adapter/report.html")]
+        assert page.count("<img") == 6
+        assert page.count("<figcaption>source") == 2
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "words, error",
+        [
+            (["--num_generations", "0"], "`--num_generations` is 0"),
+            (["--num_inference_steps", "0"], "`--num_inference_steps` is 0"),
+            (["--rewards", "rednes"], "rednes"),
+            (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
+            (["--adapter_name_or_path", "a", "a"], "of its last name"),
+        ],
+    )
+    def test_what_cannot_work(self, words, error, files, tiny_flux, tmp_path):
+        with pytest.raises(ValueError, match=error):
+            evaluate("--dataset_name", files / "single.txt", *words, model=tiny_flux, folder=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_an_empty_file(self, tiny_flux, tmp_path):
+        (tmp_path / "empty.txt").write_text("")
+        with pytest.raises(ValueError, match="no rows"):
+            evaluate("--dataset_name", tmp_path / "empty.txt", model=tiny_flux, folder=tmp_path / "out")
+
+    def test_an_adapter_of_another_model(self, files, adapters, tmp_path):
+        with pytest.raises(ValueError, match="was made for"):
+            evaluate(
+                "--dataset_name", files / "single.txt", "--adapter_name_or_path", adapters["moved"],
+                model="other/model", folder=tmp_path / "out",
+            )  # fmt: skip
+
+
+def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, tiny_flux, tmp_path, monkeypatch):
+    make_trainer(guidance_scale=2.5, max_steps=1, save_strategy="steps", save_steps=1).train()
+    words = ["--dataset_name", files / "single.txt", "--adapter_name_or_path", tmp_path / "out" / "checkpoint-1"]
+    results = directory_of(evaluate(*words, model=tiny_flux, folder=tmp_path / "eval"), "checkpoint-1")
+    assert [each["settings"]["guidance_scale"] for each in results["systems"]] == [2.5, 2.5]
