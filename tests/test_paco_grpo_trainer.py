@@ -22,6 +22,7 @@ from trl import GRPOConfig
 from paco_trl import PaCoGRPOTrainer, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.trainer.round_buffer import RoundBuffer
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
@@ -208,6 +209,54 @@ class TestTraining:
         count = Count()
         make_small(max_steps=3, callbacks=[count]).train()
         assert count.steps == 3
+
+
+class TestLoss:
+    @pytest.mark.parametrize(("beta", "norm_penalty"), [(0.0, 0.0), (3.0, 0.0), (0.0, 0.2), (3.0, 0.2)])
+    def test_loss_and_gradient_equal_a_direct_computation(self, make_small, beta, norm_penalty):
+        trainer = make_small(beta=beta, norm_penalty=norm_penalty, epsilon=0.01)
+        trainer.state.max_steps = 2
+        inputs = trainer._generate_and_score_completions(0).micro_step(0, torch.device("cpu"))
+        trainer.state.global_step = 1
+        trainer.buffer = RoundBuffer(0, 0, inputs["sde"])
+        model, generator = trainer.model, torch.Generator().manual_seed(3)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with torch.no_grad():  # away from the reference, where all terms differ from 0
+            for parameter in parameters:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        loss = trainer.compute_loss(model, inputs)
+        gradients = torch.autograd.grad(loss, parameters)
+
+        step, advantages = inputs["record"], inputs["advantages"]
+        (call,) = step.calls
+        v = model(**call)[0]
+        with torch.no_grad(), model.disable_adapter():
+            v_ref = model(**call)[0]
+        t, dt = step.sigma, step.sigma_next - step.sigma
+        noise = 0.7 * (t / (1 - t)) ** 0.5
+        std = noise * (-dt) ** 0.5
+
+        def mean(v):
+            return step.sample + (v + noise**2 / (2 * t) * (step.sample + (1 - t) * v)) * dt
+
+        def average(values):
+            return values.flatten(1).mean(dim=1)  # over the latent
+
+        new, old = (-average((step.prev_sample - mu) ** 2) / (2 * std**2) for mu in (mean(v), mean(v_ref)))
+        ratio = torch.exp(new - old)  # a new adapter is the identity: it generated as the reference
+        policy = -torch.min(ratio * advantages, ratio.clamp(0.99, 1.01) * advantages)
+        kl = average((mean(v) - mean(v_ref)) ** 2) / (2 * std**2)
+        longer = (v.flatten(1).norm(dim=1) / v_ref.flatten(1).norm(dim=1) - 1).clamp(min=0)
+        # A micro-batch of 4 images is an optimizer step
+        terms = [policy.mean(), beta * kl.mean(), norm_penalty * longer.mean()]
+        torch.testing.assert_close(loss, sum(terms), rtol=1e-4, atol=1e-7)
+        expected = torch.autograd.grad(sum(terms), parameters, retain_graph=True)
+        for gradient, value in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, value, rtol=1e-3, atol=1e-6)
+        for term, weight in zip(terms, (1, beta, norm_penalty), strict=True):
+            if weight:  # each is a part of the sum that counts
+                part = max(value.abs().max() for value in torch.autograd.grad(term, parameters, retain_graph=True))
+                assert part > 1e-3
 
 
 class TestRatio:
