@@ -2,6 +2,7 @@
 """Load a pipeline, freeze it, and add a trainable adapter or make its transformer trainable."""
 
 import copy
+import hashlib
 import inspect
 import json
 import os
@@ -211,6 +212,12 @@ def adapter_digest(peft_config: LoraConfig | str | None) -> dict | str:
     return {name: sorted(value) if isinstance(value, set | list) else value for name, value in values.items()}
 
 
+def adapter_file_digest(adapter: str) -> str:
+    """Return a digest of the weights of an adapter in a directory or on the Hub."""
+    with open(cached_file(adapter, SAFETENSORS_WEIGHTS_NAME), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
 def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
     """Return the config of a new adapter, or of an existing one from its Hub id or directory."""
     if not isinstance(peft_config, str):
@@ -305,9 +312,16 @@ def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks:
 
 
 def prepare_transformer(
-    pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str | None, autocast_adapter_dtype: bool
+    pipeline: DiffusionPipeline,
+    family: Family,
+    peft_config: LoraConfig | str | None,
+    autocast_adapter_dtype: bool,
+    copy_adapter: bool = False,
 ) -> nn.Module:
-    """Make all weights trainable, or add a LoRA adapter in place: a new one, or one from a Hub id or directory."""
+    """
+    Make all weights trainable, or add a LoRA adapter in place: a new one, or one from a Hub id or directory, with
+    `copy_adapter` also as the frozen adapter `ref`.
+    """
     transformer = pipeline.transformer
     for name, module in transformer.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -334,6 +348,12 @@ def prepare_transformer(
             model = load_transformer_adapter(
                 transformer, peft_config, base, unused_layers, is_trainable=True, **options
             )
+            if copy_adapter:  # as TRL does
+                model.add_adapter("ref", model.peft_config["default"], **options)
+                for name, parameter in model.named_parameters():
+                    if ".default." in name:
+                        model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
+                model.set_requires_grad("ref", requires_grad=False)
         else:
             own: Any = copy.deepcopy(peft_config)
             check_target_modules(own, transformer)
@@ -356,23 +376,26 @@ def make_policy(
     peft_config: LoraConfig | str | None,
     dtype: torch.dtype,
     is_deepspeed: bool,
-    with_reference: bool,
+    reference: str | None,
     attention_backend: str | None = None,
     compile_blocks: bool = False,
     quantization: str | None = None,
 ) -> tuple[PipelinePolicy, nn.Module | None]:
-    """Build the policy, and a copy of the transformer as the reference where no adapter can be switched off for it."""
-    reference = None
-    if peft_config is None and with_reference:
-        reference = copy.deepcopy(pipeline.transformer)
-        if reference.dtype != dtype:
-            reference.to(dtype)
+    """
+    Build the policy, and a copy of the transformer as the `reference` ("initial", "base" or `None` for none) where there
+    is no adapter to switch for it.
+    """
+    ref_model = None
+    if peft_config is None and reference is not None:
+        ref_model = copy.deepcopy(pipeline.transformer)
+        if ref_model.dtype != dtype:
+            ref_model.to(dtype)
     transformer = pipeline.transformer
-    for each in filter(None, (transformer, reference)):
+    for each in filter(None, (transformer, ref_model)):
         set_kernels(each, attention_backend, compile_blocks)
     signature = inspect.signature(transformer.forward)
     # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
-    model = prepare_transformer(pipeline, family, peft_config, autocast_adapter_dtype=not is_deepspeed)
+    model = prepare_transformer(pipeline, family, peft_config, not is_deepspeed, copy_adapter=reference == "initial")
     if quantization == "fp8_storage":
         _store_as_fp8(pipeline, family, transformer, dtype)
     if describe_quantization(transformer) is not None:
@@ -389,9 +412,9 @@ def make_policy(
             module = getattr(pipeline.vae, name, None)
             if module is not None:
                 cast_floating_inputs(module, dtype)
-    if reference is not None and is_deepspeed:
-        cast_floating_inputs(reference, dtype)
-    return policy, reference
+    if ref_model is not None and is_deepspeed:
+        cast_floating_inputs(ref_model, dtype)
+    return policy, ref_model
 
 
 def _exclude(config: LoraConfig, layers: Sequence[str]) -> None:
