@@ -534,6 +534,47 @@ class TestRewards:
         # population std / mean of 0 ... 7
         assert logs_with(trainer, "rewards/spread/h")[0] == pytest.approx((63 / 12) ** 0.5 / 3.5)
 
+    @pytest.mark.parametrize("others", [[], [panel_similarity_reward]])  # the other has no weight
+    def test_a_single_reward_is_not_tamed(self, make_small, others):
+        values = {}
+
+        def spread(prompts, completions, **kwargs):
+            return [-5.0 + 7.0 * index for index in range(len(completions))]
+
+        for aggregation in ("log_tamed", "sum_then_normalize"):
+            settings = {"reward_weights": [2.0, 0.0]} if others else {}
+            trainer = make_small(
+                reward_funcs=[spread, *others], multi_objective_aggregation=aggregation, max_steps=1, **settings
+            )
+            trainer.train()
+            log = trainer.state.log_history[0]
+            assert log["rewards/spread/h"] > 0.2 and log["rewards/spread/tamed"] == 0.0
+            assert log["rewards/spread/share"] == 1.0 and "rewards/spread/untamable_rate" not in log
+            values[aggregation] = log["reward"], [entry["advantages"].tolist() for entry in trainer.buffer.entries]
+        assert values["log_tamed"] == values["sum_then_normalize"]
+
+    def test_a_reward_without_a_logarithm_is_left_as_it_is(self, make_small, caplog):
+        def error(prompts, completions, **kwargs):
+            return [-3.0, *range(20, 19 + len(completions))]  # its mean is positive
+
+        def spread(prompts, completions, **kwargs):
+            return [float(index) for index in range(len(completions))]
+
+        trainer = make_small(reward_funcs=[error, spread], max_steps=4)  # two rounds
+        trainer.train()
+        assert min(logs_with(trainer, "rewards/error/h")) > 0.2
+        assert logs_with(trainer, "rewards/error/tamed") == [0.0] * 4
+        assert logs_with(trainer, "rewards/error/untamable_rate") == [0.125] * 4
+        assert logs_with(trainer, "rewards/spread/tamed") == [1.0] * 4  # the others are
+        assert not logs_with(trainer, "rewards/spread/untamable_rate")
+        assert len([message for message in caplog.messages if "'error'" in message and "-3" in message]) == 1
+        # Whole groups are micro-batches here, in the order in which images were scored
+        scores = torch.tensor([[-3.0, 0.0], [20.0, 1.0], [21.0, 2.0], [22.0, 3.0]])
+        total = scores[:, 0] + torch.log1p(scores[:, 1])
+        found = [entry["advantages"] for entry in trainer.buffer.entries]
+        expected = (total - total.mean()) / (total.std() + 1e-4)
+        assert any(torch.allclose(values, expected, atol=1e-4) for values in found)
+
     def test_panels_are_cut_once_for_all_rewards(self, make_small):
         seen = []
 
