@@ -17,7 +17,7 @@ from diffusers import DDIMScheduler, DiffusionPipeline
 from peft import LoraConfig, TaskType
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from trl import GRPOConfig
+from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from paco_trl import PaCoGRPOTrainer, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
@@ -257,6 +257,22 @@ class TestLoss:
             if weight:  # each is a part of the sum that counts
                 part = max(value.abs().max() for value in torch.autograd.grad(term, parameters, retain_graph=True))
                 assert part > 1e-3
+
+
+def test_the_adapter_of_trls_model_config(make_small, caplog):
+    """Its task type and dropout are defaults that cannot be left out."""
+    given = get_peft_config(ModelConfig(use_peft=True, lora_r=4, lora_alpha=8, lora_target_modules=["to_q"]))
+    assert (given.task_type, given.lora_dropout) == ("CAUSAL_LM", 0.05)
+    before = given.to_dict()
+    trainer = make_small(peft_config=given)
+    assert given.to_dict() == before
+    (said,) = [message for message in caplog.messages if "`task_type`" in message]
+    assert "`lora_dropout` 0.05" in said
+    used = trainer.model.peft_config["default"]
+    assert (used.r, used.lora_alpha, used.task_type, used.lora_dropout) == (4, 8, None, 0.0)
+    trainer.train()
+    assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+    assert all(value.abs().max() > 0 for name, value in adapter_of(trainer).items() if "lora_B" in name)
 
 
 class TestRatio:
@@ -1111,7 +1127,7 @@ class TestBadInput:
                 trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules=targets))
                 assert len(trainer.model.base_model.targeted_module_names) == 4
 
-    @pytest.mark.parametrize("task", ["CAUSAL_LM", TaskType.FEATURE_EXTRACTION])
+    @pytest.mark.parametrize("task", ["SEQ_CLS", TaskType.FEATURE_EXTRACTION])
     def test_an_adapter_of_a_language_model(self, make_trainer, task):
         with pytest.raises(
             TypeError, match="`task_type` of the `LoraConfig` is .*, but an image transformer is trained"
@@ -1149,8 +1165,23 @@ class TestBadInput:
             make_trainer(model=pipeline)
 
     def test_lora_dropout(self, make_trainer):
-        with pytest.raises(ValueError, match="`lora_dropout` is 0.1"):
-            make_trainer(model=self.NOWHERE, peft_config=LoraConfig(r=4, lora_dropout=0.1))
+        for config in (
+            LoraConfig(r=4, lora_dropout=0.05),
+            get_peft_config(ModelConfig(use_peft=True, lora_dropout=0.1)),
+        ):
+            with pytest.raises(ValueError, match=f"`lora_dropout` is {config.lora_dropout}"):
+                make_trainer(model=self.NOWHERE, peft_config=config)
+
+    def test_an_adapter_without_scale(self, make_trainer):
+        with pytest.raises(ValueError, match="`lora_alpha` is 0"):
+            make_trainer(model=self.NOWHERE, peft_config=LoraConfig(r=4, lora_alpha=0))
+
+    @pytest.mark.parametrize("column", ["completions", "panel_images", "trainer_state"])
+    def test_a_column_that_the_trainer_would_replace(self, make_trainer, prompts, column):
+        dataset = prompts.add_column(column, ["mine"] * len(prompts))
+        for name in ("train_dataset", "eval_dataset"):
+            with pytest.raises(ValueError, match=column):
+                make_trainer(model=self.NOWHERE, **{name: dataset})
 
     def test_dropout_in_the_transformer(self, make_trainer, tiny_flux):
         pipeline = DiffusionPipeline.from_pretrained(tiny_flux)

@@ -14,6 +14,7 @@ from typing import Any
 import diffusers
 import torch
 from accelerate import init_empty_weights
+from accelerate.logging import get_logger
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import apply_layerwise_casting
@@ -26,13 +27,16 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import cached_file
+from trl import ModelConfig
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.names import check_adapter_base
 from ..utils.quantization import describe_quantization, quantization_config
-from ..utils.target_modules import check_target_modules
+from ..utils.target_modules import check_lora_alpha, check_target_modules
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
 
+
+logger = get_logger(__name__)
 
 # Settings of adapters with two matrices and a scale for each layer. PEFT's others are for variants, such as DoRA.
 _PLAIN_LORA = vars(PeftConfig()).keys() | {
@@ -237,14 +241,26 @@ def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
     return PeftConfig.from_pretrained(peft_config)
 
 
-def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipeline") -> None:
-    """Refuse an adapter that cannot be trained or saved, or was made for another model. Read no weights."""
+def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipeline") -> LoraConfig | str:
+    """
+    Refuse an adapter that cannot be trained or saved, or was made for another model. Read no weights.
+
+    Returns the adapter: of [`~trl.get_peft_config`] a copy without its defaults for language models.
+    """
     adapter, peft_config = peft_config, read_peft_config(peft_config)
     if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
         raise TypeError(
             f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
             "in diffusers' LoRA format, which supports no other adapter."
         )
+    if not isinstance(adapter, str) and peft_config.task_type == ModelConfig.lora_task_type:
+        dropped = "`task_type` 'CAUSAL_LM'"
+        adapter = peft_config = copy.deepcopy(peft_config)
+        peft_config.task_type = None
+        if peft_config.lora_dropout == ModelConfig.lora_dropout:
+            dropped += f" and `lora_dropout` {peft_config.lora_dropout}"
+            peft_config.lora_dropout = 0.0
+        logger.warning(f"`peft_config` has {dropped}, TRL's defaults for language models: an image model has neither.")
     if peft_config.task_type is not None:
         raise TypeError(
             f"`task_type` of the `LoraConfig` is {peft_config.task_type!r}, for which PEFT wraps a language model, but "
@@ -255,6 +271,7 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
             f"`lora_dropout` is {peft_config.lora_dropout}. With dropout the replay scores an image with another "
             "network than the one that generated it, and the probability ratio is noise. Set it to 0."
         )
+    check_lora_alpha(peft_config)
     if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
         raise ValueError(
             f"`init_lora_weights` is {peft_config.init_lora_weights!r}, which changes the base weights: without its "
@@ -272,6 +289,7 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
     if isinstance(adapter, str):
         base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
+    return adapter
 
 
 def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> None:

@@ -185,7 +185,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         if not isinstance(args, self._config_class) or isinstance(args, PaCoNFTConfig) != is_nft:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         if peft_config is not None:
-            check_peft_config(peft_config, model)
+            peft_config = check_peft_config(peft_config, model)
         self.rewards = RewardSet(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
             cast(Any, args.log_tame_threshold),
