@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import DatasetDict
 from diffusers import DDIMScheduler, DiffusionPipeline
 from peft import LoraConfig, TaskType
@@ -22,7 +23,10 @@ from trl import GRPOConfig, ModelConfig, get_peft_config
 from paco_trl import PaCoGRPOTrainer, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.rollout import RecordedStep
+from paco_trl.trainer.losses import ClippedSurrogate
 from paco_trl.trainer.round_buffer import RoundBuffer
+from paco_trl.trainer.step_statistics import StepStatistics
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
@@ -261,7 +265,7 @@ class TestLoss:
 
 def test_the_adapter_of_trls_model_config(make_small, caplog):
     """Its task type and dropout are defaults that cannot be left out."""
-    given = get_peft_config(ModelConfig(use_peft=True, lora_r=4, lora_alpha=8, lora_target_modules=["to_q"]))
+    given = get_peft_config(ModelConfig(use_peft=True, lora_r=4, lora_alpha=8, lora_target_modules=["to_q", "to_k"]))
     assert (given.task_type, given.lora_dropout) == ("CAUSAL_LM", 0.05)
     before = given.to_dict()
     trainer = make_small(peft_config=given)
@@ -300,6 +304,28 @@ class TestRatio:
         assert [int(line[0]) for line in table] == [1, 2]
         assert all(float(line[-1]) > trainer.args.ratio_tolerance for line in table)
         assert all(torch.equal(value, before[name]) for name, value in adapter_of(trainer).items())
+
+    def test_the_worst_image_counts(self):
+        latents = torch.zeros(4, 1)
+        record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
+        statistics = StepStatistics(Accelerator(cpu=True))
+        no = torch.zeros(4, dtype=torch.bool)
+        for worst in (0.9e-4, 3e-4):  # the mean is below the tolerance
+            ratio = torch.tensor([1.0, 1.0, 1.0 + worst, 1.0])
+            statistics.add(record, ClippedSurrogate(ratio, ratio, no, no), {}, torch.ones(4))
+            with nullcontext() if worst < 1e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
+                statistics.check_ratio(1, tolerance=1e-4, epsilon=1e-3)
+
+    def test_images_without_a_reward_are_not_in_the_means(self):
+        latents = torch.zeros(4, 1)
+        record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
+        ratio, no = torch.ones(4), torch.zeros(4, dtype=torch.bool)
+        surrogate = ClippedSurrogate(ratio, ratio, torch.tensor([True, False, False, True]), no)
+        statistics = StepStatistics(Accelerator(cpu=True))
+        for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
+            statistics.add(record, surrogate, {"kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
+        found = statistics.finish(0, is_on_policy=True)
+        assert found["kl"] == 2.0 and found["clip_ratio/low_mean"] == pytest.approx(1 / 3)
 
     def test_ratio_tolerance_is_a_setting(self, make_small):
         trainer = make_small(ratio_tolerance=1.0)
