@@ -311,6 +311,15 @@ class TestEncoding:
         assert Counter(events)["step"] == 2 * 2 * 4 * 2
         assert set(events[events.index("step") :]) == {"step"}
         assert trainer.train_rows.training_sizes == [(48, 80), (80, 48), (48, 80), (48, 80)]
+        # The text encoder has seen the row's own source
+        encoded = trainer.prompt_encoder.fetch(trainer.train_rows, [0, 1], 1 / 16)
+        for number in (0, 1):
+            for source in (0, 1):
+                with torch.no_grad():
+                    inputs = (seen["prompt"][number], "cpu", [pictures[source]], 1 / 16)
+                    expected = trainer.family.encode_prompt(trainer.pipeline, *inputs)["prompt_embeds"]
+                found = encoded[number].prompt["prompt_embeds"]
+                assert (found.shape == expected.shape and torch.equal(found, expected)) == (source == number)
 
     @pytest.mark.slow
     def test_truncated_instructions_are_counted_once(self, klein, tmp_path, caplog):

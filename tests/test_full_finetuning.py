@@ -4,6 +4,7 @@
 import copy
 import functools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -389,7 +390,7 @@ class TestContinuedAdapter:
             assert not torch.equal(value, before[name]), name
         assert are_equal({n: p for n, p in trainer.model.named_parameters() if not p.requires_grad}, frozen)
         assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0, 0.0]
-        assert min(logs_with(trainer, "kl")) > 0  # from the base model, which the adapter is not
+        assert logs_with(trainer, "kl")[0] == 0 < min(logs_with(trainer, "kl")[1:])  # from the adapter as it was
 
         trainer.save_model(str(tmp_path / "saved"))
         images = [draw(self.with_adapter(tiny_flux, tmp_path / "saved", peft)) for peft in (True, False)]
@@ -400,6 +401,52 @@ class TestContinuedAdapter:
         text = (tmp_path / "saved" / "README.md").read_text()
         assert "| LoRA | rank 4, alpha 32, continued from first-run |" in text
         assert str(adapter) not in text
+
+    @pytest.mark.parametrize("reference", ["initial", "base"])
+    def test_the_reference(self, make_trainer, tiny_flux, adapter, reference):
+        settings = {"num_prompts_per_generation": 2, "beta": 0.01, "norm_penalty": 0.01}
+        trainer = make_trainer(peft_config=str(adapter), reference=reference, **settings)
+        trainer.train()
+        kl = logs_with(trainer, "kl")
+        assert (kl[0] == 0.0) == (reference == "initial") and kl[1] > 0
+        assert (logs_with(trainer, "velocity_norm_ratio")[0] == 1.0) == (reference == "initial")
+        # It stays what it was, and neither is the trained adapter
+        with trainer._reference(trainer.model) as model:
+            drawn = draw(trainer.pipeline)
+        start = FluxPipeline.from_pretrained(tiny_flux)
+        assert np.array_equal(drawn, draw(self.with_adapter(tiny_flux, adapter) if reference == "initial" else start))
+        assert not np.array_equal(drawn, draw(trainer.pipeline))
+        assert {name.split(".")[-2] for name in weights_of(trainer)} == {"default"}
+        assert model.active_adapter == "default"
+
+    def test_the_reference_is_not_saved(self, make_trainer, adapter, tmp_path):
+        folders = []
+        for beta in (0.0, 0.01):
+            trainer = make_trainer(peft_config=str(adapter), beta=beta)
+            assert ("ref" in trainer.model.peft_config) == (beta > 0)
+            trainer.save_model(str(tmp_path / f"{beta}"))
+            folders.append(tmp_path / f"{beta}")
+        files = [sorted(str(file.relative_to(folder)) for file in folder.rglob("*")) for folder in folders]
+        assert files[0] == files[1]
+        for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
+            assert are_equal(*(load_file(folder / name) for folder in folders))
+
+    def test_the_reference_of_a_resumed_run(self, make_trainer, adapter, tmp_path, caplog):
+        settings = {"num_prompts_per_generation": 2, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+        settings |= {"beta": 100.0, "learning_rate": 0.1}
+        whole = make_trainer(output_dir=str(tmp_path / "a"), peft_config=str(adapter), **settings)
+        whole.train()
+        shutil.copytree(tmp_path / "a" / "checkpoint-1", tmp_path / "b" / "checkpoint-1")
+        checkpoint = str(tmp_path / "b" / "checkpoint-1")
+        settings |= {"output_dir": str(tmp_path / "b"), "resume_from_checkpoint": checkpoint}
+        resumed = make_trainer(peft_config=str(adapter), **settings)
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert are_equal(weights_of(whole), weights_of(resumed))
+        assert "is resumed with other settings" not in caplog.text
+        for changed in ({"peft_config": checkpoint}, {"peft_config": str(adapter), "reference": "base"}):
+            caplog.clear()
+            make_trainer(**{**settings, **changed})
+            assert "reference: 'initial: " in caplog.text
 
     def test_an_adapter_of_a_model_with_wider_layers(self, adapter, tmp_path, make_trainer):
         copied = self.copy(adapter, tmp_path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from peft import LoraConfig
+from safetensors.torch import save_file
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
@@ -31,7 +32,9 @@ from paco_trl.commands.memory import (
     training_parts,
     weights_bytes,
 )
+from paco_trl.commands.memory_check import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
+from paco_trl.commands.script_arguments import ScriptArguments
 from test_paco_nft_trainer import make_config, make_nft, pipeline  # noqa: F401
 
 
@@ -271,3 +274,13 @@ def test_compiled_blocks_are_offered_no_int8(make_plan):
         plan.args.compile_repeated_blocks = is_compiled
         offered = [text for text in changes_of(plan, plan.setting()) if "quantization" in text]
         assert offered == [f"`--quantization {name}`" for name in names]
+
+
+def test_an_adapter_that_is_trained_further_is_there_twice(tiny_flux, prompts, make_trainer, tmp_path):
+    LoraConfig(r=4, lora_alpha=8, target_modules=["to_q"]).save_pretrained(tmp_path)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    options = ScriptArguments(str(tiny_flux), rewards=["redness"], adapter_name_or_path=str(tmp_path))
+    for settings, copies in (({}, 0), ({"beta": 0.1}, 1), ({"beta": 0.1, "reference": "base"}, 0)):
+        plan = image_plan(options, make_trainer(**settings).args, prompts)
+        (train,) = [phase for phase in plan.phases(plan.setting()) if phase.name == "train"]
+        assert train.device["reference"] == copies * train.device["trained weights"]

@@ -12,16 +12,21 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 from diffusers import DDIMScheduler, DiffusionPipeline
 from peft import LoraConfig, TaskType
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from trl import GRPOConfig
+from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from paco_trl import PaCoGRPOTrainer, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.rollout import RecordedStep
+from paco_trl.trainer.losses import ClippedSurrogate
+from paco_trl.trainer.round_buffer import RoundBuffer
+from paco_trl.trainer.step_statistics import StepStatistics
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
@@ -210,6 +215,70 @@ class TestTraining:
         assert count.steps == 3
 
 
+class TestLoss:
+    @pytest.mark.parametrize(("beta", "norm_penalty"), [(0.0, 0.0), (3.0, 0.0), (0.0, 0.2), (3.0, 0.2)])
+    def test_loss_and_gradient_equal_a_direct_computation(self, make_small, beta, norm_penalty):
+        trainer = make_small(beta=beta, norm_penalty=norm_penalty, epsilon=0.01)
+        trainer.state.max_steps = 2
+        inputs = trainer._generate_and_score_completions(0).micro_step(0, torch.device("cpu"))
+        trainer.state.global_step = 1
+        trainer.buffer = RoundBuffer(0, 0, inputs["sde"])
+        model, generator = trainer.model, torch.Generator().manual_seed(3)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with torch.no_grad():  # away from the reference, where all terms differ from 0
+            for parameter in parameters:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        loss = trainer.compute_loss(model, inputs)
+        gradients = torch.autograd.grad(loss, parameters)
+
+        step, advantages = inputs["record"], inputs["advantages"]
+        (call,) = step.calls
+        v = model(**call)[0]
+        with torch.no_grad(), model.disable_adapter():
+            v_ref = model(**call)[0]
+        t, dt = step.sigma, step.sigma_next - step.sigma
+        noise = 0.7 * (t / (1 - t)) ** 0.5
+        std = noise * (-dt) ** 0.5
+
+        def mean(v):
+            return step.sample + (v + noise**2 / (2 * t) * (step.sample + (1 - t) * v)) * dt
+
+        def average(values):
+            return values.flatten(1).mean(dim=1)  # over the latent
+
+        new, old = (-average((step.prev_sample - mu) ** 2) / (2 * std**2) for mu in (mean(v), mean(v_ref)))
+        ratio = torch.exp(new - old)  # a new adapter is the identity: it generated as the reference
+        policy = -torch.min(ratio * advantages, ratio.clamp(0.99, 1.01) * advantages)
+        kl = average((mean(v) - mean(v_ref)) ** 2) / (2 * std**2)
+        longer = (v.flatten(1).norm(dim=1) / v_ref.flatten(1).norm(dim=1) - 1).clamp(min=0)
+        # A micro-batch of 4 images is an optimizer step
+        terms = [policy.mean(), beta * kl.mean(), norm_penalty * longer.mean()]
+        torch.testing.assert_close(loss, sum(terms), rtol=1e-4, atol=1e-7)
+        expected = torch.autograd.grad(sum(terms), parameters, retain_graph=True)
+        for gradient, value in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, value, rtol=1e-3, atol=1e-6)
+        for term, weight in zip(terms, (1, beta, norm_penalty), strict=True):
+            if weight:  # each is a part of the sum that counts
+                part = max(value.abs().max() for value in torch.autograd.grad(term, parameters, retain_graph=True))
+                assert part > 1e-3
+
+
+def test_the_adapter_of_trls_model_config(make_small, caplog):
+    """Its task type and dropout are defaults that cannot be left out."""
+    given = get_peft_config(ModelConfig(use_peft=True, lora_r=4, lora_alpha=8, lora_target_modules=["to_q", "to_k"]))
+    assert (given.task_type, given.lora_dropout) == ("CAUSAL_LM", 0.05)
+    before = given.to_dict()
+    trainer = make_small(peft_config=given)
+    assert given.to_dict() == before
+    (said,) = [message for message in caplog.messages if "`task_type`" in message]
+    assert "`lora_dropout` 0.05" in said
+    used = trainer.model.peft_config["default"]
+    assert (used.r, used.lora_alpha, used.task_type, used.lora_dropout) == (4, 8, None, 0.0)
+    trainer.train()
+    assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+    assert all(value.abs().max() > 0 for name, value in adapter_of(trainer).items() if "lora_B" in name)
+
+
 class TestRatio:
     @pytest.mark.parametrize("bf16", [False, True])
     @pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "cps"])
@@ -261,6 +330,28 @@ class TestRatio:
         trainer.train()
         warnings = [record.getMessage() for record in caplog.records if "ratio_tolerance" in record.getMessage()]
         assert len(warnings) == 1 and "step 4" in warnings[0]
+
+    def test_the_worst_image_counts(self):
+        latents = torch.zeros(4, 1)
+        record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
+        statistics = StepStatistics(Accelerator(cpu=True))
+        no = torch.zeros(4, dtype=torch.bool)
+        for worst in (0.9e-4, 3e-4):  # the mean is below the tolerance
+            ratio = torch.tensor([1.0, 1.0, 1.0 + worst, 1.0])
+            statistics.add(record, ClippedSurrogate(ratio, ratio, no, no), {}, torch.ones(4))
+            with nullcontext() if worst < 1e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
+                statistics.check_ratio(1, tolerance=1e-4, epsilon=1e-3)
+
+    def test_images_without_a_reward_are_not_in_the_means(self):
+        latents = torch.zeros(4, 1)
+        record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
+        ratio, no = torch.ones(4), torch.zeros(4, dtype=torch.bool)
+        surrogate = ClippedSurrogate(ratio, ratio, torch.tensor([True, False, False, True]), no)
+        statistics = StepStatistics(Accelerator(cpu=True))
+        for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
+            statistics.add(record, surrogate, {"kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
+        found = statistics.finish(0, True, tolerance=1.0, epsilon=1.0, is_early=True)
+        assert found["kl"] == 2.0 and found["clip_ratio/low_mean"] == pytest.approx(1 / 3)
 
     def test_ratio_tolerance_is_a_setting(self, make_small):
         trainer = make_small(ratio_tolerance=1.0)
@@ -510,6 +601,47 @@ class TestRewards:
         assert logs_with(trainer, "rewards/narrow/tamed") == [0.0, 0.0]
         # population std / mean of 0 ... 7
         assert logs_with(trainer, "rewards/spread/h")[0] == pytest.approx((63 / 12) ** 0.5 / 3.5)
+
+    @pytest.mark.parametrize("others", [[], [panel_similarity_reward]])  # the other has no weight
+    def test_a_single_reward_is_not_tamed(self, make_small, others):
+        values = {}
+
+        def spread(prompts, completions, **kwargs):
+            return [-5.0 + 7.0 * index for index in range(len(completions))]
+
+        for aggregation in ("log_tamed", "sum_then_normalize"):
+            settings = {"reward_weights": [2.0, 0.0]} if others else {}
+            trainer = make_small(
+                reward_funcs=[spread, *others], multi_objective_aggregation=aggregation, max_steps=1, **settings
+            )
+            trainer.train()
+            log = trainer.state.log_history[0]
+            assert log["rewards/spread/h"] > 0.2 and log["rewards/spread/tamed"] == 0.0
+            assert log["rewards/spread/share"] == 1.0 and "rewards/spread/untamable_rate" not in log
+            values[aggregation] = log["reward"], [entry["advantages"].tolist() for entry in trainer.buffer.entries]
+        assert values["log_tamed"] == values["sum_then_normalize"]
+
+    def test_a_reward_without_a_logarithm_is_left_as_it_is(self, make_small, caplog):
+        def error(prompts, completions, **kwargs):
+            return [-3.0, *range(20, 19 + len(completions))]  # its mean is positive
+
+        def spread(prompts, completions, **kwargs):
+            return [float(index) for index in range(len(completions))]
+
+        trainer = make_small(reward_funcs=[error, spread], max_steps=4)  # two rounds
+        trainer.train()
+        assert min(logs_with(trainer, "rewards/error/h")) > 0.2
+        assert logs_with(trainer, "rewards/error/tamed") == [0.0] * 4
+        assert logs_with(trainer, "rewards/error/untamable_rate") == [0.125] * 4
+        assert logs_with(trainer, "rewards/spread/tamed") == [1.0] * 4  # the others are
+        assert not logs_with(trainer, "rewards/spread/untamable_rate")
+        assert len([message for message in caplog.messages if "'error'" in message and "-3" in message]) == 1
+        # Whole groups are micro-batches here, in the order in which images were scored
+        scores = torch.tensor([[-3.0, 0.0], [20.0, 1.0], [21.0, 2.0], [22.0, 3.0]])
+        total = scores[:, 0] + torch.log1p(scores[:, 1])
+        found = [entry["advantages"] for entry in trainer.buffer.entries]
+        expected = (total - total.mean()) / (total.std() + 1e-4)
+        assert any(torch.allclose(values, expected, atol=1e-4) for values in found)
 
     def test_panels_are_cut_once_for_all_rewards(self, make_small):
         seen = []
@@ -1073,7 +1205,7 @@ class TestBadInput:
                 trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules=targets))
                 assert len(trainer.model.base_model.targeted_module_names) == 4
 
-    @pytest.mark.parametrize("task", ["CAUSAL_LM", TaskType.FEATURE_EXTRACTION])
+    @pytest.mark.parametrize("task", ["SEQ_CLS", TaskType.FEATURE_EXTRACTION])
     def test_an_adapter_of_a_language_model(self, make_trainer, task):
         with pytest.raises(
             TypeError, match="`task_type` of the `LoraConfig` is .*, but an image transformer is trained"
@@ -1111,8 +1243,23 @@ class TestBadInput:
             make_trainer(model=pipeline)
 
     def test_lora_dropout(self, make_trainer):
-        with pytest.raises(ValueError, match="`lora_dropout` is 0.1"):
-            make_trainer(model=self.NOWHERE, peft_config=LoraConfig(r=4, lora_dropout=0.1))
+        for config in (
+            LoraConfig(r=4, lora_dropout=0.05),
+            get_peft_config(ModelConfig(use_peft=True, lora_dropout=0.1)),
+        ):
+            with pytest.raises(ValueError, match=f"`lora_dropout` is {config.lora_dropout}"):
+                make_trainer(model=self.NOWHERE, peft_config=config)
+
+    def test_an_adapter_without_scale(self, make_trainer):
+        with pytest.raises(ValueError, match="`lora_alpha` is 0"):
+            make_trainer(model=self.NOWHERE, peft_config=LoraConfig(r=4, lora_alpha=0))
+
+    @pytest.mark.parametrize("column", ["completions", "panel_images", "trainer_state"])
+    def test_a_column_that_the_trainer_would_replace(self, make_trainer, prompts, column):
+        dataset = prompts.add_column(column, ["mine"] * len(prompts))
+        for name in ("train_dataset", "eval_dataset"):
+            with pytest.raises(ValueError, match=column):
+                make_trainer(model=self.NOWHERE, **{name: dataset})
 
     def test_dropout_in_the_transformer(self, make_trainer, tiny_flux):
         pipeline = DiffusionPipeline.from_pretrained(tiny_flux)

@@ -24,7 +24,7 @@ from qwen_vl_utils import process_vision_info
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
-from trl import SFTConfig
+from trl import ModelConfig, SFTConfig, get_peft_config
 
 from docstrings import docstring
 from other_judges import OTHER_JUDGES, build_other_judge
@@ -520,6 +520,17 @@ class TestAdapter:
             assert names <= {name.split(".")[-4] for name in adapter_of(trainer)}
         trainer = make_reward_trainer(peft_config=given)
         assert {name.split(".")[-4] for name in adapter_of(trainer)} == {"q_proj"}
+
+    def test_the_adapter_of_trls_model_config(self, make_reward_trainer):
+        trainer = make_reward_trainer(peft_config=get_peft_config(ModelConfig(use_peft=True, lora_r=3)))
+        used = trainer.model.peft_config["default"]
+        assert (used.r, used.task_type, used.lora_dropout) == (3, "CAUSAL_LM", 0.05)
+        trainer.train()
+        assert all(value.abs().max() > 0 for name, value in adapter_of(trainer).items() if "lora_B" in name)
+
+    def test_an_adapter_without_scale(self, make_reward_trainer):
+        with pytest.raises(ValueError, match="`lora_alpha` is 0"):
+            make_reward_trainer(peft_config=LoraConfig(r=3, lora_alpha=0))
 
     def test_a_layer_that_does_not_exist(self, make_reward_trainer, tiny_qwen, tmp_path):
         """PEFT would train `v_proj` alone. By name it is found before the weights are read: the folder has none."""

@@ -20,9 +20,9 @@ _PEFT_PREFIX = "base_model.model."
 def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
     """Save an adapter for `PeftModel.from_pretrained` and for `load_lora_weights`, which give the same image."""
     # `save_embedding_layers="auto"` would request from the Hub the base model's vocabulary
-    model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
+    adapter = model.active_adapter  # without the reference's
+    model.save_pretrained(folder, state_dict=state_dict, selected_adapters=[adapter], save_embedding_layers=False)
     lora = get_peft_model_state_dict(model, state_dict=state_dict, save_embedding_layers=False)
-    adapter = model.active_adapter
     scales = {name: layer.scaling[adapter] for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     layers = {}  # with their scale, `lora_alpha / r`: ComfyUI and others read no metadata and scale by 1
     for name, tensor in lora.items():

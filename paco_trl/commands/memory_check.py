@@ -87,6 +87,7 @@ def parse_memory(text: str) -> int:
 def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Dataset) -> ImagePlan:
     """Plan the memory of a run of PaCo-GRPO, DiffusionNFT or AWM."""
     peft_config = get_peft_config(script_args)
+    is_copied = isinstance(peft_config, str) and args.has_reference and args.reference == "initial"
     if isinstance(peft_config, str):
         peft_config = read_peft_config(peft_config)
         peft_config.inference_mode = False
@@ -99,7 +100,10 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
     if count := len(rewards & {"clip_t", "clip_i"}):
         with init_empty_weights():
             clip_bytes = count * weights_bytes(CLIPModel(CLIPConfig.from_pretrained(script_args.clip_model)))
-    return ImagePlan(script_args.model_name_or_path, args, peft_config, dataset, judges, clip_bytes, **where)
+    plan = ImagePlan(script_args.model_name_or_path, args, peft_config, dataset, judges, clip_bytes, **where)
+    if is_copied:  # the adapter `ref`
+        plan.reference_bytes = plan.element_size * plan.num_trained
+    return plan
 
 
 def judges_in_process(script_args: ScriptArguments) -> list[str]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that the training examples share with `paco-trl doctor`, and what they load."""
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +21,6 @@ from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.reward_calls import check_columns
 from ..rollout.loading import read_peft_config
 from .options import JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -269,9 +265,9 @@ def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
             option = f"lora_{name.removeprefix('lora_')}"
             value, its = getattr(script_args, option), getattr(existing, name)
             if value is not None and (set(value) != its if isinstance(value, list) else value != its):
-                logger.warning(
-                    f"`--{option}` is {value} and has no effect: the adapter '{script_args.adapter_name_or_path}' is "
-                    f"continued with its own, {its}."
+                raise ValueError(
+                    f"`--{option}` is {value}, but the adapter '{script_args.adapter_name_or_path}' is continued with its "
+                    f"own, {its}. Leave it out, or train a new adapter without `--adapter_name_or_path`."
                 )
         return script_args.adapter_name_or_path
     return LoraConfig(

@@ -44,6 +44,12 @@ def coefficient_of_variation(rewards: torch.Tensor) -> list[float | None]:
     return [std / mean if mean > 0 else None for mean, std in zip(means.tolist(), stds.tolist(), strict=True)]
 
 
+def choose_tamed(h: list[float | None], used: list[bool], threshold: float | str) -> tuple[float, list[bool]]:
+    """Return the threshold of h_k as a number, and whether each used reward exceeds it."""
+    limit = _resolve_threshold(threshold, [h_k for h_k, u in zip(h, used, strict=True) if u])
+    return limit, [u and h_k is not None and h_k > limit for h_k, u in zip(h, used, strict=True)]
+
+
 def log_tame(rewards: torch.Tensor, tamed: Sequence[bool]) -> torch.Tensor:
     """Replace the chosen columns by log(1 + R_k), Eq. 4."""
     tamed = torch.tensor(tamed, dtype=torch.bool, device=rewards.device)  # (K,)
@@ -195,7 +201,7 @@ def aggregate_rewards(
 
     used = weights != 0  # (K,)
     h = coefficient_of_variation(rewards)
-    limit = _resolve_threshold(threshold, [h_k for h_k, u in zip(h, used.tolist(), strict=True) if u])
+    limit, above = choose_tamed(h, used.tolist(), threshold)
     tamed = [False] * len(h)
 
     if method == "normalize_then_sum":
@@ -210,7 +216,7 @@ def aggregate_rewards(
             "must be greater than -1 for `method='log_tamed'`, because log(1 + R) does not exist there. Shift or "
             "rescale the reward (to [0, 1], for example), or use another method.",
         )
-        tamed = [u and h_k is not None and h_k > limit for h_k, u in zip(h, used.tolist(), strict=True)]
+        tamed = above
         rewards = log_tame(rewards, tamed)
     elif method == "geometric_mean":
         if (weights < 0).any():

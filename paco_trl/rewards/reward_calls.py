@@ -15,9 +15,10 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 
 # What a reward gets besides the columns of the dataset, see `RewardScorer`
-_ALWAYS_GIVEN = {
-    "prompts", "completions", "completion_ids", "panel_images", "rows", "cols", "trainer_state", "log_extra", "log_metric",
+_FROM_TRAINER = {
+    "prompts", "completions", "completion_ids", "panel_images", "trainer_state", "log_extra", "log_metric",
 }  # fmt: skip
+_ALWAYS_GIVEN = _FROM_TRAINER | {"rows", "cols"}
 
 
 class RewardError(RuntimeError):
@@ -66,6 +67,11 @@ def check_reward_weights(weights: list[float] | None, names: list[str], aggregat
 
 def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:
     """Check that a dataset has the columns (parameters, `needed_columns`) and panels (`min_panels`) of rewards."""
+    if taken := sorted(_FROM_TRAINER & set(dataset.column_names)):
+        raise ValueError(
+            f"{where[0].upper()}{where[1:]} has the column(s) {', '.join(taken)}, but rewards get these from the trainer: "
+            "the dataset's would be ignored. Rename them (`rename_column`), or remove them (`remove_columns`)."
+        )
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         name, least = get_callable_name(function), getattr(function, "min_panels", 1)
         # Rows without a layout, such as editing prompts, have one panel

@@ -2,6 +2,7 @@
 """Rewards of a run or of its evaluation with their weights: checks, aggregation, failure limits, metrics."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from accelerate.logging import get_logger
@@ -9,7 +10,7 @@ from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
-from .aggregation import AggregationDetails, aggregate_rewards
+from .aggregation import AggregationDetails, aggregate_rewards, choose_tamed, coefficient_of_variation, log_tame
 from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
 
 
@@ -34,7 +35,10 @@ class RewardSet:
         self.method, self.threshold = method, threshold
         # An image that lacks one of these is not scored
         self.is_needed = torch.tensor(self.required) & (self.weights != 0)  # (K,)
+        # One reward has nothing to be balanced with
+        self.is_tamed = method == "log_tamed" and int((self.weights != 0).sum()) > 1
         self._is_first_round = True
+        self._warned_of: set[str] = set()
 
     def check_dataset(self, dataset: Dataset, where: str) -> None:
         """Check that a dataset has the columns and panels that the rewards require."""
@@ -50,8 +54,39 @@ class RewardSet:
         return [model.to("cpu") for model in dict.fromkeys(models)]  # rewards may share a judge
 
     def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
-        """Aggregate `(images, K)` rewards to `(images,)`, NaN where an image is not scored."""
-        return aggregate_rewards(rewards, self.weights, self.method, self.threshold, num_generations, self.required)
+        """
+        Aggregate `(images, K)` rewards to `(images,)`, NaN where an image is not scored.
+
+        `log_tamed` leaves a reward that log(1 + R) cannot take as it is, with a warning: the round is paid for. A single
+        reward is not tamed.
+        """
+        if self.method != "log_tamed":
+            return aggregate_rewards(
+                rewards, self.weights, self.method, self.threshold, num_generations, self.required
+            )
+        h, tamed = coefficient_of_variation(rewards), [False] * len(self.names)
+        limit, above = choose_tamed(h, (self.weights != 0).tolist(), self.threshold)
+        if self.is_tamed:
+            rates = self._untamable_rates(rewards)
+            tamed = [is_above and not rate for is_above, rate in zip(above, rates, strict=True)]
+            for name, rate, lowest in zip(self.names, rates, rewards.nan_to_num(torch.inf).amin(dim=0), strict=True):
+                if rate and name not in self._warned_of:
+                    self._warned_of.add(name)
+                    logger.warning(
+                        f"The reward '{name}' is down to {lowest:g}, and log(1 + R) does not exist at -1 or below: "
+                        "rounds with such values are trained with the reward as it is, not log-tamed, and it may "
+                        f"outweigh the others (see `rewards/{name}/share`). Shift or rescale it, to [0, 1] for example, "
+                        "or use another `multi_objective_aggregation`. You are told once."
+                    )
+        terms = log_tame(rewards, tamed)
+        aggregate, details = aggregate_rewards(
+            terms, self.weights, "sum_then_normalize", num_generations=num_generations, required=self.required
+        )
+        return aggregate, replace(details, coefficient_of_variation=h, tamed=tamed, threshold=limit)
+
+    def _untamable_rates(self, rewards: torch.Tensor) -> list[float]:
+        """Return the fraction of images for which each reward, if it counts, is outside the range of log-taming."""
+        return ((rewards <= -1) & (self.weights != 0)).float().mean(dim=0).tolist()
 
     def total(self, rewards: torch.Tensor, num_generations: int | None = None) -> torch.Tensor:
         """Compute the weighted sum whatever the aggregation, as TRL's `reward`: taming would make it jump."""
@@ -142,12 +177,15 @@ class RewardSet:
         for name in self.names[1:]:
             if first and f"rewards/{name}/mean" in metrics:
                 metrics[f"rewards/{name}/ratio"] = metrics[f"rewards/{name}/mean"] / first
-        for name, h, tamed, share in zip(
-            self.names, details.coefficient_of_variation, details.tamed, details.share, strict=True
+        rates = self._untamable_rates(rewards)
+        for name, h, tamed, share, rate in zip(
+            self.names, details.coefficient_of_variation, details.tamed, details.share, rates, strict=True
         ):
             if h is not None:  # undefined for a reward whose mean is not positive
                 metrics[f"rewards/{name}/h"] = h
             metrics[f"rewards/{name}/tamed"] = float(tamed)
+            if self.is_tamed and rate:
+                metrics[f"rewards/{name}/untamable_rate"] = rate
             if share is not None:  # undefined where no reward differs within a group
                 metrics[f"rewards/{name}/share"] = share
         return metrics

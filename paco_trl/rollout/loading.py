@@ -2,6 +2,7 @@
 """Load a pipeline, freeze it, and add a trainable adapter or make its transformer trainable."""
 
 import copy
+import hashlib
 import inspect
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import diffusers
 import torch
 from accelerate import init_empty_weights
+from accelerate.logging import get_logger
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import apply_layerwise_casting
@@ -27,13 +29,16 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import cached_file
+from trl import ModelConfig
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.names import check_adapter_base, check_base_model_name, check_model_name
 from ..utils.quantization import describe_quantization, quantization_config
-from ..utils.target_modules import check_target_modules
+from ..utils.target_modules import check_lora_alpha, check_target_modules
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
 
+
+logger = get_logger(__name__)
 
 # Settings of adapters with two matrices and a scale for each layer. PEFT's others are for variants, such as DoRA.
 _PLAIN_LORA = vars(PeftConfig()).keys() | {
@@ -215,6 +220,12 @@ def adapter_digest(peft_config: LoraConfig | str | None) -> dict | str:
     return {name: sorted(value) if isinstance(value, set | list) else value for name, value in values.items()}
 
 
+def adapter_file_digest(adapter: str) -> str:
+    """Return a digest of the weights of an adapter in a directory or on the Hub."""
+    with open(cached_file(adapter, SAFETENSORS_WEIGHTS_NAME), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
 def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
     """Return the config of a new adapter, or of an existing one from its Hub id or directory."""
     if not isinstance(peft_config, str):
@@ -235,14 +246,26 @@ def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
     return PeftConfig.from_pretrained(peft_config)
 
 
-def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipeline") -> None:
-    """Refuse an adapter that cannot be trained or saved, or was made for another model. Read no weights."""
+def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipeline") -> LoraConfig | str:
+    """
+    Refuse an adapter that cannot be trained or saved, or was made for another model. Read no weights.
+
+    Returns the adapter: of [`~trl.get_peft_config`] a copy without its defaults for language models.
+    """
     adapter, peft_config = peft_config, read_peft_config(peft_config)
     if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
         raise TypeError(
             f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
             "in diffusers' LoRA format, which supports no other adapter."
         )
+    if not isinstance(adapter, str) and peft_config.task_type == ModelConfig.lora_task_type:
+        dropped = "`task_type` 'CAUSAL_LM'"
+        adapter = peft_config = copy.deepcopy(peft_config)
+        peft_config.task_type = None
+        if peft_config.lora_dropout == ModelConfig.lora_dropout:
+            dropped += f" and `lora_dropout` {peft_config.lora_dropout}"
+            peft_config.lora_dropout = 0.0
+        logger.warning(f"`peft_config` has {dropped}, TRL's defaults for language models: an image model has neither.")
     if peft_config.task_type is not None:
         raise TypeError(
             f"`task_type` of the `LoraConfig` is {peft_config.task_type!r}, for which PEFT wraps a language model, but "
@@ -253,6 +276,7 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
             f"`lora_dropout` is {peft_config.lora_dropout}. With dropout the replay scores an image with another "
             "network than the one that generated it, and the probability ratio is noise. Set it to 0."
         )
+    check_lora_alpha(peft_config)
     if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
         raise ValueError(
             f"`init_lora_weights` is {peft_config.init_lora_weights!r}, which changes the base weights: without its "
@@ -270,6 +294,7 @@ def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipe
     if isinstance(adapter, str):
         base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
+    return adapter
 
 
 def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> None:
@@ -341,9 +366,16 @@ def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks:
 
 
 def prepare_transformer(
-    pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str | None, autocast_adapter_dtype: bool
+    pipeline: DiffusionPipeline,
+    family: Family,
+    peft_config: LoraConfig | str | None,
+    autocast_adapter_dtype: bool,
+    copy_adapter: bool = False,
 ) -> nn.Module:
-    """Make all weights trainable, or add a LoRA adapter in place: a new one, or one from a Hub id or directory."""
+    """
+    Make all weights trainable, or add a LoRA adapter in place: a new one, or one from a Hub id or directory, with
+    `copy_adapter` also as the frozen adapter `ref`.
+    """
     transformer = pipeline.transformer
     for name, module in transformer.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -370,6 +402,12 @@ def prepare_transformer(
             model = load_transformer_adapter(
                 transformer, peft_config, base, unused_layers, is_trainable=True, **options
             )
+            if copy_adapter:  # as TRL does
+                model.add_adapter("ref", model.peft_config["default"], **options)
+                for name, parameter in model.named_parameters():
+                    if ".default." in name:
+                        model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
+                model.set_requires_grad("ref", requires_grad=False)
         else:
             own: Any = copy.deepcopy(peft_config)
             check_target_modules(own, transformer)
@@ -392,23 +430,26 @@ def make_policy(
     peft_config: LoraConfig | str | None,
     dtype: torch.dtype,
     is_deepspeed: bool,
-    with_reference: bool,
+    reference: str | None,
     attention_backend: str | None = None,
     compile_blocks: bool = False,
     quantization: str | None = None,
 ) -> tuple[PipelinePolicy, nn.Module | None]:
-    """Build the policy, and a copy of the transformer as the reference where no adapter can be switched off for it."""
-    reference = None
-    if peft_config is None and with_reference:
-        reference = copy.deepcopy(pipeline.transformer)
-        if reference.dtype != dtype:
-            reference.to(dtype)
+    """
+    Build the policy, and a copy of the transformer as the `reference` ("initial", "base" or `None` for none) where there
+    is no adapter to switch for it.
+    """
+    ref_model = None
+    if peft_config is None and reference is not None:
+        ref_model = copy.deepcopy(pipeline.transformer)
+        if ref_model.dtype != dtype:
+            ref_model.to(dtype)
     transformer = pipeline.transformer
-    for each in filter(None, (transformer, reference)):
+    for each in filter(None, (transformer, ref_model)):
         set_kernels(each, attention_backend, compile_blocks)
     signature = inspect.signature(transformer.forward)
     # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
-    model = prepare_transformer(pipeline, family, peft_config, autocast_adapter_dtype=not is_deepspeed)
+    model = prepare_transformer(pipeline, family, peft_config, not is_deepspeed, copy_adapter=reference == "initial")
     if quantization == "fp8_storage":
         _store_as_fp8(pipeline, family, transformer, dtype)
     # DDP would broadcast frozen weights, which every process reads from the same files
@@ -424,9 +465,9 @@ def make_policy(
             module = getattr(pipeline.vae, name, None)
             if module is not None:
                 cast_floating_inputs(module, dtype)
-    if reference is not None and is_deepspeed:
-        cast_floating_inputs(reference, dtype)
-    return policy, reference
+    if ref_model is not None and is_deepspeed:
+        cast_floating_inputs(ref_model, dtype)
+    return policy, ref_model
 
 
 def _exclude(config: LoraConfig, layers: Sequence[str]) -> None:

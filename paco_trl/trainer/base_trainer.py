@@ -59,7 +59,7 @@ from .model_cards import (
 from .paco_grpo_config import PaCoGRPOConfig
 from .publishing import PushesToHub
 from .round_buffer import RoundBuffer
-from .run_settings import AFTER_GENERATION, adjustable_settings, run_identity
+from .run_settings import AFTER_GENERATION, adjustable_settings, reference_setting, run_identity
 from .training_time import TrainingTimeCallback
 from .transfer_report import compared_rows, report_resolution_transfer, report_tail_transfer
 
@@ -92,6 +92,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         """Identify the run, and check the output directory and the Hub, before a model is loaded."""
         self.base_model = base_model_name(model)
         self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
+        self._reference_setting = reference_setting(args, peft_config)
         self.averages: dict[str, EMA] = {}  # by file, from the start of `train()`
         self._identity = run_identity(args, self.base_model, peft_config, self.train_rows)
         loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
@@ -133,7 +134,8 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         return self.averages.get(EMA_WEIGHTS)
 
     def _adjustable_settings(self, args: PaCoGRPOConfig) -> dict[str, Any]:
-        return adjustable_settings(args, self.rewards, self._config_class)
+        settings = adjustable_settings(args, self.rewards, self._config_class)
+        return settings | {"reference": self._reference_setting}
 
     def _check_resumed_run(self, checkpoint: Path, args: PaCoGRPOConfig) -> None:
         settings = self._adjustable_settings(args)

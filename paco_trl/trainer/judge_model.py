@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.target_modules import check_target_modules
+from ..utils.target_modules import check_lora_alpha, check_target_modules
 
 
 def language_model_targets(model: PreTrainedModel) -> str:
@@ -55,6 +55,7 @@ def complete_peft_config(
         raise TypeError(
             f"`peft_config` is a {kind}; judges are LoRA adapters: pass a `LoraConfig`, or None (the paper's)."
         )
+    check_lora_alpha(peft_config)
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
     if isinstance(peft_config.target_modules, str):  # a pattern

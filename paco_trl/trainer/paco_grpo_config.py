@@ -44,6 +44,7 @@ _CHOICES = {
     "sde_type": SDE_TYPES,
     "multi_objective_aggregation": AGGREGATION_METHODS,
     "scale_rewards": ("group", "batch", "none", True, False),
+    "reference": ("initial", "base"),
     "quantization": (None, *QUANTIZATIONS),
 }
 _COUNTS = (
@@ -197,6 +198,9 @@ class PaCoGRPOConfig(GRPOConfig):
         divergence_threshold (`float`, *optional*, defaults to `1e-5`):
             Mean divergence of a step from the policy that generated it, from which `"flow_dppo"` leaves out the images
             that would increase it (published code).
+        reference (`str`, *optional*, defaults to `"initial"`):
+            Reference model of `beta` and `norm_penalty` when an adapter is trained further: `"initial"`, that adapter as
+            it was loaded (as in TRL), or `"base"`, the base model without it. Otherwise both are the initial model.
         norm_penalty (`float`, *optional*, defaults to `0.0`):
             Weight of max(0, |v| / |v_ref| - 1), where v is an image's velocity and v_ref that of the reference of `beta`
             (after [NormGuard](https://huggingface.co/papers/2606.27771), our form; off by default).
@@ -339,6 +343,13 @@ class PaCoGRPOConfig(GRPOConfig):
     )
     divergence_threshold: float = field(
         default=1e-5, metadata={"help": "Mean divergence of a step, from which 'flow_dppo' leaves images out."}
+    )
+    reference: str = field(
+        default="initial",
+        metadata={
+            "help": "Reference model of `beta` and `norm_penalty` when an adapter is trained further: 'initial', that "
+            "adapter as it was loaded, or 'base', the base model without it."
+        },
     )
     norm_penalty: float = field(default=0.0, metadata={"help": "Weight of max(0, |v| / |v_ref| - 1) of the velocity."})
     ema_decay: float | None = field(default=0.9, metadata={"help": "Decay of the average of the weights."})
@@ -575,6 +586,8 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}: TRL's other "
                 "losses are defined on tokens, and DiffusionNFT ('nft') has its own trainer, `PaCoNFTTrainer`."
             )
+        if self.reference != "initial" and not self.has_reference:
+            raise ValueError("`reference` is 'base', but no loss compares with it. Set `beta` or `norm_penalty`.")
         is_dppo = self.loss_type == "flow_dppo"
         defaults = {f.name: f.default for f in dataclasses.fields(PaCoGRPOConfig)}
         for name in ("epsilon", "epsilon_high") if is_dppo else ("divergence_threshold",):

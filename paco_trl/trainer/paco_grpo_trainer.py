@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl
 from trl.models.utils import prepare_deepspeed
 from trl.trainer.base_trainer import _BaseTrainer
-from trl.trainer.utils import identity
+from trl.trainer.utils import identity, use_adapter
 
 from ..checkpointing.weights import all_gradients_needed, local_weights, swapped
 from ..plots.contact_sheet import MAX_PROMPTS
@@ -185,7 +185,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         if not isinstance(args, self._config_class) or isinstance(args, PaCoNFTConfig) != is_nft:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         if peft_config is not None:
-            check_peft_config(peft_config, model)
+            peft_config = check_peft_config(peft_config, model)
         self.rewards = RewardSet(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
             cast(Any, args.log_tame_threshold),
@@ -236,7 +236,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         if (warning := describe_seams(self.pipeline.vae, self.train_rows)) is not None:
             logger.warning(warning)
         self.policy, self.ref_model = make_policy(
-            self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed, with_reference=args.has_reference,
+            self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed,
+            reference=args.reference if args.has_reference else None,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
             quantization=args.quantization,
         )  # fmt: skip
@@ -521,12 +522,13 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
 
     @contextmanager
     def _reference(self, model):
-        """Provide the reference of the KL divergence: the model without its adapter, or the initial copy."""
+        """Provide the reference of the KL divergence: a copy of the initial model or adapter, or the base model."""
         if self.ref_model is not None:
             with self.accelerator.autocast():
                 yield self.ref_model
         else:
-            with self.accelerator.unwrap_model(model).disable_adapter():
+            adapted = self.accelerator.unwrap_model(model)
+            with use_adapter(adapted, "ref" if "ref" in adapted.peft_config else None):
                 yield model
 
     def _record_step(

@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 from ..checkpointing.checkpoints import dataset_digest
 from ..rewards.reward_set import RewardSet
-from ..rollout.loading import adapter_digest
+from ..rollout.loading import adapter_digest, adapter_file_digest
 from ..rollout.prompt_rows import PromptRows
 from .paco_grpo_config import PaCoGRPOConfig
 
@@ -28,8 +28,8 @@ _ADJUSTABLE = (
 
 # Settings that a round which has been generated and scored does not depend on
 AFTER_GENERATION = (
-    "epsilon", "epsilon_high", "divergence_threshold", "beta", "norm_penalty", "ema_decay", "max_grad_norm", "max_steps",
-    "warmup_steps",
+    "epsilon", "epsilon_high", "divergence_threshold", "beta", "norm_penalty", "reference", "ema_decay", "max_grad_norm",
+    "max_steps", "warmup_steps",
 )  # fmt: skip
 
 
@@ -47,6 +47,13 @@ def run_identity(
         "num_iterations": args.num_iterations,
         **{name: str(getattr(args, name)) for name in _OPTIMIZER},
     }
+
+
+def reference_setting(args: PaCoGRPOConfig, peft_config: LoraConfig | str | None) -> str | None:
+    """Return what the loss compares with; `None` for nothing, or for the base model under a new adapter."""
+    if not args.has_reference or not isinstance(peft_config, str):
+        return None
+    return args.reference if args.reference == "base" else f"{args.reference}: {adapter_file_digest(peft_config)}"
 
 
 def adjustable_settings(

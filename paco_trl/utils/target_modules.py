@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the layers that get an adapter."""
+"""Checks of a new adapter: its scale, and the names of its layers."""
 
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import nn
+
+
+def check_lora_alpha(peft_config: "LoraConfig") -> None:
+    """Refuse a scale of 0, with which no weight has a gradient."""
+    if peft_config.lora_alpha == 0:
+        raise ValueError(
+            "`lora_alpha` is 0: the adapter is multiplied by 0 and nothing is trained. Use 2 * r (paper)."
+        )
 
 
 def check_target_modules(peft_config: "LoraConfig", model: "nn.Module") -> None:
