@@ -15,6 +15,7 @@ from transformers import IntervalStrategy, TrainerCallback
 
 from launching import CPU_DDP, ROOT
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, __version__
+from paco_trl.checkpointing.checkpoint_files import CheckpointError
 from paco_trl.commands import grpo, main, reward
 from paco_trl.commands.build_arguments import GridsArguments
 from paco_trl.commands.memory_check import PlanArguments
@@ -213,19 +214,19 @@ class TestErrors:
             assert shown.startswith("paco-trl grpo: ") and message in shown and "Traceback" not in shown
         assert not (tmp_path / "out").exists()
 
-    def test_a_fault_in_the_middle_of_training_keeps_its_traceback(self, capsys, monkeypatch):
+    def test_errors_of_the_user_are_a_sentence_and_faults_keep_their_traceback(self, capsys, monkeypatch):
         waited = []
 
         def training_step():
-            raise ValueError("shapes do not match")
+            raise CheckpointError("the disk is full")
 
         def before():
             raise ValueError("`max_steps` is 0")
 
         assert main.answer("grpo", before) == 1
         assert capsys.readouterr().err == "paco-trl grpo: `max_steps` is 0\n"
-        with pytest.raises(ValueError, match="shapes"):
-            main.answer("grpo", training_step)
+        assert main.answer("grpo", training_step) == 1
+        assert capsys.readouterr().err == "paco-trl grpo: the disk is full\n"
         # The other processes, which the launcher ends when the first one has spoken
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setattr(main.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))

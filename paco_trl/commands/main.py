@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import time
-import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -68,10 +67,8 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
     try:
         return run()
     except Exception as error:
-        is_own = type(error).__module__.startswith("paco_trl.")
-        functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-        # In the middle of training it is not about an option, and a traceback tells more
-        if not isinstance(error, _OF_THE_USER) and not is_own or "training_step" in functions:
+        # Of other types it is a fault, of which a traceback tells more
+        if not isinstance(error, _OF_THE_USER) and not type(error).__module__.startswith("paco_trl."):
             raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_PATIENCE)  # mostly the first process says the same, and the launcher then ends this one

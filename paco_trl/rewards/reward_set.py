@@ -2,6 +2,8 @@
 """Rewards of a run or of its evaluation with their weights: checks, aggregation, failure limits, metrics."""
 
 from collections.abc import Callable
+from functools import cached_property
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -9,6 +11,7 @@ from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
+from ..utils.fingerprint import describe_scorer
 from .aggregation import AggregationDetails, aggregate_rewards
 from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
 
@@ -35,6 +38,16 @@ class RewardSet:
         # An image that lacks one of these is not scored
         self.is_needed = torch.tensor(self.required) & (self.weights != 0)  # (K,)
         self._is_first_round = True
+
+    @cached_property
+    def descriptions(self) -> dict[str, dict[str, Any]]:
+        """What the values of each reward depend on, by its name."""
+        given = self.given if isinstance(self.given, list) else [self.given]
+        own = zip(self.names, given, self.weights.tolist(), self.required, strict=True)
+        return {
+            name: {**describe_scorer(reward), "weight": weight, "required": required}
+            for name, reward, weight, required in own
+        }
 
     def check_dataset(self, dataset: Dataset, where: str) -> None:
         """Check that a dataset has the columns and panels that the rewards require."""

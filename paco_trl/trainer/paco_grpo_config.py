@@ -19,7 +19,7 @@ from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
-from .refusals import BY_NUMBER, NO_FSDP, REFUSED_FIELDS, check_training_length, cpu_explained, refuse_fields
+from .refusals import BY_NUMBER, NO_FSDP, REFUSED_FIELDS, check_arguments, cpu_explained, refuse_fields
 from .round_layout import RoundLayout, lay_out_round, nearest_multiples
 
 
@@ -55,7 +55,6 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon", "divergence_threshold"), lambda v: v > 0, "above 0"),
     (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
     (("guidance_scale",), lambda v: v >= 0, "at least 0: at 1 or below most models use none"),
-    (("learning_rate",), lambda v: v >= 0, "a number, at least 0"),
     (("beta",), lambda v: v >= 0, "at least 0: the weight of the KL divergence cannot be negative"),
     (("norm_penalty",), lambda v: v >= 0, "at least 0: larger velocities cannot be rewarded"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
@@ -504,7 +503,7 @@ class PaCoGRPOConfig(GRPOConfig):
                     fits = False
                 if not fits:
                     raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
-        check_training_length(self.max_steps, self.num_train_epochs)
+        check_arguments(self)
         branch, micro_batch = self.images_per_prefix, self.per_device_train_batch_size
         shared = f"the {branch} images of a branch (`images_per_prefix`) share a batch and a group"
         trained = f"it is trained in micro-batches of {micro_batch} images (`per_device_train_batch_size`)"

@@ -2,11 +2,14 @@
 """Refuse inherited settings and methods that cannot work, with the reason."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import yaml
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from ..utils.files import read_template
 
@@ -44,8 +47,18 @@ def cpu_explained() -> Iterator[None]:
         raise ValueError(f"{problem}. To run on the CPU, set `use_cpu=True`, and `bf16=False` for float32.") from error
 
 
-def check_training_length(max_steps: int, num_train_epochs: float) -> None:
-    """Refuse a number of steps that Trainer reads as "none is set", and of epochs that trains nothing."""
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse trackers that are not installed, and values that Trainer reads as "none is set" or cannot train with."""
+    trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
+    for name in set(trackers) & set(INTEGRATION_TO_CALLBACK) - {"azure_ml", "flyte"}:  # which transformers does not tell
+        if name in get_available_reporting_integrations():
+            continue
+        package = '"paco_trl[tensorboard]"' if name == "tensorboard" else name
+        raise ValueError(f"`report_to` is {args.report_to!r}, but {name} is not installed: `pip install {package}`.")
+    # `not` instead of a reversed comparison: it refuses NaN as well
+    if not isinstance(args.learning_rate, int | float) or not 0 <= args.learning_rate < math.inf:
+        raise ValueError(f"`learning_rate` is {args.learning_rate!r}; it must be a finite number, at least 0.")
+    max_steps, num_train_epochs = args.max_steps, args.num_train_epochs
     if max_steps != -1 and not max_steps >= 1:
         meaning = "with which Trainer trains for `num_train_epochs`"
         raise ValueError(f"`max_steps` is {max_steps}, {meaning}. Set at least 1, or leave it out for the epochs.")
