@@ -14,6 +14,7 @@ from transformers import IntervalStrategy, TrainerCallback
 
 from launching import CPU_DDP, ROOT
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, __version__
+from paco_trl.checkpointing.checkpoint_files import CheckpointError
 from paco_trl.commands import grpo, main
 from paco_trl.commands.options import option
 from paco_trl.commands.parser import CommandParser
@@ -231,6 +232,7 @@ class TestErrors:
             (ValueError("`max_steps` is 0"), None),
             (ValueError("it cannot be loaded"), TypeError()),
             (RewardError("no number"), None),
+            (CheckpointError("the disk is full"), None),
             (RewardError("no judge"), unavailable),
         ):
             assert main.answer("grpo", lambda error=error, cause=cause: fail(error, cause)) == 1

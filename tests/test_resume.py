@@ -232,7 +232,7 @@ class TestFullDisk:
         output = copy_run(uninterrupted.output, tmp_path / "out", [3, 4])
         run = Run(context, tiny_flux, output, resume=True, saving={"step": 5, "file_limit": limit})
         error = run.result()["error"]
-        assert error.startswith("RuntimeError: The checkpoint of step 5 could not be written")
+        assert error.startswith("CheckpointError: The checkpoint of step 5 could not be written")
         assert f"'{output}'" in error
         assert "resume_from_checkpoint=True" in error
         assert not (output / STAGING).exists()
@@ -331,6 +331,7 @@ def earlier(uninterrupted, tmp_path) -> Path:
 
 OTHERS = {
     "learning_rate": {"learning_rate": 2e-2},  # restored with the optimizer's state: another one would have no effect
+    "revision": {"model_init_kwargs": {"revision": "another"}},
     "r": {"peft_config": LoraConfig(r=2, lora_alpha=8, init_lora_weights="gaussian")},
     "lora_alpha": {"peft_config": LoraConfig(r=4, lora_alpha=4, init_lora_weights="gaussian")},
     "no adapter": {"peft_config": None},
@@ -338,13 +339,22 @@ OTHERS = {
     "prompts": {"train_dataset": square_prompts().select([*range(11), 0])},
 }
 SAID = {
-    "learning_rate": "learning_rate: '0.01', now '0.02'",
+    "learning_rate": "learning_rate: 0.01, now 0.02",
+    "revision": "model_init_kwargs: {}, now {'revision': 'another'}",
     "r": r"adapter: \{'r': 4, .*, now \{'r': 2, ",
     "lora_alpha": r"adapter: \{'r': 4, 'lora_alpha': 8, .*, now \{'r': 4, 'lora_alpha': 4, ",
     "no adapter": r"adapter: \{'r': 4, .*, now 'none, all weights of the transformer are trained'",
     "dataset_size": "dataset_size: 12, now 13",
     "prompts": r"dataset: '\w{16}', now '\w{16}'",
 }
+
+
+def another_noisy_redness(prompts, completions, **kwargs):
+    """Another reward of the same name."""
+    return redness_reward(prompts, completions)
+
+
+another_noisy_redness.__name__ = "noisy_redness"
 
 
 class TestIdentity:
@@ -385,7 +395,8 @@ class TestIdentity:
             ("seed", 7, "seed: 42, now 7"),
             ("noise_level", 0.5, "noise_level: 0.7, now 0.5"),
             ("ema_decay", None, "ema_decay: 0.9, now None"),
-            ("reward_funcs", redness_reward, r"rewards: \['noisy_redness'\], now \['redness_reward'\]"),
+            ("vae_tiling", True, "vae_tiling: False, now True"),
+            ("reward_funcs", another_noisy_redness, "rewards/noisy_redness: {'code': 'kill_runs.noisy_redness'"),
         ],
     )
     def test_another_setting(self, tiny_flux, nowhere, earlier, caplog, name, value, said):

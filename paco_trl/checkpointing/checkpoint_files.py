@@ -23,6 +23,10 @@ EMA_WEIGHTS = "ema.safetensors"
 STATE = "trainer_state.json"  # TRAINER_STATE_NAME of transformers
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. It stops a run."""
+
+
 class StagedCheckpoint:
     """A checkpoint while it is written, next to the others."""
 
@@ -45,7 +49,7 @@ class StagedCheckpoint:
             return
         if self.should_save:
             shutil.rmtree(self.folder.parent, ignore_errors=True)  # frees its space
-        raise RuntimeError(
+        raise CheckpointError(
             f"The checkpoint of step {self.step} could not be written to '{self.output_dir}' "
             f"({'; '.join(problems)}). Earlier ones are complete. Make room and resume (`resume_from_checkpoint=True`)."
         ) from problem
@@ -55,7 +59,7 @@ class StagedCheckpoint:
 def staged_checkpoint(
     output_dir: str | Path, step: int, accelerator: Accelerator, should_save: bool, run: dict
 ) -> Iterator[StagedCheckpoint]:
-    """Write a checkpoint aside and rename it when every process is done; raise `RuntimeError` on all if one fails."""
+    """Write a checkpoint aside and rename it when every process is done; raise `CheckpointError` on all if one fails."""
     staged = StagedCheckpoint(output_dir, step, accelerator, should_save)
 
     def make(folder: Path) -> None:

@@ -4,6 +4,7 @@
 import functools
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -161,8 +162,11 @@ def _named_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # The line in the reward, after those of this file
+        places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        where = f" ({places[0].filename}:{places[0].lineno})" if places else ""
         message = str(error).rstrip(".")
-        raise RewardError(f"The reward '{name}' raised {type(error).__name__}: {message}.") from error
+        raise RewardError(f"The reward '{name}' raised {type(error).__name__}: {message}{where}.") from error
 
 
 def _check_rewards(rewards, name: str, count: int) -> list[float | None]:

@@ -3,6 +3,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -10,6 +12,7 @@ from datasets import Dataset
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
+from ..utils.fingerprint import describe_scorer
 from .aggregation import AggregationDetails, aggregate_rewards, choose_tamed, coefficient_of_variation, log_tame
 from .reward_calls import RewardError, check_columns, check_required, check_reward_functions, check_reward_weights
 
@@ -39,6 +42,16 @@ class RewardSet:
         self.is_tamed = method == "log_tamed" and int((self.weights != 0).sum()) > 1
         self._is_first_round = True
         self._warned_of: set[str] = set()
+
+    @cached_property
+    def descriptions(self) -> dict[str, dict[str, Any]]:
+        """What the values of each reward depend on, by its name."""
+        given = self.given if isinstance(self.given, list) else [self.given]
+        own = zip(self.names, given, self.weights.tolist(), self.required, strict=True)
+        return {
+            name: {**describe_scorer(reward), "weight": weight, "required": required}
+            for name, reward, weight, required in own
+        }
 
     def check_dataset(self, dataset: Dataset, where: str) -> None:
         """Check that a dataset has the columns and panels that the rewards require."""

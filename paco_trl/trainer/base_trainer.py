@@ -43,8 +43,9 @@ from ..plots.curves import CurvesCallback
 from ..plots.figures import FigureThread
 from ..rewards.reward_calls import RewardError
 from ..rollout import RecordedStep
-from ..rollout.loading import base_model_name, pipeline_quantization, quantization_text
+from ..rollout.loading import base_model_name, pipeline_quantization
 from ..utils.deepspeed import partition
+from ..utils.files import sole_writer
 from ..utils.random_state import preserve_rng_state
 from .evaluator import Evaluator
 from .model_cards import (
@@ -94,11 +95,10 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
         self._reference_setting = reference_setting(args, peft_config)
         self.averages: dict[str, EMA] = {}  # by file, from the start of `train()`
-        self._identity = run_identity(args, self.base_model, peft_config, self.train_rows)
         loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
-        config = (args.model_init_kwargs or {}).get("quantization_config")
-        # `None` is what a checkpoint from before this option is read as
-        self._identity["quantization"] = args.quantization or loaded or (config and quantization_text(config))
+        self._identity = run_identity(args, self.base_model, loaded, peft_config, self.train_rows)
+        with sole_writer(args.output_dir, "checkpoints", is_inside=True):
+            pass  # a run that is training refuses this one before its model is loaded
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
         if self._checked is not None:
             self._check_resumed_run(self._checked, args)
@@ -134,7 +134,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         return self.averages.get(EMA_WEIGHTS)
 
     def _adjustable_settings(self, args: PaCoGRPOConfig) -> dict[str, Any]:
-        settings = adjustable_settings(args, self.rewards, self._config_class)
+        settings = adjustable_settings(args, self.rewards, self.eval_rewards)
         return settings | {"reference": self._reference_setting}
 
     def _check_resumed_run(self, checkpoint: Path, args: PaCoGRPOConfig) -> None:
@@ -143,6 +143,10 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """Train as [`~transformers.Trainer.train`] does; resuming (`True`: from the latest checkpoint) is exact."""
+        with sole_writer(self.args.output_dir, "checkpoints", is_inside=True):
+            return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _train(self, resume_from_checkpoint, trial, ignore_keys_for_eval):
         args = self.args
         checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
         if checkpoint is None:
@@ -334,8 +338,8 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
         settings = self._adjustable_settings(self.args)
-        before = settings.keys() - set(AFTER_GENERATION)
-        if changed := [name for name in settings if name in before and run["course"].get(name) != settings[name]]:
+        before = [name for name in settings | run["course"] if name.split("/")[0] not in AFTER_GENERATION]
+        if changed := [name for name in before if run["course"].get(name) != settings.get(name)]:
             message = f"'{checkpoint}' is in the middle of a round that was generated with other values of"
             logger.warning(f"{message} {', '.join(changed)}: it is generated again.")
             return
@@ -360,7 +364,13 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
     # ---- Files, card, Hub ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, use_ema: bool = True) -> None:
-        """Save trained weights (`use_ema=False`: of the last step), card and images. Every process calls it."""
+        """
+        Save trained weights, card and images. Every process calls it.
+
+        With `ema_decay` (0.9 by default) the weights are their moving average, as in evaluations and checkpoints, while
+        `trainer.model` holds those of the last step: `use_ema=False` saves these. `trainer.ema.average` has the average
+        by name.
+        """
         folder = output_dir if output_dir is not None else self.args.output_dir
         keep = self.args.should_save
         if self.ema is not None and use_ema:

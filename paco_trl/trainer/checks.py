@@ -14,7 +14,9 @@ from ..rewards.reward_set import RewardSet
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.generation import check_call
+from .evaluator import metric_names
 from .paco_grpo_config import PaCoGRPOConfig
+from .starting import check_best_metric
 
 
 logger = get_logger(__name__)
@@ -47,15 +49,9 @@ def check_eval_datasets(
             f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}, but there "
             "is no `eval_dataset` to evaluate on. Pass one, or switch them off."
         )
-    compares = args.load_best_model_at_end or args.save_strategy == "best"
-    if compares and isinstance(eval_dataset, dict):
-        metric = args.metric_for_best_model.removeprefix("eval_")
-        if not any(metric.startswith(f"{dataset}_") for dataset in eval_dataset):
-            metrics = ", ".join(f"'{dataset}_{metric}'" for dataset in eval_dataset)
-            raise ValueError(
-                f"`metric_for_best_model` is '{args.metric_for_best_model}', but there are {len(eval_dataset)} evaluation "
-                f"datasets, and each has its own. Choose one of {metrics}."
-            )
+    if datasets:
+        names, logged = metric_names(rewards.names), tuple(f"{name}/" for name in rewards.names)  # `log_metric`
+        check_best_metric(args, names, eval_dataset if isinstance(eval_dataset, dict) else (), logged)
     rows = []
     for name, dataset in datasets.items():
         check_is_dataset(dataset, "eval_dataset" if dataset is eval_dataset else f"eval_dataset[{name!r}]")

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from ..rollout.sampler import RolloutSampler
 from ..utils.files import scratch_folder
 from ..utils.random_state import preserve_rng_state
 from .paco_grpo_config import PaCoGRPOConfig
+from .run_settings import evaluation_settings
 
 
 @dataclass
@@ -57,11 +59,10 @@ class Evaluator:
         scorer: RewardScorer,
         args: PaCoGRPOConfig,
         rows: Sequence[PromptRows] = (),
-        base_model: str = "",
-        dtype: str = "",
+        identity: dict[str, Any] | None = None,
     ):
         self.sampler, self.rewards, self.scorer, self.args = sampler, rewards, scorer, args
-        self.base_model, self.dtype = base_model, dtype
+        self.base_model = {name: (identity or {}).get(name) for name in ("base_model", "quantization")}
         self._rows = list(rows)
         self._baselines: dict[str, Evaluation] = {}
 
@@ -114,7 +115,7 @@ class Evaluator:
                 first, place = batches_of_all[accelerator.process_index] * batch, places[accelerator.process_index]
                 number = numbers[place]
                 row = fetched.read(number)
-                noise = (args.seed, STREAMS["evaluation"], 0, place)
+                noise = (args.seed, STREAMS["evaluation"], 0, number)
                 keys: list[tuple[int, ...]] = [(*noise, image % generations) for image in range(first, first + batch)]
                 inputs = (fetched, [number] * batch, keys, sizes[number], num_steps)
                 images, _ = sampler.generate(*inputs, sde=sde, callback_on_step_end=callback)
@@ -164,10 +165,8 @@ class Evaluator:
 
     def baseline_key(self, rows: PromptRows) -> str:
         """Compute a digest of everything that a baseline depends on."""
-        args = self.args
         settings = [
-            self.base_model, self.rewards.names, self.rewards.weights.tolist(), args.seed, args.num_generations_eval,
-            args.num_inference_steps_eval, args.guidance_scale, args.negative_prompt, args.vae_tiling, self.dtype,
+            self.base_model, evaluation_settings(self.args), list(self.rewards.descriptions.items()),
             rows.inference_sizes, [rows.content(number) for number in range(len(rows))],
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]
@@ -200,6 +199,13 @@ def evaluation_metrics(
     for k, name in enumerate(names):
         metrics[f"rewards/{name}/failure_rate"] = torch.isnan(after.rewards[:, k]).float().mean().item()
     return after.logged | metrics
+
+
+def metric_names(names: list[str]) -> list[str]:
+    """List all metrics that an evaluation by these rewards can have."""
+    values = torch.arange(3.0)
+    some = Evaluation(values.unsqueeze(1).expand(-1, len(names)), values, values)
+    return list(evaluation_metrics(names, 1, some, some))
 
 
 def _add_mean(

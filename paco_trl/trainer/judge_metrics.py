@@ -50,6 +50,13 @@ def decision_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -
     )
 
 
+# All metrics of an evaluation
+METRICS = (
+    "loss", "decision_loss", "decision_accuracy", "ece", "reasoning_loss", "p_yes/consistent", "p_yes/inconsistent",
+    "auroc",
+)  # fmt: skip
+
+
 def training_metrics(totals: torch.Tensor) -> tuple[dict[str, float], int]:
     """Compute the metrics between two logs from the sums of their steps; also return the number of tokens."""
     sums = dict(zip(_SUMMED, totals.tolist(), strict=True))

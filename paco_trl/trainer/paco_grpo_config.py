@@ -23,8 +23,7 @@ from .refusals import (
     BY_NUMBER,
     NO_FSDP,
     REFUSED_FIELDS,
-    check_places,
-    check_training_length,
+    check_arguments,
     cpu_explained,
     name_checkpointing,
     refuse_fields,
@@ -65,7 +64,6 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon", "divergence_threshold"), lambda v: v > 0, "above 0"),
     (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
     (("guidance_scale",), lambda v: v >= 0, "at least 0: at 1 or below most models use none"),
-    (("learning_rate",), lambda v: v >= 0, "a number, at least 0"),
     (("beta",), lambda v: v >= 0, "at least 0: the weight of the KL divergence cannot be negative"),
     (("norm_penalty",), lambda v: v >= 0, "at least 0: larger velocities cannot be rewarded"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
@@ -533,8 +531,7 @@ class PaCoGRPOConfig(GRPOConfig):
                     fits = False
                 if not fits:
                     raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
-        check_training_length(self.max_steps, self.num_train_epochs)
-        check_places(self.output_dir, self.model_init_kwargs)
+        check_arguments(self)
         branch, micro_batch = self.images_per_prefix, self.per_device_train_batch_size
         shared = f"the {branch} images of a branch (`images_per_prefix`) share a batch and a group"
         trained = f"it is trained in micro-batches of {micro_batch} images (`per_device_train_batch_size`)"

@@ -72,6 +72,7 @@ from .paco_nft_config import PaCoNFTConfig
 from .refusals import refuse_methods
 from .round_buffer import RoundBuffer
 from .round_schedule import RoundSchedule
+from .starting import own_config
 from .step_statistics import StepStatistics
 
 
@@ -184,21 +185,22 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         is_nft = issubclass(self._config_class, PaCoNFTConfig)
         if not isinstance(args, self._config_class) or isinstance(args, PaCoNFTConfig) != is_nft:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
+        args = own_config(args)
         if peft_config is not None:
             peft_config = check_peft_config(peft_config, model)
         self.rewards = RewardSet(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
             cast(Any, args.log_tame_threshold),
         )  # fmt: skip
-        eval_rewards = self.rewards if eval_reward_funcs is None else RewardSet(eval_reward_funcs)
+        self.eval_rewards = self.rewards if eval_reward_funcs is None else RewardSet(eval_reward_funcs)
         self.layout = args.round_layout
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
-        eval_rows = check_eval_datasets(eval_dataset, args, eval_rewards)
+        eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
         self.schedule = RoundSchedule(args, len(self.train_rows))
         if isinstance(model, str):
             check_adapter_layers(peft_config, model, args.model_init_kwargs or {})
         self._open_run(args, model, peft_config)
-        models, eval_models = offload_models(args, self.rewards, eval_rewards)
+        models, eval_models = offload_models(args, self.rewards, self.eval_rewards)
 
         # 2. The frozen pipeline, and its trained weights. An adapter's are random: seed first.
         set_seed(args.seed)
@@ -281,10 +283,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             self._place_weights,
         )  # fmt: skip
         self.scorer = RewardScorer(self.rewards.functions, self.accelerator, models)
-        eval_scorer = RewardScorer(eval_rewards.functions, self.accelerator, eval_models)
-        self.evaluator = Evaluator(
-            self.sampler, eval_rewards, eval_scorer, args, eval_rows, self.base_model, str(self.compute_dtype)
-        )
+        eval_scorer = RewardScorer(self.eval_rewards.functions, self.accelerator, eval_models)
+        self.evaluator = Evaluator(self.sampler, self.eval_rewards, eval_scorer, args, eval_rows, self._identity)
         self.statistics: Any = self._statistics_class(self.accelerator)
         self.buffer: Any = None  # RoundBuffer
         self._is_first_backward = True  # of this `train()`

@@ -9,14 +9,7 @@ from trl import SFTConfig
 from ..utils.deepspeed import check_gradient_accumulation
 from ..utils.docstrings import help_from_docstring
 from .first_token_loss import LOSS_VARIANTS
-from .refusals import (
-    check_places,
-    check_training_length,
-    cpu_explained,
-    name_checkpointing,
-    refuse_fields,
-    refused_fields,
-)
+from .refusals import check_arguments, cpu_explained, name_checkpointing, refuse_fields, refused_fields
 
 
 REFUSED_FIELDS = refused_fields("SFTConfig")
@@ -112,8 +105,7 @@ class PaCoRewardConfig(SFTConfig):
         check_gradient_accumulation(self)
 
     def _check_values(self) -> None:
-        check_training_length(self.max_steps, self.num_train_epochs)
-        check_places(self.output_dir, self.model_init_kwargs)
+        check_arguments(self)
         # `not` instead of a reversed comparison: it refuses NaN as well
         if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
             raise ValueError(

@@ -23,12 +23,13 @@ from ..hub.files import JUDGE_ADAPTER
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
+from ..utils.files import sole_writer
 from ..utils.images import limit_pixels, pixel_limit
 from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from .first_token_loss import first_token_weights, num_loss_items
-from .judge_metrics import Decisions, decision_sums, evaluation_metrics, training_metrics
+from .judge_metrics import METRICS, Decisions, decision_sums, evaluation_metrics, training_metrics
 from .judge_model import complete_peft_config, cut_graph_behind_tower
 from .model_cards import judge_settings, lora_of
 from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
@@ -36,6 +37,7 @@ from .pair_checks import check_label_only, check_rows, datasets_by_name, has_len
 from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
 from .publishing import PushesToHub
 from .refusals import refuse_methods
+from .starting import check_best_metric, own_config
 from .training_time import TrainingTimeCallback
 
 
@@ -136,12 +138,16 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
         elif not isinstance(args, PaCoRewardConfig):
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
+        args = own_config(args)
         check_pair_columns(train_dataset, "train_dataset")
         check_label_only(train_dataset, args)
         warn_of_one_label(train_dataset)
         eval_datasets = {} if eval_dataset is None else datasets_by_name(eval_dataset)
         for key, dataset in eval_datasets.items():
             check_pair_columns(dataset, key)
+        check_best_metric(args, METRICS, eval_dataset if isinstance(eval_dataset, dict) else ())
+        with sole_writer(args.output_dir, "checkpoints", is_inside=True):
+            pass  # a run that is training refuses this one before its model is loaded
         self._base_model_source = name
         if args.push_to_hub:
             self._prepare_hub(args)
@@ -404,7 +410,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
     def train(self, *args, **kwargs):
         """Train as [`~transformers.Trainer.train`] does, and evaluate at the end if there is an `eval_dataset`."""
         self._sums = None
-        output = super().train(*args, **kwargs)
+        with sole_writer(self.args.output_dir, "checkpoints", is_inside=True):
+            output = super().train(*args, **kwargs)
         # The callback has evaluated the last model, which may not be the best
         if self.eval_dataset is not None and (
             self.args.load_best_model_at_end

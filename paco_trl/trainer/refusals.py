@@ -2,6 +2,7 @@
 """Refuse inherited settings and methods that cannot work, with the reason."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import yaml
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from ..utils.files import read_template
 
@@ -54,23 +56,31 @@ def name_checkpointing(config: TrainingArguments) -> None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
 
 
-def check_places(output_dir: str | None, model_init_kwargs: dict | str | None) -> None:
-    """Refuse an output directory that is none, and the former name of a dtype."""
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse trackers that are not installed, and values that Trainer reads as "none is set" or cannot train with."""
+    trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
+    for name in set(trackers) & set(INTEGRATION_TO_CALLBACK) - {
+        "azure_ml",
+        "flyte",
+    }:  # which transformers does not tell
+        if name in get_available_reporting_integrations():
+            continue
+        package = '"paco_trl[tensorboard]"' if name == "tensorboard" else name
+        raise ValueError(f"`report_to` is {args.report_to!r}, but {name} is not installed: `pip install {package}`.")
+    # `not` instead of a reversed comparison: it refuses NaN as well
+    if not isinstance(args.learning_rate, int | float) or not 0 <= args.learning_rate < math.inf:
+        raise ValueError(f"`learning_rate` is {args.learning_rate!r}; it must be a finite number, at least 0.")
+    output_dir, kwargs = args.output_dir, getattr(args, "model_init_kwargs", None)
     if output_dir is not None and (not output_dir or os.path.isfile(os.path.expanduser(output_dir))):
         raise ValueError(f"`output_dir` is {output_dir!r}; it must be a directory, which is made if it is not there.")
-    if isinstance(model_init_kwargs, str) and not model_init_kwargs.startswith("{"):
-        raise ValueError(
-            f'`model_init_kwargs` is {model_init_kwargs!r}; it must be JSON, such as {{"revision": "main"}}.'
-        )
-    if "torch_dtype" in (model_init_kwargs or {}):
+    if isinstance(kwargs, str) and not kwargs.startswith("{"):
+        raise ValueError(f'`model_init_kwargs` is {kwargs!r}; it must be JSON, such as {{"revision": "main"}}.')
+    if "torch_dtype" in (kwargs or {}):
         raise ValueError(
             "`model_init_kwargs` has `torch_dtype`, which is now called `dtype`. Rename it, or leave it out: the model is "
             "loaded in bfloat16 with `bf16`, and in float32 without."
         )
-
-
-def check_training_length(max_steps: int, num_train_epochs: float) -> None:
-    """Refuse a number of steps that Trainer reads as "none is set", and of epochs that trains nothing."""
+    max_steps, num_train_epochs = args.max_steps, args.num_train_epochs
     if max_steps != -1 and not max_steps >= 1:
         meaning = "with which Trainer trains for `num_train_epochs`"
         raise ValueError(f"`max_steps` is {max_steps}, {meaning}. Set at least 1, or leave it out for the epochs.")

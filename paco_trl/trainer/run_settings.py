@@ -1,51 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that a checkpoint must share with a resumed run, and those that may change with a warning."""
+"""Settings that a checkpoint must share with a resumed run, those that may change with a warning, and the harmless."""
 
 import dataclasses
+import re
+from enum import Enum
 from typing import Any
 
 from peft import LoraConfig
+from torch import nn
 
 from ..checkpointing.checkpoints import dataset_digest
 from ..rewards.reward_set import RewardSet
-from ..rollout.loading import adapter_digest, adapter_file_digest
+from ..rollout.loading import adapter_digest, adapter_file_digest, quantization_text
 from ..rollout.prompt_rows import PromptRows
+from ..utils.fingerprint import weights_fingerprint
 from .paco_grpo_config import PaCoGRPOConfig
+from .refusals import REFUSED_FIELDS
 
+
+# Every field of the config is compared, except these
+HARMLESS = (
+    # Paths, logging and reports
+    "output_dir", "embeddings_dir", "resume_from_checkpoint", "restore_callback_states_from_checkpoint", "do_train",
+    "do_eval", "do_predict", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+    "report_to", "logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter",
+    "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "skip_memory_metrics", "debug",
+    "log_completions", "plot_curves", "resolution_transfer_prompts", "tail_transfer_prompts",
+    # When to evaluate, to save and to push
+    "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_strategy", "save_steps", "save_on_each_node",
+    "save_total_limit", "load_best_model_at_end", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id",
+    "hub_strategy", "hub_always_push", "hub_revision",
+    # Devices, memory and communication
+    "use_cpu", "local_rank", "accelerator_config", "fsdp_config", "deepspeed", "ds3_gather_for_generation",
+    "dataloader_pin_memory", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+    "ddp_static_graph", "ddp_backend", "ddp_timeout", "torch_empty_cache_steps", "activation_checkpointing",
+    "activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs", "ema_offload",
+    "offload_embeddings", "offload_rewards",
+    # Limits that only stop a run
+    "ratio_tolerance", "max_reward_failures", "max_excluded_images", "max_excluded_groups",
+    # Derived from other settings and the number of processes
+    "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps", "per_device_eval_batch_size",
+    # Part of the rewards' descriptions
+    "reward_weights", "reward_required",
+)  # fmt: skip
 
 # Restored with the optimizer's state, so that other values would have no effect
 _OPTIMIZER = (
-    "learning_rate", "lr_scheduler_type", "weight_decay", "optim", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "learning_rate", "lr_scheduler_type", "weight_decay", "optim", "optim_args", "adam_beta1", "adam_beta2",
+    "adam_epsilon",
 )  # fmt: skip
+# And which round a step belongs to, and the base model
+_IDENTITY = (*_OPTIMIZER, "optimizer_steps_per_generation", "num_iterations", "model_init_kwargs", "quantization")
 
-_ADJUSTABLE = (
-    "seed", "per_device_train_batch_size", "height", "width", "resolution_scale", "num_inference_steps",
-    "guidance_scale", "negative_prompt", "detach_unconditional", "sde_type", "sde_steps", "num_sde_steps",
-    "noise_level", "tail_steps", "loss_type", "epsilon", "epsilon_high", "beta", "ema_decay",
-    "multi_objective_aggregation", "log_tame_threshold", "scale_rewards", "advantage_clip", "shuffle_dataset", "bf16",
-    "max_grad_norm", "warmup_steps", "per_device_rollout_batch_size", "attention_backend",
+# How weights are updated and chosen
+_UPDATES = (
+    "epsilon", "epsilon_high", "divergence_threshold", "beta", "norm_penalty", "reference", "ema_decay", "max_grad_norm", "max_steps",
+    "num_train_epochs", "warmup_steps", "adapter_fraction", "metric_for_best_model", "greater_is_better",
 )  # fmt: skip
-
 # Settings that a round which has been generated and scored does not depend on
-AFTER_GENERATION = (
-    "epsilon", "epsilon_high", "divergence_threshold", "beta", "norm_penalty", "reference", "ema_decay", "max_grad_norm",
-    "max_steps", "warmup_steps",
+AFTER_GENERATION = (*_UPDATES, "num_generations_eval", "num_inference_steps_eval", "eval_rewards")
+# Settings that an evaluation of the untrained model does not depend on, whose sizes are compared row by row
+_IN_TRAINING = (
+    *_OPTIMIZER, *_UPDATES, "optimizer_steps_per_generation", "num_iterations", "height", "width", "resolution_scale",
+    "num_inference_steps", "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps", "num_generations",
+    "num_prompts_per_generation", "per_device_train_batch_size", "multi_objective_aggregation", "log_tame_threshold",
+    "scale_rewards", "advantage_clip", "shuffle_dataset", "loss_type",
 )  # fmt: skip
+
+# Arguments of `from_pretrained` that do not decide what is loaded
+_HARMLESS_KWARGS = ("cache_dir", "token", "local_files_only", "force_download", "proxies")
+
+
+def compared_settings(args: PaCoGRPOConfig) -> dict[str, Any]:
+    """Return all settings but the harmless and the refused ones, as JSON has them."""
+    left_out = {*HARMLESS, *REFUSED_FIELDS}
+    settings = {f.name: _plain(getattr(args, f.name)) for f in dataclasses.fields(args) if f.name not in left_out}
+    if args.lr_scheduler_type == "constant":  # one that ends depends on where
+        settings["max_steps"] = settings["num_train_epochs"] = None
+    elif args.max_steps > 0:
+        settings["num_train_epochs"] = None
+    kwargs = {name: value for name, value in (args.model_init_kwargs or {}).items() if name not in _HARMLESS_KWARGS}
+    if (config := kwargs.pop("quantization_config", None)) is not None:
+        settings["quantization"] = quantization_text(config)
+    return settings | {"model_init_kwargs": _plain(kwargs)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return weights_fingerprint(value)
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return re.sub(r" at 0x\w+", "", str(value))  # without an address in memory
 
 
 def run_identity(
-    args: PaCoGRPOConfig, base_model: str, peft_config: LoraConfig | str | None, rows: PromptRows
+    args: PaCoGRPOConfig, base_model: str, loaded: str | None, peft_config: LoraConfig | str | None, rows: PromptRows
 ) -> dict[str, Any]:
-    """Return what a checkpoint and the run that resumes it must share."""
+    """Return what a checkpoint and the run that resumes it must share; `loaded` is a loaded pipeline's quantization."""
+    settings = compared_settings(args)
+    settings["quantization"] = settings["quantization"] or loaded
     return {
         "base_model": base_model,
         "adapter": adapter_digest(peft_config),
         "dataset_size": len(rows),
         "dataset": dataset_digest(rows.dataset, rows.sources),
-        # Which round a step belongs to
-        "optimizer_steps_per_generation": args.round_layout.num_optimizer_steps,
-        "num_iterations": args.num_iterations,
-        **{name: str(getattr(args, name)) for name in _OPTIMIZER},
+        **{name: settings[name] for name in _IDENTITY},
     }
 
 
@@ -56,26 +121,15 @@ def reference_setting(args: PaCoGRPOConfig, peft_config: LoraConfig | str | None
     return args.reference if args.reference == "base" else f"{args.reference}: {adapter_file_digest(peft_config)}"
 
 
-def adjustable_settings(
-    args: PaCoGRPOConfig, rewards: RewardSet, config_class: type[PaCoGRPOConfig]
-) -> dict[str, Any]:
-    """Return the settings that a resumed run may change with a warning, with those that another config adds."""
-    layout = args.round_layout
-    # Not those of a user's subclass
-    own = {f.name for f in dataclasses.fields(config_class)} - {f.name for f in dataclasses.fields(PaCoGRPOConfig)}
-    return {
-        "num_prompts_per_generation": layout.num_prompts,
-        "num_generations": layout.num_generations,
-        **{name: getattr(args, name) for name in _ADJUSTABLE},
-        # `None` is what a checkpoint from before this option is read as
-        "images_per_prefix": args.images_per_prefix if args.images_per_prefix > 1 else None,
-        "compile_repeated_blocks": args.compile_repeated_blocks or None,
-        "norm_penalty": args.norm_penalty or None,
-        "divergence_threshold": args.divergence_threshold if args.loss_type == "flow_dppo" else None,
-        # A schedule that ends depends on where
-        "max_steps": None if args.lr_scheduler_type == "constant" else args.max_steps,
-        "rewards": rewards.names,
-        "reward_weights": rewards.weights.tolist(),
-        "reward_required": rewards.required,
-        **{name: getattr(args, name) for name in sorted(own)},
-    }
+def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardSet, eval_rewards: RewardSet) -> dict[str, Any]:
+    """Return the settings that a resumed run may change with a warning."""
+    settings = {name: value for name, value in compared_settings(args).items() if name not in _IDENTITY}
+    settings |= {f"rewards/{name}": description for name, description in rewards.descriptions.items()}
+    if eval_rewards is not rewards:
+        settings |= {f"eval_rewards/{name}": each for name, each in eval_rewards.descriptions.items()}
+    return settings
+
+
+def evaluation_settings(args: PaCoGRPOConfig) -> dict[str, Any]:
+    """Return the settings that an evaluation of the untrained model depends on."""
+    return {name: value for name, value in compared_settings(args).items() if name not in _IN_TRAINING}

@@ -87,15 +87,15 @@ def digest(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def sole_writer(folder: str | Path, what: str) -> Iterator[None]:
+def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[None]:
     """Lock a directory against other runs; `what` is written there. Call it in all processes of a run."""
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
-    # Next to the directory: its contents tell whether anything was begun
+    # Next to the directory where its contents tell whether anything was begun. The system releases it with the process
     folder = Path(folder).expanduser().absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    is_main, lock = PartialState().is_main_process, FileLock(folder.parent / f".{folder.name}.lock")
+    path = folder / ".lock" if is_inside else folder.parent / f".{folder.name}.lock"
+    is_main, lock = PartialState().is_main_process, FileLock(path)
     problem = gather_object([take_lock(lock, what, folder) if is_main else None])[0]
     if problem is not None:
         raise ValueError(problem)
@@ -109,7 +109,13 @@ def sole_writer(folder: str | Path, what: str) -> Iterator[None]:
 def take_lock(lock: FileLock, what: str, folder: str | Path) -> str | None:
     """Acquire a lock, or return the error that another run holds it."""
     try:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         return f"Another run is writing {what} in {folder}. Wait for it, stop it, or give another directory."
+    except (
+        OSError,
+        NotImplementedError,
+    ):  # a file system without locks, or what cannot be written to: see what follows
+        pass
     return None
