@@ -50,7 +50,10 @@ def cpu_explained() -> Iterator[None]:
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse trackers that are not installed, and values that Trainer reads as "none is set" or cannot train with."""
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-    for name in set(trackers) & set(INTEGRATION_TO_CALLBACK) - {"azure_ml", "flyte"}:  # which transformers does not tell
+    for name in set(trackers) & set(INTEGRATION_TO_CALLBACK) - {
+        "azure_ml",
+        "flyte",
+    }:  # which transformers does not tell
         if name in get_available_reporting_integrations():
             continue
         package = '"paco_trl[tensorboard]"' if name == "tensorboard" else name
