@@ -146,7 +146,9 @@ class TestDescriptions:
         versions = [Own(), Own()]
         versions[1].fingerprint = "version 2"
         assert describe_scorer(versions[0]) != describe_scorer(versions[1])
-        assert describe_scorer(len)  # without a source
+        typed: dict = {}
+        exec("def reward(**kwargs): ...", typed)
+        assert describe_scorer(len) and describe_scorer(typed["reward"])  # without a source
 
 
 class TestBaseline:

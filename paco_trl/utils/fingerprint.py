@@ -41,7 +41,7 @@ def describe_scorer(scorer: Any) -> dict[str, Any]:
     code: Any = scorer if inspect.isroutine(scorer) else type(scorer)
     description: dict[str, Any] = {"code": f"{code.__module__}.{code.__qualname__}"}
     own = next((base for base in type(scorer).__mro__ if base.__module__.startswith("paco_trl.")), None)
-    if not code.__module__.startswith("paco_trl."):
+    if not str(code.__module__).startswith("paco_trl."):  # `None` after `exec`
         with suppress(OSError, TypeError):  # typed into an interpreter, or not written in Python
             description["source"] = digest(inspect.getsource(code))[:16]
     if name := getattr(scorer, "model_name", None) or getattr(scorer, "name", None):
