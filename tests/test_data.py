@@ -267,7 +267,7 @@ class TestConvertT2IS:
             convert_t2is(t2is_row(layout=layout))
 
     def test_size_that_does_not_divide(self):
-        with pytest.raises(ValueError, match=r"idx '0042': An image of 1024x513 pixels .* 1024x512, 1024x514"):
+        with pytest.raises(ValueError, match=r"idx '0042': An image of 1024x513 pixels"):
             convert_t2is(t2is_row(width=513))
 
     def test_prompt_that_does_not_parse(self):
