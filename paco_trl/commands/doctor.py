@@ -135,7 +135,7 @@ def read_options(state: DoctorState) -> tuple[Any, str, list[Row]]:
         state.lacks_gpu = True
         if parsed[2].device_memory is not None:
             return parsed, warned, []
-        advice = "On this machine the run stops with this message. All checks that need no GPU go on; `--use_cpu` makes the "
+        advice = "On this machine the run stops with this message. All checks that need no GPU are made; `--use_cpu` makes the "
         return parsed, warned, [Row(WARNING, str(error), f"{advice}others as well, on the CPU.", "precision")]
 
 

@@ -180,7 +180,7 @@ def _import_reward(path: str) -> Callable:
     where, _, name = path.partition(":") if path.endswith(".py") or ":" in path else path.rpartition(".")
     try:
         module = _import_file(os.path.abspath(os.path.expanduser(where))) if where.endswith(".py") else _import(where)
-        # What the module has only imported is no reward of it, unless it is named
+        # Not what the module has only imported
         own = [each for each, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
         own = [each for each in own if not each.startswith("_")]
         if not name and len(own) == 1:

@@ -42,7 +42,9 @@ def check_base_url(base_url: str, key_argument: str) -> str:
         )
     address = urlsplit(base_url)
     if address.scheme not in ("http", "https") or not address.hostname:
-        raise ValueError(f"The address of the server is {base_url!r}, but must be like 'http://127.0.0.1:8000/v1'.")
+        raise ValueError(
+            f"The address of the server is {base_url!r}, but must be an address like 'http://127.0.0.1:8000/v1'."
+        )
     if address.username or address.password or address.query:
         raise ValueError(
             "The address of the server has a user name, a password or a query (`?...`) in it, which would be logged. Use "
