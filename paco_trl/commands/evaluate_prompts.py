@@ -62,7 +62,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
 
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if args.bf16 else "no")
     models = rewards.offload(accelerator.device)
-    output_dir, systems = Path(args.output_dir), []
+    output_dir = Path(args.output_dir)
+    systems: list[dict[str, Any]] = []
     shown = {name: value for name, value in settings.items() if name != "prompts"}
     with sole_writer(output_dir, "images"):
         for name, adapter in zip(folders, [None, *adapters], strict=True):
