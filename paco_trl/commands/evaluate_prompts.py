@@ -119,7 +119,7 @@ def _generate(
     family = family_of(pipeline)
     negative_prompt = family.resolve_negative_prompt(pipeline, scale, settings["negative_prompt"])
     rows.measure(pipeline, family)
-    policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, with_reference=False)
+    policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, reference=None)
     policy.model.eval().to(accelerator.device)
     encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt)
     sampler = RolloutSampler(policy, encoder, accelerator, scale, offload_embeddings=True)
