@@ -16,7 +16,7 @@ from rich.markup import escape
 from ..checkpointing.checkpoints import checkpoints_of, read_run
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.loading import adapter_weights_digest
-from ..image_benchmarks.own_prompts import image_files, own_results, reward_settings, score_images
+from ..image_benchmarks.own_prompts import image_files, own_results, score_images
 from ..rewards.reward_set import RewardSet
 from ..rollout import family_of
 from ..rollout.loading import check_peft_config, load_pipeline, make_policy
@@ -76,10 +76,9 @@ def evaluate_prompts(args: PromptsArguments) -> None:
                 gc.collect()
             role, title = "tuned" if adapter else "base", public_name(adapter or args.model_name_or_path)
             systems.append({"role": role, "name": title, "settings": shown, "files": files})
-        asked = reward_settings(rewards)  # before a call changes an attribute
         with placed(models, accelerator.device):
             for name, system in zip(folders, systems, strict=True):
-                system["scores"] = score_images(rewards, asked, rows, system["files"], output_dir / name)
+                system["scores"] = score_images(rewards, rows, system["files"], output_dir / name)
         if not accelerator.is_main_process:
             return
         for number in range(len(rows)):

@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..utils.names import public_name
 from .score_store import ScoreStore
 from .statistics import Unit
 from .t2is_comparison import PACKAGES, metric_row, paired_cells
@@ -31,25 +30,8 @@ def image_files(folder: Path, num_prompts: int, num_generations: int) -> dict[Pl
     return {(row, image): folder / str(row) / f"{image}.png" for row, image in places}
 
 
-def reward_settings(rewards: "RewardSet") -> dict[str, dict[str, Any]]:
-    """Describe what the scores of each reward depend on, as far as its attributes tell."""
-    given = rewards.given if isinstance(rewards.given, list) else [rewards.given]
-    described = {}
-    for name, reward in zip(rewards.names, given, strict=True):
-        values = {"model_name": getattr(reward, "model_name", None), **getattr(reward, "__dict__", {})}
-        settings = {each: public_name(value) if isinstance(value, str) else value for each, value in values.items()}
-        settings = {each: value for each, value in settings.items() if isinstance(value, str | int | float | None)}
-        # What a server has behind a name is not known
-        described[name] = settings | {"weights": getattr(getattr(reward, "judge", None), "fingerprint", None)}
-    return described
-
-
 def score_images(
-    rewards: "RewardSet",
-    settings: Mapping[str, dict[str, Any]],
-    rows: "PromptRows",
-    files: Mapping[Place, Path],
-    folder: Path,
+    rewards: "RewardSet", rows: "PromptRows", files: Mapping[Place, Path], folder: Path
 ) -> dict[str, dict[Unit, float]]:
     """Score the images of a system with each reward, NaN where one gives none; the next run asks about it again."""
     import torch
@@ -65,7 +47,7 @@ def score_images(
     values: dict[str, dict[Unit, float]] = {}
     for name, call in zip(rewards.names, rewards.functions, strict=True):
         with (
-            ScoreStore(folder, name, settings[name], digests, rescore_changed=True) as store,
+            ScoreStore(folder, name, rewards.descriptions[name], digests, rescore_changed=True) as store,
             asyncio.Runner() as runner,
             torch.no_grad(),
             tqdm(total=len(store.pending), desc=f"Scoring {name}", disable=not store.is_main_process) as progress,
