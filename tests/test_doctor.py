@@ -31,7 +31,7 @@ from paco_trl.commands.memory_check import (
     parse_memory,
 )
 from paco_trl.data import demo_prompts_path
-from paco_trl.rollout import FlowMatchSDEScheduler
+from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
 from paco_trl.tiny import build_tiny_flux2_klein
 
 
@@ -298,6 +298,17 @@ class TestFaults:
         rows = examine()
         assert verdicts(rows) == HEALTHY | {"ratio": "failed"}
         assert "dropout" in rows["ratio"].advice
+
+    def test_a_rollout_without_the_adapter(self, examine, monkeypatch):
+        """A new adapter is zero, so that leaving it out would change nothing."""
+        generate = PipelinePolicy.generate
+
+        def without_adapter(self, *args, **kwargs):
+            with self.model.disable_adapter():
+                return generate(self, *args, **kwargs)
+
+        monkeypatch.setattr(PipelinePolicy, "generate", without_adapter)
+        assert examine("ratio")["ratio"].verdict == "failed"
 
     @pytest.mark.parametrize("name", ["adapter_config.json", "pytorch_lora_weights.safetensors"])
     def test_a_wrong_scale_in_the_files(self, examine, monkeypatch, name):

@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from peft import PeftModel
 from PIL import Image
 from rich.console import Console
+from torch import nn
 from transformers.trainer_utils import IntervalStrategy
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
@@ -373,22 +374,38 @@ def check_noise_free(state: DoctorState) -> Row:
     return Row(OK, finding)
 
 
+@contextmanager
+def nonzero_adapter(model: nn.Module) -> Iterator[None]:
+    """Fill the matrices of a new adapter that are zero: a rollout or replay that leaves it out would not show."""
+    new = [weight for name, weight in model.named_parameters() if ".lora_B." in name and not weight.any()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in new:
+            weight.copy_(1e-3 * torch.randn(weight.shape, generator=generator))
+    try:
+        yield
+    finally:
+        for weight in new:
+            nn.init.zeros_(weight)
+
+
 def check_ratio(state: DoctorState) -> Row:
     """Check that the replay gives the log-probabilities of the rollout, and a gradient."""
     generator, trainer, args = state.generator, state.trainer, state.args
     device, layout = trainer.accelerator.device, args.round_layout
-    generated = generator.generate(layout.rollout_batch_size, generator.sde_settings(args.noise_level))
-    state.images.extend(generated.images)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     deviations = {}
-    for batch in generated.records:
-        log_probs = []
-        for record in split_record(batch, layout.num_merged, trainer.family):
-            log_prob = generator.replay(record)
-            log_prob.mean().backward()
-            log_probs.append(log_prob.detach())
-        deviations[batch.index] = (torch.exp(torch.cat(log_probs) - batch.log_prob) - 1).abs().max().item()
+    with nonzero_adapter(trainer.model):
+        generated = generator.generate(layout.rollout_batch_size, generator.sde_settings(args.noise_level))
+        state.images.extend(generated.images)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        for batch in generated.records:
+            log_probs = []
+            for record in split_record(batch, layout.num_merged, trainer.family):
+                log_prob = generator.replay(record)
+                log_prob.mean().backward()
+                log_probs.append(log_prob.detach())
+            deviations[batch.index] = (torch.exp(torch.cat(log_probs) - batch.log_prob) - 1).abs().max().item()
     gradients = [p.grad.abs().max().item() for p in trainer.model.parameters() if p.grad is not None]
     trainer.model.zero_grad(set_to_none=True)
     worst = max(deviations.values(), key=lambda value: math.inf if math.isnan(value) else value)

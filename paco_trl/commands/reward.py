@@ -8,8 +8,11 @@ Every option of `PaCoRewardConfig` and of the arguments below can be given on th
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import datasets
 from datasets import Dataset
+from filelock import FileLock
 from peft import LoraConfig
 from trl import ModelConfig, get_quantization_config
 
@@ -78,10 +81,7 @@ def load_pairs(
         dataset = load_split(name, split, script_args.allow_remote_images)
         if "ranking" in dataset.column_names:
             dataset = rankings_to_pairs(dataset, skip_broken=script_args.skip_broken)
-    # Decoding every image takes a while: one process does it, unless all must know which rows to leave out
-    if training_args.process_index == 0 or script_args.skip_broken:
-        dataset = validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
-    return dataset
+    return validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
 
 
 def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
@@ -92,7 +92,11 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
     if script_args.eval_split is not None and script_args.dataset_split is None:
         raise ValueError("`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`.")
     eval_dataset = None
-    with training_args.main_process_first(desc="loading and checking the pairs"):
+    # The first process downloads, unpacks and decodes, and the others then find its caches. They do not wait in a
+    # collective (`main_process_first`), which ends after `ddp_timeout`.
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / "paco_trl_pairs.lock"):
         train_dataset = load_pairs(script_args, training_args, script_args.dataset_split, script_args.dataset_files)
         if script_args.eval_split is not None or script_args.eval_files is not None:
             eval_dataset = load_pairs(script_args, training_args, script_args.eval_split, script_args.eval_files)
