@@ -99,7 +99,8 @@ def clock(args: argparse.Namespace) -> float:
 
 
 def fused_step(trainer: PaCoRewardTrainer, batch: dict) -> float:
-    loss = trainer.compute_loss(trainer.model, batch)
+    with trainer.accelerator.autocast():  # `train` adds it to the model
+        loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     return loss.item()
 
@@ -107,7 +108,8 @@ def fused_step(trainer: PaCoRewardTrainer, batch: dict) -> float:
 def full_logits_step(trainer: PaCoRewardTrainer, batch: dict) -> float:
     """The same loss from the logits of every position and token."""
     inputs = {name: value for name, value in batch.items() if name not in ("rows", "labels")}
-    logits = trainer.model(**inputs, use_cache=False).logits[:, :-1].float()
+    with trainer.accelerator.autocast():
+        logits = trainer.model(**inputs, use_cache=False).logits[:, :-1].float()
     labels = batch["labels"][:, 1:]
     mask = labels != -100
     log_probs = logits.log_softmax(dim=-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]

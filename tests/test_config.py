@@ -133,10 +133,21 @@ class TestDefaults:
         assert config.gradient_accumulation_steps == 336
         assert config.logging_nan_inf_filter is False
 
+    def test_several_gpus_in_one_process_are_refused_before_anything_is_loaded(self, make, monkeypatch):
+        monkeypatch.setattr(PaCoGRPOConfig, "n_gpu", 2)
+        with pytest.raises(ValueError, match="accelerate launch"):
+            make()
+
     def test_ratio_tolerance_is_a_tenth_of_epsilon(self, make):
         assert make().ratio_tolerance == 1e-4 / 10
         assert make(epsilon=2e-3).ratio_tolerance == 2e-3 / 10
         assert make(ratio_tolerance=0.5).ratio_tolerance == 0.5
+
+    def test_ratio_tolerance_allows_for_the_rounding_of_another_batch(self, make):
+        sizes = {"per_device_train_batch_size": 1, "per_device_rollout_batch_size": 2}
+        assert make(**sizes, bf16=True).ratio_tolerance == 1e-4
+        assert make(**sizes, bf16=False).ratio_tolerance == 1e-4 / 10
+        assert make(per_device_train_batch_size=1, bf16=True).ratio_tolerance == 1e-4 / 10
 
     def test_a_config_made_from_a_config_is_the_same(self, make):
         config = make(num_generations=3, num_prompts_per_generation=5, sde_steps=[1, 2], per_device_train_batch_size=2)

@@ -264,6 +264,7 @@ class TestPolicies:
 
     def test_where_the_paper_is_silent_it_says_what_the_code_says(self, name):
         expected = PUBLISHED_CODE | (OF_IMAGE_SETS if "flux.1-dev" in name else {"save_steps": 40})
+        expected["gradient_checkpointing"] = "qwen" in name  # does not fit 80 GB without
         assert differing(parse(CONFIGS / name, SCRIPTS[name][1]), expected) == {}
         lines = (CONFIGS / name).read_text().splitlines()
         for key in expected:

@@ -229,12 +229,38 @@ class TestRatio:
 
         trainer.model.get_base_model().proj_out.register_forward_hook(add_noise_in_training)
         before = adapter_of(trainer)
-        with pytest.raises(RuntimeError, match="Before the first update") as error:
+        with pytest.raises(RuntimeError, match="ratio") as error:
             trainer.train()
         table = [line.split() for line in str(error.value).splitlines() if line.strip()[:1].isdigit()]
         assert [int(line[0]) for line in table] == [1, 2]
         assert all(float(line[-1]) > trainer.args.ratio_tolerance for line in table)
         assert all(torch.equal(value, before[name]) for name, value in adapter_of(trainer).items())
+
+    def test_a_rollout_without_the_adapter_stops_the_run_after_its_first_round(self, make_small, monkeypatch):
+        """In the first round a new adapter is zero, so that leaving it out changes nothing."""
+        trainer = make_small(max_steps=4)
+        generate = trainer.policy.generate
+
+        def without_adapter(*args, **kwargs):
+            with trainer.model.disable_adapter():
+                return generate(*args, **kwargs)
+
+        monkeypatch.setattr(trainer.policy, "generate", without_adapter)
+        with pytest.raises(RuntimeError, match="ratio"):
+            trainer.train()
+        assert trainer.state.global_step == 2  # the steps of a round
+        assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+
+    def test_in_a_later_round_it_is_a_warning(self, make_small, caplog):
+        trainer = make_small(max_steps=6)
+
+        def differ_later(module, args, output):
+            return output * 1.2 if torch.is_grad_enabled() and trainer.state.global_step >= 4 else output
+
+        trainer.model.get_base_model().proj_out.register_forward_hook(differ_later)
+        trainer.train()
+        warnings = [record.getMessage() for record in caplog.records if "ratio_tolerance" in record.getMessage()]
+        assert len(warnings) == 1 and "step 4" in warnings[0]
 
     def test_ratio_tolerance_is_a_setting(self, make_small):
         trainer = make_small(ratio_tolerance=1.0)

@@ -1708,3 +1708,19 @@ def test_metrics_of_a_stopped_run_are_not_those_of_the_next(make_reward_trainer)
     # The window of the third step is logged with the end of training
     assert "decision_loss" in trainer.state.log_history[-1]
     assert trainer._sums is None
+
+
+def test_the_collator_computes_the_positions_of_tokens(make_reward_trainer):
+    """On an accelerator the model would wait for the device to compute them."""
+    trainer = make_reward_trainer()
+    batch = trainer.data_collator([trainer._remove_unused_columns(trainer.train_dataset)[row] for row in (0, 1)])
+    calls, compute = [], trainer._inner_model().base_model.get_rope_index
+    trainer._inner_model().base_model.get_rope_index = lambda *args, **kwargs: (
+        calls.append(1) or compute(*args, **kwargs)
+    )
+    positions = batch.pop("position_ids")
+    assert positions.shape == (3, *batch["input_ids"].shape) and not torch.equal(positions[0], positions[1])
+    alone = trainer.compute_loss(trainer.model, batch)
+    assert len(calls) == 1
+    assert torch.equal(trainer.compute_loss(trainer.model, batch | {"position_ids": positions}), alone)
+    assert len(calls) == 1

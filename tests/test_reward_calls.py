@@ -4,6 +4,8 @@
 import asyncio
 import functools
 import math
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from trl.trainer.utils import is_async_callable
 
 from paco_trl.rewards import redness_reward
 from paco_trl.rewards.reward_calls import RewardError, check_columns, check_required, check_reward_functions
+from paco_trl.rewards.scorer import RewardScorer
 
 
 PROMPTS = ["a", "b", "c"]
@@ -232,3 +235,18 @@ class TestNeededColumns:
                 check_columns(reward, self.dataset(theme=["a", empty]), "the dataset")
         with pytest.raises(ValueError, match="at least 4, but row 1 of the dataset has 1 x 3"):
             check_columns([self.reward(min_panels=4)], self.dataset(), "the dataset")
+
+
+def test_async_rewards_run_on_the_device_of_their_process(monkeypatch):
+    """A new thread starts on the first device, and so would what an async reward puts on `"cuda"`."""
+    selected = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.append((threading.current_thread(), device)))
+
+    async def reward(prompts, **columns):
+        return [1.0] * len(prompts)
+
+    for name in ("cpu", "cuda:1"):
+        scorer = RewardScorer([reward], SimpleNamespace(device=torch.device(name)))
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), scorer._loop).result(5)  # after what the loop has to do
+    ((thread, device),) = selected
+    assert device == torch.device("cuda:1") and thread is not threading.main_thread()

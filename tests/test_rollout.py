@@ -548,3 +548,20 @@ class TestFamilyOf:
         names = [name for name, _ in loaded.transformer.named_modules()]
         for target in FluxFamily.lora_target_modules:
             assert any(name.endswith("." + target) for name in names), target
+
+
+def test_predictions_are_float32_before_the_model_is_prepared_for_training(policy, prompt_arguments):
+    """accelerate makes them float32 afterwards: guidance would be rounded otherwise in a baseline."""
+    received = []
+    step = policy.scheduler.step
+
+    def record(model_output, *args, **kwargs):
+        received.append(model_output.dtype)
+        return step(model_output, *args, **kwargs)
+
+    policy.scheduler.step = record
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = []
+        policy.model.get_base_model().register_forward_hook(lambda *call: outputs.append(call[2][0].dtype))
+        generate(policy, prompt_arguments, None)
+    assert set(outputs) == {torch.bfloat16} and set(received) == {torch.float32}

@@ -130,7 +130,7 @@ def score_texts(
     ]
     image_embeds = embedder.embed_images([image for row in images for image in row], names)  # (images, D)
     text_embeds = embedder.embed_texts([text for row in texts for text in row])  # (images, D)
-    similarities = scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
+    similarities = (scale * (image_embeds * text_embeds).sum(dim=-1)).cpu()  # (images,), one copy for all
 
     scores = [row.mean().item() for row in similarities.split([len(row) for row in images])]
     return check_finite(scores, f"{metric} score of completion")

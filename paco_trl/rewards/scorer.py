@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,12 +70,17 @@ class RewardScorer:
         self._sync = [index for index, function in enumerate(reward_funcs) if not is_async_callable(function)]
         self._async = [index for index in range(len(reward_funcs)) if index not in self._sync]
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
+        # On the default stream each of a reward's many waits would be for all that generation has queued
+        self._stream: torch.cuda.Stream | None = None
         self._loop: Any = None
         if self._async:
             thread, self._loop, is_ready = start_event_loop_in_daemon(name="PaCoGRPOTrainer-AsyncLoop")
             is_ready.wait()
             # The gradient mode belongs to the thread, where calls interleave: set it once
             self._loop.call_soon_threadsafe(torch.set_grad_enabled, False)
+            # A new thread starts on the first device, not on that of this process
+            if accelerator.device.type == "cuda":
+                self._loop.call_soon_threadsafe(torch.cuda.set_device, accelerator.device)
             atexit.register(shutdown_event_loop_in_daemon, thread, self._loop)
         self._calls: list[_Call] = []
         self.start()
@@ -194,9 +199,15 @@ class RewardScorer:
     def _compute(self, call: _Call, arguments: dict, device: int | None) -> torch.Tensor:
         """Call the rewards that compute; runs on the scorer's thread."""
         call.span = [time.perf_counter(), torch.inf]
+        stream: AbstractContextManager = nullcontext()
         if device is not None:
             torch.cuda.set_device(device)
-        values = [self.reward_funcs[index](**arguments) for index in call.functions]
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.default_stream())  # which moved the weights
+            stream = torch.cuda.stream(self._stream)
+        with stream:
+            values = [self.reward_funcs[index](**arguments) for index in call.functions]
         call.span[1] = time.perf_counter()
         return _as_tensor(values)
 

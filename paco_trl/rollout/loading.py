@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import cached_file
 
@@ -281,8 +283,38 @@ def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> N
         raise ValueError(f"`attention_backend` is {name!r}, which cannot be used here: {error}") from error
 
 
+# Kernels of PyTorch's own attention, by diffusers' names
+_SDPA_KERNELS = {
+    "_native_flash": SDPBackend.FLASH_ATTENTION,
+    "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "_native_math": SDPBackend.MATH,
+}
+_preferred_kernel = ExitStack()  # of this process
+
+
+def _prefer_kernel(kernel: SDPBackend | None) -> None:
+    """Prefer a kernel of PyTorch's attention in this process, until another is set; `MATH` is then the only one."""
+    # diffusers enables a kernel alone, for the whole process, during each call of attention. A reward that computes on
+    # another thread then finds no kernel for its dtype or mask.
+    _preferred_kernel.close()
+    if kernel is not None:
+        others = [] if kernel is SDPBackend.MATH else [each for each in _SDPA_KERNELS.values() if each is not kernel]
+        _preferred_kernel.enter_context(sdpa_kernel([kernel, *others], set_priority=True))
+
+
+def _keep_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    return output.to(args[0].dtype)
+
+
 def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks: bool) -> None:
     """Set the attention backend and compile the blocks, in place; an adapter that is added later is compiled too."""
+    for module in transformer.modules():
+        # Those of queries and keys: CUDA's autocast computes them in float32 since torch 2.12, and flash attention takes
+        # no float32 (https://github.com/huggingface/diffusers/issues/14104)
+        if isinstance(module, nn.RMSNorm):
+            module.register_forward_hook(_keep_dtype)
+    _prefer_kernel(_SDPA_KERNELS.get(attention_backend or ""))
     if attention_backend is not None:
         # Qwen-Image-2.1 uses a backend only with its cache, without which it is trained
         own = "QwenImage21AttnProcessor"
@@ -294,8 +326,9 @@ def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks:
                 f"`attention_backend` is {attention_backend!r}, but diffusers' {type(transformer).__name__} always calls "
                 "PyTorch's own attention: it would have no effect. Unset it."
             )
-        with attention_dispatch.attention_backend(attention_backend):  # restores the default of other models
-            transformer.set_attention_backend(attention_backend)
+        name = "native" if attention_backend in _SDPA_KERNELS else attention_backend
+        with attention_dispatch.attention_backend(name):  # restores the default of other models
+            transformer.set_attention_backend(name)
     if compile_blocks:
         # diffusers 0.42 names the blocks of Stable Diffusion 3 only here
         transformer._repeated_blocks = transformer._repeated_blocks or transformer._no_split_modules
@@ -375,10 +408,9 @@ def make_policy(
     model = prepare_transformer(pipeline, family, peft_config, autocast_adapter_dtype=not is_deepspeed)
     if quantization == "fp8_storage":
         _store_as_fp8(pipeline, family, transformer, dtype)
-    if describe_quantization(transformer) is not None:
-        # DDP would broadcast frozen weights, which every process reads from the same files
-        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    # DDP would broadcast frozen weights, which every process reads from the same files
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
     policy = PipelinePolicy(pipeline, family, model, signature)
     if dtype != torch.float32:
         # The pipeline's latents are float32. Autocast casts them for the transformer, except with DeepSpeed, but not for

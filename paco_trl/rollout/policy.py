@@ -288,8 +288,10 @@ class PipelinePolicy:
         return args, kwargs
 
     def _record_output(self, module: nn.Module, args: tuple, output):
+        # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
+        output = (recursively_apply(torch.Tensor.float, output[0]), *output[1:])
         if not self._recorded_steps:
-            return None
+            return output
         copies = self._images_per_row
         if copies > 1:
             output = (_widen(output[0], copies), *output[1:])
@@ -329,8 +331,7 @@ class PipelinePolicy:
         scale = model_output.float().abs().max().item()
         # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
         # of float32, 2^-18 is some units.
-        outputs = [each for output in self._outputs for each in (output if isinstance(output, list) else [output])]
-        precision = 2**-18 if all(output.dtype == torch.float32 for output in outputs) else 2**-8
+        precision = 2**-18 if model_output.dtype == torch.float32 else 2**-8
         if difference > precision * scale:
             is_negated = (combined.float() + model_output.float()).abs().max().item() <= precision * scale
             raise RuntimeError(

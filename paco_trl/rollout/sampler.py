@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
-from .prompt_encoder import PromptEmbeddings, PromptEncoder
+from .prompt_encoder import PromptEmbeddings, PromptEncoder, placed
 from .prompt_rows import PromptRows
 
 
@@ -68,14 +68,9 @@ class RolloutSampler:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Move the VAE and the weights to the accelerator, and enable autocast."""
-        vae, device = self.policy.pipeline.vae, self.accelerator.device
-        vae.to(device)
-        try:
-            # The autocast of the training step, which Trainer adds to the model only when training begins
-            with self.placed(), self.accelerator.autocast():
-                yield
-        finally:
-            vae.to("cpu")
+        # Autocast as in the training step: Trainer adds it to the model only when training begins
+        with placed([self.policy.pipeline.vae], self.accelerator.device), self.placed(), self.accelerator.autocast():
+            yield
 
     def inputs(
         self, fetched: FetchedRows, numbers: list[int]
@@ -83,11 +78,11 @@ class RolloutSampler:
         """Return a micro-batch's prompts on the accelerator, the stored tensors behind them, and its source images."""
         device = self.accelerator.device
         encoded = [fetched.encoded[number] for number in numbers]
-        placed = [each.place("cpu" if self.offload_embeddings else device) for each in encoded]
+        embeddings = [each.place("cpu" if self.offload_embeddings else device) for each in encoded]
         if all(each is encoded[0] for each in encoded):
-            kept = {name: tensor.expand(len(encoded), *tensor.shape[1:]) for name, tensor in placed[0].items()}
+            kept = {name: tensor.expand(len(encoded), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
         else:
-            kept = {name: torch.cat([each[name] for each in placed]) for name in placed[0]}  # (B, ...)
+            kept = {name: torch.cat([each[name] for each in embeddings]) for name in embeddings[0]}  # (B, ...)
         latents = [each.to(device) for each in encoded[0].image_latents]
         images = fetched.source_images(numbers[0])
         sources = [EncodedImage(image, each) for image, each in zip(images, latents, strict=True)]

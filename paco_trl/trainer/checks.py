@@ -132,15 +132,6 @@ def offload_models(args: PaCoGRPOConfig, *reward_sets: RewardSet) -> list[list[n
     return models
 
 
-def check_one_gpu(args: PaCoGRPOConfig) -> None:
-    """Refuse several GPUs in one process."""
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs are visible to a single process, which Trainer would use with `nn.DataParallel`. "
-            "Start the run with `accelerate launch`, or make one GPU visible with `CUDA_VISIBLE_DEVICES`."
-        )
-
-
 def check_evaluation_is_possible(eval_dataset: Dataset | None, is_engine_missing: bool) -> None:
     """Refuse an evaluation without prompts, or before DeepSpeed has placed the model."""
     if eval_dataset is None:

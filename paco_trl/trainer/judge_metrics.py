@@ -45,7 +45,7 @@ def decision_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -
             outputs.entropy.detach().float().sum(),
             outputs.is_top1.float().sum(),
             attention_mask.float().sum().to(p_yes.device),
-            torch.tensor(float(attention_mask.numel()), device=p_yes.device),
+            p_yes.new_full((), attention_mask.numel()),
         ]
     )
 

@@ -99,11 +99,14 @@ def divergence_masked_surrogate(
 
 def _one_per_image(value: float | torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
     # (B, 1, ...) against (B,) would broadcast to (B, 1, ..., B) and mix the images
-    value = torch.as_tensor(value, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    if value.numel() != 1 and (value.numel() != len(like) or len(value) != len(like)):
+    # One number stays on the CPU, where it combines with any device: a copy would wait for all that is queued
+    value = torch.as_tensor(value, dtype=torch.promote_types(like.dtype, torch.float32))
+    if value.numel() == 1:
+        return value.reshape(())
+    if value.numel() != len(like) or len(value) != len(like):
         problem = f"`{name}` has shape {tuple(value.shape)} for a batch of {len(like)} images"
         raise ValueError(f"{problem}; pass one value, or one for each image.")
-    return value.flatten()  # (B,) or (1,)
+    return value.flatten()  # (B,)
 
 
 def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, std: float | torch.Tensor) -> torch.Tensor:

@@ -176,8 +176,10 @@ class PaCoGRPOConfig(GRPOConfig):
         epsilon (`float`, *optional*, defaults to `1e-4`):
             Clip range of the probability ratio. It is small because log-probabilities are means over the latent.
         ratio_tolerance (`float`, *optional*):
-            Largest |ratio - 1| before the first update. If `None`, `epsilon / 10`. It is 0 in float32 and depends on
-            the kernels in bf16: see the logged `ratio_deviation_on_policy`.
+            Largest |ratio - 1| before the first update of a round: above it training stops in the first two rounds, and
+            logs a warning later; above `epsilon / 10` it logs a warning, once. If `None`, `epsilon / 10`, or `epsilon`
+            in bf16 with a larger `per_device_rollout_batch_size`. It is 0 in float32 and depends on the kernels in
+            bf16: see the logged `ratio_deviation_on_policy`.
         loss_type (`str`, *optional*, defaults to `"grpo"`):
             Loss: `"grpo"`, PPO's clipped objective, `"grpo_guard"`
             ([GRPO-Guard](https://huggingface.co/papers/2510.22319)), with its steps balanced and a ratio on another
@@ -313,7 +315,11 @@ class PaCoGRPOConfig(GRPOConfig):
     weight_decay: float = field(default=1e-4, metadata={"help": "Weight decay."})
     epsilon: float = field(default=1e-4, metadata={"help": "Clip range of the probability ratio."})
     ratio_tolerance: float | None = field(
-        default=None, metadata={"help": "Largest |ratio - 1| before the first update. If `None`, `epsilon / 10`."}
+        default=None,
+        metadata={
+            "help": "Largest |ratio - 1| before the first update of a round. If `None`, `epsilon / 10`, or `epsilon` in bf16 "
+            "with a larger `per_device_rollout_batch_size`."
+        },
     )
     loss_type: str = field(
         default="grpo",
@@ -396,7 +402,9 @@ class PaCoGRPOConfig(GRPOConfig):
         self.num_prompts_per_generation = layout.num_prompts
         self.optimizer_steps_per_generation = layout.num_optimizer_steps
         if self.ratio_tolerance is None:
-            self.ratio_tolerance = self.epsilon / 10
+            # In bf16 two batch sizes may be rounded by different kernels, about as far as the clip range
+            rounds_alike = layout.num_merged == 1 or not self.bf16
+            self.ratio_tolerance = self.epsilon / 10 if rounds_alike else self.epsilon
         self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 
         expected = _NUM_PROMPTS if requested_prompts is None else requested_prompts
@@ -470,6 +478,11 @@ class PaCoGRPOConfig(GRPOConfig):
         refuse_fields(self, GRPOConfig, REFUSED_FIELDS, "but has no meaning for images")
 
     def _check_launcher(self) -> None:
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"{self.n_gpu} GPUs are visible to a single process, which Trainer would use with `nn.DataParallel`. "
+                "Start the run with `accelerate launch`, or make one GPU visible with `CUDA_VISIBLE_DEVICES`."
+            )
         if self.mixed_precision != ("bf16" if self.bf16 else "no"):
             raise ValueError(
                 f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "

@@ -53,7 +53,6 @@ from .checks import (
     check_evaluation_is_possible,
     check_micro_batches,
     check_model_settings,
-    check_one_gpu,
     check_quantization,
     check_train_dataset,
     describe_seams,
@@ -253,7 +252,6 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
             self, model=self.policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
             eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
         )  # fmt: skip
-        check_one_gpu(args)
         if self.ref_model is not None and is_deepspeed:
             self.ref_model = prepare_deepspeed(self.ref_model, self.accelerator)
         elif self.ref_model is not None:
@@ -533,15 +531,18 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
     def _record_step(
         self, record: RecordedStep, surrogate, means: dict[str, torch.Tensor], weights: torch.Tensor
     ) -> None:
-        """Collect the statistics of a micro-step, and check the ratio before the first update."""
+        """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
         step, num_trained = self.state.global_step, self.layout.num_trained_steps
+        limits = self.args.ratio_tolerance, self.args.epsilon
         self.statistics.add(record, surrogate, means, weights)
         is_on_policy = step == self.buffer.global_step
         is_complete = len(self.statistics) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:
-            self.statistics.check_ratio(num_trained, self.args.ratio_tolerance, self.args.epsilon)
+            self.statistics.check_ratio(num_trained, *limits)  # at the first image, without waiting for the others
         if self.accelerator.sync_gradients:
-            self._log_step(self.statistics.finish(step, is_on_policy))
+            # A new adapter is zero: what differs in it shows in the next round
+            is_early = step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
+            self._log_step(self.statistics.finish(step, is_on_policy, *limits, is_early))
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         """Log an optimizer step along with its round."""

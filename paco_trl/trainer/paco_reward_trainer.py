@@ -226,6 +226,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         if self.eval_dataset is not None:
             self.add_callback(_EvaluateAtTheEnd())
         cut_graph_behind_tower(self._inner_model())
+        self.data_collator.get_rope_index = getattr(self._inner_model().base_model, "get_rope_index", None)
         # The fused head returns the label's log-probability only; the other answer's needs the hidden state
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
 

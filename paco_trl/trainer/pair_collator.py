@@ -3,6 +3,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,8 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
     cut_at: int | None = None  # length at which a sequence is cut; only reasoning is ever cut
     decision_only: bool = False  # leave out everything after the decision
     labels_alone: bool = False  # leave it out of completions without reasoning: n = 1, no terminators
+    # The model's `get_rope_index`, if it has one: on an accelerator it waits for the device a dozen times for each pair
+    get_rope_index: Callable | None = None
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate rows of [`PairRows`]."""
@@ -78,6 +81,9 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
         if cut_at is not None:
             for name in TOKEN_TENSORS & batch.keys():
                 batch[name] = batch[name][:, :cut_at]
+        if self.get_rope_index is not None:
+            names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+            batch["position_ids"], _ = self.get_rope_index(**{name: batch[name] for name in names})  # (3, B, T)
         batch["rows"] = torch.tensor(rows)
         return batch
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of the probability ratio, and the check that it is 1 before the first update."""
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,8 @@ from .losses import ClippedSurrogate
 if TYPE_CHECKING:
     from ..rollout import RecordedStep
 
+logger = logging.getLogger(__name__)
+
 
 class StepStatistics:
     """Collect the statistics of an optimizer step's micro-steps, and gather them once."""
@@ -20,6 +23,7 @@ class StepStatistics:
         self.accelerator = accelerator
         self._rows: list[torch.Tensor] = []
         self._names: list[str] = []  # of the columns that are logged as means
+        self._has_warned = False
 
     def clear(self) -> None:
         """Discard what was collected."""
@@ -51,28 +55,20 @@ class StepStatistics:
         self._rows.append(torch.stack(columns, dim=1))  # (B, columns)
 
     def check_ratio(self, num_micro_steps: int, tolerance: float, epsilon: float) -> None:
-        """Raise `RuntimeError` if the ratio of the last micro-steps is not 1. Every process calls it."""
+        """Check that the ratio of the last micro-steps is 1. Collective: call on all ranks."""
         stats = self.accelerator.gather(torch.cat(self._rows[-num_micro_steps:])).cpu()
-        worst = stats[:, 1].max().item()
-        if worst <= tolerance:
-            return
-        lines = ["step    sigma   mean |ratio - 1|    max |ratio - 1|"]
-        for step in stats[:, 0].unique():
-            of_step = stats[stats[:, 0] == step]
-            lines.append(
-                f"{int(step):4d}   {of_step[0, 2]:.4f}   {of_step[:, 1].mean():16.3e}   {of_step[:, 1].max():16.3e}"
-            )
-        raise RuntimeError(
-            f"Before the first update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is "
-            f"up to {worst:.3g}, above `ratio_tolerance` = {tolerance:.3g} (`epsilon` is {epsilon:g}):\n"
-            + "\n".join(lines)
-            + "\nRollout and training compute different numbers: look for dropout, for layers that behave differently with "
-            "gradients, for a compiled replay. In bf16 on an accelerator a deviation below `epsilon` can be rounding: "
-            "measure it, and set `ratio_tolerance`."
-        )
+        if not stats[:, 1].max().item() <= tolerance:  # NaN, too
+            raise RuntimeError(describe_deviation(stats, tolerance, epsilon))
 
-    def finish(self, step: int, is_on_policy: bool) -> dict[str, float]:
-        """Gather the optimizer step's statistics, and start the next step. Every process calls it."""
+    def finish(
+        self, step: int, is_on_policy: bool, tolerance: float, epsilon: float, is_early: bool
+    ) -> dict[str, float]:
+        """
+        Gather the optimizer step's statistics, and start the next step. Collective: call on all ranks.
+
+        On policy, a ratio further from 1 than `tolerance` is an error in an early round, and later a warning, as is one
+        further than a tenth of `epsilon`.
+        """
         stats = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and steps, columns)
         self.clear()
         index, deviation, _, valid, *means = stats.T
@@ -82,6 +78,14 @@ class StepStatistics:
                 f"({int((~torch.isfinite(stats).all(dim=1)).sum())} of {len(stats)} micro-batch rows). The weights or "
                 "the latents have overflowed; lower `learning_rate`, or train in float32."
             )
+        if is_on_policy:
+            worst = deviation.max().item()
+            if is_early and worst > tolerance:
+                raise RuntimeError(describe_deviation(stats, tolerance, epsilon))
+            if worst > min(tolerance, epsilon / 10) and not self._has_warned:
+                self._has_warned = True
+                if self.accelerator.is_main_process:
+                    logger.warning(f"Optimizer step {step}: {describe_deviation(stats, tolerance, epsilon)}")
         metrics = {}
         name = "ratio_deviation_on_policy" if is_on_policy else "ratio_deviation"
         for trained in index.unique():
@@ -91,3 +95,20 @@ class StepStatistics:
             name: ((column * valid).sum() / count).item() for name, column in zip(self._names, means, strict=True)
         }
         return metrics | means
+
+
+def describe_deviation(stats: torch.Tensor, tolerance: float, epsilon: float) -> str:
+    """Describe by step how far the ratios of gathered rows are from 1."""
+    lines = ["step    sigma   mean |ratio - 1|    max |ratio - 1|"]
+    for step in stats[:, 0].unique():
+        rows = stats[stats[:, 0] == step]
+        lines.append(f"{int(step):4d}   {rows[0, 2]:.4f}   {rows[:, 1].mean():16.3e}   {rows[:, 1].max():16.3e}")
+    return (
+        "Before an update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is up to "
+        f"{stats[:, 1].max().item():.3g} (`ratio_tolerance` is {tolerance:.3g}, `epsilon` {epsilon:g}):\n"
+        + "\n".join(lines)
+        + "\nRollout and training compute different numbers: look for dropout, for layers that behave differently with "
+        "gradients, for an adapter that only one of the two uses, for a compiled replay. In bf16 on an accelerator a "
+        "deviation below `epsilon` can be rounding, above all with a larger `per_device_rollout_batch_size`: leave that "
+        "out, or measure the deviation and set `ratio_tolerance`."
+    )
