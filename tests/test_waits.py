@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from launching import ROOT
+from paco_trl.trainer import paco_grpo_trainer
+from paco_trl.trainer.losses import clipped_surrogate
 
 
 pytestmark = [
@@ -39,7 +41,7 @@ def test_what_is_a_wait(waits):
         return found.per_call("call")
 
     for function in (
-        lambda: device.item() if device.dim() == 0 else device[0].item(),
+        lambda: device[0].item(),
         lambda: device.cpu(),
         lambda: pinned.to("cuda"),
         lambda: torch.zeros(4).to("cuda", non_blocking=True),
@@ -60,3 +62,40 @@ def test_what_is_a_wait(waits):
         lambda: device.clone().to(torch.bfloat16),
     ):
         assert counted(function) == 0
+
+
+# The largest number of waits in a call of each phase, as it is now. The targets: 0 in a plain step, 1 in a stochastic one
+# (its noise comes from the CPU), 0 in a micro-step, 1 in a batch of CLIP-T.
+ROLLOUT = {"plain step": 0, "stochastic step": 1, "last step": 1, "batch": 9}
+LARGEST = {
+    "grpo": {**ROLLOUT, "micro-step": 0, "optimizer step": 1},
+    "beta": {"micro-step": 0},
+    "flow_dppo": {"micro-step": 0},
+    "grpo_guard": {"micro-step": 0},
+    # Each argument of the transformer is compared before the branches
+    "branches": {"plain step": 3.34, "stochastic step": 6, "micro-step": 0},
+    "gradient_checkpointing": {"micro-step": 0},
+    "offload_embeddings": {**ROLLOUT, "micro-step": 2},  # the embeddings, copied to the device
+    "nft": {"plain step": 0, "micro-step": 0},
+    "awm": {"plain step": 0, "micro-step": 0},
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_waits(name, waits, models):
+    found = waits.count(name, models)
+    for phase, largest in LARGEST[name].items():
+        lines = "\n".join(found.table(phase))
+        assert found.calls[phase] > 0 and found.per_call(phase) <= largest, f"{phase}:\n{lines}"
+
+
+def test_a_planted_wait_is_counted(waits, models, monkeypatch):
+    def reading(*args):
+        surrogate = clipped_surrogate(*args)
+        surrogate.loss.mean().item()
+        return surrogate
+
+    monkeypatch.setattr(paco_grpo_trainer, "clipped_surrogate", reading)
+    found = waits.count("grpo", models)
+    assert found.per_call("micro-step") == 1
+    assert "paco_grpo_trainer.py" in found.table("micro-step")[0]  # the innermost line of the package
