@@ -50,7 +50,7 @@ test: .venv/.installed
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder tests
 
-# Triton, which compiles blocks, looks for a real driver
+# Nothing is compiled there: Triton would look for a real driver
 test-cuda: .venv/.installed
 	$(BIN)/python tests/simulated_cuda -m pytest -n 2 --dist worksteal tests/test_gpu.py tests/test_simulated_gpu.py \
 		tests/test_waits.py --deselect tests/test_gpu.py::test_compiled_blocks

@@ -23,11 +23,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = str(ROOT / "paco_trl") + os.sep
-GRPO = {
+GRPO: dict[str, dict[str, Any]] = {
     "grpo": {},
     "beta": {"beta": 0.01},
     "flow_dppo": {"loss_type": "flow_dppo"},
@@ -36,7 +37,7 @@ GRPO = {
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "offload_embeddings": {"offload_embeddings": True},
 }
-NFT = {"nft": {}, "awm": {"loss_type": "awm"}}
+NFT: dict[str, dict[str, Any]] = {"nft": {}, "awm": {"loss_type": "awm"}}
 SCENARIOS = (*GRPO, *NFT, "judge-training", "judge-scoring", "clip-t")
 
 

@@ -239,7 +239,7 @@ class TestTraining:
             for rank in range(2)
         ]  # fmt: skip
         try:
-            printed = [process.communicate(timeout=400)[0] for process in processes]
+            printed = [process.communicate(timeout=540)[0] for process in processes]
         finally:
             for process in processes:
                 process.kill()
