@@ -14,12 +14,13 @@ LINTED := paco_trl examples tests benchmarks model_cards docs/*.py setup.py
 CALLS_ONLY := --cache-dir=.mypy_cache/benchmarks --follow-imports=silent --no-warn-unused-ignores $(addprefix --disable-error-code=,arg-type assignment \
     call-overload import-untyped index list-item method-assign misc type-var union-attr var-annotated)
 
-.PHONY: help demo test test-slow test-lowest test-vllm gpu docs quality style clean
+.PHONY: help demo test test-slow test-cuda test-lowest test-vllm gpu docs quality style clean
 
 help:
 	@echo "make demo         the whole method on toy models, into demo-output/ (CPU, offline)"
 	@echo "make test         the tests"
 	@echo "make test-slow    the tests that take seconds, or launch many processes"
+	@echo "make test-cuda    the tests on a simulated GPU (g++ builds it)"
 	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
 	@echo "make test-vllm    the tests that need a server of vLLM (CPU; installs 2.5 GB into an environment of its own)"
 	@echo "make gpu          what only an NVIDIA GPU can show and measure, into gpu-output/ (offline, 25 minutes)"
@@ -44,15 +45,20 @@ demo: .venv/.installed
 # Two processes, each with whole files, whose models are built once (three took longer on two cores). In the order
 # of their names: by default the files with the fewest tests come last, which are the longest.
 test: .venv/.installed
-	$(BIN)/python -m pytest -m "not slow and not vllm and not gpu" -n 2 --dist loadfile --no-loadscope-reorder tests
+	$(BIN)/python -m pytest -m "not slow and not vllm and not gpu and not cuda" -n 2 --dist loadfile --no-loadscope-reorder tests
 
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder tests
 
+# Nothing is compiled there: Triton would look for a real driver
+test-cuda: .venv/.installed
+	$(BIN)/python tests/simulated_cuda -m pytest -n 2 --dist worksteal tests/test_gpu.py tests/test_simulated_gpu.py \
+		tests/test_waits.py --deselect tests/test_gpu.py::test_compiled_blocks
+
 test-lowest: | $(filter .venv-uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-lowest
 	$(UV) pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e ".[test]"
-	.venv-lowest/bin/python -m pytest -m "not slow and not vllm and not gpu" -n 2 --dist loadfile --no-loadscope-reorder tests
+	.venv-lowest/bin/python -m pytest -m "not slow and not vllm and not gpu and not cuda" -n 2 --dist loadfile --no-loadscope-reorder tests
 
 # By pip, since uv does not find the CPU build of torch that vLLM pins. The packages that are taken out again come as
 # CUDA builds, which do not load next to it, and nothing here uses them.

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The package on a GPU that is host memory (see simulated_cuda/README.md): `make test-cuda` runs it after `test_gpu.py`,
+which has each family, kind of quantized weights and attention backend.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from launching import ROOT, free_port
+from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
+from paco_trl.image_benchmarks.comparison_app import Comparison
+from paco_trl.image_benchmarks.loading import load_system
+from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
+from paco_trl.rollout import sde
+from paco_trl.trainer.round_buffer import RoundBuffer
+from test_gpu import ADAPTER, ON_DEVICE, check_ratio, devices_of
+from test_paco_reward_trainer import mixed
+
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif("SIMULATED_CUDA_OPERATORS" not in os.environ, reason="there is no simulated GPU"),
+]
+MIXED_DEVICES = "Expected all tensors to be on the same device"
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    """Directories of a tiny CLIP and a tiny judge."""
+    folder = tmp_path_factory.mktemp("models")
+    built = {"clip": tiny.build_tiny_clip(folder / "clip"), "judge": tiny.build_tiny_qwen2_5_vl(folder / "judge")}
+    return {name: str(path) for name, path in built.items()}
+
+
+def check_resuming(run, output_dir: Path, adapter: str = ADAPTER) -> None:
+    """`run(**kwargs)` trains 4 steps: resumed after the third, it ends with the bits of the uninterrupted run."""
+    run()
+    whole = load_file(output_dir / "checkpoint-4" / adapter)
+    middle = load_file(output_dir / "checkpoint-3" / adapter)
+    assert any(not torch.equal(value, whole[name]) for name, value in middle.items())
+    shutil.rmtree(output_dir / "checkpoint-4")
+    run(resume_from_checkpoint=True)
+    resumed = load_file(output_dir / "checkpoint-4" / adapter)
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+class TestSimulation:
+    """The device refuses what CUDA refuses, and takes what CUDA takes."""
+
+    def test_tensors_of_two_devices(self):
+        here, there = torch.ones(3), torch.ones(3, device="cuda")
+        assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a number
+        with pytest.raises(RuntimeError, match=MIXED_DEVICES):
+            there + here
+        with pytest.raises(RuntimeError, match=MIXED_DEVICES):
+            torch.cat([there, here])
+
+    def test_index_on_the_cpu(self):
+        values, index = torch.arange(3.0, device="cuda"), torch.tensor([2, 0])
+        assert values[index].tolist() == [2, 0]  # which CUDA copies to the device itself
+        assert values.index_select(0, index.cuda()).tolist() == [2, 0]
+        for gather in (torch.index_select, torch.gather):
+            with pytest.raises(RuntimeError, match=MIXED_DEVICES):
+                gather(values, 0, index)
+
+    def test_generators(self):
+        generator = torch.Generator("cuda").manual_seed(1)
+        state = generator.get_state()
+        first, second = (torch.randn(4, device="cuda", generator=generator) for _ in range(2))
+        assert not torch.equal(first, second)
+        generator.set_state(state)
+        assert torch.equal(torch.randn(4, device="cuda", generator=generator), first)
+        with pytest.raises(RuntimeError, match="generator"):
+            torch.randn(4, device="cuda", generator=torch.Generator())
+
+    def test_results_take_the_size_of_an_output(self):
+        out = torch.empty(0, device="cuda")
+        torch.add(torch.ones(2, 3, device="cuda"), 1, out=out)
+        assert out.shape == (2, 3) and out.device.type == "cuda" and out.sum().item() == 12
+
+    def test_gradients_are_those_of_the_cpu(self):
+        gradients = {}
+        for device in ("cpu", "cuda"):
+            torch.manual_seed(0)
+            layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.RMSNorm(16))
+            x = torch.randn(2, 3, 4, 4).to(device).requires_grad_()
+            (layers.to(device)(x) * torch.arange(16.0, device=device)).mean().backward()
+            gradients[device] = [x.grad, *(parameter.grad for parameter in layers.parameters())]
+        for expected, found in zip(gradients["cpu"], gradients["cuda"], strict=True):
+            assert found.device.type == "cuda" and expected.abs().max() > 1e-4
+            assert torch.allclose(found.cpu(), expected, atol=1e-6)
+
+    @pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"])
+    @pytest.mark.parametrize("num_heads", [4, 2])
+    def test_attention_is_that_of_the_cpu(self, kernel, num_heads):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(2, 4, 6, 16), (2, num_heads, 6, 16), (2, num_heads, 6, 16)]  # (B, heads, length, E)
+        inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+        results = {}
+        for device in ("cpu", "cuda"):
+            leaves = [each.to(device, torch.bfloat16).requires_grad_() for each in inputs]
+            backends = [
+                torch.nn.attention.SDPBackend.MATH
+                if device == "cpu"
+                else getattr(torch.nn.attention.SDPBackend, kernel)
+            ]
+            with torch.nn.attention.sdpa_kernel(backends):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    *leaves, is_causal=True, enable_gqa=num_heads < 4
+                )
+            (out.float() * torch.arange(16.0, device=device)).sum().backward()
+            results[device] = [each.detach().float().cpu() for each in (out, *(leaf.grad for leaf in leaves))]
+        for expected, found in zip(results["cpu"], results["cuda"], strict=True):
+            assert expected.abs().max() > 0.1
+            assert torch.allclose(found, expected, atol=0.03 * expected.abs().max().item())
+
+    def test_fresh_memory_is_not_zero(self):
+        assert torch.empty(10**7, device="cuda").isnan().all()  # too large for what was returned
+
+    def test_memory_is_counted_and_returned(self):
+        before = torch.cuda.memory_allocated()
+        held = torch.ones(1000, device="cuda")
+        assert torch.cuda.memory_allocated() >= before + 4000
+        del held
+        assert torch.cuda.memory_allocated() == before
+
+
+class TestPlantedErrors:
+    """What only a GPU refuses is found: a tensor, a generator, and an index left on the CPU."""
+
+    @pytest.mark.parametrize("where", ["device", "tensor", "generator", "index"])
+    def test_in_the_noise_of_a_step(self, where, make_trainer, monkeypatch):
+        def noise(mean, generator):
+            if where == "tensor":
+                return torch.randn(mean.shape)
+            if where == "generator":
+                return torch.randn(mean.shape, device=mean.device, generator=torch.Generator())
+            index = torch.arange(len(mean), device="cpu" if where == "index" else mean.device)
+            return torch.randn_like(mean).index_select(0, index)
+
+        monkeypatch.setattr(sde, "_noise_like", noise)
+        trainer = make_trainer(**ON_DEVICE, max_steps=1)
+        if where == "device":
+            trainer.train()
+            check_ratio(trainer)
+        else:
+            with pytest.raises(RuntimeError, match="generator" if where == "generator" else MIXED_DEVICES):
+                trainer.train()
+
+    def test_in_the_advantages(self, make_trainer, monkeypatch):
+        fill = RoundBuffer.fill
+        monkeypatch.setattr(RoundBuffer, "fill", lambda self, *args: fill(self, *args[:-1], torch.device("cpu")))
+        with pytest.raises(RuntimeError, match=MIXED_DEVICES):
+            make_trainer(**ON_DEVICE, max_steps=1).train()
+
+
+class TestTraining:
+    def test_every_option_that_moves_tensors(self, make_trainer, prompts, models, tmp_path):
+        settings = {
+            "offload_embeddings": True, "offload_rewards": True, "ema_decay": 0.9, "ema_offload": True, "beta": 0.01,
+            "images_per_prefix": 2, "tail_steps": 2, "sde_steps": [1], "vae_tiling": True, "adapter_fraction": 0.5,
+            "embeddings_dir": str(tmp_path / "embeddings"), "gradient_checkpointing": True, "log_completions": True,
+            "reward_weights": [1.0, 1.0], "eval_strategy": "steps", "eval_steps": 2, "num_inference_steps_eval": 4,
+        }  # fmt: skip
+
+        def run(**kwargs):
+            rewards = [ClipTReward(models["clip"]), ConsistencyReward(models["judge"])]
+            options = {"reward_funcs": rewards, "eval_dataset": prompts.select([0]), **ON_DEVICE, **settings}
+            trainer = make_trainer(**options, **EACH_STEP)
+            trainer.train(**kwargs)
+            assert devices_of(trainer.model) == {"cuda"}
+            for module in (trainer.pipeline.text_encoder, trainer.pipeline.vae, rewards[0].model):
+                assert devices_of(module) == {"cpu"}
+            assert {average.device.type for average in trainer.ema.average.values()} == {"cpu"}
+            assert any(entry.get("kl", 0) > 0 for entry in trainer.state.log_history)
+
+        check_resuming(run, tmp_path / "out")
+        assert any((tmp_path / "embeddings").rglob("*.safetensors"))
+
+    @pytest.mark.parametrize("loss_type", ["nft", "awm"])
+    def test_objectives_without_stochastic_steps(self, loss_type, tiny_flux, prompts, tmp_path):
+        def run(**kwargs):
+            args = PaCoNFTConfig(
+                str(tmp_path / "out"), **ON_DEVICE, **EACH_STEP, loss_type=loss_type, height=64, width=64,
+                num_generations=4, num_prompts_per_generation=2, per_device_train_batch_size=4, num_inference_steps=3,
+                learning_rate=1e-2, report_to="none", log_completions=False, plot_curves=False, disable_tqdm=True,
+            )  # fmt: skip
+            adapter = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
+            trainer = PaCoNFTTrainer(str(tiny_flux), redness_reward, args, prompts, peft_config=adapter)
+            trainer.train(**kwargs)
+            assert devices_of(trainer.model) == {"cuda"}
+
+        check_resuming(run, tmp_path / "out")
+
+    def test_judge(self, models, tmp_path):
+        """Two workers and pinned memory, the defaults on a GPU alone; the trained judge scores on the GPU."""
+
+        def run(**kwargs):
+            args = PaCoRewardConfig(
+                str(tmp_path / "out"), bf16=True, first_token_weight=0.1, per_device_train_batch_size=2,
+                gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=2, report_to="none",
+                disable_tqdm=True, eval_strategy="steps", eval_steps=2, **EACH_STEP,
+            )  # fmt: skip
+            trainer = PaCoRewardTrainer(models["judge"], args, mixed(8), eval_dataset=mixed(3, 1))
+            assert trainer.get_train_dataloader().num_workers == 2 and args.dataloader_pin_memory
+            trainer.train(**kwargs)
+            assert devices_of(trainer.model) == {"cuda"}
+            trainer.save_model(str(tmp_path / "judge"))
+
+        check_resuming(run, tmp_path / "out")
+        judge = PaCoReward.from_pretrained(tmp_path / "judge")
+        assert judge.device.type == "cuda"
+        pairs = [tuple(row["images"]) for row in mixed(3, 2)]
+        assert all(0 < score < 1 for score in judge.score(pairs, "Are they alike?", symmetric=True))
+
+    def test_two_devices(self, tiny_flux, tmp_path):
+        """DDP by gloo: each process keeps to its device, and both have the same weights."""
+        variables = {
+            "SIMULATED_CUDA_DEVICES": "2", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)]),
+        }  # fmt: skip
+        script = ROOT / "tests" / "simulated_cuda" / "two_devices.py"
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(tiny_flux), str(tmp_path)],
+                env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            printed = [process.communicate(timeout=540)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in printed)
+        first, second = (load_file(tmp_path / f"rank-{rank}.safetensors") for rank in range(2))
+        assert any(value.abs().max() > 1e-3 for name, value in first.items() if "lora_B" in name)
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+    def test_out_of_memory(self, make_trainer):
+        """It ends the run, and is no failed reward or missing image."""
+        total = torch.cuda.get_device_properties(0).total_memory
+        trainer = make_trainer(**ON_DEVICE, max_steps=1)
+        torch.cuda.empty_cache()
+        try:
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (2 << 20)) / total)
+            with pytest.raises(torch.OutOfMemoryError):
+                trainer.train()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        make_trainer(**ON_DEVICE, max_steps=1).train()
+
+
+def test_comparison_app(tiny_flux, models):
+    pipeline = load_system(str(tiny_flux), torch.bfloat16)
+    assert devices_of(pipeline.transformer) == {"cuda"}
+    pipeline.transformer.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"]))
+    comparison = Comparison(pipeline, PaCoReward.from_pretrained(models["judge"]), (32, 32), 1.0)
+    base, adapted = comparison.generate("A red panda.", 2, 2, seed=1, steps=2)
+    assert [panel.tobytes() for panel in base] != [panel.tobytes() for panel in adapted]
+    scores = comparison.score("A red panda.", [base, adapted])
+    assert [len(row) for row in scores] == [6, 6]
