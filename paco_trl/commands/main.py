@@ -69,7 +69,7 @@ def say(command: str, message: str) -> None:
 
 def _is_for_the_user(error: BaseException) -> bool:
     """Tell whether the message of an error is enough; of a bug, such as one in a reward, the traceback tells more."""
-    is_own = type(error).__module__.startswith("paco_trl.")
+    is_own = type(error).__module__.startswith("paco_trl.") or type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, _OF_THE_USER) or is_own and (not error.__cause__ or _is_for_the_user(error.__cause__))
 
 

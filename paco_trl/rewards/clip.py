@@ -45,13 +45,13 @@ class ClipEmbedder:
         self.processor = CLIPProcessor.from_pretrained(model if processor is None else processor)
 
     def embed_images(self, images: list[Image.Image], names: list[str]) -> torch.Tensor:
-        """Embed images as unit vectors `(len(images), D)`, each object once; `names` are for errors."""
+        """Embed images as unit vectors `(len(images), D)` on the CPU, each object once; `names` are for errors."""
         objects = {id(image): (image, name) for image, name in zip(images, names, strict=True)}
         rows = {key: row for row, key in enumerate(objects)}
         return self._embed(list(objects.values()), self._image_features)[[rows[id(image)] for image in images]]
 
     def embed_texts(self, texts: list[str]) -> torch.Tensor:
-        """Embed texts, truncated to the model's length, as unit vectors `(len(texts), D)`, each text once."""
+        """Embed texts, truncated to the model's length, as unit vectors `(len(texts), D)` on the CPU, each text once."""
         rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
         return self._embed(list(rows), self._text_features)[[rows[text] for text in texts]]
 
@@ -62,7 +62,8 @@ class ClipEmbedder:
         # A surrounding autocast would change the scores
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             embeds = [features(batch) for batch in batches]
-        embeds = torch.cat(embeds).float() if embeds else torch.empty(0, self.model.config.projection_dim)
+        # One copy: indexing on the accelerator waits for it as well
+        embeds = torch.cat(embeds).float().cpu() if embeds else torch.empty(0, self.model.config.projection_dim)
         return torch.nn.functional.normalize(embeds, dim=-1)  # (len(items), D)
 
     def _image_features(self, batch):
@@ -131,7 +132,7 @@ def score_texts(
     ]
     image_embeds = embedder.embed_images([image for row in images for image in row], names)  # (images, D)
     text_embeds = embedder.embed_texts([text for row in texts for text in row])  # (images, D)
-    similarities = (scale * (image_embeds * text_embeds).sum(dim=-1)).cpu()  # (images,), one copy for all
+    similarities = scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
 
     scores = [row.mean().item() for row in similarities.split([len(row) for row in images])]
     return check_finite(scores, f"{metric} score of completion")

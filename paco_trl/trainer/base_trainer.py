@@ -60,6 +60,7 @@ from .model_cards import (
 from .paco_grpo_config import PaCoGRPOConfig
 from .publishing import PushesToHub
 from .round_buffer import RoundBuffer
+from .refusals import memory_explained
 from .run_settings import AFTER_GENERATION, adjustable_settings, reference_setting, run_identity
 from .training_time import TrainingTimeCallback
 from .transfer_report import compared_rows, report_resolution_transfer, report_tail_transfer
@@ -164,7 +165,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         try:
-            with self.figure_thread:
+            with self.figure_thread, memory_explained():
                 return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
         except RewardError as error:
             # `RewardScorer` raises it on every process

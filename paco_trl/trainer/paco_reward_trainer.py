@@ -36,7 +36,7 @@ from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
 from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths, warn_of_one_label
 from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
 from .publishing import PushesToHub
-from .refusals import refuse_methods
+from .refusals import memory_explained, refuse_methods
 from .starting import check_best_metric, own_config
 from .training_time import TrainingTimeCallback
 
@@ -410,7 +410,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
     def train(self, *args, **kwargs):
         """Train as [`~transformers.Trainer.train`] does, and evaluate at the end if there is an `eval_dataset`."""
         self._sums = None
-        with sole_writer(self.args.output_dir, "checkpoints", is_inside=True):
+        with sole_writer(self.args.output_dir, "checkpoints", is_inside=True), memory_explained():
             output = super().train(*args, **kwargs)
         # The callback has evaluated the last model, which may not be the best
         if self.eval_dataset is not None and (

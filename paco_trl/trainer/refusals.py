@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import yaml
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
@@ -46,6 +47,19 @@ def cpu_explained() -> Iterator[None]:
             raise
         problem = "`bf16` is True, but there is no GPU that computes in it"
         raise ValueError(f"{problem}. To run on the CPU, set `use_cpu=True`, and `bf16=False` for float32.") from error
+
+
+@contextmanager
+def memory_explained() -> Iterator[None]:
+    """Add what needs less memory to the error of an accelerator that has none left."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"{str(error).splitlines()[0]} To need less, set `gradient_checkpointing=True`, a smaller "
+            "`per_device_train_batch_size`, an `offload_` option or quantized weights: `paco-trl doctor "
+            "--device_memory 24GiB` plans what fits, and docs/reducing_memory.md has what each one saves."
+        ) from error
 
 
 def name_checkpointing(config: TrainingArguments) -> None:
