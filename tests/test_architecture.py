@@ -7,8 +7,6 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "paco_trl"

@@ -59,8 +59,8 @@ from .model_cards import (
 )
 from .paco_grpo_config import PaCoGRPOConfig
 from .publishing import PushesToHub
-from .round_buffer import RoundBuffer
 from .refusals import memory_explained
+from .round_buffer import RoundBuffer
 from .run_settings import AFTER_GENERATION, adjustable_settings, reference_setting, run_identity
 from .training_time import TrainingTimeCallback
 from .transfer_report import compared_rows, report_resolution_transfer, report_tail_transfer
