@@ -19,9 +19,7 @@ from paco_trl.utils.addresses import check_base_url
 )
 @pytest.mark.parametrize("client", [ServedJudge, ChatEndpoint, lambda url, name: ConsistencyReward(name, url)])
 def test_several_are_refused(client, addresses):
-    with pytest.raises(
-        ValueError, match=r"must be a single address\. .*--data-parallel-size 4.*load balancer"
-    ) as error:
+    with pytest.raises(ValueError, match="--data-parallel-size") as error:
         client(addresses, "judge")
     assert repr(addresses) in str(error.value)
 

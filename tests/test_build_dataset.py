@@ -137,7 +137,10 @@ class TestStages:
         assert report["pairs"]["splits"]["train"]["consistent"] == 3 * 3 * 6
         assert report["ranking"]["annotators"]["automatic"]["ranked"] == 180
         assert "consistent" in capsys.readouterr().out
-        # As the script that trains a judge loads it
+        # As the script that trains a judge loads it; the copy names the images of the original
+        generated("panels", num_workers=1)
+        generated("pairs", test_size=0.4)
+        pairs = loaded(folder / "pairs")
         training = SimpleNamespace(process_index=0, dataset_num_proc=None)
         arguments = reward.ScriptArguments(dataset_name=str(folder / "pairs/dataset"))
         assert reward.load_pairs(arguments, training, "test", None)["id"][:] == pairs["test"]["id"][:]

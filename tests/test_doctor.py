@@ -560,9 +560,9 @@ class TestOutputFolder:
         """The row, without the checks that follow."""
 
         def run(**changes) -> doctor.Row:
-            parse = doctor._parser().parse_args_and_config
+            parse = doctor._parser("grpo").parse_args_and_config
             state = doctor.DoctorState(lambda: parse(make_arguments(**changes)), "elsewhere")
-            assert doctor.check_configuration(state).verdict == "ok"
+            assert [row.verdict for row in doctor.check_configuration(state)] == ["ok"]
             rows = doctor._make(doctor.Check("output directory", doctor.check_output_folder, ("args",)), state)
             assert (state.args.output_dir, state.args.resume_from_checkpoint) == ("elsewhere", None)
             return rows[0]

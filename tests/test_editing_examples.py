@@ -235,7 +235,7 @@ class TestDefaults:
     def test_defaults(self, arguments, config, name, settings, tmp_path):
         parser = TrlParser((arguments, config))
         script_args, args = parser.parse_args_and_config(
-            ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
+            ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", "--dataset_name", "edits.jsonl"]
         )
         assert {field: getattr(args, field) for field in settings} == settings
         assert {field: getattr(args, field) for field in self.COMMON} == self.COMMON
@@ -247,7 +247,9 @@ class TestDefaults:
         assert (adapter.r, adapter.lora_alpha, adapter.init_lora_weights) == (64, 128, "gaussian")
         # They can be changed, and have the options of `train_flux.py`
         changed = ["--guidance_scale", "3", "--rewards", "redness", "--edits", "False", "--output_dir", str(tmp_path)]
-        script_args, args = parser.parse_args_and_config([*changed, "--use_cpu", "--bf16", "False"])
+        script_args, args = parser.parse_args_and_config(
+            [*changed, "--use_cpu", "--bf16", "False", "--dataset_name", "edits.jsonl"]
+        )
         assert args.guidance_scale == 3.0 and script_args.rewards == ["redness"] and not script_args.edits
 
     @pytest.mark.parametrize(("arguments", "config", "name", "settings"), CASES)

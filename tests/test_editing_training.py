@@ -596,7 +596,7 @@ class TestDataErrors:
             cols=[1, 3],
             panels=[["a"], ["a", "b", "c"]],
         )
-        self.refuse(grids, tmp_path, "Row 1 of the dataset", "32")
+        self.refuse(grids, tmp_path, "row 1 of the dataset", "32")
 
     def test_rewards_without_their_column(self, tiny_qwen, tmp_path):
         reward = EditReward(PaCoReward.from_pretrained(tiny_qwen))

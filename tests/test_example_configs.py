@@ -132,13 +132,15 @@ OF_IMAGE_SETS = {
     "save_steps": 20,
 }
 NAMES = sorted(SCRIPTS)
+DATA = ("--dataset_name", "prompts.jsonl")  # which no file has
 _VALUE = re.compile(r"^\s*(?:- \S|\w+:)")
 _SOURCE = re.compile(r"  # (?:paper\b|published code\b|not given\b|ours$)")
 
 
 def parse(path: Path, classes: tuple) -> dict:
     """Values of both dataclasses by name, as the script would get them."""
-    parsed = CommandParser(classes).parse_args_and_config(["--config", str(path), "--use_cpu"])
+    needed = DATA if classes[0].__dataclass_fields__["dataset_name"].default is None else ()
+    parsed = CommandParser(classes).parse_args_and_config(["--config", str(path), "--use_cpu", *needed])
     return {f.name: getattr(arguments, f.name) for arguments in parsed for f in fields(arguments)}
 
 
@@ -179,7 +181,9 @@ def test_a_preset_is_the_papers_but_for_what_it_marks(name):
     assert {key for key in preset if preset[key] != paper[key]} - derived == expected.keys()
     text = (CONFIGS / name).read_text()
     assert set(re.findall(r"^(\w+):.*  # (?:ours|later[;,])", text, re.MULTILINE)) == expected.keys()
-    _, training_args = CommandParser(classes).parse_args_and_config(["--config", str(CONFIGS / name), "--use_cpu"])
+    _, training_args = CommandParser(classes).parse_args_and_config(
+        ["--config", str(CONFIGS / name), "--use_cpu", *DATA]
+    )
     layout = training_args.round_layout
     assert (layout.num_prompts, layout.num_optimizer_steps) == (42, 2)
 
@@ -253,7 +257,7 @@ def test_a_value_without_its_source_is_seen():
 class TestPolicies:
     def test_the_round_and_the_adapter(self, name):
         script_args, training_args = CommandParser(SCRIPTS[name][1]).parse_args_and_config(
-            ["--config", str(CONFIGS / name), "--use_cpu"]
+            ["--config", str(CONFIGS / name), "--use_cpu", *DATA]
         )
         layout = training_args.round_layout
         assert (layout.num_prompts, layout.num_optimizer_steps) == (42, 2)
@@ -275,7 +279,7 @@ class TestPolicies:
         header = (CONFIGS / name).read_text().split("\n# Model")[0]
         (options,) = re.findall(r"^#     (--eval_dataset_name .*)$", header, re.MULTILINE)
         arguments, config = CommandParser(SCRIPTS[name][1]).parse_args_and_config(
-            ["--config", str(CONFIGS / name), "--use_cpu", *options.split()]
+            ["--config", str(CONFIGS / name), "--use_cpu", *DATA, *options.split()]
         )
         assert (arguments.eval_dataset_name, config.eval_strategy, config.eval_steps) == (
             "others.jsonl", "steps", config.save_steps,

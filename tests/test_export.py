@@ -126,7 +126,7 @@ def test_published_files_hold_no_token_and_no_pickle(trained):
     assert {path.name for path in published if path.suffix == ".png"} == {
         "contact_sheet.png", "curves.png", *(f"{n}.png" for n in range(4))
     }  # fmt: skip
-    assert len(published) == 10
+    assert len(published) == 11
     for path in published:
         assert b"hf_this_must_not_be_seen" not in path.read_bytes()
 

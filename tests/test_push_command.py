@@ -195,7 +195,7 @@ class TestCommand:
         assert [one["code"] for one in done] == [0] * 4
         # Twice to the same place, and nothing of the client's own about cards
         assert not any("metadata block" in one["said"] for one in done)
-        assert [one["code"] for one in push([run, "--hub_private_repo", "True"], ["--folder"])] == [0, 2]
+        assert [one["code"] for one in push([run, "--hub_private_repo", "True"], ["--folder"])] == [0, 1]
 
     @pytest.mark.slow
     def test_without_a_token(self, hub, tmp_path):

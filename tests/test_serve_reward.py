@@ -445,7 +445,7 @@ class TestArguments:
             assert main(["serve-reward", option]) == 1
             assert message in capsys.readouterr().err
         assert main(["serve-reward", "--prot=8001"]) == 1
-        assert "--prot=8001" in capsys.readouterr().err
+        assert "`--port`" in capsys.readouterr().err
 
     def test_help(self, capsys):
         assert main(["serve-reward", "--help"]) == 0

@@ -188,7 +188,7 @@ def test_an_endpoint_that_cannot_be_reached(server):
             call()
     with pytest.raises(EndpointUnavailableError, match="no list of models"):
         ChatEndpoint(server.url + "/nowhere", "writer", max_retries=0).check()
-    with pytest.raises(ValueError, match="base_url"):
+    with pytest.raises(ValueError, match="127.0.0.1:8000"):
         ChatEndpoint("127.0.0.1:8000", "writer")
     with pytest.raises(ValueError, match="user name") as error:
         ChatEndpoint(f"http://me:{KEY}@127.0.0.1:8000/v1", "writer")

@@ -34,7 +34,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
-from ..rollout.loading import prepare_transformer
+from ..rollout.loading import keep_dtype_of_norms, prepare_transformer
 from ..rollout.prompt_rows import PromptRows
 
 
@@ -344,6 +344,7 @@ class ImagePlan:
         self.pipeline, self.family, self.transformer = pipeline, family_of(pipeline), transformer
         self.signature = inspect.signature(transformer.forward)
         with init_empty_weights():
+            keep_dtype_of_norms(pipeline.transformer)
             self.model = prepare_transformer(pipeline, self.family, peft_config, not is_deepspeed)
         self.vae = copy.deepcopy(pipeline.vae)  # without the policy's check of pixels, which reads their values
         for part in (self.model, self.vae, *parts.values()):

@@ -331,17 +331,18 @@ def _prefer_kernel(kernel: SDPBackend | None) -> None:
         _preferred_kernel.enter_context(sdpa_kernel([kernel, *others], set_priority=True))
 
 
-def _keep_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-    return output.to(args[0].dtype)
+def keep_dtype_of_norms(transformer: nn.Module) -> None:
+    """Cast the outputs of the norms of queries and keys to the dtype of their inputs."""
+    # CUDA's autocast computes them in float32 since torch 2.12, and flash attention takes no float32
+    # (https://github.com/huggingface/diffusers/issues/14104)
+    for module in transformer.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.register_forward_hook(lambda norm, args, output: output.to(args[0].dtype))
 
 
 def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks: bool) -> None:
     """Set the attention backend and compile the blocks, in place; an adapter that is added later is compiled too."""
-    for module in transformer.modules():
-        # Those of queries and keys: CUDA's autocast computes them in float32 since torch 2.12, and flash attention takes
-        # no float32 (https://github.com/huggingface/diffusers/issues/14104)
-        if isinstance(module, nn.RMSNorm):
-            module.register_forward_hook(_keep_dtype)
+    keep_dtype_of_norms(transformer)
     _prefer_kernel(_SDPA_KERNELS.get(attention_backend or ""))
     if attention_backend is not None:
         # Qwen-Image-2.1 uses a backend only with its cache, without which it is trained

@@ -67,8 +67,7 @@ class PaCoRewardConfig(SFTConfig):
     > [!NOTE]
     > These parameters have default values different from [`~trl.SFTConfig`]: `max_length` (`16384`), `learning_rate`
     > (`2e-4`), `lr_scheduler_type` (`"cosine"`), `warmup_steps` (`0.1`), `num_train_epochs` (`2.0`),
-    > `dataloader_num_workers` (`None`), `ddp_find_unused_parameters` (`False`), `logging_nan_inf_filter` (`False`: it
-    > waits for the device in each micro-step, and hides a loss that is not a number).
+    > `dataloader_num_workers` (`None`), `ddp_find_unused_parameters` (`False`).
     """
 
     # Parameters that control the loss
@@ -87,7 +86,6 @@ class PaCoRewardConfig(SFTConfig):
     per_device_train_batch_size: int = 8
     dataloader_num_workers: int | None = None
     ddp_find_unused_parameters: bool | None = False
-    logging_nan_inf_filter: bool = False
 
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
@@ -102,6 +100,8 @@ class PaCoRewardConfig(SFTConfig):
         name_checkpointing(self)
         with cpu_explained():
             super().__post_init__()
+        # It waits for the device in each micro-step, and hides a loss that is not a number
+        self.logging_nan_inf_filter = False
         check_gradient_accumulation(self)
 
     def _check_values(self) -> None:

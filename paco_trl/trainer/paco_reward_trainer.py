@@ -131,8 +131,6 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         peft_config: LoraConfig | None = None,
     ):
         # 1. Checks without the model
-        if isinstance(model, str):
-            check_model_name(model)
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
@@ -157,6 +155,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         init_kwargs = {"dtype": "bfloat16" if args.bf16 else "float32", "use_safetensors": True, **own_kwargs}
         source = {"revision": init_kwargs.get("revision"), "trust_remote_code": args.trust_remote_code}
         if processing_class is None:
+            check_model_name(name)
             processing_class = AutoProcessor.from_pretrained(name, **source)
         if not isinstance(processing_class, ProcessorMixin):
             raise TypeError(
