@@ -176,7 +176,7 @@ class TestSnippets:
     @pytest.mark.slow
     def test_runnable_blocks_run(self, tmp_path):
         number, printed = run_blocks(PAGES, tmp_path)
-        assert number == 1 + 3 + 7  # of the front page, of the tour and of the other pages
+        assert number == 1 + 3 + 8  # of the front page, of the tour and of the other pages
         # What the text around them promises
         assert (tmp_path / "paco-tiny" / "contact_sheets" / "round_00001.png").exists()
         assert (tmp_path / "paco-tiny" / "pytorch_lora_weights.safetensors").exists()

@@ -13,7 +13,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..data import demo_prompts_path, theme_question
 from ..hub.files import PICTURES, SETTINGS
-from ..utils.files import write_atomically
 from ..utils.names import public_name, relative_name, repository
 from ..utils.tables import markdown_text
 from .citations import TRL, base_citation
@@ -93,7 +92,7 @@ def save_card(card: ImageModelCard, folder: str | Path) -> None:
         if source.resolve() != target.resolve():
             shutil.copy(source, target)
     settings = {"trained_on": card.trained_on, "base_model": public_name(card.base_model)}
-    write_atomically(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     render_card(card).save(folder / "README.md")
 
 
