@@ -7,7 +7,6 @@ log-probability of the same samples.
 """
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -99,8 +98,6 @@ class PipelinePolicy:
         self._recorded_steps: tuple[int, ...] = ()
         self._calls: list[dict[str, Any]] = []
         self._outputs: list[torch.Tensor] = []
-        self._num_batches: Counter[tuple] = Counter()  # by what decides how the pipeline calls the transformer
-        self._is_checked = True
         model.register_forward_pre_hook(self._record_call, with_kwargs=True)
         model.register_forward_hook(self._record_output)
         decoder = getattr(pipeline.vae, "decoder", None)
@@ -153,14 +150,8 @@ class PipelinePolicy:
         """
         records: list[RecordedStep] = []
 
-        # What depends on pipeline and family alone is compared in a few batches: each comparison waits for the device
-        setting = (height, width, guidance_scale, len(noise_keys), len(sources))
-        self._is_checked = self._num_batches[setting] < 2 or self._num_batches[setting] % 64 == 0
-        self._num_batches[setting] += 1
-
         def on_sde_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
-            if self._is_checked:
-                self._check_guidance_rule(model_output, sample, guidance_scale, index)
+            self._check_guidance_rule(model_output, sample, guidance_scale, index)
             records.append(
                 RecordedStep(
                     index, *self.scheduler.sigmas_of(index), sample=_first_rows(sample.float(), self._images_per_row),
@@ -313,7 +304,7 @@ class PipelinePolicy:
         narrowed = {}
         for name, value in _batched(call, self.family).items():
             narrowed[name] = _first_rows(value, copies)
-            if self._is_checked and not _is_same(_widen(narrowed[name], copies), value):
+            if not _is_same(_widen(narrowed[name], copies), value):
                 if all(torch.is_tensor(row) for row in value):  # NaN equals nothing
                     _check_latents(torch.stack(list(value)), "before the first stochastic step")
                 raise RuntimeError(
