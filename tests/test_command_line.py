@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from transformers import IntervalStrategy, TrainerCallback
 
 from launching import CPU_DDP, ROOT
@@ -232,7 +233,8 @@ class TestErrors:
             (ValueError("`max_steps` is 0"), None),
             (ValueError("it cannot be loaded"), TypeError()),
             (RewardError("no number"), None),
-            (CheckpointError("the disk is full"), None),
+            (CheckpointError("the disk is full"), SafetensorError("No space left")),
+            (SafetensorError("No space left"), None),
             (RewardError("no judge"), unavailable),
         ):
             assert main.answer("grpo", lambda error=error, cause=cause: fail(error, cause)) == 1

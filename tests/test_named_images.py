@@ -247,3 +247,16 @@ def test_the_option(server, tmp_path):
     # The dataset itself is as it was
     stored = load_from_disk(str(tmp_path / "data")).with_format("arrow")[0]["images"].to_pylist()
     assert stored[0][0]["path"].startswith("http")
+
+
+def test_a_file_has_one_split_and_a_known_ending(tmp_path):
+    """Training and evaluation rows of a judge would be the same."""
+    Dataset.from_list([{"text": "one"}]).to_parquet(tmp_path / "rows.parquet")
+    assert load_split(tmp_path / "rows.parquet", "train")["text"][:] == ["one"]
+    with pytest.raises(ValueError, match="'test'"):
+        load_split(tmp_path / "rows.parquet", "test")
+    (tmp_path / "rows.xml").write_text("<a/>")
+    with pytest.raises(ValueError, match="rows.xml"):
+        load_split(tmp_path / "rows.xml", "train")
+    (tmp_path / "rows.jsonl").write_text('{"text": "two"}\n')
+    assert load_split(tmp_path / "rows.jsonl", "train")["text"][:] == ["two"]

@@ -44,10 +44,10 @@ def evaluate_prompts(args: PromptsArguments) -> None:
             raise ValueError(f"`--{name}` is {getattr(args, name)}, but must be at least 1.")
     adapters = args.adapter_name_or_path or []
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
-    if len(set(folders)) < len(folders):
+    if len({*folders, "sources"}) <= len(folders):
         raise ValueError(
-            f"`--adapter_name_or_path` is {', '.join(adapters)}, and each gets a directory of its last name, next to `base`: "
-            "two are the same. Give them in calls of their own, with another `--output_dir`."
+            f"`--adapter_name_or_path` is {', '.join(adapters)}, and each gets a directory of its last name, next to `base` "
+            "and `sources`: two are the same. Give them in calls of their own, with another `--output_dir`."
         )
     for adapter in adapters:
         check_peft_config(adapter, args.model_name_or_path)

@@ -63,6 +63,7 @@ def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward 
 SHARED_WITH_TRAINING = (
     "model_name_or_path", "dataset_name", "dataset_split", "edits", "image_folder", "max_source_images", "rewards",
     "judge_model", "judge_url", "judge_quantization", "judge_question", "judge_max_pairs", "clip_model",
+    "allow_remote_images",
 )  # fmt: skip
 
 
@@ -104,6 +105,7 @@ class PromptsArguments:
     dataset_split: str = option("train", "Split of the dataset.")
     edits: bool = _as_in_training("edits")
     image_folder: str | None = _as_in_training("image_folder")
+    allow_remote_images: bool = _as_in_training("allow_remote_images")
     max_source_images: int | None = _as_in_training("max_source_images")
     judge_model: str = _as_in_training("judge_model")
     judge_url: str | None = _as_in_training("judge_url")

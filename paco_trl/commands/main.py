@@ -32,10 +32,16 @@ COMMANDS = {
 _FIRST_RUN = {
     "grpo": ("`--dataset_name`: prompts (Hub id, directory or file)", "--dataset_name prompts.txt --rewards clip_t"),
     "nft": ("`--dataset_name`: prompts (Hub id, directory or file)", "--dataset_name prompts.txt --rewards clip_t"),
-    "reward": ("no option, or `--dataset_name` and `--dataset_split` for your own pairs", "--output_dir my-judge"),
+    "reward": (
+        "`--output_dir`, and `--dataset_name` with `--dataset_split` for your own pairs",
+        "--output_dir my-judge",
+    ),
     "doctor": ("the options of the run, such as `--dataset_name`", "--dataset_name prompts.txt --rewards clip_t"),
     "build": ("a stage, of which `prompts` is the first", "prompts --dataset_name prompts.jsonl"),
-    "evaluate": ("a stage, of which `generate` is the first", "generate --dataset_name prompts.jsonl"),
+    "evaluate": (
+        "a stage, of which `prompts` is for your own prompts",
+        "prompts --dataset_name prompts.txt --adapter_name_or_path paco-flux --rewards clip_t",
+    ),
 }
 _OF_THE_USER = (ValueError, OSError, ImportError)
 _TRAINING = ("grpo", "nft", "reward")
@@ -69,7 +75,9 @@ def say(command: str, message: str) -> None:
 
 def _is_for_the_user(error: BaseException) -> bool:
     """Tell whether the message of an error is enough; of a bug, such as one in a reward, the traceback tells more."""
-    is_own = type(error).__module__.startswith("paco_trl.") or type(error).__name__ == "OutOfMemoryError"
+    if type(error).__name__ in ("CheckpointError", "OutOfMemoryError", "SafetensorError"):  # of memory, disk or files
+        return True
+    is_own = type(error).__module__.startswith("paco_trl.")
     return isinstance(error, _OF_THE_USER) or is_own and (not error.__cause__ or _is_for_the_user(error.__cause__))
 
 
@@ -131,10 +139,7 @@ def _launch(command: str, words: list[str]) -> None:
         raise ValueError(f"`--num_processes` is {number!r}; it must be a whole number of at least 1.")
     given = [f"--{name}={value}" for name, value in (("config_file", file), ("num_processes", number)) if value]
     if file is None and number and number > 1:
-        import torch
-
-        if not torch.accelerator.is_available():
-            given.append("--multi_gpu")  # also on the CPU, where accelerate otherwise starts a single process
+        given.append("--multi_gpu")  # also on the CPU, and on one GPU, where accelerate otherwise starts one process
     os.environ[_IS_LAUNCHED] = "1"  # its processes read the same file
     words = ["accelerate.commands.launch", *given, "-m", "paco_trl.commands.main", command, *rest]
     os.execv(sys.executable, [sys.executable, "-m", *words])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that the training examples share with `paco-trl doctor`, and what they load."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,9 @@ from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.reward_calls import check_columns
 from ..rollout.loading import read_peft_config
 from .options import JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -156,15 +160,11 @@ def check_reward_names(script_args: ScriptArguments) -> None:
                 "own: `my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`."
             )
         if script_args.rewards.count(name) > 1:
-            raise ValueError(
-                f"`--rewards` has {name!r} twice. Name it once, and give it its weight in `--reward_weights`."
-            )
+            raise ValueError(f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight.")
     for setting in ("judge_url", "judge_quantization", "judge_max_pairs"):
         value = getattr(script_args, setting)
-        if value is not None and not {"consistency", "edit"} & set(names):
-            raise ValueError(
-                f"`--{setting}` is {value!r}, but no reward has a judge: `consistency` and `edit` have one."
-            )
+        if value is not None and not {"consistency", "edit"} & set(names):  # it may be in a file that cannot be unset
+            logger.warning(f"`--{setting}` has no effect: of the rewards, only `consistency` and `edit` have a judge.")
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:

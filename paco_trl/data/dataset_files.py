@@ -50,7 +50,7 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
 def find_prompts(name: str | Path, what: str) -> Path:
     """Find a file or directory of prompts; a path that does not exist can be a Hub id."""
     path = Path(name).expanduser()
-    is_readable = _file_type(path) in (*_ROW_FILES, ".parquet")
+    is_readable = _file_type(path) in _ROW_FILES or path.suffix == ".parquet"
     if not path.exists() and (isinstance(name, Path) or is_local(name) or is_readable):
         raise FileNotFoundError(
             f"There is no file or directory {str(name)!r} with {what}. Check the path; the demo prompts are at "
@@ -78,6 +78,10 @@ def is_saved(path: str | Path) -> bool:
     return any((Path(path).expanduser() / marker).is_file() for marker in _SAVED)
 
 
+# Of `datasets`, by the ending of a file
+_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+
 def load_split(path: str | Path, split: str, allow_remote_images: bool = False) -> "Dataset":
     """
     Load a split of a dataset: saved with `save_to_disk`, or anything that [`~datasets.load_dataset`] reads.
@@ -88,7 +92,15 @@ def load_split(path: str | Path, split: str, allow_remote_images: bool = False) 
 
     folder = Path(path).expanduser().absolute()
     if folder.is_file():
-        dataset = load_dataset(folder.suffix[1:], data_files=str(folder), split="train")
+        if split != "train":
+            raise ValueError(
+                f"The split is {split!r}, but '{path}' is a file, whose rows are all in the split `train`. Put other rows "
+                "into a file of their own."
+            )
+        builder = _BUILDERS.get(folder.suffix)
+        if builder is None:
+            raise ValueError(f"'{path}' is not a file of rows: it must end in {', '.join(_BUILDERS)}.")
+        dataset = load_dataset(builder, data_files=str(folder), split="train")
         return _with_image_files(dataset, [folder.parent], allow_remote_images)
     if not is_saved(folder):
         dataset = load_dataset(str(folder if folder.is_dir() else path), split=split)
@@ -226,6 +238,8 @@ def read_text(path: Path) -> str:
         raise ValueError(
             f"{path} is not UTF-8 (byte {error.start} is not valid). Save it with the encoding UTF-8."
         ) from error
+    except EOFError as error:  # of compressed files
+        raise ValueError(f"{path} is incomplete. Download or compress it again.") from error
 
 
 def read_json_lines(path: Path) -> list[tuple[str, Any]]:

@@ -495,7 +495,8 @@ class PaCoGRPOConfig(GRPOConfig):
         if self.n_gpu > 1:
             raise ValueError(
                 f"{self.n_gpu} GPUs are visible to a single process, which Trainer would use with `nn.DataParallel`. "
-                "Start the run with `accelerate launch`, or make one GPU visible with `CUDA_VISIBLE_DEVICES`."
+                "Start one process for each (`--num_processes`, or `accelerate launch` for a script), or make one GPU visible "
+                "with `CUDA_VISIBLE_DEVICES`."
             )
         if self.mixed_precision != ("bf16" if self.bf16 else "no"):
             raise ValueError(
