@@ -143,6 +143,9 @@ class TestDescriptions:
         assert describe_scorer(Own()) == describe_scorer(Own()) != describe_scorer(Own(seed=1))
         assert describe_scorer(Own().__call__) == describe_scorer(Own())
         assert "secret" not in str(describe_scorer(Own()))
+        stricter = Own()
+        stricter.threshold = 0.3
+        assert describe_scorer(stricter) != describe_scorer(Own())
         versions = [Own(), Own()]
         versions[1].fingerprint = "version 2"
         assert describe_scorer(versions[0]) != describe_scorer(versions[1])

@@ -34,8 +34,9 @@ def weights_fingerprint(*modules: nn.Module) -> str:
 def describe_scorer(scorer: Any) -> dict[str, Any]:
     """
     Describe what the scores of a reward or a judge depend on, as far as it can be known: class or function (of a user's
-    own with a digest of its source), the arguments of the package's classes, model, weights, processor and judge; and
-    `fingerprint`, where a reward has one. Not what it reads elsewhere: a server's weights, a file, a global variable.
+    own with a digest of its source, and of the numbers and texts that are its attributes), the arguments of the package's
+    classes, model, weights, processor and judge; and `fingerprint`, where a reward has one. Not what it reads elsewhere:
+    a server's weights, a file, a global variable.
     """
     scorer = scorer.__self__ if inspect.ismethod(scorer) else scorer
     code: Any = scorer if inspect.isroutine(scorer) else type(scorer)
@@ -52,7 +53,12 @@ def describe_scorer(scorer: Any) -> dict[str, Any]:
         value = getattr(scorer, name, None)
         if name not in _HARMLESS and isinstance(value, str | int | float):  # `None` is as good as left out
             description[name] = value
-    for name, value in getattr(scorer, "__dict__", {}).items():
+    attributes = getattr(scorer, "__dict__", {})
+    if own is None:  # of a user's own class, as a digest: one may be a secret
+        values = {name: value for name, value in attributes.items() if isinstance(value, str | int | float)}
+        values = {name: value for name, value in values.items() if not name.startswith("_")}
+        description |= {"attributes": digest(values)[:16]} if values else {}
+    for name, value in attributes.items():
         if isinstance(value, nn.Module) and not fingerprint:
             description[name] = weights_fingerprint(value)
         elif name == "processor" and hasattr(value, "to_json_string"):
