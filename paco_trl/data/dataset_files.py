@@ -179,7 +179,8 @@ def image_file(name: str, folders: Sequence[Path], allow_remote_images: bool = F
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(place))) for place in [*folders, *caches]):
         raise ValueError(
-            f"the path {name!r} is absolute or leaves the directory of the dataset. It must stay inside, also by links."
+            f"the path {name!r} is absolute or leaves the directory of the dataset, perhaps by a link. Put the images there, "
+            "or name their real directory (`image_folder`) where a loader takes one."
         )
     return path
 

@@ -415,7 +415,10 @@ def _hint(missing: list[str], names: list[str]) -> str:
     if "layout" in names:
         return "These look like raw T2IS rows: convert them with `paco_trl.data.convert_t2is(dataset)`."
     if "image" in names or "images" in names:
-        return "Rows with images to edit are editing prompts: add `--edits`, or use `paco_trl.data.load_edit_prompts`."
+        return (
+            "Rows with images to edit are editing prompts: add `--edits`, or use `paco_trl.data.load_edit_prompts`. To "
+            "generate from the texts alone, remove the column."
+        )
     if "prompt" in missing:
         return "Rename the column of the texts to `prompt`."
     return f"Add them, or leave out {_GRID_COLUMNS}: the layout is then read from the prompt."
