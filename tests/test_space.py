@@ -430,6 +430,8 @@ def test_in_a_browser(adapter, monkeypatch, has_judge):
         page.get_by_label("Rows").fill("1")
         page.get_by_role("button", name="Compare", exact=True).click()
         page.wait_for_function("() => document.querySelectorAll('.panels img').length === 4")
+        if has_judge:  # its scores come after the images, and until then a click is not heard
+            page.wait_for_function("() => document.querySelectorAll('.pairs li').length === 1")
         page.get_by_label("Steps").fill("1000")
         page.get_by_role("button", name="Compare", exact=True).click()
         page.get_by_text("greater than maximum value 100").first.wait_for()
