@@ -4,6 +4,7 @@
 import time
 
 from judge_server import JudgeServer, _handler, completion
+from paco_trl.utils.chat import ChatEndpoint
 
 
 class ChatServer(JudgeServer):
@@ -18,11 +19,22 @@ class ChatServer(JudgeServer):
 
     def __init__(self, say, models=("writer",), **kwargs):
         self.say = say
+        self._endpoints: list[ChatEndpoint] = []
         super().__init__(None, models=models, **kwargs)
 
     def start(self) -> None:
         super().start()
         self._server.RequestHandlerClass = _chat_handler(self)
+
+    def endpoint(self, **kwargs) -> ChatEndpoint:
+        """An endpoint for the server, without retries."""
+        self._endpoints.append(ChatEndpoint(self.url, "writer", **{"timeout": 5.0, "max_retries": 0, **kwargs}))
+        return self._endpoints[-1]
+
+    def forget_requests(self) -> None:
+        while self._endpoints:  # of this process, whose idle connections stay open
+            self._endpoints.pop().close()
+        super().forget_requests()
 
 
 def answer(text: str | None, finish_reason: str = "stop") -> dict:

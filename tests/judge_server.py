@@ -16,7 +16,12 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 
+import openai._base_client
 from PIL import Image
+
+
+# Retries of openai's client begin soon
+openai._base_client.INITIAL_RETRY_DELAY = 0.02
 
 
 class LoopClock:
@@ -26,7 +31,7 @@ class LoopClock:
     """
 
     def __init__(self):
-        from paco_trl.utils.chat_client import _event_loop  # takes long to import
+        from paco_trl.utils.chat import _event_loop  # takes long to import
 
         self._loop, self._ahead, self._lock = _event_loop(), 0.0, threading.Lock()
 
@@ -44,6 +49,7 @@ class LoopClock:
 
     def after(self, seconds: float, fault: str | None = None) -> str | None:
         """A fault, or a right answer, that takes so many seconds."""
+        time.sleep(0.1)  # the timeout begins when the client has sent all
         self.forward(seconds)
         return fault
 
@@ -175,28 +181,6 @@ def decision_logprobs(log_odds: float, others: float = -20.0) -> dict[str, float
 
     yes, no = -math.log1p(math.exp(-log_odds)), -math.log1p(math.exp(log_odds))
     return {"Yes": yes - 0.01, "No": no - 0.01} | {f"other{index}": others - index for index in range(18)}
-
-
-def top_logprobs_refused(message: str, largest: int) -> Callable[[dict], str | None]:
-    return lambda body: message.format(body["top_logprobs"], largest) if body["top_logprobs"] > largest else None
-
-
-# What real servers say of `top_logprobs` that is too large
-TOO_MANY_LOGPROBS = {
-    # vllm/sampling_params.py
-    "vLLM": "Requested sample logprobs of {0}, which is greater than max allowed: {1} (parameter=logprobs, value={0})",
-    # Its front end in Rust
-    "vLLM, Rust": "requested logprobs of {0}, which is greater than max allowed: {1}",
-    # https://github.com/confident-ai/deepeval/issues/843
-    "Azure": "Invalid value for 'top_logprobs': must be less than or equal to {1}.",
-    "FastDeploy": "Invalid value for 'top_logprobs': must be <= {1}.",
-    "LMDeploy": "top_logprobs must be between 0 and {1}.",
-    "pydantic": "[{{'loc': ('body', 'top_logprobs'), 'msg': 'Input should be less than or equal to {1}', 'input': {0}}}]",
-}
-# https://github.com/griptape-ai/ComfyUI-Griptape/issues/312
-OTHER_NAME = (
-    "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
-)
 
 
 class _Server(ThreadingHTTPServer):

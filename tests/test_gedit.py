@@ -473,7 +473,7 @@ def server():
 
 
 def endpoint_of(server, **kwargs) -> ChatEndpoint:
-    return ChatEndpoint(server.url, "writer", **{"timeout": 5.0, "max_retries": 0, **kwargs})
+    return server.endpoint(**kwargs)
 
 
 def asked(body: dict) -> tuple[str, float]:

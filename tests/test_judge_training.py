@@ -72,7 +72,6 @@ def server():
 
 def consistency(server: JudgeServer, **kwargs) -> ConsistencyReward:
     reward = ConsistencyReward(base_url=server.url, model="judge", **{**PATIENT, **kwargs})
-    reward.judge._client.first_wait = 0.02
     return reward
 
 

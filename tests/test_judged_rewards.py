@@ -30,7 +30,8 @@ from paco_trl.rewards import (
 from paco_trl.rewards import cached_judge as cached_judge_module
 from paco_trl.rewards.cached_judge import CachedJudge, image_digest
 from paco_trl.rewards.consistency import chosen_pairs, criteria_weights
-from paco_trl.rewards.judged_reward import _KINDS
+from paco_trl.rewards.judge import NO_SCORE
+from paco_trl.rewards.reward_calls import check_reward_functions
 from paco_trl.tiny.clip import build_tiny_clip
 
 
@@ -139,7 +140,6 @@ def server():
 @pytest.fixture
 def served_judge(server):
     judge = ServedJudge(server.url, "judge", timeout=30.0, time_budget=120.0)
-    judge._client.first_wait = 0.02
     yield judge
     judge.close()
 
@@ -277,32 +277,20 @@ class TestConsistency:
         [
             ({"question": "all"}, ValueError, "`question` is 'all'"),
             ({"max_pairs": 0}, ValueError, "`max_pairs` is 0"),
-            ({"device": "cpu", "dtype": "auto"}, TypeError, "device, dtype is for loading a judge"),
-            ({"base_url": "http://127.0.0.1:9/v1"}, TypeError, "`base_url` is for a served model"),
+            ({"device": "cpu", "dtype": "auto"}, TypeError, "`device`, `dtype`"),
+            ({"base_url": "http://127.0.0.1:9/v1"}, TypeError, "`base_url`"),
         ],
     )
     def test_arguments(self, judge, kwargs, error, message):
         with pytest.raises(error, match=message):
             ConsistencyReward(judge, **kwargs)
 
-    @pytest.mark.parametrize("reward_class", [ConsistencyReward, EditReward])
-    @pytest.mark.parametrize(
-        ("kwargs", "message"),
-        [
-            (
-                {"dtype": "bfloat16"},
-                "`dtype` is not for a judge at a `base_url`, .*time_budget, .*Its server decides it",
-            ),
-            ({"max_concurency": 3}, "`max_concurency` is not for .* max_concurrency, .*There is no such option"),
-        ],
-    )
-    def test_arguments_of_a_judge_on_a_server(self, reward_class, kwargs, message):
-        with pytest.raises(TypeError, match=message):  # nothing listens there
-            reward_class(base_url="http://127.0.0.1:9/v1", **kwargs)
-
-    def test_arguments_of_a_judge_in_the_process(self):
-        with pytest.raises(TypeError, match="`time_budget` is for a judge on a server. Give its address, `base_url`"):
-            ConsistencyReward("/nowhere/at/all", time_budget=3.0)
+    def test_options_are_those_of_the_kind_of_judge(self, tiny_qwen):
+        for kwargs in ({"dtype": "bfloat16"}, {"max_concurency": 3}):
+            with pytest.raises(TypeError, match=next(iter(kwargs))):  # nothing listens there
+                EditReward(base_url="http://127.0.0.1:9/v1", **kwargs)
+        with pytest.raises(TypeError, match="time_budget"):
+            ConsistencyReward(tiny_qwen, time_budget=3.0)
 
 
 class TestServed:
@@ -312,12 +300,10 @@ class TestServed:
         assert len(server.requests) == 1  # it was checked
         by_judge = reward_class(served_judge)
         inner = reward_class(judge)
-        for reward in (by_url, by_judge):
-            assert inspect.iscoroutinefunction(reward.__call__) and is_async_callable(reward)
-            assert isinstance(reward, reward_class) and type(reward) is type(by_url)
-            assert get_callable_name(reward) == get_callable_name(inner) == reward_class.__dict__["__name__"]
-        assert not inspect.iscoroutinefunction(inner.__call__) and not is_async_callable(inner)
-        assert type(inner) is reward_class
+        for reward, is_async in ((by_url, True), (by_judge, True), (inner, False)):
+            ((checked,), names) = check_reward_functions(reward)
+            assert is_async_callable(checked) is is_async and type(reward) is reward_class
+            assert names == [reward_class.__dict__["__name__"]]
         by_url.judge.close()
 
     def test_same_rewards_as_in_the_process(self, tiny_judge):
@@ -378,7 +364,7 @@ class TestServed:
 
         for where, is_async in ((server.url, True), (judge, False)):
             reward = Halved(where)
-            assert is_async_callable(reward) == is_async
+            assert reward.is_async == is_async
             assert call(reward) == close([value / 2 for value in EXPECTED])
         with pytest.raises(TypeError, match="unexpected keyword argument"):
             Halved(server.url, question="theme")
@@ -683,7 +669,7 @@ class TestMetrics:
         assert self.metrics(reward, SETS[1:2], theme=[THEME]) == {
             "consistency/questions_per_image": 3,
             "consistency/unanswered": 0,
-            **{f"consistency/unanswered/{kind}": 0 for kind in _KINDS},
+            **{f"consistency/unanswered/{kind}": 0 for kind in NO_SCORE},
         }
 
     @pytest.mark.parametrize(
@@ -700,14 +686,14 @@ class TestMetrics:
     def test_kinds(self, server, served_judge, fault, kind):
         # A test question is answered: the server is not down. One at a time: the clock is not put forward for others
         question = lambda number: server.requests[number]["messages"][-1]["content"][-1]["text"]  # noqa: E731
-        served_judge._client.slots = asyncio.Semaphore(1)
+        served_judge._slots = asyncio.Semaphore(1)
         reward = ConsistencyReward(served_judge, question="criteria")
         with LoopClock() as clock:
             server.fault = lambda number: (
                 None if "in terms of style" in question(number) else clock.after(50.0 * (fault == "500"), fault)
             )
             logged = self.metrics(reward, [SETS[0][:2]], criteria=[CRITERIA])
-        assert {name for name in _KINDS if logged[f"consistency/unanswered/{name}"] > 0} == {kind}
+        assert {name for name in NO_SCORE if logged[f"consistency/unanswered/{name}"] > 0} == {kind}
 
     def test_in_process(self, judge):
         logged = self.metrics(LeastConsistent(judge), SETS[:2], theme=[THEME, POISON])
@@ -715,7 +701,7 @@ class TestMetrics:
             "least_consistent/questions_per_image": 3.5,
             "least_consistent/unanswered": pytest.approx(6 / 7),
             "least_consistent/unanswered/undecided": pytest.approx(6 / 7),
-            **{f"least_consistent/unanswered/{kind}": 0 for kind in _KINDS if kind != "undecided"},
+            **{f"least_consistent/unanswered/{kind}": 0 for kind in NO_SCORE if kind != "undecided"},
         }
 
     def test_no_images(self, judge):

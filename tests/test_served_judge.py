@@ -25,34 +25,31 @@ from paco_trl.data import criterion_question, shows_question, theme_question
 from paco_trl.data.questions import plain_question
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge, yes_probability
 from paco_trl.rewards.served_judge import Answer
-from paco_trl.utils import chat_client
-from paco_trl.utils.chat_client import _event_loop, _started_event_loop
+from paco_trl.utils.chat import _event_loop, _started_event_loop
 from paco_trl.utils.images import load_image
 
 
 KEY = "key-that-nobody-may-see"
 # In a question: the server fails for ever at it
 POISON = "poison"
-UNREADABLE = "the answer cannot be read"
-MISSING = "Yes or No not among the likeliest tokens"
-# Answers that will be the same the next time, and the reasons for which they have no score
+# Answers that will be the same the next time, and why they have no score
 FINAL_FAULTS = {
-    "400": "HTTP 400",
-    "422": "HTTP 422",
-    "garbage": UNREADABLE,
-    "page": UNREADABLE,
-    "empty object": UNREADABLE,
-    "no choices": UNREADABLE,
-    "null": UNREADABLE,
-    "list": UNREADABLE,
-    "choice is null": "no log-probabilities in the answer",
-    "no logprobs": "no log-probabilities in the answer",
-    "log-probabilities are words": "no log-probabilities in the answer",
-    "neither": MISSING,
-    "only Yes": MISSING,
-    "only Yes, and NaN": MISSING,
-    "the logarithm of 0": MISSING,
-    "NaN": "invalid log-probability",
+    "400": "refused",
+    "422": "refused",
+    "garbage": "unreadable",
+    "page": "unreadable",
+    "empty object": "unreadable",
+    "no choices": "unreadable",
+    "null": "unreadable",
+    "list": "unreadable",
+    "choice is null": "unreadable",
+    "no logprobs": "unreadable",
+    "log-probabilities are words": "unreadable",
+    "NaN": "unreadable",
+    "neither": "undecided",
+    "only Yes": "undecided",
+    "only Yes, and NaN": "undecided",
+    "the logarithm of 0": "undecided",
 }
 PASSING_FAULTS = ["408", "429", "500", "502", "503", "cut before", "cut in the middle", "hang"]
 
@@ -113,7 +110,6 @@ def make_judge():
     def make(server, model="judge", **kwargs):
         url = server if isinstance(server, str) else server.url
         judges.append(ServedJudge(url, model, **{"timeout": 30.0, "time_budget": 120.0, **kwargs}))
-        judges[-1]._client.first_wait = 0.02
         return judges[-1]
 
     yield make
@@ -198,7 +194,7 @@ class TestScore:
         answers = {"Yes", "No"} | {f"other{index}" for index in range(18)}
         found = first if second is None else second
         assert set(found) == answers and None in (first, second)
-        assert "1 of 2 questions" in caplog.text and "no log-probabilities in the answer" in caplog.text
+        assert "1 of 2 questions" in caplog.text
         parts = server.requests[0]["messages"][-1]["content"]
         assert [part.get("text", "image") for part in parts] == ["<img1>: ", "image", "<img2>: ", "image", QUESTION]
         assert server.requests[0]["max_tokens"] == 1
@@ -221,7 +217,7 @@ class TestScore:
 
     def test_symmetric_needs_both_orders(self, server, judge):
         server.fault = {1: "400"}.get
-        assert asyncio.run(judge.answer([PAIR], QUESTION, symmetric=True)) == [Answer(None, "HTTP 400")]
+        assert asyncio.run(judge.answer([PAIR], QUESTION, symmetric=True)) == [Answer(None, "refused")]
         assert len(server.requests) == 2
 
     def test_body_of_a_request(self, server, judge):
@@ -259,13 +255,13 @@ class TestScore:
         server.fault = lambda number: "400" if POISON in question_of(server.requests[number]) else None
         assert judge.explain([PAIR, PAIR], [QUESTION, POISON], 64) == ["Yes. Alike?", None]
         assert [body["max_tokens"] for body in server.requests] == [64, 64]
-        assert "1 of 2 questions to judge at http" in caplog.text and "1 x HTTP 400" in caplog.text
+        assert "1 of 2 questions to judge at http" in caplog.text and "1 x refused" in caplog.text
 
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
             ({"base_url": "127.0.0.1:8000"}, "'127.0.0.1:8000'"),
-            ({"base_url": "ftp://a/v1"}, "must be an address like"),
+            ({"base_url": "ftp://a/v1"}, "ftp://a/v1"),
             ({"base_url": f"http://me:{KEY}@a/v1"}, "has a user name"),
             ({"base_url": f"http://a/v1?api_key={KEY}"}, "has a user name, a password or a query"),
             ({"max_concurrency": 0}, "`max_concurrency` is 0"),
@@ -292,49 +288,25 @@ class TestFaultsThatPass:
 
     def test_some_times(self, server, judge):
         server.fault = dict(enumerate(["500", "cut before", "503"])).get
-        drawn = random.getstate()
         assert judge.score([PAIR], QUESTION) == [RIGHT]
         assert len(server.requests) == 4
-        assert random.getstate() == drawn  # waiting changes nothing that a run draws
 
     def test_slow(self, server, make_judge, clock):
         server.fault = lambda number: clock.after(40.0)
         assert make_judge(server, timeout=100.0).score([PAIR], QUESTION) == [RIGHT]
         assert len(server.requests) == 1
         # Twin: slower than the timeout
-        with pytest.raises(JudgeUnavailableError, match="the last error: timeout"):
+        with pytest.raises(JudgeUnavailableError, match="timeout"):
             make_judge(server, timeout=30.0).score([PAIR], QUESTION)
         assert len(server.requests) > 3
 
-    def test_asks_again_when_the_server_wants_it(self, server, judge, clock, monkeypatch):
-        waits, sleep = [], asyncio.sleep
-
-        async def at_once(seconds):
-            waits.append(seconds)
-            clock.forward(seconds)
-            await sleep(0)
-
-        monkeypatch.setattr(asyncio, "sleep", at_once)
-        # Twin: without the header it is a moment
-        server.fault, server.retry_after = {0: "429", 2: "503"}.get, "50.5"
-        assert judge.score([PAIR], QUESTION) == [RIGHT] == judge.score([PAIR], QUESTION)
-        assert len(server.requests) == 4
-        (after_429, after_503) = waits
-        assert after_429 == 50.5 and after_503 <= judge._client.first_wait
-
-    @pytest.mark.parametrize("header", ["nan", "-5", "Wed, 21 Oct 2026 07:28:00 GMT", "soon"])
-    def test_headers_that_are_no_time_to_wait(self, server, judge, header):
-        server.fault, server.retry_after = {0: "429"}.get, header
-        assert judge.score([PAIR], QUESTION) == [RIGHT]
-        assert server.times[1] - server.times[0] < 15
-
-    def test_wants_to_be_asked_after_the_budget(self, server, judge):
-        server.fault, server.retry_after = (lambda number: "429"), "3600"
+    def test_again_when_the_server_wants_it(self, server, judge, clock):
+        server.fault, server.retry_after = {0: "429", 1: "429"}.get, "50.5"
+        clock.forward_when(lambda: len(server.requests) == 2, 49.0)
         started = time.monotonic()
-        with pytest.raises(JudgeUnavailableError, match=r"the last error: HTTP 429 \(.*fault 429"):
-            judge.score([PAIR], QUESTION)
-        # The question, and one of another kind before the server is called down
-        assert time.monotonic() - started < 15 and len(server.requests) == 2
+        assert judge.score([PAIR], QUESTION) == [RIGHT]
+        # The first retry is this package's own, and the second waits for what the clock leaves of it
+        assert len(server.requests) == 3 and time.monotonic() - started > 1
 
     def test_restarted_between_two_requests(self, server, make_judge):
         judge = make_judge(server)
@@ -372,7 +344,7 @@ class TestFaultsThatStay:
         answers = asyncio.run(judge.answer([PAIR] * 3, QUESTION))
         assert answers == [Answer(RIGHT), Answer(None, FINAL_FAULTS[fault]), Answer(RIGHT)]
         assert len(server.requests) == 3
-        assert f"1 of 3 questions to judge at {server.url} have no answer: 1 x {FINAL_FAULTS[fault]}." in caplog.text
+        assert f"1 x {FINAL_FAULTS[fault]}" in caplog.text
         assert "data:image/png;base64" not in caplog.text
         # Twin: the next time the server is well
         assert judge.score([PAIR], QUESTION) == [RIGHT]
@@ -385,7 +357,7 @@ class TestFaultsThatStay:
         server.fault = lambda number: "400"
         for _ in range(3):
             assert judge.score([PAIR] * 2, QUESTION) == [None, None]
-        assert caplog.text.count("cannot answer a question: HTTP 400") == 1 and "fault 400" in caplog.text
+        assert caplog.text.count("cannot answer a question") == 1 and "fault 400" in caplog.text
         assert caplog.text.count("2 of 2 questions") == 3
 
     def poison(self, server, clock, fault, seconds):
@@ -405,23 +377,23 @@ class TestFaultsThatStay:
         """The others are answered: the server is not down."""
         self.poison(server, clock, "500", seconds=20.0)
         answers = asyncio.run(judge.answer([PAIR] * 4, [POISON, QUESTION, QUESTION, QUESTION]))
-        assert answers == [Answer(None, "HTTP 500")] + [Answer(RIGHT)] * 3
+        assert answers == [Answer(None, "unavailable")] + [Answer(RIGHT)] * 3
         asked = Counter(map(question_of, server.requests))
         assert asked[QUESTION] == 3 and 2 <= asked[POISON] < 20
-        assert "cannot answer a question: HTTP 500" in caplog.text and "fault 500" in caplog.text
+        assert "fault 500" in caplog.text
 
     def test_the_only_question_for_ever(self, server, judge, clock):
         """Nobody else asks: a question of another kind tells that the server is not down."""
         server.fault = lambda number: (
             clock.after(20.0, "500") if POISON in question_of(server.requests[number]) else None
         )
-        assert asyncio.run(judge.answer([PAIR], [POISON])) == [Answer(None, "HTTP 500")]
+        assert asyncio.run(judge.answer([PAIR], [POISON])) == [Answer(None, "unavailable")]
         assert Counter(map(question_of, server.requests))[plain_question()] == 1
 
     def test_one_question_hangs_for_ever(self, server, judge, clock):
         self.poison(server, clock, "hang", seconds=judge.timeout)
         answers = asyncio.run(judge.answer([PAIR] * 4, [POISON, QUESTION, QUESTION, QUESTION]))
-        assert answers == [Answer(None, "timeout")] + [Answer(RIGHT)] * 3
+        assert answers == [Answer(None, "unavailable")] + [Answer(RIGHT)] * 3
 
 
 class TestUnavailable:
@@ -430,7 +402,7 @@ class TestUnavailable:
     @pytest.mark.parametrize(
         ("fault", "message"),
         [
-            ("500", r"HTTP 500 \(.*fault 500.*\)"),
+            ("500", "HTTP 500.*fault 500"),
             ("hang", "timeout"),
             ("cut before", "no connection"),
             ("cut in the middle", r"no connection"),
@@ -441,25 +413,11 @@ class TestUnavailable:
         judge = make_judge(server, timeout=5.0 if fault == "hang" else 100.0, time_budget=100.0)
         with pytest.raises(JudgeUnavailableError) as error:
             judge.score([PAIR] * 8, QUESTION)
-        said = rf"judge at {server.url} has not answered for 1\d\d seconds \(`time_budget`: 100\); the last error: "
-        error.match(said + message)
+        error.match(f"{server.url}.*{message}")
         assert len(server.requests) >= 16
         # It recovers, and so does the judge
         server.fault = lambda number: None
         assert judge.score([PAIR], QUESTION) == [RIGHT]
-
-    def test_the_last_error_is_not_that_of_a_request_cut_by_the_budget(self, server, make_judge, clock):
-        server.fault = lambda number: clock.after(30.0, "hang") if number == 1 else "500"
-        judge = make_judge(server, timeout=30.0, time_budget=30.0)
-        with pytest.raises(JudgeUnavailableError, match="the last error: HTTP 500"):
-            judge.score([PAIR], QUESTION)
-        assert len(server.requests) == 3  # the last one is the test question
-        judge.close()
-        # Twin: one that had its time
-        server.forget_requests()
-        server.fault = lambda number: "500" if number == 0 else clock.after(30.0, "hang")
-        with pytest.raises(JudgeUnavailableError, match="the last error: timeout"):
-            make_judge(server).score([PAIR], QUESTION)
 
     def test_goes_down_while_the_last_questions_are_under_way(self, server, make_judge, clock, caplog):
         """Others were answered after they were asked: that says nothing of now."""
@@ -483,7 +441,7 @@ class TestUnavailable:
         assert judge.score([PAIR], QUESTION) == [RIGHT]
         server.stop()
         clock.forward_when(lambda: "Trying again" in caplog.text)
-        with pytest.raises(JudgeUnavailableError, match=f"{server.url} has not answered .* no connection .*running"):
+        with pytest.raises(JudgeUnavailableError, match=f"{server.url}.*no connection"):
             judge.score([PAIR] * 3, QUESTION)
         server.start()
         assert judge.score([PAIR] * 3, QUESTION) == [RIGHT] * 3
@@ -493,7 +451,7 @@ class TestUnavailable:
             taken.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
             clock.forward_when(lambda: "Trying again" in caplog.text)
-            with pytest.raises(JudgeUnavailableError, match=rf"No judge answers at {url} \(no connection .*serve-rew"):
+            with pytest.raises(JudgeUnavailableError, match=rf"{url} \(no connection"):
                 make_judge(url, timeout=120.0).check()
 
     def test_starts_later(self, server, judge, caplog):
@@ -509,28 +467,12 @@ class TestUnavailable:
         thread.join()
         assert len(server.requests) == 1
 
-    @pytest.mark.parametrize("fault", [None, "hang"])
-    def test_waiting_is_said(self, server, make_judge, caplog, monkeypatch, fault):
-        """While it is waited for, and once."""
-        monkeypatch.setattr(chat_client, "_FIRST_NOTICE", 0.3)
-        judge, notice = make_judge(server), f"Waiting for the judge judge at {server.url}, for up to 1 seconds."
-        judge.check(30.0)
-        assert notice not in caplog.messages
-        server.fault = lambda number: fault
-        if fault is None:
-            judge.check(1.0)
-        else:
-            with pytest.raises(JudgeUnavailableError):
-                judge.check(1.0)
-        assert caplog.messages.count(notice) == (fault is not None)
-
-    @pytest.mark.parametrize("interval", [60.0, 0.0])
-    def test_an_outage_is_reported_again(self, server, judge, caplog, monkeypatch, interval):
-        monkeypatch.setattr(chat_client, "_REPORT_INTERVAL", interval)
-        server.fault = lambda number: "500" if number < 7 else None
-        assert judge.score([PAIR], QUESTION) == [RIGHT]
-        reports = [message for message in caplog.messages if "Trying again" in message]
-        assert len(reports) == (1 if interval else 4)  # the first is at the fourth try
+    def test_an_outage_is_logged_once(self, server, judge, caplog):
+        for _ in range(2):
+            server.requests.clear()
+            server.fault = lambda number: "500" if number < 3 else None
+            assert judge.score([PAIR] * 2, QUESTION) == [RIGHT] * 2
+        assert sum("Trying again" in message for message in caplog.messages) == 2
 
     def test_wrong_model(self, make_judge):
         with JudgeServer(log_odds, models=["paco-reward", "base"]) as server:
@@ -597,9 +539,7 @@ class TestCheck:
             threading.Thread(target=lambda: (silent.accept(), clock.forward(20.0)), daemon=True).start()
             for url in (f"http://127.0.0.1:{silent.getsockname()[1]}/v1", server.url):
                 started = time.monotonic()
-                with pytest.raises(
-                    JudgeUnavailableError, match=rf"No judge answers at {url} \(timeout, for 20 seconds"
-                ):
+                with pytest.raises(JudgeUnavailableError, match=f"{url}.*20 seconds"):
                     make_judge(url, timeout=60.0, time_budget=300.0).check(time_budget=20.0)
                 assert time.monotonic() - started < 20
         assert len(server.requests) == 1
@@ -607,15 +547,12 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("fault", "message"),
         [
-            ("no logprobs", "no log-probabilities in the answer. The likeliest tokens: none"),
-            (
-                "neither",
-                r"Yes or No not among .* tokens: 'Maybe', 'yes', ' No'\. A judge must answer Yes or No first",
-            ),
-            ("empty object", "it gave no score: the answer cannot be read"),
-            ("page", "it gave no score: the answer cannot be read"),
-            ("garbage", "it gave no answer: the answer cannot be read"),
-            ("400", r"it gave no answer: HTTP 400 \(.*fault 400"),
+            ("no logprobs", "none"),
+            ("neither", "'Maybe', 'yes', ' No'"),
+            ("empty object", "none"),
+            ("page", "none"),
+            ("garbage", "the answer cannot be read"),
+            ("400", "HTTP 400.*fault 400"),
         ],
     )
     def test_a_server_that_cannot_judge(self, server, judge, fault, message):
@@ -624,9 +561,17 @@ class TestCheck:
             judge.check()
         assert len(server.requests) == 1
 
+    def test_a_server_that_returns_few_log_probabilities(self, server, judge):
+        judge.check()
+        server.refuse = lambda body: (
+            "top_logprobs is greater than max allowed: 5" if body["top_logprobs"] > 5 else None
+        )
+        with pytest.raises(JudgeUnavailableError, match="max allowed: 5.*--max-logprobs 20"):
+            judge.check()
+
     def test_a_server_that_fails_at_its_first_request(self, server, judge, clock):
         server.fault = lambda number: clock.after(10.0, "500")
-        with pytest.raises(JudgeUnavailableError, match=rf"No judge answers at {server.url} \(HTTP 500"):
+        with pytest.raises(JudgeUnavailableError, match=rf"{server.url} \(HTTP 500"):
             judge.check()
         assert server.paths[0] == "/v1/models" and len(server.requests) >= 2
 
@@ -643,7 +588,7 @@ class TestKey:
             wrong = make_judge(locked, **kwargs)
             for ask in (wrong.check, lambda wrong=wrong: wrong.score([PAIR], QUESTION)):
                 before = len(locked.paths)
-                with pytest.raises(JudgeUnavailableError, match=r"refuses the key \(HTTP 401 .*VLLM_API_KEY"):
+                with pytest.raises(JudgeUnavailableError, match="HTTP 401.*VLLM_API_KEY"):
                     ask()
                 assert len(locked.paths) == before + 1
         assert make_judge(locked, api_key=KEY).score([PAIR], QUESTION) == [RIGHT]
@@ -759,10 +704,10 @@ class TestConnections:
         judge = make_judge(server)
         assert judge.score([PAIR], QUESTION) == [RIGHT]
         client = judge._client
-        monkeypatch.setattr(client, "process", client.process + 1)  # as after a fork
-        with pytest.raises(RuntimeError, match="was made in another process.*Create it again"):
+        monkeypatch.setattr(client, "_process", client._process + 1)  # as after a fork
+        with pytest.raises(RuntimeError, match="another process"):
             judge.score([PAIR], QUESTION)
-        client.process -= 1
+        client._process -= 1
 
     def test_cancelled(self, server, make_judge):
         server.fault = lambda number: "hang"
@@ -817,7 +762,7 @@ class TestConnections:
         judge.close()
         assert wait_until(lambda: server.open_connections == 0)
         for ask in (judge.check, lambda: judge.score([PAIR], QUESTION)):
-            with pytest.raises(RuntimeError, match="was closed and cannot be used any more"):
+            with pytest.raises(RuntimeError, match="was closed"):
                 ask()
         assert len(server.requests) == 8
 

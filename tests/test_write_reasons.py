@@ -21,7 +21,7 @@ from paco_trl.data import check_pair_columns, criterion_question, decision_of, t
 from paco_trl.data.pairs import make_pair, pair_features
 from paco_trl.dataset_building.categories import DIMENSIONS
 from paco_trl.dataset_building.write_reasons import VISIBLE_ATTRIBUTES, check_reasons, write_reasons
-from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
+from paco_trl.utils.chat import EndpointUnavailableError
 from paco_trl.utils.stage_folder import StageFolder
 
 
@@ -189,7 +189,7 @@ def server():
 
 
 def endpoint_of(server, **kwargs):
-    return ChatEndpoint(server.url, "writer", **{"timeout": 5.0, "max_retries": 0, **kwargs})
+    return server.endpoint(**kwargs)
 
 
 def plain(dataset):
@@ -394,7 +394,7 @@ def test_killed_and_resumed(server, pairs, tmp_path):
     journal = killed / "reasons.jsonl"
     # Forked, so that nothing is imported anew
     process = multiprocessing.get_context("fork").Process(
-        target=write_reasons, args=(pairs, endpoint_of(server), StageFolder(killed)), kwargs={"max_attempts": 2}
+        target=lambda: write_reasons(pairs, endpoint_of(server), StageFolder(killed), max_attempts=2)
     )
     process.start()
     end = time.monotonic() + 60

@@ -203,7 +203,7 @@ def _check_options(args: ScoreArguments) -> None:
         refuse_unused(args, SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
     for url in (args.judge_url, args.alignment_url):
         if url is not None:
-            check_base_url(url, "--api_key_variable")
+            check_base_url(url)
     if args.alignment_model is not None and args.alignment_file is None:
         raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
 

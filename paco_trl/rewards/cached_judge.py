@@ -43,7 +43,7 @@ class CachedJudge:
         with self._resolving(new) as found:
             if new:
                 scores = self.judge.score(*_arguments(questions, new))
-                found += [Answer(score, None if score is not None else "no score") for score in scores]
+                found += [Answer(score, "undecided" if score is None else None) for score in scores]
         return [answer.result() if isinstance(answer, Future) else answer for answer in answers], len(new)
 
     async def query_server(self, questions: list[Question]) -> tuple[list[Answer], int]:

@@ -49,8 +49,8 @@ class ConsistencyReward(JudgedReward):
     It rewards copies: identical panels are perfectly consistent. Combine it with a reward for the content of the
     panels ([`ClipTReward`]) or against near-identical ones ([`DuplicateReward`]), and look at the contact sheets.
 
-    With `base_url` the judge is on a server, and the reward is a coroutine function: images are scored while others
-    are generated. Otherwise it is loaded into the process. The scores are the same.
+    With `base_url` the judge is on a server, and a call returns a coroutine: images are scored while others are
+    generated. Otherwise it is loaded into the process. The scores are the same.
 
     Args:
         model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`):

@@ -17,6 +17,9 @@ ImagePair = tuple[ImageSource, ImageSource]
 Score = TypeVar("Score")
 # Images of one question: a pair, or one image
 ImageGroup = ImagePair | tuple[ImageSource]
+# Why a question has no score: the server refuses it, does not answer it, or answers what cannot be read, or Yes and No
+# are not among the likeliest tokens
+NO_SCORE = ("refused", "unavailable", "unreadable", "undecided")
 # Log-probabilities that a judge reads: the most that OpenAI's API and vLLM return
 TOP_LOGPROBS = 20
 
@@ -26,7 +29,7 @@ class JudgeUnavailableError(RuntimeError):
 
 
 class Answer(NamedTuple, Generic[Score]):
-    """Score of a pair by a judge, P(Yes) / (P(Yes) + P(No)), or a short reason why there is none."""
+    """Score of a pair by a judge, P(Yes) / (P(Yes) + P(No)), or why there is none: one of `NO_SCORE`."""
 
     score: Score | None
     reason: str | None = None

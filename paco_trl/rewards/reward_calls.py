@@ -149,7 +149,9 @@ def _checked(function: Callable, name: str) -> Callable:
             rewards = function(*args, **kwargs)
         return _check_rewards(rewards, name, len(kwargs["completions"]))
 
-    call: Any = call_async if is_async_callable(function) else call_sync
+    # A call of a reward with a judge on a server returns a coroutine, which its type does not tell
+    is_async = getattr(function, "is_async", False) or is_async_callable(function)
+    call: Any = call_async if is_async else call_sync
     # Not functools.wraps: a callable object lacks the attributes that it copies
     functools.update_wrapper(call, function, assigned=("__doc__",), updated=())
     call.__name__ = name

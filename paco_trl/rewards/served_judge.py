@@ -2,19 +2,20 @@
 """A judge on an OpenAI-compatible server: the same questions and the same scores as in the process."""
 
 import asyncio
+import functools
 import logging
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from ..data.questions import plain_question
-from ..utils.chat_requests import UNREADABLE, NoAnswerError, ServerLimits
+from ..utils.chat import ChatClient, NoAnswerError
 from ..utils.images import data_url, load_image
 from ..utils.names import public_name
 from .decision import yes_probability
@@ -47,9 +48,8 @@ _SAVE_OPTIONS = {
     "png": {"compress_level": 1},  # higher levels cost more time than they save
     "jpeg": {"quality": 95, "subsampling": 0},
 }
-# Reasons for an answer without a score
-UNDECIDED = "Yes or No not among the likeliest tokens"
-_NO_LOGPROBS = "no log-probabilities in the answer"
+# Retries end with the time budget
+_MAX_RETRIES = 10_000
 
 
 @dataclass(repr=False, eq=False)
@@ -61,9 +61,9 @@ class ServedJudge:
     the log-probabilities of its 20 likeliest tokens. Images are resized by the same function, so that the model sees
     the same pixels, and are sent as PNG.
 
-    A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried. A question that
-    still has no answer has the score `None`. If the server answers nothing at all for `time_budget` seconds, it is
-    considered down. A judge can be queried from any thread or event loop.
+    A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried by openai's client.
+    A question that has no answer after `time_budget` seconds has the score `None` if the server then answers a test
+    question, and the judge is considered down if not. A judge can be queried from any thread or event loop.
 
     Args:
         base_url (`str`):
@@ -112,22 +112,27 @@ class ServedJudge:
     patch_size: int = 14
 
     def __post_init__(self, api_key: str | None):
-        from ..utils.chat_client import ChatClient  # openai is an extra, and takes seconds to import
-
-        if self.max_concurrency < 1:
-            raise ValueError(f"`max_concurrency` is {self.max_concurrency}, but must be at least 1.")
-        if not 0 < self.timeout <= self.time_budget:
+        if not self.timeout <= self.time_budget:
             raise ValueError(
-                f"`timeout` is {self.timeout} and `time_budget` is {self.time_budget}, but `timeout` (of a request) must "
-                "be positive and at most `time_budget` (of a question with its retries)."
+                f"`timeout` is {self.timeout} and `time_budget` is {self.time_budget}, but `timeout` (of a request) must be "
+                "at most `time_budget` (of a question with its retries)."
             )
         if self.image_format not in _SAVE_OPTIONS:
             raise ValueError(f"`image_format` is {self.image_format!r}, but must be 'png' or 'jpeg'.")
-        self.name = f"{self.model} at {self.base_url}"
-        key, remedy = api_key or os.environ.get("VLLM_API_KEY"), "Pass `api_key`, or set VLLM_API_KEY."
-        settings = (ServerLimits(self.name), self.max_concurrency, self.timeout)
-        self._client = ChatClient(self.base_url, self.model, key, remedy, JudgeUnavailableError, *settings)
-        self._reported: set[str] = set()  # reasons that have been logged with an example
+        self._client = ChatClient(
+            self.base_url,
+            self.model,
+            api_key or os.environ.get("VLLM_API_KEY"),
+            self.max_concurrency,
+            self.timeout,
+            _MAX_RETRIES,
+            "Pass `api_key`, or set VLLM_API_KEY.",
+            JudgeUnavailableError,
+        )
+        self.name = self._client.name
+        self._slots = asyncio.Semaphore(self.max_concurrency)
+        self._reported: set[str] = set()  # kinds of failures that have been logged with an example
+        self._is_waiting = False  # for a server that does not answer, which has been logged
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
@@ -146,8 +151,7 @@ class ServedJudge:
             time_budget (`float`, *optional*, defaults to `30.0`):
                 Seconds to wait for a server that does not answer, at most the judge's own `time_budget`.
         """
-        budget = min(self.time_budget, time_budget)
-        self._client.run(self._check(budget), f"Waiting for the judge {self.name}, for up to {budget:g} seconds.")
+        self._client.run(self._check(min(self.time_budget, time_budget)))
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """
@@ -178,13 +182,7 @@ class ServedJudge:
         self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
     ) -> list[dict[str, float] | None]:
         """Return the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does."""
-        tokens = self._read_all(*_checked(images, prompts), _read_tokens, labels=image_labels)
-        if (largest := self._client.limits.largest.get("top_logprobs", TOP_LOGPROBS)) < TOP_LOGPROBS:
-            raise JudgeUnavailableError(
-                f"{self.name} allows `top_logprobs` of at most {largest}, but the published protocol reads the "
-                f"{TOP_LOGPROBS} likeliest tokens. Start vLLM with `--max-logprobs {TOP_LOGPROBS}`."
-            )
-        return tokens
+        return self._read_all(*_checked(images, prompts), _read_tokens, labels=image_labels)
 
     def explain(
         self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512
@@ -202,26 +200,26 @@ class ServedJudge:
     # ---- On the event loop ----
 
     async def _check(self, budget: float) -> None:
-        cannot = f"{self.name} cannot be used as a judge. Asked '{plain_question()}' about two images, it gave no"
         try:
-            await self._client.check(budget)
-            completion = await self._client.complete(self._test_body(), budget)
+            await self._call(self._client.find_model, budget)
+            completion = await self._call(functools.partial(self._client.complete, self._test_body()), budget)
         except NoAnswerError as failure:
-            if not failure.may_pass:
-                raise JudgeUnavailableError(f"{cannot} answer: {failure}.") from None
+            if failure.kind != "unavailable":
+                raise self._no_judge(str(failure)) from None
             raise JudgeUnavailableError(
                 f"No judge answers at {self.base_url} ({failure}, for {budget:g} seconds). Start one with `paco-trl "
                 "serve-reward` and wait until it reports that it is ready, or correct the address."
             ) from None
-        answer = _read_score(completion)
-        if answer.score is None:
+        if _read_score(completion).score is None:
             tokens = ", ".join(map(repr, _read_tokens(completion).score or ())) or "none"
-            largest = self._client.limits.largest.get("top_logprobs")
-            raise JudgeUnavailableError(
-                f"{cannot} score: {answer.reason}. The likeliest tokens: {tokens}. A judge must answer Yes or No first, "
-                "and its server must return log-probabilities (`logprobs`, `top_logprobs` of 20)."
-                + (f" This one allows `top_logprobs` of at most {largest}." if largest else "")
-            )
+            raise self._no_judge(f"its likeliest first tokens: {tokens}")
+
+    def _no_judge(self, answer: str) -> JudgeUnavailableError:
+        return JudgeUnavailableError(
+            f"{self.name} cannot be used as a judge. Asked '{plain_question()}' about two images, it gave no score "
+            f"({answer}). A judge must answer Yes or No first, and its server must return the log-probabilities of "
+            f"{TOP_LOGPROBS} tokens (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
+        )
 
     async def _answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool) -> list[Answer[float]]:
         pairs, prompts = _checked(images, prompts)
@@ -265,30 +263,50 @@ class ServedJudge:
         return answers
 
     async def _query(self, body: dict, read: Callable[["ChatCompletion"], Answer]) -> Answer:
-        async with self._client.slots:
-            clock = asyncio.get_running_loop().time
-            started = clock()
+        async with self._slots:
             try:
-                return read(await self._client.complete(body, self.time_budget))
+                request = functools.partial(self._client.complete, body)
+                completion = await self._call(request, self.time_budget)
+                self._is_waiting = False
+                return read(completion)
             except NoAnswerError as failure:
-                # Tell a bad question from a server that is down
-                if failure.may_pass and not await self._answers_a_test():
-                    raise JudgeUnavailableError(
-                        f"{self.name} has not answered for {clock() - started:.0f} seconds (`time_budget`: "
-                        f"{self.time_budget:g}); the last error: {failure}. Is it still running?"
-                    ) from None
-                if failure.reason not in self._reported:
-                    self._reported.add(failure.reason)
+                if failure.kind == "unavailable":
+                    await self._check_is_up(failure)
+                if failure.kind not in self._reported:
+                    self._reported.add(failure.kind)
                     logger.warning(f"{self.name} cannot answer a question: {failure}.")
-                return Answer(None, failure.reason)
+                return Answer(None, failure.kind)
 
-    async def _answers_a_test(self) -> bool:
+    async def _call(self, request: Callable[..., Coroutine], budget: float) -> Any:
+        """Send a request, again for `budget` seconds in all; a temporary failure is that of the first time."""
+        failure = NoAnswerError("unavailable", "timeout")
         try:
-            budget = min(self.timeout, max(self.time_budget / 10, 5.0))
-            await self._client.complete(self._test_body(), budget, max_retries=0)
-        except NoAnswerError:
-            return False
-        return True
+            async with asyncio.timeout(budget):
+                try:
+                    return await request(is_retried=False)
+                except NoAnswerError as error:
+                    if error.kind != "unavailable":
+                        raise
+                    failure = error
+                if not self._is_waiting:
+                    self._is_waiting = True
+                    logger.warning(
+                        f"{self.name} does not answer ({failure}). Trying again for up to {budget:g} seconds."
+                    )
+                return await request()
+        except TimeoutError:
+            raise failure from None
+
+    async def _check_is_up(self, failure: NoAnswerError) -> None:
+        """Tell a bad question from a server that is down by a test question."""
+        try:
+            async with asyncio.timeout(min(self.timeout, max(self.time_budget / 10, 5.0))):
+                await self._client.complete(self._test_body(), is_retried=False)
+        except (NoAnswerError, TimeoutError):
+            raise JudgeUnavailableError(
+                f"{self.name} has not answered for {self.time_budget:g} seconds (`time_budget`): {failure}. Is it still "
+                "running?"
+            ) from None
 
     # ---- Requests and answers ----
 
@@ -327,8 +345,6 @@ def _checked(images: list[ImagePair], prompts: str | list[str]) -> tuple[list[Im
 
 def _read_tokens(completion: "ChatCompletion") -> Answer[dict[str, float]]:
     """Read the likeliest first tokens with their log-probabilities, in place of a score."""
-    if not getattr(completion, "choices", None):
-        return Answer(None, UNREADABLE)
     logprobs: dict[str, float] = {}
     try:
         choice: Any = completion.choices[0]
@@ -337,7 +353,7 @@ def _read_tokens(completion: "ChatCompletion") -> Answer[dict[str, float]]:
             logprobs.setdefault(entry.token, float(entry.logprob))
     except (AttributeError, IndexError, TypeError, ValueError):
         logprobs = {}
-    return Answer(logprobs) if logprobs else Answer(None, _NO_LOGPROBS)
+    return Answer(logprobs) if logprobs else Answer(None, "unreadable")
 
 
 def _read_score(completion: "ChatCompletion") -> Answer:
@@ -346,13 +362,13 @@ def _read_score(completion: "ChatCompletion") -> Answer:
         return Answer(None, reason)
     try:
         score = yes_probability(logprobs)
-    except ValueError:
-        return Answer(None, "invalid log-probability")
+    except ValueError:  # NaN
+        return Answer(None, "unreadable")
     found = [logprobs[token] for token in ("Yes", "No") if token in logprobs]
     # Negated, so that a NaN among the others gives no score
     if len(found) == 1 and not math.exp(min(logprobs.values()) - found[0]) <= _MAX_SCORE_ERROR:
         score = None
-    return Answer(score, UNDECIDED if score is None else None)
+    return Answer(score, "undecided" if score is None else None)
 
 
 def _read_text(completion: "ChatCompletion") -> Answer[str]:
@@ -360,7 +376,7 @@ def _read_text(completion: "ChatCompletion") -> Answer[str]:
         text = completion.choices[0].message.content
     except (AttributeError, IndexError, TypeError):
         text = None
-    return Answer(text) if isinstance(text, str) and text else Answer(None, UNREADABLE)
+    return Answer(text) if isinstance(text, str) and text else Answer(None, "unreadable")
 
 
 def _mean(first: Answer, second: Answer) -> Answer:

@@ -31,24 +31,19 @@ def check_port(host: str, port: int) -> None:
         ) from error
 
 
-def check_base_url(base_url: str, key_argument: str) -> str:
+def check_base_url(base_url: str) -> str:
     """Check the address of an OpenAI-compatible server; return its host."""
-    if not isinstance(base_url, str) or re.search(r"[\s,;]", base_url):
+    address = urlsplit(base_url) if isinstance(base_url, str) and not re.search(r"[\s,;]", base_url) else None
+    if address is None or address.scheme not in ("http", "https") or not address.hostname:
         raise ValueError(
-            f"The address of the server is {base_url!r}, but must be a single one. To use several GPUs, serve the model on all "
-            "of them behind one address (`paco-trl serve-reward ... -- --data-parallel-size 4`, an option of `vllm "
-            "serve`), or put a load balancer in front of several servers. With several nodes, start a server on each and "
-            "give 'http://127.0.0.1:8000/v1': each process then queries the server of its node."
-        )
-    address = urlsplit(base_url)
-    if address.scheme not in ("http", "https") or not address.hostname:
-        raise ValueError(
-            f"The address of the server is {base_url!r}, but must be an address like 'http://127.0.0.1:8000/v1'."
+            f"The address of the server is {base_url!r}, but must be a single one like 'http://127.0.0.1:8000/v1'. For "
+            "several GPUs, serve the model on all of them behind one address (`paco-trl serve-reward ... -- "
+            "--data-parallel-size 4`)."
         )
     if address.username or address.password or address.query:
         raise ValueError(
-            "The address of the server has a user name, a password or a query (`?...`) in it, which would be logged. Use "
-            f"`{key_argument}`."
+            "The address of the server has a user name, a password or a query (`?...`) in it, which would be logged. Pass "
+            "the key in its own argument."
         )
     return address.hostname
 

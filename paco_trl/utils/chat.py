@@ -1,30 +1,186 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat models on OpenAI-compatible servers."""
 
+import asyncio
+import functools
 import os
-import queue
+import re
+import threading
 from collections import deque
-from collections.abc import Generator, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Coroutine, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .addresses import check_base_url
-from .chat_requests import UNREADABLE, NoAnswerError, ServerLimits
+from .addresses import check_base_url, is_loopback
 
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
-    from .chat_client import ChatClient
 
-
-# Refused because of the request, not of the state of the server: too long, an unsupported image, ...
-_REFUSALS = (400, 413, 415, 422)
+# Placeholder for servers that require no key
+_NO_KEY = "EMPTY"
+# Whose newer models refuse `max_tokens`, while many other servers do not know its successor
+_NEW_LENGTH_OPTION = ("api.openai.com", ".openai.azure.com")
 
 
 class EndpointUnavailableError(RuntimeError):
     """An endpoint cannot be used at all: it is down, refuses the key, or does not have the model. It stops a stage."""
+
+
+class NoAnswerError(Exception):
+    """Request without an answer; its `kind` is `"refused"`, `"unreadable"`, or `"unavailable"`, which may pass."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+class ChatClient:
+    """Client of a model on an OpenAI-compatible server, with connections on an event loop of its own, for any thread."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str | None,
+        max_concurrency: int,
+        timeout: float,
+        max_retries: int,
+        key_remedy: str,
+        unavailable: type[Exception] = EndpointUnavailableError,
+    ):
+        try:
+            import openai  # takes seconds
+        except ImportError as error:
+            raise ImportError('A model on a server requires `openai`: pip install "paco_trl[served]".') from error
+
+        host = check_base_url(base_url)
+        for name, value, is_valid in (
+            ("model", model, bool(model)),
+            ("max_concurrency", max_concurrency, max_concurrency >= 1),
+            ("max_retries", max_retries, max_retries >= 0),
+            ("timeout", timeout, timeout > 0),
+        ):
+            if not is_valid:
+                raise ValueError(f"`{name}` is {value!r}, which is empty or too small.")
+        self.base_url, self.model, self.max_concurrency = base_url, model, max_concurrency
+        self.name = f"{model} at {base_url}"
+        self._key, self._key_remedy, self._unavailable = api_key or _NO_KEY, key_remedy, unavailable
+        self._process = os.getpid()
+        self._length_option = "max_completion_tokens" if host.endswith(_NEW_LENGTH_OPTION) else "max_tokens"
+        # What the environment has for OpenAI's own service (OPENAI_ORG_ID, OPENAI_CUSTOM_HEADERS) stays here
+        headers: dict[str, Any] = dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.Omit())
+        headers["Authorization"] = f"Bearer {self._key}"
+        self._openai = openai.AsyncOpenAI(
+            base_url=base_url,
+            api_key=self._key,
+            timeout=timeout,
+            max_retries=max_retries,
+            default_headers=headers,
+            # A proxy that the environment names does not know this machine's own addresses
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(host)),
+        )
+        self._openai_once = self._openai.with_options(max_retries=0)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
+
+    # ---- From any thread ----
+
+    def start(self, coroutine: Coroutine) -> Future:
+        """Start a coroutine on the client's event loop."""
+        problem = None
+        if os.getpid() != self._process:
+            problem = (
+                "was made in another process, whose connections cannot be used in this one. Create it again here."
+            )
+        elif self._openai.is_closed():
+            problem = "was closed. Create another."
+        if problem is not None:
+            coroutine.close()
+            raise RuntimeError(f"The client of {self.name} {problem}")
+        return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+
+    def run(self, coroutine: Coroutine) -> Any:
+        """Run a coroutine on the client's event loop and wait for its result."""
+        future = self.start(coroutine)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Close the connections."""
+        if not self._openai.is_closed():
+            self.run(self._openai.close())
+
+    # ---- On the event loop ----
+
+    async def find_model(self, is_retried: bool = True) -> None:
+        """Check that the server has the model."""
+        client = self._openai if is_retried else self._openai_once
+        try:
+            with self._failures():
+                names = [model.id for model in (await client.models.list()).data]
+        except (NoAnswerError, AttributeError, TypeError) as failure:
+            if isinstance(failure, NoAnswerError) and failure.kind == "unavailable":
+                raise
+            raise self._unavailable(
+                f"{self.base_url}/models gives no list of models ({failure}): {self.base_url} is not the address of an "
+                "OpenAI-compatible server, which usually ends in /v1."
+            ) from None
+        if self.model not in names:
+            raise self._unavailable(
+                f"{self.base_url} has no model {self.model!r}. It has: {', '.join(names) or 'none'}. Use one of them "
+                "as `model`."
+            )
+
+    async def complete(self, body: dict[str, Any], is_retried: bool = True) -> "ChatCompletion":
+        """Send a query; a temporary failure is retried by openai's client."""
+        import openai
+
+        client = self._openai if is_retried else self._openai_once
+        request = {self._length_option if name == "max_tokens" else name: value for name, value in body.items()}
+        with self._failures():
+            try:
+                return await client.chat.completions.create(model=self.model, **request)
+            except openai.NotFoundError as error:
+                await self.find_model()
+                raise self._unavailable(
+                    f"{self.base_url} has the model {self.model!r}, but does not answer queries with it "
+                    f"({self._describe(error)}). It requires the interface for chat, /chat/completions."
+                ) from None
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn exceptions of openai's client into those of this module, with what the server or the network reports."""
+        import openai
+
+        try:
+            yield
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            raise self._unavailable(
+                f"{self.base_url} refuses the key ({self._describe(error)}). {self._key_remedy}"
+            ) from None
+        except openai.APIStatusError as error:
+            may_pass = error.status_code in (408, 409, 429) or error.status_code >= 500
+            raise NoAnswerError("unavailable" if may_pass else "refused", self._describe(error)) from None
+        except openai.APITimeoutError:
+            raise NoAnswerError("unavailable", "timeout") from None
+        except openai.APIConnectionError as error:
+            raise NoAnswerError("unavailable", f"no connection: {error.__cause__ or error}") from None
+        except (openai.APIError, ValueError):
+            raise NoAnswerError("unreadable", "the answer cannot be read") from None
+
+    def _describe(self, error: Any) -> str:
+        # Some servers send the request back
+        text = re.sub(
+            r"data:image/\S+", "data:image/...", str(error).removeprefix(f"Error code: {error.status_code} - ")
+        )
+        return f"HTTP {error.status_code}: {text if self._key == _NO_KEY else text.replace(self._key, '***')}"[:300]
 
 
 class ChatRequest(NamedTuple):
@@ -43,13 +199,12 @@ class Reply(NamedTuple):
     problem: str | None = None  # the server refused this one request, or the answer is empty, cut or cannot be read
 
 
-@dataclass(repr=False, eq=False)
-class ChatEndpoint:
+class ChatEndpoint(ChatClient):
     """
     Model behind an OpenAI-compatible server: vLLM, or a service.
 
-    Temporary failures (no connection, a timeout, HTTP 408, 409, 429 and 5xx) are retried, after `Retry-After` of up to
-    2 minutes. When that does not help, the endpoint is considered down.
+    Temporary failures (no connection, a timeout, HTTP 408, 409, 429 and 5xx) are retried by openai's client. When that
+    does not help, the endpoint is considered down.
 
     Args:
         base_url (`str`):
@@ -64,7 +219,11 @@ class ChatEndpoint:
         timeout (`float`, *optional*, defaults to `120.0`):
             Maximum number of seconds without data during one request.
         max_retries (`int`, *optional*, defaults to `5`):
-            Maximum number of retries of a request, after random waits of at most 0.5, 1, 2, ... up to 10 seconds.
+            Maximum number of retries of a request, after waits of 0.5, 1, 2, 4, 8, 8, ... seconds, or as the server asks.
+
+    Raises:
+        ValueError: If the address is not a single one or has a secret in it, if the variable of the key is not set, or
+            if a number is too small.
 
     Example:
 
@@ -73,114 +232,76 @@ class ChatEndpoint:
 
     >>> endpoint = ChatEndpoint("http://127.0.0.1:8000/v1", "Qwen/Qwen2.5-VL-7B-Instruct")
     >>> endpoint.check()
-    >>> text = endpoint.ask([{"role": "user", "content": "What is ochre?"}], seed=0, max_tokens=100, temperature=1.0)
     ```
     """
 
-    base_url: str
-    model: str
-    api_key_variable: str | None = None
-    max_concurrency: int = 8
-    timeout: float = 120.0
-    max_retries: int = 5
-
-    def __post_init__(self):
-        check_base_url(self.base_url, "api_key_variable")
-        if not self.model:
-            raise ValueError("`model` is empty, but must be the name of the model on the server.")
-        for name, smallest in (("max_concurrency", 1), ("max_retries", 0)):
-            if getattr(self, name) < smallest:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least {smallest}.")
-        if not self.timeout > 0:
-            raise ValueError(f"`timeout` is {self.timeout}, but must be a positive number of seconds.")
-        self.name = f"{self.model} at {self.base_url}"
-        self._key = None if self.api_key_variable is None else _read_key(self.api_key_variable)
-        self._limits = ServerLimits(self.name)  # shared by all connections
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key_variable: str | None = None,
+        max_concurrency: int = 8,
+        timeout: float = 120.0,
+        max_retries: int = 5,
+    ):
+        key, remedy = None, "Name the environment variable that holds one, as `api_key_variable`."
+        if api_key_variable is not None:
+            key, remedy = _read_key(api_key_variable), f"The variable {api_key_variable} holds another one."
+        super().__init__(base_url, model, key, max_concurrency, timeout, max_retries, remedy)
 
     def check(self) -> None:
         """Check that the server is there and has the model; an `EndpointUnavailableError` lists those that it has."""
-        client = self._connect()
         try:
-            client.run(client.check())
+            self.run(self.find_model())
         except NoAnswerError as failure:
-            raise _unavailable(client, failure) from None
-        finally:
-            client.close()
-
-    def ask(self, messages: list[dict[str, Any]], seed: int, max_tokens: int, temperature: float) -> str:
-        """Send one query and return the answer; raise a `ValueError` if the server refuses it or gives no usable one."""
-        ((_, reply),) = self.ask_all([ChatRequest(messages, seed, max_tokens, temperature)])
-        if reply.text is None:
-            raise ValueError(f"{self.name} gave no answer: {reply.problem}.")
-        return reply.text
+            raise self._is_down(failure) from None
 
     def ask_all(
         self, requests: Iterable[ChatRequest], again: deque[tuple[int, ChatRequest]] | None = None
     ) -> Generator[tuple[int, Reply], None, None]:
         """Send queries, those in `again` first, as there is room, and yield the number and the reply of each."""
         # In the order of the replies. The caller may append to `again`; an iteration that ends early cancels the rest
-        waiting, client = enumerate(requests), self._connect()
-        under_way: dict[Future[Reply], int] = {}
-        done: queue.SimpleQueue[Future[Reply]] = queue.SimpleQueue()
+        waiting = enumerate(requests)
+        pending: dict[Future[Reply], int] = {}
         try:
             while True:
-                while len(under_way) < self.max_concurrency:
+                while len(pending) < self.max_concurrency:
                     numbered = again.popleft() if again else next(waiting, None)
                     if numbered is None:
                         break
-                    query = client.start(_reply(client, numbered[1]))
-                    under_way[query] = numbered[0]
-                    query.add_done_callback(done.put)
-                if not under_way:
+                    pending[self.start(self._reply(numbered[1]))] = numbered[0]
+                if not pending:
                     return
-                query = done.get()
-                yield under_way.pop(query), query.result()
+                query = next(iter(wait(pending, return_when=FIRST_COMPLETED).done))
+                yield pending.pop(query), query.result()
         finally:
-            for query in under_way:
+            for query in pending:
                 query.cancel()
-            client.close()
 
-    def _connect(self) -> "ChatClient":
-        from .chat_client import ChatClient  # openai takes seconds to import
+    async def _reply(self, request: ChatRequest) -> Reply:
+        body = {name: value for name, value in request._asdict().items() if value is not None}
+        try:
+            return _read(await self.complete(body), request.max_tokens)
+        except NoAnswerError as failure:
+            if failure.kind == "unavailable":
+                raise self._is_down(failure) from None
+            # `cause_of` cuts the details off
+            return Reply(None, f"refused by the server ({failure})" if failure.kind == "refused" else str(failure))
 
-        remedy = "Name the environment variable that holds one, as `api_key_variable`."
-        if self.api_key_variable is not None:
-            remedy = f"The variable {self.api_key_variable} holds another one."
-        settings = (self._limits, self.max_concurrency, self.timeout, self.max_retries)
-        return ChatClient(self.base_url, self.model, self._key, remedy, EndpointUnavailableError, *settings)
-
-
-async def _reply(client: "ChatClient", request: ChatRequest) -> Reply:
-    body = {name: value for name, value in request._asdict().items() if value is not None}
-    try:
-        return _read(await client.complete(body), body["max_tokens"])
-    except NoAnswerError as failure:
-        if failure.status in _REFUSALS:
-            return Reply(None, f"refused by the server ({failure})")
-        if failure.reason == UNREADABLE:  # 200 without JSON
-            return Reply(None, "an answer that cannot be read")
-        raise _unavailable(client, failure) from None
-
-
-def _unavailable(client: "ChatClient", failure: NoAnswerError) -> EndpointUnavailableError:
-    return EndpointUnavailableError(
-        f"{client.name} does not answer ({failure}, tried {failure.tries} times). Start the server, wait until it is "
-        "less busy, or correct the address; then rerun the same command to resume."
-    )
+    def _is_down(self, failure: NoAnswerError) -> EndpointUnavailableError:
+        return EndpointUnavailableError(
+            f"{self.name} does not answer ({failure}). Start the server, wait until it is less busy, or correct the "
+            "address; then rerun the same command to resume."
+        )
 
 
 def _read_key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
-    if not key:
+    if not key.isascii() or not key.isprintable() or not key:
         raise ValueError(
-            f"The environment variable {variable!r} (`api_key_variable`) is not set or empty. Set it to the key; the "
-            "argument is the name of the variable, not the key itself."
+            f"The environment variable {variable!r} (`api_key_variable`) is not set, or does not hold a key. Set it to the "
+            "key; the argument is the name of the variable, not the key itself."
         )
-    if not key.isascii() or not key.isprintable():
-        raise ValueError(f"The key in the environment variable {variable!r} has characters that no header can hold.")
     return key
 
 
@@ -196,3 +317,20 @@ def _read(completion: "ChatCompletion", max_tokens: int) -> Reply:
         return Reply(None, "an empty answer")
     # JSON can hold half of a surrogate pair, and no file can
     return Reply(text.encode("utf-8", "replace").decode())
+
+
+_event_loop_lock = threading.Lock()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all clients of the process."""
+    with _event_loop_lock:  # several threads may be the first
+        return _started_event_loop(os.getpid())
+
+
+@functools.cache
+def _started_event_loop(process: int) -> asyncio.AbstractEventLoop:
+    # A forked process has none of its parent's threads
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="paco-trl-chat", daemon=True).start()
+    return loop
