@@ -79,22 +79,13 @@ from .step_statistics import StepStatistics
 logger = get_logger(__name__)
 
 # Public methods of GRPOTrainer and Trainer that mean nothing for images
-REFUSED_METHODS = {
-    **dict.fromkeys(
-        ("evaluation_loop", "get_eval_dataloader", "get_test_dataloader", "predict", "prediction_step"),
-        "images are generated, scored and compared by `evaluate(eval_dataset)`",
-    ),
-    **dict.fromkeys(
-        ("get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask"), "it is a formula of a token loss"
-    ),
-    **dict.fromkeys(
-        ("call_model_init", "hyperparameter_search"),
-        "the trainer takes a pipeline, not a `model_init`; run each setting in its own process",
-    ),
-}
+REFUSED_METHODS = (
+    "call_model_init", "evaluation_loop", "get_eval_dataloader", "get_gamma_weights", "get_high_entropy_mask",
+    "get_off_policy_mask", "get_test_dataloader", "hyperparameter_search", "predict", "prediction_step",
+)  # fmt: skip
 
 
-@refuse_methods(REFUSED_METHODS)
+@refuse_methods(*REFUSED_METHODS)
 class PaCoGRPOTrainer(PaCoBaseTrainer):
     """
     Trainer for PaCo-GRPO, reinforcement learning of flow-matching image pipelines, proposed in [PaCo-RL: Advancing
