@@ -25,8 +25,7 @@ from .round_layout import RoundLayout, lay_out_round, nearest_multiples
 
 logger = get_logger(__name__)
 
-MEAN_LOSS_TYPES = ("grpo_guard", "flow_dppo")  # which require the mean of the recorded step
-LOSS_TYPES = ("grpo", *MEAN_LOSS_TYPES)
+LOSS_TYPES = ("grpo", "grpo_guard", "flow_dppo")
 
 # The paper's, for a round whose sizes are left out
 _NUM_PROMPTS, _NUM_OPTIMIZER_STEPS = 42, 2
