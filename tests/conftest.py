@@ -59,22 +59,22 @@ def prompts():
 def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
     """
     Makes a trainer of the tiny pipeline, float32, on 32 x 32 pixels: 4 prompts x 4 images a round, in micro-batches
-    of 4. Keyword arguments are those of `PaCoGRPOConfig`, and `reward_funcs`, `train_dataset`, `eval_dataset`,
-    `model`, `peft_config`, `callbacks` of the trainer.
+    of 4. Keyword arguments are `trainer_class`, those of `PaCoGRPOConfig`, and `reward_funcs`, `train_dataset`, `eval_dataset`,
+    `model`, `peft_config`, `callbacks`, `family` of the trainer.
     """
     from peft import LoraConfig
 
     from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
     from paco_trl.rewards import redness_reward
 
-    def make(**kwargs) -> PaCoGRPOTrainer:
+    def make(trainer_class: type = PaCoGRPOTrainer, **kwargs) -> PaCoGRPOTrainer:
         trainer_arguments = {
             "model": str(tiny_flux),
             "reward_funcs": redness_reward,
             "train_dataset": prompts,
             "peft_config": LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
         }
-        for name in (*trainer_arguments, "eval_dataset", "callbacks"):
+        for name in (*trainer_arguments, "eval_dataset", "callbacks", "family"):
             if name in kwargs:
                 trainer_arguments[name] = kwargs.pop(name)
         settings = {
@@ -96,7 +96,7 @@ def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
             "disable_tqdm": True,
             **kwargs,
         }
-        return PaCoGRPOTrainer(args=PaCoGRPOConfig(**settings), **trainer_arguments)
+        return trainer_class(args=PaCoGRPOConfig(**settings), **trainer_arguments)
 
     return make
 

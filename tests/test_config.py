@@ -17,7 +17,7 @@ import launching
 from docstrings import docstring
 from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
-from paco_trl.trainer.paco_grpo_config import REFUSED_FIELDS
+from paco_trl.trainer.refusals import REFUSED_GRPO_FIELDS
 from paco_trl.utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 
 
@@ -261,19 +261,17 @@ def another_value(name):
 
 
 class TestRefusedFields:
-    @pytest.mark.parametrize("name", REFUSED_FIELDS)
-    def test_is_refused_with_its_reason(self, make, name):
+    @pytest.mark.parametrize("name", sorted(REFUSED_GRPO_FIELDS))
+    def test_is_refused(self, make, name):
         assert name in FIELDS
         value = another_value(name)
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=f"`{name}`"):
             make(**{name: value})
-        message = str(error.value)
-        assert message.startswith(f"`{name}` is set to {value!r}") and REFUSED_FIELDS[name] in message
         # Twin: TRL's default passes when it is set
         make(**{name: default_of(FIELDS[name])})
 
     def test_refused_on_the_command_line_too(self, parse):
-        with pytest.raises(ValueError, match="`temperature` is set to 0.7, but has no meaning for images"):
+        with pytest.raises(ValueError, match="`temperature`.*`noise_level`"):
             parse("--temperature", "0.7")
 
     @pytest.mark.parametrize("name", ["split_batches", "dispatch_batches", "use_seedable_sampler"])
@@ -372,7 +370,7 @@ class TestValues:
             ({"adapter_fraction": None}, "`adapter_fraction` is None; it must be from 0"),
             ({"adapter_fraction": "0.5"}, "`adapter_fraction` is '0.5'; it must be from 0"),
             ({"num_inference_steps_eval": None}, "`num_inference_steps_eval` is None; it must be at least 1"),
-            ({"fp16": True}, "`fp16` is set to True.*not reliable in fp16"),
+            ({"fp16": True}, "`fp16`.*`bf16`"),
             ({"loss_type": "dapo"}, "`loss_type` is 'dapo'.*'grpo', 'grpo_guard', 'flow_dppo'"),
             ({"loss_type": "flow_dppo", "epsilon": 1e-3}, "`epsilon` is 0.001.*'flow_dppo'.*`divergence_threshold`"),
             ({"loss_type": "flow_dppo", "epsilon_high": 1e-3}, "`epsilon_high` is 0.001.*'flow_dppo' does not use"),

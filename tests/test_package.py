@@ -159,7 +159,6 @@ DATA_FILES = {
     "templates/paco_grpo_model_card.md.jinja",
     "templates/paco_reward_model_card.md.jinja",
     "templates/questions.yaml",
-    "templates/refused_fields.yaml",
     "templates/space_README.md.jinja",
     "templates/space_app.py.jinja",
     "templates/space_requirements.txt.jinja",

@@ -6,8 +6,10 @@ import copy
 import functools
 import json
 import logging
+import re
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config
 from paco_trl import PaCoGRPOTrainer, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.rollout import RecordedStep
+from paco_trl.rollout import FAMILIES, FluxFamily, RecordedStep, UnlistedFamily
 from paco_trl.trainer.losses import ClippedSurrogate
 from paco_trl.trainer.round_buffer import RoundBuffer
 from paco_trl.trainer.step_statistics import StepStatistics
@@ -264,6 +266,91 @@ class TestLoss:
                 assert part > 1e-3
 
 
+class TestPolicyLoss:
+    """A loss of the user's own is one method."""
+
+    class Reinforce(PaCoGRPOTrainer):
+        sign = 1.0
+
+        def policy_loss(self, step, advantages):
+            self.steps = getattr(self, "steps", [])
+            self.steps.append(step)
+            ratio = torch.exp(step.log_prob - step.old_log_prob)
+            return -self.sign * ratio * advantages, {
+                "distance": (step.mean - step.old_mean).detach().flatten(1).norm(dim=1)
+            }
+
+    def test_is_what_is_trained(self, make_trainer):
+        make = functools.partial(make_trainer, epsilon=10.0, max_steps=4)
+        built_in = make()
+        built_in.train()
+        trainers = [make(self.Reinforce), make(self.Reinforce)]
+        trainers[1].sign = -1.0
+        for trainer in trainers:
+            trainer.train()
+        # A clip range of 10 clips nothing; twin: the opposite loss
+        for name, value in adapter_of(built_in).items():
+            assert torch.equal(value, adapter_of(trainers[0])[name]), name
+        assert not all(
+            torch.equal(value, adapter_of(trainers[1])[name]) for name, value in adapter_of(built_in).items()
+        )
+        distances = logs_with(trainers[0], "distance")
+        assert distances[0] == 0 < distances[1]  # on policy, and after an update
+        first, *_, last = trainers[0].steps
+        assert torch.equal(first.log_prob, first.old_log_prob) and not torch.equal(last.log_prob, last.old_log_prob)
+        assert (first.sigma, first.sigma_next) == built_in.policy.scheduler.sigmas_of(1)[:2] and first.std > 0
+
+    def test_the_example_of_the_page(self, make_trainer):
+        page = (Path(__file__).parent.parent / "docs" / "paco_grpo_method.md").read_text()
+        (code,) = re.findall(r"```python\n(class SoftClipTrainer.*?)```", page, re.DOTALL)
+        names = {"PaCoGRPOTrainer": PaCoGRPOTrainer, "torch": torch}
+        exec(code, names)
+        trainer = make_trainer(names["SoftClipTrainer"])
+        trainer.train()
+        weights = logs_with(trainer, "soft_clip_weight")
+        assert weights[0] == 1 > weights[1] > 0
+
+    def test_its_ratio_is_checked(self, make_trainer):
+        class Wrong(self.Reinforce):
+            def policy_loss(self, step, advantages):
+                loss, _ = super().policy_loss(step, advantages)
+                return loss, {"ratio": torch.full_like(advantages, 1.1)}
+
+        with pytest.raises(RuntimeError, match="ratio_tolerance"):
+            make_trainer(Wrong).train()
+
+
+class TestFamily:
+    """A family of the user's own is an argument."""
+
+    def test_is_used(self, make_trainer):
+        class Mine(FluxFamily):
+            calls = 0
+
+            def combine(self, *args):
+                type(self).calls += 1
+                return super().combine(*args)
+
+        class Negated(FluxFamily):
+            def combine(self, *args):
+                return -super().combine(*args)
+
+        by_default, mine = make_trainer(), make_trainer(family=Mine())
+        for trainer in (by_default, mine):
+            trainer.train()
+        for name, value in adapter_of(by_default).items():
+            assert torch.equal(value, adapter_of(mine)[name]), name
+        assert Mine.calls > 0
+        with pytest.raises(RuntimeError, match="opposite sign"):
+            make_trainer(family=Negated()).train()
+
+    def test_a_pipeline_that_is_not_listed_needs_no_entry(self, make_trainer, monkeypatch):
+        monkeypatch.delitem(FAMILIES, "FluxPipeline")
+        assert isinstance(make_trainer(per_device_train_batch_size=1).family, UnlistedFamily)
+        family = FluxFamily()
+        assert make_trainer(family=family).family is family
+
+
 def test_the_adapter_of_trls_model_config(make_small, caplog):
     """Its task type and dropout are defaults that cannot be left out."""
     given = get_peft_config(ModelConfig(use_peft=True, lora_r=4, lora_alpha=8, lora_target_modules=["to_q", "to_k"]))
@@ -336,10 +423,9 @@ class TestRatio:
         latents = torch.zeros(4, 1)
         record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
         statistics = StepStatistics(Accelerator(cpu=True))
-        no = torch.zeros(4, dtype=torch.bool)
         for worst in (0.9e-4, 3e-4):  # the mean is below the tolerance
             ratio = torch.tensor([1.0, 1.0, 1.0 + worst, 1.0])
-            statistics.add(record, ClippedSurrogate(ratio, ratio, no, no), {}, torch.ones(4))
+            statistics.add(record, ratio, {}, torch.ones(4))
             with nullcontext() if worst < 1e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
                 statistics.check_ratio(1, tolerance=1e-4, epsilon=1e-3)
 
@@ -350,7 +436,7 @@ class TestRatio:
         surrogate = ClippedSurrogate(ratio, ratio, torch.tensor([True, False, False, True]), no)
         statistics = StepStatistics(Accelerator(cpu=True))
         for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
-            statistics.add(record, surrogate, {"kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
+            statistics.add(record, ratio, {**surrogate.metrics, "kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
         found = statistics.finish(0, True, tolerance=1.0, epsilon=1.0, is_early=True)
         assert found["kl"] == 2.0 and found["clip_ratio/low_mean"] == pytest.approx(1 / 3)
 

@@ -22,11 +22,11 @@ from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, calls_at, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer import paco_nft_trainer
-from paco_trl.trainer.paco_nft_config import NFT_REFUSED_FIELDS, REFUSED_WITH
+from paco_trl.trainer.paco_nft_config import UNUSED_FIELDS, UNUSED_WITH
 from test_branched_groups import rows_of_calls
 
 
-REFUSED = NFT_REFUSED_FIELDS | REFUSED_WITH["nft"]
+REFUSED = (*UNUSED_FIELDS, *UNUSED_WITH["nft"])
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoNFTConfig)}
 OWN_FIELDS = list(PaCoNFTConfig.__annotations__)
@@ -606,9 +606,8 @@ class TestConfig:
             required |= {"loss_type": "flow_dppo"} if name == "divergence_threshold" else {}
             config = PaCoGRPOConfig("x", use_cpu=True, bf16=False, **required | {name: value})
         assert getattr(config, name) == value  # there it does
-        with pytest.raises(ValueError, match=re.escape(f"`{name}` is set to {value!r}, but has no meaning here")) as e:
+        with pytest.raises(ValueError, match=f"`{name}`"):
             make_config(**{name: value})
-        assert REFUSED[name] in str(e.value)
         default = FIELDS[name].default_factory() if name == "sde_steps" else FIELDS[name].default
         make_config(**{name: default})
 
@@ -638,10 +637,10 @@ class TestConfig:
             ({"loss_type": "awm", "old_policy_beta": float("nan")}, "`old_policy_beta` is nan"),
             ({"loss_type": "awm", "epsilon": 0.0}, "`epsilon` is 0.0; it must be above 0"),
             ({"loss_type": "awm", "advantage_clip": None}, "`advantage_clip` is None"),
-            ({"loss_type": "awm", "nft_beta": 0.1}, "`nft_beta` is set to 0.1.*it is of `loss_type='nft'`"),
+            ({"loss_type": "awm", "nft_beta": 0.1}, "`nft_beta` is set to 0.1"),
             (
                 {"loss_type": "awm", "old_policy_beta": 0.0, "old_policy_max_decay": 0.3},
-                "`old_policy_max_decay` is set to 0.3.*`old_policy_beta=0` there is no old policy",
+                "`old_policy_max_decay` is set to 0.3",
             ),
         ],
     )

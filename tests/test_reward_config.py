@@ -11,7 +11,7 @@ from trl import SFTConfig, TrlParser
 from docstrings import docstring
 from paco_trl import PaCoRewardConfig
 from paco_trl.trainer.first_token_loss import LOSS_VARIANTS
-from paco_trl.trainer.paco_reward_config import REFUSED_FIELDS
+from paco_trl.trainer.refusals import REFUSED_SFT_FIELDS
 from test_config import ENTRY, default_of, first_sentence, key_words
 
 
@@ -86,7 +86,7 @@ class TestDefaults:
     def test_a_config_made_from_a_config_is_the_same(self, make):
         config = make(first_token_weight=0.5, max_length=None, max_pixels=None, learning_rate=1e-5)
         again = dataclasses.replace(config)
-        for name in (*OWN_FIELDS, *REFUSED_FIELDS):
+        for name in (*OWN_FIELDS, *REFUSED_SFT_FIELDS):
             assert getattr(again, name) == getattr(config, name), name
         assert (again.first_token_weight, again.max_length) == (0.5, None)
 
@@ -169,14 +169,12 @@ def another_value(name):
 
 
 class TestRefusedFields:
-    @pytest.mark.parametrize("name", REFUSED_FIELDS)
-    def test_is_refused_with_its_reason(self, make, name):
+    @pytest.mark.parametrize("name", sorted(REFUSED_SFT_FIELDS))
+    def test_is_refused(self, make, name):
         assert name in TRL_FIELDS and name not in OWN_FIELDS
         value = another_value(name)
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=f"`{name}`"):
             make(**{name: value})
-        message = str(error.value)
-        assert message.startswith(f"`{name}` is set to {value!r}") and REFUSED_FIELDS[name] in message
         # Twin: TRL's default passes when it is set
         make(**{name: default_of(FIELDS[name])})
 
@@ -187,7 +185,7 @@ class TestRefusedFields:
             make(**{name: False})
 
     def test_refused_on_the_command_line_and_in_yaml_too(self, parse):
-        message = "`packing` is set to True, which cannot work for pairs: pairs have images"
+        message = "`packing` is set to True"
         with pytest.raises(ValueError, match=message):
             parse("--packing")
         with pytest.raises(ValueError, match=message):

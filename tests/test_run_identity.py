@@ -20,7 +20,7 @@ from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, 
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
 from paco_trl.rewards.reward_set import RewardSet
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
-from paco_trl.trainer.refusals import REFUSED_FIELDS
+from paco_trl.trainer.refusals import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, compared_settings, run_identity
 from paco_trl.utils.fingerprint import describe_scorer
 from test_paco_reward_trainer import colours
@@ -52,7 +52,7 @@ class TestSettings:
     def test_what_is_named_as_harmless_is_a_field(self):
         fields = {field.name for field in dataclasses.fields(PaCoGRPOConfig)}
         assert not set(HARMLESS) - fields
-        assert not set(HARMLESS) & REFUSED_FIELDS.keys()
+        assert not set(HARMLESS) & REFUSED_GRPO_FIELDS
         assert len(set(HARMLESS)) == len(HARMLESS)
 
     def test_those_of_nft_are_compared(self, tmp_path):

@@ -8,8 +8,8 @@ options and checks them without training.
 """
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
-from ..trainer.paco_nft_config import NFT_REFUSED_FIELDS
-from ..trainer.refusals import REFUSED_FIELDS
+from ..trainer.paco_nft_config import UNUSED_FIELDS
+from ..trainer.refusals import REFUSED_GRPO_FIELDS
 from .parser import CommandParser
 from .script_arguments import (
     ScriptArguments,
@@ -27,7 +27,7 @@ from .training import train_and_save
 def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
     is_nft = any(issubclass(each, PaCoNFTConfig) for each in classes)
-    hidden = REFUSED_FIELDS | NFT_REFUSED_FIELDS if is_nft else REFUSED_FIELDS
+    hidden = (*REFUSED_GRPO_FIELDS, *(UNUSED_FIELDS if is_nft else ()))
     return CommandParser(classes, hidden, is_launched=True, prog=prog, **kwargs)
 
 

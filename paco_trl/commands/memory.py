@@ -486,7 +486,7 @@ class ImagePlan:
         prompts = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
         prompt = sum(tensor.numel() for tensor in self.embeddings(is_full).values())
         latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]) * self.channels
-        once, kept = (2, 3) if is_nft else (0, 2 + (args.loss_type in ("grpo_guard", "flow_dppo")))
+        once, kept = (2, 3) if is_nft else (0, 3)
         kept += 2 * bool(self.rows.sources)
         kept += has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
         embeddings = _FLOAT32 * prompts * prompt

@@ -19,7 +19,7 @@ from trl import ModelConfig, get_quantization_config
 from .. import PaCoRewardConfig, PaCoRewardTrainer
 from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
 from ..data.dataset_files import is_saved, load_split
-from ..trainer.paco_reward_config import REFUSED_FIELDS
+from ..trainer.refusals import REFUSED_SFT_FIELDS
 from ..utils.files import digest
 from .options import REMOTE_IMAGES, option
 from .parser import CommandParser
@@ -129,7 +129,7 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
 
 def parser_of(*classes: type, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `paco-trl reward`."""
-    return CommandParser((ScriptArguments, PaCoRewardConfig, *classes), REFUSED_FIELDS, is_launched=True, **kwargs)
+    return CommandParser((ScriptArguments, PaCoRewardConfig, *classes), REFUSED_SFT_FIELDS, is_launched=True, **kwargs)
 
 
 def main(arguments: list[str]) -> int:

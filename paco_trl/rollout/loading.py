@@ -75,6 +75,7 @@ def load_pipeline(
     transformer_dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     quantization: str | None = None,
+    family: Family | None = None,
     **model_init_kwargs,
 ) -> DiffusionPipeline:
     """Load a pipeline, or cast a loaded one, and freeze it; bf16 would lose updates of weights trained themselves."""
@@ -82,7 +83,7 @@ def load_pipeline(
         conflict = "the pipeline is loaded, or `model_init_kwargs` has a `quantization_config`. Use one of them."
         raise ValueError(f"`quantization` is {quantization!r}, but {conflict}")
     if isinstance(model, str):
-        components = _check_config(model, model_init_kwargs)
+        components = _check_config(model, model_init_kwargs, family)
         if quantization not in (None, "fp8_storage"):
             encoders = [name for name in components if name.startswith("text_encoder")]
             libraries = {"transformer": "diffusers", **dict.fromkeys(encoders, "transformers")}
@@ -191,12 +192,13 @@ def check_adapter_layers(peft_config: LoraConfig | str | None, model: str, model
             )
 
 
-def _check_config(model: str, model_init_kwargs: dict) -> dict:
+def _check_config(model: str, model_init_kwargs: dict, family: Family | None) -> dict:
     """Return a pipeline's index file; refuse one that cannot be trained before gigabytes are read."""
     check_base_model_name(model)
     config = DiffusionPipeline.load_config(model, **_hub_arguments(model_init_kwargs))
     name = config["_class_name"]
-    family_of(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class
+    if family is None:
+        family_of(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class
     _, scheduler = config.get("scheduler") or (None, None)
     scheduler_class = getattr(diffusers, scheduler or "", None)  # None for code in the repository
     if scheduler_class is not None:

@@ -113,7 +113,6 @@ class PipelinePolicy:
         guidance_scale: float,
         noise_keys: list[tuple[int, ...]],
         sde: SDESettings | None = None,
-        record_mean: bool = False,
         record_last_step: bool = False,
         sources: Sequence[EncodedImage] = (),
         callback_on_step_end: Callable | None = None,
@@ -129,9 +128,8 @@ class PipelinePolicy:
                 image.
             sde ([`SDESettings`], *optional*):
                 Stochastic steps. If `None`, the pipeline's own ODE generates the images.
-            record_mean (`bool`), record_last_step (`bool`):
-                Whether to record the means of the stochastic steps, which takes a latent each, and the last step,
-                which has no noise: its `prev_sample` is the images' latents.
+            record_last_step (`bool`):
+                Whether to record the last step, which has no noise: its `prev_sample` is the images' latents.
             sources (`list[EncodedImage]`, *optional*):
                 Source images, the same for all images of the batch.
             callback_on_step_end (`Callable`, *optional*):
@@ -156,7 +154,7 @@ class PipelinePolicy:
                 RecordedStep(
                     index, *self.scheduler.sigmas_of(index), sample=_first_rows(sample.float(), self._images_per_row),
                     prev_sample=step.prev_sample, log_prob=step.log_prob, calls=self._calls,
-                    mean=step.mean if record_mean else None,
+                    mean=step.mean,
                 )
             )  # fmt: skip
             self._calls, self._outputs = [], []

@@ -10,6 +10,7 @@ from ..utils.lazy import lazy_imports
 
 if TYPE_CHECKING:
     from .first_token_loss import first_token_weighted_loss
+    from .losses import PolicyStep
 
 # The trainers take over private methods of these: tests/test_contract.py lists which. setup.cfg has the same ceilings.
 TESTED_WITH = {"trl": "1.16", "transformers": "5.23"}
@@ -23,6 +24,6 @@ for _name, _tested in TESTED_WITH.items():
             stacklevel=2,
         )
 
-__all__ = ["first_token_weighted_loss"]
+__all__ = ["PolicyStep", "first_token_weighted_loss"]
 
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

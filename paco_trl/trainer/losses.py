@@ -6,6 +6,30 @@ from typing import NamedTuple
 import torch
 
 
+class PolicyStep(NamedTuple):
+    """
+    A stochastic denoising step of B images, by the policy in training and by the old one, which generated them.
+
+    Attributes:
+        log_prob, old_log_prob (`torch.Tensor` of shape `(B,)`):
+            Log-probability of the stored sample, averaged over the latent's elements.
+        mean, old_mean (`torch.Tensor` of shape `(B, ...)`):
+            Mean of the step's Gaussian.
+        std (`float` or `torch.Tensor`):
+            Its standard deviation, that of the whole step, the same for both policies.
+        sigma, sigma_next (`float`):
+            Noise levels before and after the step, from 1 (noise) to 0 (image).
+    """
+
+    log_prob: torch.Tensor
+    old_log_prob: torch.Tensor
+    mean: torch.Tensor
+    old_mean: torch.Tensor
+    std: float | torch.Tensor
+    sigma: float
+    sigma_next: float
+
+
 class ClippedSurrogate(NamedTuple):
     """PPO's clipped objective on a batch of images: tensors of shape (B,)."""
 
@@ -14,6 +38,14 @@ class ClippedSurrogate(NamedTuple):
     is_low_clipped: torch.Tensor  # whether the lower end of the clip range cuts the gradient
     is_high_clipped: torch.Tensor
     divergence: torch.Tensor | None = None  # of the new from the old policy, detached
+
+    @property
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """Return the values to log, and `ratio`, by name."""
+        low, high = self.is_low_clipped.float(), self.is_high_clipped.float()
+        metrics = {"ratio": self.ratio, "clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
+        metrics["clip_ratio/region_mean"] = low + high
+        return metrics if self.divergence is None else {**metrics, "divergence": self.divergence}
 
 
 def clipped_surrogate(

@@ -19,22 +19,13 @@ from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
-from .refusals import (
-    BY_NUMBER,
-    NO_FSDP,
-    REFUSED_FIELDS,
-    check_arguments,
-    cpu_explained,
-    name_checkpointing,
-    refuse_fields,
-)
+from .refusals import REFUSED_GRPO_FIELDS, check_arguments, cpu_explained, name_checkpointing, refuse_fields
 from .round_layout import RoundLayout, lay_out_round, nearest_multiples
 
 
 logger = get_logger(__name__)
 
-MEAN_LOSS_TYPES = ("grpo_guard", "flow_dppo")  # which require the mean of the recorded step
-LOSS_TYPES = ("grpo", *MEAN_LOSS_TYPES)
+LOSS_TYPES = ("grpo", "grpo_guard", "flow_dppo")
 
 # The paper's, for a round whose sizes are left out
 _NUM_PROMPTS, _NUM_OPTIMIZER_STEPS = 42, 2
@@ -489,7 +480,7 @@ class PaCoGRPOConfig(GRPOConfig):
         return layout
 
     def _refuse_fields(self) -> None:
-        refuse_fields(self, GRPOConfig, REFUSED_FIELDS, "but has no meaning for images")
+        refuse_fields(self, GRPOConfig, REFUSED_GRPO_FIELDS)
 
     def _check_launcher(self) -> None:
         if self.n_gpu > 1:
@@ -505,13 +496,11 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"--mixed_precision {'bf16' if self.bf16 else 'no'}`, or set `bf16` accordingly."
             )
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
-            raise ValueError(f"The launcher's configuration uses FSDP, which cannot be used: {NO_FSDP}.")
+            raise ValueError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
         # Parsed from JSON strings by TrainingArguments
         for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler"):
             if getattr(self.accelerator_config, name) != getattr(AcceleratorConfig(), name):
-                raise ValueError(
-                    f"`accelerator_config` sets `{name}`, which has no effect here: {BY_NUMBER}. Unset it."
-                )
+                raise ValueError(f"`accelerator_config` sets `{name}`, which has no effect here. Unset it.")
         if set(self.activation_checkpointing_kwargs or {}) - {"use_reentrant"}:
             value = f"`activation_checkpointing_kwargs` is {self.activation_checkpointing_kwargs}"
             raise ValueError(f"{value}, but diffusers' checkpointing takes no options. Unset it.")

@@ -29,7 +29,7 @@ from ..plots.scored_sheets import ScoredImages, save_scored_sheet
 from ..plots.trackers import send_to_trackers, start_trackers, warn_of_blind_trackers
 from ..rewards.reward_set import RewardSet
 from ..rewards.scorer import RewardScorer
-from ..rollout import RecordedStep, SDESettings, UnlistedFamily, family_of, predict
+from ..rollout import Family, RecordedStep, SDESettings, UnlistedFamily, family_of, predict
 from ..rollout.loading import (
     adapter_is_new,
     check_adapter_layers,
@@ -60,6 +60,7 @@ from .checks import (
 )
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
 from .losses import (
+    PolicyStep,
     clipped_surrogate,
     divergence_masked_surrogate,
     gaussian_kl,
@@ -67,7 +68,7 @@ from .losses import (
     guarded_surrogate,
     velocity_norm_ratio,
 )
-from .paco_grpo_config import MEAN_LOSS_TYPES, PaCoGRPOConfig
+from .paco_grpo_config import PaCoGRPOConfig
 from .paco_nft_config import PaCoNFTConfig
 from .refusals import refuse_methods
 from .round_buffer import RoundBuffer
@@ -79,22 +80,13 @@ from .step_statistics import StepStatistics
 logger = get_logger(__name__)
 
 # Public methods of GRPOTrainer and Trainer that mean nothing for images
-REFUSED_METHODS = {
-    **dict.fromkeys(
-        ("evaluation_loop", "get_eval_dataloader", "get_test_dataloader", "predict", "prediction_step"),
-        "images are generated, scored and compared by `evaluate(eval_dataset)`",
-    ),
-    **dict.fromkeys(
-        ("get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask"), "it is a formula of a token loss"
-    ),
-    **dict.fromkeys(
-        ("call_model_init", "hyperparameter_search"),
-        "the trainer takes a pipeline, not a `model_init`; run each setting in its own process",
-    ),
-}
+REFUSED_METHODS = (
+    "call_model_init", "evaluation_loop", "get_eval_dataloader", "get_gamma_weights", "get_high_entropy_mask",
+    "get_off_policy_mask", "get_test_dataloader", "hyperparameter_search", "predict", "prediction_step",
+)  # fmt: skip
 
 
-@refuse_methods(REFUSED_METHODS)
+@refuse_methods(*REFUSED_METHODS)
 class PaCoGRPOTrainer(PaCoBaseTrainer):
     """
     Trainer for PaCo-GRPO, reinforcement learning of flow-matching image pipelines, proposed in [PaCo-RL: Advancing
@@ -151,6 +143,9 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
             Adapter to train, with the family's `target_modules` when they are omitted, or the Hub id or directory of
             an adapter to continue training. If `None`, all weights of the transformer are trained.
+        family ([`~paco_trl.rollout.Family`], *optional*):
+            How the pipeline calls its transformer, for a pipeline that the package does not know. If `None`, that of
+            [`~paco_trl.rollout.family_of`].
 
     Raises:
         TypeError: If `args` is not a `PaCoGRPOConfig`, or `peft_config` is not an adapter of an image transformer.
@@ -176,6 +171,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         peft_config: LoraConfig | str | None = None,
+        family: Family | None = None,
     ):
         # 1. Checks without the model
         if args is None:
@@ -213,12 +209,12 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
         self.pipeline = load_pipeline(
-            model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization,
+            model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization, family,
             **(args.model_init_kwargs or {}),
         )  # fmt: skip
         quantization = describe_quantization(self.pipeline.transformer)
         check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
-        self.family = family_of(self.pipeline)
+        self.family = family_of(self.pipeline) if family is None else family
         self._check_family()
         self.size_multiple = self.family.size_multiple(self.pipeline)
         if args.ddp_find_unused_parameters is None:
@@ -431,9 +427,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """Generate a batch, and record an entry for each trained step."""
         return self.sampler.generate(
-            fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps, sde=sde,
-            record_mean=self.args.loss_type in MEAN_LOSS_TYPES,
-        )  # fmt: skip
+            fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps, sde=sde
+        )
 
     def _place_weights(self) -> AbstractContextManager:
         """Put the weights where images are generated: on the accelerator, and under ZeRO-3 all of them."""
@@ -492,24 +487,44 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
 
         velocity, ref_velocity = self._velocities(model, record)
         log_prob, mean, std = score_step(velocity, record, sde)
-        step, clip = (log_prob, record.log_prob, mean, record.mean, std), (self.epsilon_low, self.epsilon_high)
-        if self.args.loss_type == "flow_dppo":
-            surrogate = divergence_masked_surrogate(*step, advantages, self.args.divergence_threshold)
-        elif self.args.loss_type == "grpo_guard":
-            weight = guard_gradient_weight(record.sigma, record.sigma_next)
-            surrogate = guarded_surrogate(*step, advantages, *clip, weight)
-        else:
-            surrogate = clipped_surrogate(log_prob, record.log_prob, advantages, *clip)
-        loss = surrogate.loss  # (B,)
-        means = {} if surrogate.divergence is None else {"divergence": surrogate.divergence}
+        step = PolicyStep(log_prob, record.log_prob, mean, record.mean, std, record.sigma, record.sigma_next)
+        loss, metrics = self.policy_loss(step, advantages)  # (B,)
+        ratio = metrics.pop("ratio", torch.exp(log_prob - record.log_prob).detach())
         if ref_velocity is not None:
             kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
-            ratio = velocity_norm_ratio(velocity, ref_velocity).repeat_interleave(record.images_per_prefix)  # (B,)
-            loss = loss + self.beta * kl + self.args.norm_penalty * torch.relu(ratio - 1)
-            means |= {"kl": kl.detach(), "velocity_norm_ratio": ratio.detach()}
-        self._record_step(record, surrogate, means, inputs["weights"])
+            norm_ratio = velocity_norm_ratio(velocity, ref_velocity).repeat_interleave(
+                record.images_per_prefix
+            )  # (B,)
+            loss = loss + self.beta * kl + self.args.norm_penalty * torch.relu(norm_ratio - 1)
+            metrics |= {"kl": kl.detach(), "velocity_norm_ratio": norm_ratio.detach()}
+        self._record_step(record, ratio, metrics, inputs["weights"])
         # The weights divide by the images of the optimizer step on all processes, over which gradients are averaged
         return (loss * inputs["weights"]).sum() * self.accelerator.num_processes
+
+    def policy_loss(self, step: PolicyStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """
+        Compute the loss of each image at one stochastic step: the method to override for a loss of your own.
+
+        Args:
+            step ([`~paco_trl.trainer.PolicyStep`]):
+                The step by the policy in training, whose `log_prob` and `mean` have gradients, and by the old policy.
+            advantages (`torch.Tensor` of shape `(B,)`):
+                Advantages of the images.
+
+        Returns:
+            `tuple[torch.Tensor, dict[str, torch.Tensor]]`: losses of shape `(B,)`, which the trainer averages over the
+            images of an optimizer step, and metrics of shape `(B,)` to log as means, without gradients. A metric
+            `ratio` is not logged: it must be 1 before an update, and is exp(log_prob - old_log_prob) if left out.
+        """
+        clip = self.epsilon_low, self.epsilon_high
+        if self.args.loss_type == "flow_dppo":
+            surrogate = divergence_masked_surrogate(*step[:5], advantages, self.args.divergence_threshold)
+        elif self.args.loss_type == "grpo_guard":
+            weight = guard_gradient_weight(step.sigma, step.sigma_next)
+            surrogate = guarded_surrogate(*step[:5], advantages, *clip, weight)
+        else:
+            surrogate = clipped_surrogate(step.log_prob, step.old_log_prob, advantages, *clip)
+        return surrogate.loss, surrogate.metrics
 
     def _velocities(self, model, record: RecordedStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Predict the velocity in a recorded step, and that of the reference if the loss has one."""
@@ -532,12 +547,12 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
                 yield model
 
     def _record_step(
-        self, record: RecordedStep, surrogate, means: dict[str, torch.Tensor], weights: torch.Tensor
+        self, record: RecordedStep, ratio: torch.Tensor, metrics: dict[str, torch.Tensor], weights: torch.Tensor
     ) -> None:
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
         step, num_trained = self.state.global_step, self.layout.num_trained_steps
         limits = self.args.ratio_tolerance, self.args.epsilon
-        self.statistics.add(record, surrogate, means, weights)
+        self.statistics.add(record, ratio, metrics, weights)
         is_on_policy = step == self.buffer.global_step
         is_complete = len(self.statistics) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:

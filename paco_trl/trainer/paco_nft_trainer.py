@@ -94,7 +94,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     Args:
         args ([`PaCoNFTConfig`], *optional*):
             Settings. If `None`, the defaults, with an output directory named after the model.
-        model, reward_funcs, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers, peft_config:
+        model, reward_funcs, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers, peft_config, family:
             As in [`PaCoGRPOTrainer`].
 
     Raises:

@@ -9,10 +9,7 @@ from trl import SFTConfig
 from ..utils.deepspeed import check_gradient_accumulation
 from ..utils.docstrings import help_from_docstring
 from .first_token_loss import LOSS_VARIANTS
-from .refusals import check_arguments, cpu_explained, name_checkpointing, refuse_fields, refused_fields
-
-
-REFUSED_FIELDS = refused_fields("SFTConfig")
+from .refusals import REFUSED_SFT_FIELDS, check_arguments, cpu_explained, name_checkpointing, refuse_fields
 
 
 @help_from_docstring
@@ -90,7 +87,7 @@ class PaCoRewardConfig(SFTConfig):
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
-        refuse_fields(self, SFTConfig, REFUSED_FIELDS, "which cannot work for pairs")
+        refuse_fields(self, SFTConfig, REFUSED_SFT_FIELDS)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         self._check_values()

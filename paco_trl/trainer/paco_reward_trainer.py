@@ -32,7 +32,7 @@ from .first_token_loss import first_token_weights, num_loss_items
 from .judge_metrics import METRICS, Decisions, decision_sums, evaluation_metrics, training_metrics
 from .judge_model import complete_peft_config, cut_graph_behind_tower
 from .model_cards import judge_settings, lora_of
-from .paco_reward_config import REFUSED_FIELDS, PaCoRewardConfig
+from .paco_reward_config import PaCoRewardConfig
 from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths, warn_of_one_label
 from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
 from .publishing import PushesToHub
@@ -45,10 +45,7 @@ logger = get_logger(__name__)
 
 
 # Public methods of Trainer that do not work here
-REFUSED_METHODS = dict.fromkeys(
-    ("call_model_init", "hyperparameter_search"),
-    "the trainer takes a model, not a `model_init`; run each setting in its own process",
-)
+REFUSED_METHODS = ("call_model_init", "hyperparameter_search")
 
 
 class _EvaluateAtTheEnd(TrainerCallback):
@@ -59,7 +56,7 @@ class _EvaluateAtTheEnd(TrainerCallback):
             control.should_evaluate = True
 
 
-@refuse_methods(REFUSED_METHODS)
+@refuse_methods(*REFUSED_METHODS)
 class PaCoRewardTrainer(PushesToHub, SFTTrainer):
     """
     Trainer for PaCo-Reward, the pairwise consistency judge proposed in [PaCo-RL: Advancing Reinforcement Learning for
@@ -211,7 +208,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
                 "training does not support. Such a model can be used as a judge, but not be trained here."
             )
         if self.is_fsdp_enabled:
-            raise ValueError(f"FSDP does not work here: {REFUSED_FIELDS['fsdp']}.")
+            raise ValueError("FSDP is not supported: weights are read and saved that it shards. Use DeepSpeed ZeRO-3.")
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             remedy = "Load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`."
             raise ValueError(f"Nothing of the model is trainable. {remedy}")

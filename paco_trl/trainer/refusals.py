@@ -1,40 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse inherited settings and methods that cannot work, with the reason."""
+"""Refuse inherited settings and methods that cannot work."""
 
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import yaml
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
-
-from ..utils.files import read_template
-
-
-_REASONS: dict[str, dict[str, list[str]]] = yaml.safe_load(read_template("refused_fields.yaml"))
+from trl import GRPOConfig, SFTConfig
 
 
-def refused_fields(parent: str) -> dict[str, str]:
-    """Return the fields of a parent class that cannot work, each with the reason."""
-    return {name: reason for reason, names in _REASONS[parent].items() for name in names}
+# What GRPOConfig adds to TrainingArguments is for language models, except for these fields
+USED_GRPO_FIELDS = (
+    "beta", "ds3_gather_for_generation", "epsilon", "epsilon_high", "generation_batch_size", "log_completions",
+    "loss_type", "model_init_kwargs", "multi_objective_aggregation", "num_generations", "num_generations_eval",
+    "num_iterations", "reward_weights", "scale_rewards", "shuffle_dataset", "steps_per_generation", "trust_remote_code",
+)  # fmt: skip
+# The same of SFTConfig, whose other fields are not for pairs of images
+USED_SFT_FIELDS = (
+    "activation_offloading", "chat_template_path", "dataset_num_proc", "eos_token", "max_length", "model_init_kwargs",
+    "trust_remote_code",
+)  # fmt: skip
+# Fields of TrainingArguments that change nothing in either trainer, or would break it
+_UNSUPPORTED = (
+    "batch_eval_metrics", "bf16_full_eval", "dataloader_drop_last", "eval_do_concat_batches", "fp16_full_eval", "fsdp",
+    "include_for_metrics", "label_names", "label_smoothing_factor", "liger_kernel_config", "parallelism_config",
+    "prediction_loss_only", "remove_unused_columns", "use_cache", "use_liger_kernel",
+)  # fmt: skip
+# In the trainers of images rows are fetched by number, `evaluate()` generates, and the batch is part of a round
+_UNSUPPORTED_FOR_IMAGES = (
+    "auto_find_batch_size", "average_tokens_across_devices", "data_seed", "dataloader_in_order",
+    "dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers",
+    "dataloader_prefetch_factor", "enable_jit_checkpoint", "eval_accumulation_steps", "eval_use_gather_object", "fp16",
+    "ignore_data_skip", "length_column_name", "neftune_noise_alpha", "save_only_model", "torch_compile",
+    "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy",
+)  # fmt: skip
+# What to use instead
+_INSTEAD = {
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "`compile_repeated_blocks`"),
+    **dict.fromkeys(("temperature", "top_p", "top_k"), "`noise_level`"),
+    "generation_kwargs": "`num_inference_steps` and `guidance_scale`",
+    "delta": "`epsilon` and `epsilon_high`",
+    "fsdp": "DeepSpeed ZeRO-3",
+    "fp16": "`bf16`, or float32",
+    "data_seed": "`seed`",
+    "use_liger_kernel": '`model_init_kwargs={"use_kernels": True}`',
+    "loss_type": "`loss_variant` and `first_token_weight`",
+}
 
 
-REFUSED_FIELDS = refused_fields("GRPOConfig")
-BY_NUMBER, NO_FSDP = REFUSED_FIELDS["data_seed"], REFUSED_FIELDS["fsdp"]
+def unsupported_fields(parent: type, used: Collection[str], *unsupported: str) -> set[str]:
+    """Return the fields that a config adds to TrainingArguments without being `used`, and the unsupported ones of it."""
+    names = {field.name for field in dataclasses.fields(parent)}
+    return names - {field.name for field in dataclasses.fields(TrainingArguments)} - set(used) | set(unsupported)
 
 
-def refuse_fields(config: Any, parent: type, reasons: dict[str, str], verdict: str) -> None:
-    """Raise `ValueError` if a field of the parent class is set to anything but its default there."""
+REFUSED_GRPO_FIELDS = unsupported_fields(GRPOConfig, USED_GRPO_FIELDS, *_UNSUPPORTED, *_UNSUPPORTED_FOR_IMAGES)
+REFUSED_SFT_FIELDS = unsupported_fields(SFTConfig, USED_SFT_FIELDS, *_UNSUPPORTED)
+
+
+def refuse_fields(config: Any, parent: type, names: Collection[str], instead: dict[str, str] = _INSTEAD) -> None:
+    """Raise `ValueError` if one of these fields is set to anything but its default in the parent class."""
     for field in dataclasses.fields(parent):
         value = getattr(config, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if field.name in reasons and value != default and value is not None:
-            raise ValueError(f"`{field.name}` is set to {value!r}, {verdict}: {reasons[field.name]}. Unset it.")
+        if field.name in names and value != default and value is not None:
+            hint = f"; use {instead[field.name]} instead" if field.name in instead else ""
+            raise ValueError(
+                f"`{field.name}` is set to {value!r}, which {type(config).__name__} does not support. Unset it{hint}."
+            )
 
 
 @contextmanager
@@ -73,10 +111,8 @@ def name_checkpointing(config: TrainingArguments) -> None:
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse trackers that are not installed, and values that Trainer reads as "none is set" or cannot train with."""
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-    for name in set(trackers) & set(INTEGRATION_TO_CALLBACK) - {
-        "azure_ml",
-        "flyte",
-    }:  # which transformers does not tell
+    # Of these two transformers does not tell
+    for name in set(trackers) & set(INTEGRATION_TO_CALLBACK) - {"azure_ml", "flyte"}:
         if name in get_available_reporting_integrations():
             continue
         package = '"paco_trl[tensorboard]"' if name == "tensorboard" else name
@@ -104,18 +140,20 @@ def check_arguments(args: TrainingArguments) -> None:
         )
 
 
-def refuse_methods(reasons: dict[str, str]) -> Callable[[type], type]:
-    """Decorate a class so that each of these methods raises `NotImplementedError` with its reason."""
+def refuse_methods(*names: str) -> Callable[[type], type]:
+    """Decorate a class so that each of these inherited methods raises `NotImplementedError`."""
 
-    def refusal(name: str, reason: str) -> Callable:
+    def refusal(name: str) -> Callable:
         def method(self, *args, **kwargs):
-            raise NotImplementedError(f"`{type(self).__name__}.{name}` cannot work: {reason}.")
+            raise NotImplementedError(
+                f"`{type(self).__name__}` does not support `{name}`; see `train` and `evaluate`."
+            )
 
         return method
 
     def decorate(cls: type) -> type:
-        for name, reason in reasons.items():
-            setattr(cls, name, refusal(name, reason))
+        for name in names:
+            setattr(cls, name, refusal(name))
         return cls
 
     return decorate

@@ -15,7 +15,7 @@ from ..rollout.loading import adapter_digest, adapter_file_digest, quantization_
 from ..rollout.prompt_rows import PromptRows
 from ..utils.fingerprint import weights_fingerprint
 from .paco_grpo_config import PaCoGRPOConfig
-from .refusals import REFUSED_FIELDS
+from .refusals import REFUSED_GRPO_FIELDS
 
 
 # Every field of the config is compared, except these
@@ -73,7 +73,7 @@ _HARMLESS_KWARGS = ("cache_dir", "token", "local_files_only", "force_download", 
 
 def compared_settings(args: PaCoGRPOConfig) -> dict[str, Any]:
     """Return all settings but the harmless and the refused ones, as JSON has them."""
-    left_out = {*HARMLESS, *REFUSED_FIELDS}
+    left_out = {*HARMLESS, *REFUSED_GRPO_FIELDS}
     settings = {f.name: _plain(getattr(args, f.name)) for f in dataclasses.fields(args) if f.name not in left_out}
     if args.lr_scheduler_type == "constant":  # one that ends depends on where
         settings["max_steps"] = settings["num_train_epochs"] = None

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import Accelerator
 
-from .losses import ClippedSurrogate
-
 
 if TYPE_CHECKING:
     from ..rollout import RecordedStep
@@ -36,18 +34,14 @@ class StepStatistics:
     def add(
         self,
         record: "RecordedStep",
-        surrogate: ClippedSurrogate,
+        ratio: torch.Tensor,
         means: dict[str, torch.Tensor],
         weights: torch.Tensor,
     ) -> None:
-        """Add a micro-step: `means`, to be logged, and `weights` are of shape (B,); images of weight 0 do not count."""
-        ratio, low, high = surrogate.ratio, surrogate.is_low_clipped.float(), surrogate.is_high_clipped.float()
+        """Add a micro-step: ratio, `means`, to be logged, and weights are (B,); images of weight 0 do not count."""
         means = {
-            "clip_ratio/low_mean": low,
-            "clip_ratio/high_mean": high,
-            "clip_ratio/region_mean": low + high,
-            "approx_kl": ratio.clamp_min(torch.finfo(ratio.dtype).tiny).log() ** 2 / 2,  # it may underflow
             **means,
+            "approx_kl": ratio.clamp_min(torch.finfo(ratio.dtype).tiny).log() ** 2 / 2,  # it may underflow
         }
         index, sigma = (torch.full_like(ratio, value) for value in (record.index, record.sigma))
         self._names = list(means)
