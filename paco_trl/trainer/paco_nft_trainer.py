@@ -14,6 +14,7 @@ from ..checkpointing.ema import EMA
 from ..checkpointing.weights import swapped
 from ..rollout import Family, RecordedStep, SDESettings, calls_at, keyed_generator, predict
 from ..rollout.sampler import FetchedRows
+from ..utils.devices import to_device
 from ..utils.paper import AWM_PAPER, NFT_PAPER
 from .losses import (
     add_flow_noise,
@@ -169,11 +170,11 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         levels = args.num_trained_steps
         times = torch.stack(
             [schedule[torch.randperm(len(schedule), generator=generator)[:levels]] for generator in generators], dim=1
-        ).to(latents.device)  # (levels, B)
+        )  # (levels, B)
         steps = []
-        for sigma in times:
+        for sigma in to_device(times, latents.device):
             noise = torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
-            noised = add_flow_noise(latents, noise.to(latents.device), sigma)  # (B, ...)
+            noised = add_flow_noise(latents, to_device(noise, latents.device), sigma)  # (B, ...)
             calls = calls_at(last, self.family, noised.sample, sigma)
             with torch.no_grad():
                 old_velocity = predict(self.model, calls, self.family, args.guidance_scale, noised.sample)

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies to the device."""
+
+import torch
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copy a tensor to a device; to a GPU from pinned memory, so that the host does not wait for what is queued."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.contiguous().pin_memory()
+    return tensor.to(device, non_blocking=tensor.is_pinned())
