@@ -29,7 +29,15 @@ def _kind(reason: str | None) -> str:
 
 def _check_options(options: dict, is_served: bool) -> None:
     """Refuse options of a judge in the process for one on a server, and the other way round."""
-    here = {"device", "dtype", "batch_size", "system_prompt", "trust_remote_code", "quantization"}
+    here = {
+        "device",
+        "dtype",
+        "batch_size",
+        "system_prompt",
+        "trust_remote_code",
+        "quantization",
+        "attn_implementation",
+    }
     there = inspect.signature(ServedJudge).parameters.keys() - {"base_url", "model"}
     for name in options:
         if is_served and name not in there:
