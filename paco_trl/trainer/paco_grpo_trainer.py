@@ -73,7 +73,7 @@ from .refusals import refuse_methods
 from .round_buffer import RoundBuffer
 from .round_schedule import RoundSchedule
 from .starting import own_config
-from .step_statistics import StepStatistics
+from .step_statistics import StepStatistics, predicted_deviation
 
 
 logger = get_logger(__name__)
@@ -538,7 +538,8 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
         step, num_trained = self.state.global_step, self.layout.num_trained_steps
         limits = self.args.ratio_tolerance, self.args.epsilon
-        self.statistics.add(record, surrogate, means, weights)
+        predicted = predicted_deviation(record, self.buffer.sde, self.args.loss_type == "grpo_guard")
+        self.statistics.add(record, surrogate, means, weights, predicted)
         is_on_policy = step == self.buffer.global_step
         is_complete = len(self.statistics) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:
