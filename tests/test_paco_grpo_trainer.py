@@ -361,7 +361,7 @@ class TestRatio:
                 predicted = predicted_deviation(record, sde, is_normalized, difference)
                 assert ratio.std().item() == pytest.approx(predicted, rel=0.1)
                 deviations.append(predicted)
-        assert deviations[0] == pytest.approx(deviations[2] / 3) > 0 and deviations[1] < deviations[0]
+        assert deviations[0] == pytest.approx(deviations[2] / 3) and 0 < deviations[1] < deviations[0]
         if sde_type == "dance_sde":  # k = (1 + a^2 (1 - t) / (2 t)) * sqrt(-dt) / a
             k = (1 + 0.49 * 0.2 / 1.6) * 0.1**0.5 / 0.7
             assert deviations[0] == pytest.approx(k * 0.01 / 512**0.5, rel=1e-4)
