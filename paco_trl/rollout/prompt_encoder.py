@@ -96,7 +96,8 @@ class PromptEncoder:
             each for condition in conditions.values() for each in self._text_conditions(condition)
         )
         digests = dict.fromkeys((digest, scale) for condition in conditions.values() for digest in condition.images)
-        encoded = {key: dict(self._read(key)) for key in (*distinct, *digests)}
+        keys: list[Condition | tuple[str, float]] = [*distinct, *digests]
+        encoded: Any = {key: dict(self._read(key)) for key in keys}
         embeddings = {}
         for number, condition in conditions.items():
             prompt, *negative = [encoded[each] for each in self._text_conditions(condition)]

@@ -121,7 +121,9 @@ class Evaluator:
             for images in (batches[each] for each in tqdm(mine, desc=description, disable=is_hidden)):
                 of_batch = [numbers[image // generations] for image in images]
                 fetched = sampler.fetch(rows, of_batch, scale)
-                keys = [(*noise, row, image % generations) for row, image in zip(of_batch, images, strict=True)]
+                keys: list[tuple[int, ...]] = [
+                    (*noise, row, image % generations) for row, image in zip(of_batch, images, strict=True)
+                ]
                 inputs = (fetched, of_batch, keys, sizes[of_batch[0]], num_steps)
                 generated, _ = sampler.generate(*inputs, sde=sde, callback_on_step_end=callback)
                 read = [fetched.read(number) for number in of_batch]
