@@ -238,7 +238,7 @@ class TestFlux:
         with pytest.raises(RuntimeError, match=message):
             flux.generate(BRANCHES, arguments=arguments)
         arguments["prompt_embeds"][2:] = torch.nan  # which differs from itself
-        with pytest.raises(RuntimeError, match=r"image\(s\) \[2, 3\].*not finite before the first stochastic step"):
+        with pytest.raises(RuntimeError, match=r"image\(s\) \[2, 3\].*not finite after the last"):
             flux.generate(BRANCHES, arguments=arguments)
 
     @pytest.mark.parametrize(

@@ -141,6 +141,14 @@ class TestDirectory:
             assert resumed.state.global_step == 4 and not encoded
             assert are_equal(weights_of(resumed), weights_of(whole))
 
+    def test_a_directory_that_another_process_does_not_see(self, make_trainer, tmp_path):
+        trainer = make_trainer(**SHORT, embeddings_dir=str(tmp_path / "embeddings"))
+        trainer.sampler.encode(trainer.train_rows, [0])
+        assert trainer.sampler.fetch(trainer.train_rows, [0]).encoded[0].prompt
+        shutil.rmtree(tmp_path / "embeddings")
+        with pytest.raises(FileNotFoundError, match="`embeddings_dir`"):
+            trainer.sampler.fetch(trainer.train_rows, [0])
+
     def test_source_images_too(self, klein, dataset, tmp_path):  # noqa: F811
         results = []
         for number, folder in enumerate([None, tmp_path / "embeddings", tmp_path / "embeddings"]):

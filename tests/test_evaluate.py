@@ -238,6 +238,28 @@ class TestDrawing:
         make(eval_dataset=dataset).evaluate()
         assert [image.shape[:2] for image in watch.images] == [(32, 64), (48, 64)]
 
+    def test_batches(self, make, watch, prompts, monkeypatch):
+        def size(row, i):
+            return {"height": 48 if i in (1, 3, 4) else 64, "width": 64}
+
+        drawn, batches = [], []
+        for batch_size in (1, 2):
+            dataset = prompts.select(range(6)).map(size, with_indices=True)
+            trainer = make(eval_dataset=dataset, per_device_eval_batch_size=batch_size, peft_config=NOT_NEW)
+            generate = trainer.policy.generate
+            monkeypatch.setattr(
+                trainer.policy,
+                "generate",
+                lambda *args, g=generate, **kw: (batches.append(len(args[5])), g(*args, **kw))[1],
+            )
+            trainer.evaluate()
+            by_prompt = dict(zip(watch.prompts[-6:], watch.take()[-6:], strict=True))
+            drawn.append([by_prompt[prompt] for prompt in dataset["prompt"]])
+        assert batches == [1] * 12 + [2, 2, 1, 1] * 2  # rows 0 and 2, 1 and 3, 4, 5
+        for first, second in zip(*drawn, strict=True):
+            assert first.shape == second.shape and np.abs(first - second).max() <= 1
+        assert np.abs(drawn[0][0] - drawn[0][2]).max() > 1
+
     def test_several_images_of_a_prompt(self, make, watch, prompts, base_images):
         make(num_generations_eval=2).evaluate()
         images = watch.take()
@@ -477,6 +499,11 @@ class TestBaseline:
             assert not watch.take()  # it was kept
         trainer.evaluate(prompts.select(range(1, 2)))
         assert len(watch.take()) == 1
+
+    def test_can_be_switched_off(self, make, watch):
+        metrics = make(peft_config=NOT_NEW, eval_baseline=False).evaluate()
+        assert len(watch.take()) == 3 and "eval_reward" in metrics
+        assert not any("baseline" in name or "gain" in name for name in metrics)
 
     def test_another_run_in_the_same_folder_does_not_take_it(self, make, watch):
         # Its rewards may have been others of the same names
@@ -828,18 +855,29 @@ trainer = PaCoGRPOTrainer(
         num_prompts_per_generation=4, per_device_train_batch_size=2, num_inference_steps=4,
         num_inference_steps_eval=2, learning_rate=1e-2, report_to="none", disable_tqdm=True, max_steps=6,
         eval_on_start=True, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-        load_best_model_at_end=True, resolution_transfer_prompts=3, **options,
+        load_best_model_at_end=True, resolution_transfer_prompts=3, per_device_eval_batch_size=2, **options,
     ),
     train_dataset=dataset,
     eval_dataset=dataset.select(range(5)),
     peft_config=LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
 )
 trainer.train()
+calls = []
+for name in ("all_gather_object", "all_gather_into_tensor", "all_gather", "all_reduce", "barrier"):
+    function = getattr(dist, name)
+    setattr(dist, name, lambda *args, function=function, **kwargs: (calls.append(1), function(*args, **kwargs))[1])
+collectives = []
+for count in (2, 5):
+    before = len(calls)
+    trainer.evaluator.evaluate(trainer.evaluator.rows_of(dataset.select(range(count))), "", trainer.state)
+    collectives.append(len(calls) - before)
+drawn = drawn[:-2]
 stage = trainer.zero_stage
 weights = gather_weights(trainer.model, local_weights(trainer.model, stage), stage)
 found = {
     "log": [entry for entry in trainer.state.log_history if "eval_reward" in entry],
     "drawn": drawn,
+    "collectives": collectives,
     "best": trainer.state.best_model_checkpoint,
 }
 rank = trainer.accelerator.process_index
@@ -881,7 +919,7 @@ class TestTwoProcesses:
         assert len(found) == 2
         assert len(reference["log"]) == 4
         assert all(0 < entry["eval_rewards/judge/failure_rate"] < 0.5 for entry in reference["log"])
-        for process in found:
+        for rank, process in enumerate(found):
             for entry, expected in zip(process["log"], reference["log"], strict=True):
                 assert entry.keys() == expected.keys()
                 for name, value in expected.items():
@@ -889,11 +927,14 @@ class TestTwoProcesses:
                         # The first evaluation is of the same weights, later ones of weights that rounding has moved
                         tolerance = {"abs": 1e-4 if entry["step"] == 0 else 1e-2}
                         assert value == pytest.approx(expected[name], **tolerance), name
-            # 5 images over two processes: 3 each, of which one is drawn twice and counts once. The first is baseline
-            # and evaluation at once.
+            # 5 images in batches of 2, 2 and 1 over two processes: the first batch is drawn twice and counts once. The
+            # first evaluation is the baseline at once.
             drawn = [number for step, number in process["drawn"]]
-            assert drawn == [3] * 4
+            assert drawn == [3 + rank] * 4
+            if kind == "ddp":  # ZeRO-3 gathers weights
+                assert process["collectives"][0] == process["collectives"][1] > 0
         assert [number for step, number in reference["drawn"]] == [5] * 4
+        assert list((folder / "embeddings").rglob("*.safetensors")) and not (alone / "embeddings").exists()
         for name in ("eval_step_000000", "eval_step_000006"):
             lines = [jsonl(path / "contact_sheets" / f"{name}.jsonl") for path in (alone, folder)]
             assert [len(entries) for entries in lines] == [5, 5]

@@ -25,10 +25,11 @@ from trl import GRPOConfig, ModelConfig, get_peft_config
 from paco_trl import PaCoGRPOTrainer, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.rollout import FAMILIES, FluxFamily, RecordedStep, UnlistedFamily
-from paco_trl.trainer.losses import ClippedSurrogate
+from paco_trl.rollout import FAMILIES, FluxFamily, RecordedStep, SDESettings, UnlistedFamily, sde_step
+from paco_trl.rollout.policy import score_step
+from paco_trl.trainer.losses import ClippedSurrogate, clipped_surrogate, guarded_surrogate
 from paco_trl.trainer.round_buffer import RoundBuffer
-from paco_trl.trainer.step_statistics import StepStatistics
+from paco_trl.trainer.step_statistics import StepStatistics, predicted_deviation
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
@@ -428,6 +429,28 @@ class TestRatio:
             statistics.add(record, ratio, {}, torch.ones(4))
             with nullcontext() if worst < 1e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
                 statistics.check_ratio(1, tolerance=1e-4, epsilon=1e-3)
+
+    @pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "cps"])
+    def test_the_deviation_of_rounded_velocities_is_predicted(self, sde_type):
+        """A velocity of the replay that differs from the recorded one by N(0, d^2), in 800 images of 512 elements."""
+        sde, times, generator = SDESettings((3,), 0.7, sde_type), (0.8, 0.7), torch.Generator().manual_seed(0)
+        sample, velocity, noise = (torch.randn(800, 512, generator=generator) for _ in range(3))
+        step = sde_step(velocity, sample, *times, 0.7, sde_type, generator=generator)
+        record = RecordedStep(3, *times, 0.95, sample, step.prev_sample, step.log_prob, [], step.mean)
+        deviations = []
+        for difference in (0.01, 0.03):
+            log_prob, mean, std = score_step(velocity + difference * noise, record, sde)
+            rest = torch.ones(800), 1e-4, 1e-4
+            plain = clipped_surrogate(log_prob, record.log_prob, *rest).ratio
+            guarded = guarded_surrogate(log_prob, record.log_prob, mean, step.mean, std, *rest, 1.0).ratio
+            for ratio, is_normalized in ((plain, False), (guarded, True)):
+                predicted = predicted_deviation(record, sde, is_normalized, difference)
+                assert ratio.std().item() == pytest.approx(predicted, rel=0.1)
+                deviations.append(predicted)
+        assert deviations[0] == pytest.approx(deviations[2] / 3) and 0 < deviations[1] < deviations[0]
+        if sde_type == "dance_sde":  # k = (1 + a^2 (1 - t) / (2 t)) * sqrt(-dt) / a
+            k = (1 + 0.49 * 0.2 / 1.6) * 0.1**0.5 / 0.7
+            assert deviations[0] == pytest.approx(k * 0.01 / 512**0.5, rel=1e-4)
 
     def test_images_without_a_reward_are_not_in_the_means(self):
         latents = torch.zeros(4, 1)

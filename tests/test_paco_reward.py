@@ -42,6 +42,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from other_judges import INDEPENDENT_JUDGE, OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, t2is_bench_question, theme_question
+from paco_trl.rewards import paco_reward
 from paco_trl.rewards.decision import decision_token_ids
 from paco_trl.rewards.paco_reward import _Images
 from paco_trl.rewards.prefix_sharing import order_for_sharing
@@ -426,9 +427,21 @@ class TestScoreImages:
 
 
 class TestImagesOfACall:
-    """Each image is read and encoded when it is first needed, and let go after its last batch."""
+    """Images are read and encoded many at a time, and let go after their last batch."""
 
-    def test_an_image_of_far_apart_batches_is_encoded_once(self, judge):
+    def test_all_images_are_encoded_in_one_forward_within_a_limit(self, judge, monkeypatch):
+        images, scores = [noise(seed, (56, 56 + 28 * (seed % 2))) for seed in range(10)], []
+        pairs = list(zip(images, images[1:], strict=False))  # batches of 3
+        assert num_patches(judge, *images) == 5 * 16 + 5 * 24
+        for limit, expected in ((2**22, 1), (5 * 56 * 70, 2), (0, 3)):
+            monkeypatch.setattr(paco_reward, "_PIXELS_PER_FORWARD", limit)
+            with patches_of(judge) as patches:
+                scores.append(judge.score(pairs, SHORT))
+            assert sum(patches) == 200 and len(patches) == expected
+        assert scores[0] == close(scores[1]) and scores[0] == close(scores[2])
+
+    def test_an_image_of_far_apart_batches_is_encoded_once(self, judge, monkeypatch):
+        monkeypatch.setattr(paco_reward, "_PIXELS_PER_FORWARD", 0)
         images = [noise(seed) for seed in range(10)]
         far = [(images[0], images[1]), *zip(images[2:], images[3:], strict=False), (images[1], images[0])]
         assert len(far) == 9  # batches of 3: both use images 0 and 1
@@ -1653,9 +1666,8 @@ class TestTemplates:
 
 
 def test_symmetric_scoring_lets_go_of_images(tiny_qwen, monkeypatch):
-    from paco_trl.rewards import paco_reward
-
     judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", batch_size=4)
+    monkeypatch.setattr(paco_reward, "_PIXELS_PER_FORWARD", 0)
     kept = []
     of_batch = paco_reward._Images.of_batch
     monkeypatch.setattr(

@@ -444,13 +444,17 @@ class TestJudge:
             assert any(hasattr(weight, "__tensor_flatten__") for weight in reward.judge.model.parameters())
         judge = load_judge(JudgeArguments(judge_quantization="int8", device="cpu"), str(tiny_qwen), None)
         assert any(hasattr(weight, "__tensor_flatten__") for weight in judge.model.parameters())
+        arguments.judge_attn_implementation = "eager"
+        assert {reward.judge.model.config._attn_implementation for reward in load_rewards(arguments)} == {"eager"}
         judge = load_judge(JudgeArguments(device="cpu"), str(tiny_qwen), None)
+        assert judge.model.config._attn_implementation == "sdpa"
         assert not any(hasattr(weight, "__tensor_flatten__") for weight in judge.model.parameters())
         for options in ({"judge": "m", "judge_url": "http://127.0.0.1:1/v1"}, {"judge": "clip-i"}):
-            with pytest.raises(ValueError, match="`--judge_quantization.*Leave it out"):
-                evaluate(RewardArguments(judge_quantization="int8", **options))
+            for name, value in (("judge_quantization", "int8"), ("judge_attn_implementation", "eager")):
+                with pytest.raises(ValueError, match=f"`--{name}.*Leave it out"):
+                    evaluate(RewardArguments(**{name: value}, **options))
         arguments.judge_url = "http://127.0.0.1:1/v1"
-        with pytest.raises(ValueError, match="'int8', but a served judge is quantized by its server"):
+        with pytest.raises(ValueError, match="'int8', but a served judge"):
             load_rewards(arguments)
         with pytest.raises(ValueError, match="'fp8_storage'; it must be one of 'nf4', 'int8', 'fp8'"):
             PaCoReward.from_pretrained(tiny_qwen, quantization="fp8_storage")

@@ -85,7 +85,7 @@ from .parser import run_stage
 BENCHMARKS = ("t2is", "gedit")
 # Options of `score` that only one of the benchmarks has
 T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
-T2IS_ONLY += ("batch_size", "trust_remote_code", "judge_quantization")
+T2IS_ONLY += ("batch_size", "trust_remote_code", "judge_quantization", "judge_attn_implementation")
 GEDIT_ONLY = ("protocol", "gedit_repo")
 CALL = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
 
@@ -251,7 +251,7 @@ def _score_t2is(args: ScoreArguments, benchmark: Dataset, found) -> None:
         work.setdefault((name, args.judge_url), []).append(score_consistency)
     # What is wrong with the last one is to be known before the first is asked
     if work and None not in [url for _, url in work]:
-        judge_options(args.judge_quantization, next(iter(work))[1])
+        judge_options(args, next(iter(work))[1])
     for name, url in work:
         if url is None:
             from .. import PaCoReward

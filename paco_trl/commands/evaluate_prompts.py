@@ -4,6 +4,7 @@
 import gc
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +73,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
                 StageFolder(output_dir / name, settings | weights).images, len(rows), args.num_generations
             )
             if not all(path.exists() for path in files.values()):
-                _generate(args.model_name_or_path, adapter, settings, rows, files, accelerator)
+                embeddings = output_dir / ".embeddings" if accelerator.num_processes > 1 else None
+                _generate(args.model_name_or_path, adapter, settings, rows, files, accelerator, embeddings)
                 gc.collect()
             role, title = "tuned" if adapter else "base", public_name(adapter or args.model_name_or_path)
             systems.append({"role": role, "name": title, "settings": shown, "files": files})
@@ -110,8 +112,9 @@ def _settings(args: PromptsArguments) -> dict[str, Any]:
 
 
 def _generate(
-    model: str, adapter: str | None, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator
-) -> None:
+    model: str, adapter: str | None, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator,
+    embeddings: Path | None,
+) -> None:  # fmt: skip
     """Generate the missing images of one system as `evaluate()` of training does, from the same noise."""
     dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
     pipeline = load_pipeline(model, dtype)
@@ -120,7 +123,7 @@ def _generate(
     rows.measure(pipeline, family)
     policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, reference=None)
     policy.model.eval().to(accelerator.device)
-    encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt)
+    encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt, embeddings)
     sampler = RolloutSampler(policy, encoder, accelerator, scale, offload_embeddings=True)
     numbers, places = list(range(len(rows))), list(files)
     sampler.encode(rows, numbers)
@@ -142,4 +145,6 @@ def _generate(
         calls = [{place: path} for place, path in files.items()]
         flat = generate_missing(pipeline, calls, read, generate, f"Generating with {name}")
     if accelerator.is_main_process:
+        if embeddings is not None:
+            shutil.rmtree(embeddings, ignore_errors=True)
         warn_of_flat([f"{row + 1}/{image + 1}" for row, image in flat], len(files), f"images of {name}")

@@ -37,7 +37,8 @@ from .options import REMOTE_IMAGES, judge_options, option
 # Benchmark -> its dataset
 BENCHMARKS = {"rankings": "X-GenGroup/ConsistencyRank-Bench", "edit_reward": "EditScore/EditReward-Bench"}
 # What only a judge in the process has
-IN_PROCESS_ONLY = ("judge_quantization", "device", "dtype", "trust_remote_code", "clip_model")
+OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
+IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code", "clip_model")
 
 
 @dataclass
@@ -82,9 +83,8 @@ def _check_options(script_args: RewardArguments) -> None:
         raise ValueError(f"`--protocol` is {script_args.protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
     if script_args.benchmark != "rankings" and script_args.template is not None:
         raise ValueError(f"`--template` would do nothing with `--benchmark {script_args.benchmark}`. Leave it out.")
-    if script_args.judge in ("dreamsim", "clip-i") and script_args.judge_quantization is not None:
-        problem = f"`--judge_quantization {script_args.judge_quantization}` is not for the judge {script_args.judge}"
-        raise ValueError(f"{problem}. Leave it out.")
+    if script_args.judge in ("dreamsim", "clip-i"):
+        refuse_unused(script_args, OF_JUDGES, f"with `--judge {script_args.judge}`")
     is_served = script_args.judge_url is not None
     where = "with `--judge_url`" if is_served else "without `--judge_url`"
     refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)
@@ -156,7 +156,7 @@ def evaluate(script_args: RewardArguments) -> None:
         "device": script_args.device,
         "dtype": script_args.dtype,
         "batch_size": script_args.batch_size,
-    } | judge_options(script_args.judge_quantization, None)
+    } | judge_options(script_args, None)
     console = Console()
     for title, columns, rows in report_tables(save_report(results, script_args.output_dir)):
         # One column per judge: a row of all numbers is wider than a terminal

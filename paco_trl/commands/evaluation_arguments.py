@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .build_arguments import PipelineArguments, RequestArguments
-from .options import JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
+from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 from .script_arguments import ScriptArguments
 
 
@@ -27,6 +27,7 @@ class JudgeArguments(RequestArguments):
 
     judge_url: str | None = option(None, "OpenAI-compatible server of the judge, such as `http://127.0.0.1:8000/v1`.")
     judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
+    judge_attn_implementation: str | None = option(None, JUDGE_ATTENTION)
     device: str | None = option(None, "Device to score on. If `None`, an accelerator if there is one, else the CPU.")
     dtype: str = option("auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, `auto` (its own).")
     batch_size: int = option(16, "Queries per forward pass.")
@@ -56,13 +57,13 @@ def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward 
     from ..rewards.paco_reward import PaCoReward
 
     options = {option: getattr(args, option) for option in ("device", "dtype", "batch_size", "trust_remote_code")}
-    return PaCoReward.from_pretrained(name, **options, **judge_options(args.judge_quantization, None))
+    return PaCoReward.from_pretrained(name, **options, **judge_options(args, None))
 
 
 # Options of `PromptsArguments` that are those of training
 SHARED_WITH_TRAINING = (
     "model_name_or_path", "dataset_name", "dataset_split", "edits", "image_folder", "max_source_images", "rewards",
-    "judge_model", "judge_url", "judge_quantization", "judge_question", "judge_max_pairs", "clip_model",
+    "judge_model", "judge_url", "judge_quantization", "judge_attn_implementation", "judge_question", "judge_max_pairs", "clip_model",
     "allow_remote_images",
 )  # fmt: skip
 
@@ -110,6 +111,7 @@ class PromptsArguments:
     judge_model: str = _as_in_training("judge_model")
     judge_url: str | None = _as_in_training("judge_url")
     judge_quantization: str | None = _as_in_training("judge_quantization")
+    judge_attn_implementation: str | None = _as_in_training("judge_attn_implementation")
     judge_question: str = _as_in_training("judge_question")
     judge_max_pairs: int | None = _as_in_training("judge_max_pairs")
     clip_model: str = _as_in_training("clip_model")

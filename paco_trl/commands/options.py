@@ -17,8 +17,14 @@ REMOTE_IMAGES = "Whether to download images that rows name by URLs. Only for dat
 JUDGE_QUANTIZATION = "Quantization of a judge in the process: `nf4`, `int8` or `fp8`."
 
 
-def judge_options(quantization: str | None, url: str | None) -> dict[str, Any]:
-    """Return the quantization as an argument of a judge in the process; refuse it for a judge at `url`."""
-    if quantization is not None and url is not None:
-        raise ValueError(f"`--judge_quantization` is {quantization!r}, but a served judge is quantized by its server.")
-    return {} if quantization is None else {"quantization": quantization}
+JUDGE_ATTENTION = "Attention of a judge in the process, such as `flash_attention_2`. If `None`, transformers' default."
+
+
+def judge_options(args: Any, url: str | None) -> dict[str, Any]:
+    """Return the options of a judge in the process, as arguments of its loading; refuse them for a judge at `url`."""
+    options = {name: getattr(args, f"judge_{name}") for name in ("quantization", "attn_implementation")}
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        if url is not None:
+            raise ValueError(f"`--judge_{name}` is {value!r}, but a served judge is quantized and run by its server.")
+    return options

@@ -21,7 +21,7 @@ from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.reward_calls import check_columns
 from ..rollout.loading import read_peft_config
-from .options import JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
+from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ class ScriptArguments:
     )
     judge_url: str | None = option(None, "Address of a served judge. If `None`, it is loaded into each process.")
     judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
+    judge_attn_implementation: str | None = option(None, JUDGE_ATTENTION)
     judge_question: str = option("theme", "Question for the judge: `theme`, or `criteria` for each of the dataset's.")
     judge_max_pairs: int | None = option(None, "Maximum number of pairs per set for the judge. If `None`, all.")
     eval_rewards: list[str] | None = option(None, "Rewards of the evaluation. If `None`, those of `rewards`.")
@@ -95,7 +96,7 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
 
 
 def _judge_arguments(script_args: ScriptArguments) -> dict[str, Any]:
-    return judge_options(script_args.judge_quantization, script_args.judge_url)
+    return judge_options(script_args, script_args.judge_url)
 
 
 def load_train_prompts(script_args: ScriptArguments) -> Dataset:
@@ -161,7 +162,7 @@ def check_reward_names(script_args: ScriptArguments) -> None:
             )
         if script_args.rewards.count(name) > 1:
             raise ValueError(f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight.")
-    for setting in ("judge_url", "judge_quantization", "judge_max_pairs"):
+    for setting in ("judge_url", "judge_quantization", "judge_attn_implementation", "judge_max_pairs"):
         value = getattr(script_args, setting)
         if value is not None and not {"consistency", "edit"} & set(names):  # it may be in a file that cannot be unset
             logger.warning(f"`--{setting}` has no effect: of the rewards, only `consistency` and `edit` have a judge.")
@@ -244,8 +245,9 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
     if has_own_judge:
         model = script_args.eval_judge_model or script_args.judge_model
         url = script_args.eval_judge_url
-        quantization = script_args.judge_quantization if url is None else None
-        own = replace(script_args, judge_model=model, judge_url=url, judge_quantization=quantization)
+        own = replace(script_args, judge_model=model, judge_url=url)
+        if url is not None:
+            own.judge_quantization = own.judge_attn_implementation = None
         known |= {name: load_reward(name, own) for name in ("consistency", "edit") if name in names}
     return [known.get(name) or load_reward(name, script_args) for name in names]
 

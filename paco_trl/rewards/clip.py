@@ -9,8 +9,10 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
+from transformers.masking_utils import create_causal_mask
 
 from ..utils.deepspeed import without_zero3_init
+from ..utils.devices import to_device
 from ..utils.images import to_rgb
 from ..utils.names import check_model_name, public_name
 from .columns import column_of
@@ -46,31 +48,41 @@ class ClipEmbedder:
 
     def embed_images(self, images: list[Image.Image], names: list[str]) -> torch.Tensor:
         """Embed images as unit vectors `(len(images), D)` on the CPU, each object once; `names` are for errors."""
-        objects = {id(image): (image, name) for image, name in zip(images, names, strict=True)}
-        rows = {key: row for row, key in enumerate(objects)}
-        return self._embed(list(objects.values()), self._image_features)[[rows[id(image)] for image in images]]
+        return self.embed(images, names, [])[0]
 
     def embed_texts(self, texts: list[str]) -> torch.Tensor:
         """Embed texts, truncated to the model's length, as unit vectors `(len(texts), D)` on the CPU, each text once."""
-        rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        return self._embed(list(rows), self._text_features)[[rows[text] for text in texts]]
+        return self.embed([], [], texts)[1]
 
-    def _embed(self, items, features):
+    def embed(
+        self, images: list[Image.Image], names: list[str], texts: list[str]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embed images and texts as [`embed_images`] and [`embed_texts`] do, with one wait for the device."""
+        objects = {id(image): (image, name) for image, name in zip(images, names, strict=True)}
+        distinct = dict.fromkeys(texts)
         device = torch.device(self.device) if self.device is not None else PartialState().device
         self.model.to(device)
-        batches = [items[start : start + self.batch_size] for start in range(0, len(items), self.batch_size)]
         # A surrounding autocast would change the scores
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            embeds = [features(batch) for batch in batches]
+            embeds = [
+                features(items[start : start + self.batch_size])
+                for items, features in (
+                    (list(objects.values()), self._image_features),
+                    (list(distinct), self._text_features),
+                )
+                for start in range(0, len(items), self.batch_size)
+            ]
         # One copy: indexing on the accelerator waits for it as well
         embeds = torch.cat(embeds).float().cpu() if embeds else torch.empty(0, self.model.config.projection_dim)
-        return torch.nn.functional.normalize(embeds, dim=-1)  # (len(items), D)
+        embeds = torch.nn.functional.normalize(embeds, dim=-1)
+        rows = {key: row for row, key in enumerate((*objects, *distinct))}
+        return embeds[[rows[id(image)] for image in images]], embeds[[rows[text] for text in texts]]  # (..., D)
 
     def _image_features(self, batch):
         inputs = self.processor.image_processor(
             images=[to_rgb(image, name) for image, name in batch], return_tensors="pt"
         )
-        pixel_values = inputs["pixel_values"].to(self.model.device, self.model.dtype)  # (B, 3, H, W)
+        pixel_values = to_device(inputs["pixel_values"], self.model.device).to(self.model.dtype)  # (B, 3, H, W)
         return self.model.get_image_features(pixel_values=pixel_values).pooler_output  # (B, D)
 
     def _text_features(self, batch):
@@ -81,9 +93,15 @@ class ClipEmbedder:
             # A tokenizer saved without a length claims 1e30
             max_length=self.model.config.text_config.max_position_embeddings,
             return_tensors="pt",
-        ).to(self.model.device)
+        )
+        # As the model makes it, which reads it back from the device; `None` where nothing is padded
+        shape = torch.empty(*inputs["input_ids"].shape, 1, dtype=self.model.dtype)
+        mask = create_causal_mask(
+            self.model.text_model.config, shape, attention_mask=inputs["attention_mask"], past_key_values=None
+        )
         return self.model.get_text_features(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+            input_ids=to_device(inputs["input_ids"], self.model.device),
+            attention_mask=None if mask is None else to_device(mask, self.model.device),
         ).pooler_output  # (B, D)
 
 
@@ -130,8 +148,9 @@ def score_texts(
         for index, row in enumerate(images)
         for number in range(len(row))
     ]
-    image_embeds = embedder.embed_images([image for row in images for image in row], names)  # (images, D)
-    text_embeds = embedder.embed_texts([text for row in texts for text in row])  # (images, D)
+    image_embeds, text_embeds = embedder.embed(
+        [image for row in images for image in row], names, [text for row in texts for text in row]
+    )  # (images, D)
     similarities = scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
 
     scores = [row.mean().item() for row in similarities.split([len(row) for row in images])]

@@ -77,10 +77,11 @@ def decision_direction(
     head: "nn.Module", decision_ids: tuple[int, int]
 ) -> tuple["torch.Tensor", "torch.Tensor | float"]:
     """Return direction `(D,)` and offset that give logit(Yes) - logit(No) from a hidden state, in float32."""
-    yes, no = head.weight.detach()[list(decision_ids)].float()
+    # One by one: a list of indices is copied to the device, which the host waits for
+    yes, no = (head.weight.detach()[token].float() for token in decision_ids)
     if head.bias is None:
         return yes - no, 0.0
-    bias_yes, bias_no = head.bias.detach()[list(decision_ids)].float()
+    bias_yes, bias_no = (head.bias.detach()[token].float() for token in decision_ids)
     return yes - no, bias_yes - bias_no
 
 

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
+from ..utils.devices import to_device, tower_arguments
 from ..utils.files import find_model_file
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import find_control_tokens, load_image, patch_size_of
@@ -48,6 +49,9 @@ _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfold
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Model types that take each image as one tensor of features, already encoded by the vision tower
 _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
+# Images are encoded together up to 16 of 512 x 512 pixels, as many as a batch of 8 pairs of the published judges has:
+# about 1 GiB of activations in bf16
+_PIXELS_PER_FORWARD = 2**22
 # Prefix that PeftModel adds to the model's own names
 _PEFT_PREFIX = "base_model.model."
 # Layer names of adapters from before transformers 4.52 -> current names
@@ -60,7 +64,7 @@ class PaCoReward:
     and a question is P(Yes) / (P(Yes) + P(No)) at the first position of the model's answer.
 
     One forward pass scores a batch of pairs; nothing is generated. With a model of the Qwen2-VL or Qwen2.5-VL family,
-    the vision tower encodes each image once per call of [`~PaCoReward.score`], and questions of a batch that begin
+    the vision tower encodes each image once per call of [`~PaCoReward.score`], many in one forward, and questions of a batch that begin
     with the same images share the language model's work on them.
 
     Args:
@@ -381,7 +385,8 @@ class PaCoReward:
         keys = [tuple(image_key(image) for image in group) for group in groups]
         order = order_for_sharing(keys, prompts)
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        images = _Images(patch_size_of(self.processor), self._prepare, groups, batches)
+        pixels = _PIXELS_PER_FORWARD if self._takes_encoded_images else 0
+        images = _Images(patch_size_of(self.processor), self._prepare, groups, batches, pixels)
         answers: list = [None] * len(groups)
         progress = tqdm(total=len(groups), desc=f"Scoring {noun}s", unit=noun, disable=not show_progress)
         # A surrounding autocast would change the scores
@@ -440,21 +445,22 @@ class PaCoReward:
         if not self._takes_encoded_images:
             return images
         inputs = self.processor.image_processor(images, return_tensors="pt")
-        grids = inputs["image_grid_thw"]  # (images, 3)
-        outputs = self._network.get_image_features(
-            inputs["pixel_values"].to(self.device), grids.to(self.device), return_dict=True
-        )
+        grids = inputs["image_grid_thw"]  # (images, 3), on the CPU
+        arguments = tower_arguments(self._network.get_encoder("image"), grids, self.device)
+        pixel_values = to_device(inputs["pixel_values"], self.device)
+        outputs = self._network.get_image_features(pixel_values, grids, return_dict=True, **arguments)
         return list(zip(outputs.pooler_output, grids, strict=True))
 
 
 @dataclass
 class _Images:
-    """Distinct images of a call, each loaded and encoded for the first batch that uses it and kept until the last."""
+    """Distinct images of a call, loaded and encoded before the first batch that uses them and kept until the last."""
 
     patch_size: int
     prepare: Callable[[list[Image.Image]], list]
     groups: list[ImageGroup]
     batches: list[list[int]]
+    pixels: int = 0  # beyond those of a batch, images of later ones are encoded along with it up to this number
     ready: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -462,17 +468,28 @@ class _Images:
         self.last_use = {image_key(image): number for number, index in batches for image in self.groups[index]}
 
     def of_batch(self, number: int) -> list:
-        keys, missing = [], {}
-        for index in self.batches[number]:
-            for key, image, where in named_images(self.groups[index], index):
-                keys.append(key)
-                if key not in self.ready and key not in missing:
-                    missing[key] = load_image(image, self.patch_size, where)
-        if missing:
+        keys = [image_key(image) for index in self.batches[number] for image in self.groups[index]]
+        if any(key not in self.ready for key in keys):
+            missing = self._load(number)
             self.ready.update(zip(missing, self.prepare(list(missing.values())), strict=True))
         images = [self.ready[key] for key in keys]
         self.ready = {key: image for key, image in self.ready.items() if self.last_use[key] > number}
         return images
+
+    def _load(self, number: int) -> dict:
+        """Load what a batch and, as far as the pixels go, later ones lack."""
+        missing: dict = {}
+        pixels = 0
+        for later in range(number, len(self.batches)):
+            for index in self.batches[later]:
+                for key, image, where in named_images(self.groups[index], index):
+                    if key in self.ready or key in missing:
+                        continue
+                    if later > number and pixels >= self.pixels:
+                        return missing
+                    missing[key] = load_image(image, self.patch_size, where)
+                    pixels += math.prod(missing[key].size)
+        return missing
 
 
 def _hub_arguments(kwargs: dict) -> dict:

@@ -9,6 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from ..utils.devices import to_device
+
 
 def order_for_sharing(images: list[tuple[Hashable, ...]], prompts: list[str]) -> list[int]:
     """Sort questions by length, keeping those that begin with the same images next to each other."""
@@ -68,10 +70,10 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
         }
         if cache is not None:
             kept = owner[rows]
-            cache.batch_select_indices(kept.to(model.device))
+            cache.batch_select_indices(to_device(kept, model.device))
             part["attention_mask"] = torch.cat([past_mask[kept], part["attention_mask"]], dim=1)
         past_mask = part["attention_mask"]
-        part = {name: tensor.to(model.device) for name, tensor in part.items()}
+        part = {name: to_device(tensor, model.device) for name, tensor in part.items()}
         if cache is not None:
             part["past_key_values"] = cache
         encoded = [image for row in rows for image in features[row][num_seen : level + 1]]

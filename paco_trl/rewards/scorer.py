@@ -136,7 +136,7 @@ class RewardScorer:
             if calls:
                 rewards[:, functions] = torch.cat([call.values.result() for call in calls])
         _, first = np.unique(order, return_index=True)  # where image 0, 1, 2 ... is
-        gathered = self.accelerator.gather(rewards.to(self.accelerator.device)).cpu()
+        gathered = torch.tensor(gather_object(rewards.tolist()))  # processes may have different numbers of images
         columns = {}
         for column in sorted(set(gather_object(list(extra)))):
             values = gather_object(extra.get(column, [None] * self._count))

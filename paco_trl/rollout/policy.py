@@ -6,8 +6,10 @@ hooks on its transformer record the calls made at those steps. Replaying them th
 log-probability of the same samples.
 """
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -15,10 +17,11 @@ from typing import Any
 
 import diffusers
 import torch
-from accelerate.utils import recursively_apply, send_to_device
+from accelerate.utils import recursively_apply
 from PIL import Image
 from torch import nn
 
+from ..utils.devices import to_device
 from ..utils.images import to_rgb
 from .families import Family
 from .noise import keyed_generator
@@ -55,7 +58,7 @@ class RecordedStep:
 
     def to(self, device: torch.device) -> "RecordedStep":
         """Return the step with all arguments of its calls on a device."""
-        return replace(self, calls=send_to_device(self.calls, device))
+        return replace(self, calls=recursively_apply(lambda tensor: to_device(tensor, device), self.calls))
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,10 @@ class PipelinePolicy:
         self._recorded_steps: tuple[int, ...] = ()
         self._calls: list[dict[str, Any]] = []
         self._outputs: list[torch.Tensor] = []
+        # Values on the device, and what raises an error for them: all are read together at the end of a batch
+        self._checks: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []
         model.register_forward_pre_hook(self._record_call, with_kwargs=True)
         model.register_forward_hook(self._record_output)
-        decoder = getattr(pipeline.vae, "decoder", None)
-        if decoder is not None:
-            decoder.register_forward_hook(_check_pixels)
 
     def generate(
         self,
@@ -163,7 +165,7 @@ class PipelinePolicy:
             if index in steps:
                 on_sde_step(index, model_output, sample, SDEStep(prev_sample, log_prob=None, mean=None, std=None))
             if index == last:
-                _check_latents(prev_sample)
+                self._check_latents(prev_sample)
 
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
         last = (num_inference_steps if sde is None else sde.num_steps(num_inference_steps)) - 1
@@ -190,7 +192,10 @@ class PipelinePolicy:
         arguments["generator"] = [keyed_generator(*key, 0) for key in first_of_branch]
         self._check_arguments(arguments)
         with self._record(steps), self._encoding(sources), self.family.generation_context(self.pipeline, prepared):
-            images = [to_rgb(image, "A generated image") for image in self.pipeline(**arguments).images]
+            try:
+                images = [to_rgb(image, "A generated image") for image in self.pipeline(**arguments).images]
+            finally:
+                self._run_checks()  # what they find explains an error of the pipeline
         if self.scheduler.num_inference_steps != num_inference_steps:
             raise RuntimeError(
                 f"`num_inference_steps` is {num_inference_steps}, but {type(self.pipeline).__name__} made "
@@ -255,13 +260,17 @@ class PipelinePolicy:
     @contextmanager
     def _record(self, steps: tuple[int, ...]):
         self._recorded_steps = steps
+        decoder = getattr(self.pipeline.vae, "decoder", None)
+        hook = None if decoder is None else decoder.register_forward_hook(self._check_pixels)
         try:
             yield
         finally:
+            if hook is not None:
+                hook.remove()
             self._recorded_steps = ()
             self.scheduler.sde = self.scheduler.step_generators = None
             self.scheduler.on_sde_step = self.scheduler.on_ode_step = None
-            self._calls, self._outputs = [], []
+            self._calls, self._outputs, self._checks = [], [], []
 
     @property
     def _images_per_row(self) -> int:
@@ -298,47 +307,90 @@ class PipelinePolicy:
         return output
 
     def _narrow(self, call: dict[str, Any], copies: int) -> dict[str, Any]:
-        """Keep one row for each branch in the arguments of a call, after checking that its rows are the same."""
+        """Keep one row for each branch in the arguments of a call, whose rows must be the same."""
         narrowed = {}
         for name, value in _batched(call, self.family).items():
             narrowed[name] = _first_rows(value, copies)
-            if not _is_same(_widen(narrowed[name], copies), value):
-                if all(torch.is_tensor(row) for row in value):  # NaN equals nothing
-                    _check_latents(torch.stack(list(value)), "before the first stochastic step")
-                raise RuntimeError(
-                    f"`images_per_prefix` is {copies}, but before the first stochastic step {copies} images that "
-                    f"should be the same differ in the argument `{name}` of the transformer: "
-                    f"{type(self.pipeline).__name__} makes something of its own for each. Set "
-                    f"`images_per_prefix=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
-                    f"{type(self.family).__name__}."
-                )
+            same = list(_sameness(_widen(narrowed[name], copies), value))
+            check = functools.partial(self._check_branches, name, copies)
+            check([flag for flag in same if not torch.is_tensor(flag)])
+            if flags := [flag for flag in same if torch.is_tensor(flag)]:
+                self._checks.append((torch.stack(flags), check))
         return call | narrowed
+
+    def _check_branches(self, name: str, copies: int, same: list[float]) -> None:
+        if not all(same):
+            raise RuntimeError(
+                f"`images_per_prefix` is {copies}, but before the first stochastic step {copies} images that "
+                f"should be the same differ in the argument `{name}` of the transformer: "
+                f"{type(self.pipeline).__name__} makes something of its own for each. Set "
+                f"`images_per_prefix=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
+                f"{type(self.family).__name__}."
+            )
 
     def _check_guidance_rule(
         self, model_output: torch.Tensor, sample: torch.Tensor, guidance_scale: float, index: int
     ) -> None:
-        combined = self.family.combine(self._outputs, guidance_scale, sample)
-        if combined is model_output or torch.equal(combined, model_output):
+        combined, num_outputs = self.family.combine(self._outputs, guidance_scale, sample), len(self._outputs)
+        if combined is model_output:
             return
         if combined.shape != model_output.shape:
             raise RuntimeError(
                 f"At step {index} the scheduler received a velocity of the shape {tuple(model_output.shape)}, but "
                 f"{type(self.family).__name__}.combine gives {tuple(combined.shape)}. {self.family.advice}"
             )
-        difference = (combined.float() - model_output.float()).abs().max().item()
-        scale = model_output.float().abs().max().item()
         # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
         # of float32, 2^-18 is some units.
         precision = 2**-18 if model_output.dtype == torch.float32 else 2**-8
-        if difference > precision * scale:
-            is_negated = (combined.float() + model_output.float()).abs().max().item() <= precision * scale
-            raise RuntimeError(
-                f"At step {index} the scheduler received something else than {type(self.family).__name__}.combine "
-                f"makes of the transformer's {len(self._outputs)} output(s): they differ by up to {difference:.3g} "
-                f"(largest value {scale:.3g}, guidance scale {guidance_scale})"
-                f"{': it has the opposite sign' if is_negated else ''}. Training would follow a wrong guidance rule. "
-                f"{self.family.advice}"
-            )
+
+        def check(largest: list[float]) -> None:
+            difference, total, scale = largest
+            if difference > precision * scale:
+                raise RuntimeError(
+                    f"At step {index} the scheduler received something else than {type(self.family).__name__}.combine "
+                    f"makes of the transformer's {num_outputs} output(s): they differ by up to {difference:.3g} "
+                    f"(largest value {scale:.3g}, guidance scale {guidance_scale})"
+                    f"{': it has the opposite sign' if total <= precision * scale else ''}. Training would follow a "
+                    f"wrong guidance rule. {self.family.advice}"
+                )
+
+        expected, received = combined.float(), model_output.float()
+        largest = [tensor.abs().max() for tensor in (expected - received, expected + received, received)]
+        self._checks.append((torch.stack(largest), check))
+
+    def _check_latents(self, latents: torch.Tensor) -> None:
+        def check(is_finite: list[float]) -> None:
+            if not all(is_finite):
+                wrong = [number for number, flag in enumerate(is_finite) if not flag]
+                raise RuntimeError(
+                    f"The latents of image(s) {wrong} of a batch of {len(is_finite)} are not finite after the last "
+                    "denoising step; their pixels would be black. The weights are not finite, or overflow in their "
+                    "dtype: check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
+                )
+
+        # First: what is not a number fails other checks, too
+        self._checks.insert(0, (torch.isfinite(latents).flatten(1).all(dim=1), check))  # (B,)
+
+    def _check_pixels(self, module: nn.Module, args: tuple, pixels: Any) -> None:
+        dtype = getattr(pixels, "dtype", None)
+
+        def check(is_finite: list[float]) -> None:
+            # The pipeline turns NaN into black and infinity into white, and the image would be scored
+            if not all(is_finite):
+                raise RuntimeError(
+                    "The decoded images are not finite, although their latents are: the VAE overflows in its dtype, "
+                    f"{dtype}. Train with `bf16=True` or in float32, or use another VAE."
+                )
+
+        if torch.is_tensor(pixels):
+            self._checks.append((torch.isfinite(pixels).all().view(1), check))
+
+    def _run_checks(self) -> None:
+        """Read the values of the batch's checks, and raise the first error."""
+        if self._checks:
+            values = iter(torch.cat([values.float() for values, _ in self._checks]).tolist())
+            for tensor, check in self._checks:
+                check([next(values) for _ in range(len(tensor))])
 
 
 def _with_fresh_containers(call: dict[str, Any]) -> dict[str, Any]:
@@ -402,17 +454,20 @@ def share_tensors(
         return [argument, argument[:1], argument[::every], *argument] if isinstance(argument, torch.Tensor) else []
 
     pairs = [pair for name in arguments for pair in zip(views(arguments[name]), views(copies[name]), strict=True)]
+    recorded: dict[int, torch.Tensor] = {}
+    recursively_apply(lambda tensor: recorded.setdefault(id(tensor), tensor), [record.calls for record in records])
+    layout = lambda tensor: (tensor.shape, tensor.dtype, tensor.device)  # noqa: E731
+    alike = [
+        (key, copy, _is_one_memory(view, tensor) or (view == tensor).all())
+        for key, tensor in recorded.items()
+        for view, copy in pairs
+        if layout(view) == layout(tensor)
+    ]
     known: dict[int, torch.Tensor] = {}
-
-    def is_same(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-        is_alike = (view.shape, view.dtype, view.device) == (tensor.shape, tensor.dtype, tensor.device)
-        return is_alike and torch.equal(view, tensor)
-
-    def share(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in known:
-            known[id(tensor)] = next((copy for view, copy in pairs if is_same(view, tensor)), tensor)
-        return known[id(tensor)]
-
+    for (key, copy, _), is_same in zip(alike, _read([flag for *_, flag in alike]), strict=True):
+        if is_same:
+            known.setdefault(key, copy)
+    share = lambda tensor: known.get(id(tensor), tensor)  # noqa: E731
     return [replace(record, calls=recursively_apply(share, record.calls)) for record in records]
 
 
@@ -473,43 +528,44 @@ def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: 
         RuntimeError: `call_at` does not reproduce the recorded calls for the recorded sample and time.
     """
     own = torch.full_like(sigma, record.sigma)
+    compared = []
     for call in record.calls:
         again = family.call_at(call, record.sample, own)
-        wrong = sorted(name for name in call.keys() | again.keys() if not _is_same(call.get(name), again.get(name)))
-        if wrong:
-            raise RuntimeError(
-                f"At step {record.index} the pipeline called its transformer with other arguments than "
-                f"{type(family).__name__}.call_at makes of the same sample and time: {', '.join(wrong)} differ. The "
-                "images would be trained at wrong times; correct the family class."
-            )
+        for name in sorted(call.keys() | again.keys()):
+            compared += [(name, flag) for flag in _sameness(call.get(name), again.get(name))]
+    flags = _read([flag for _, flag in compared])
+    wrong = dict.fromkeys(name for (name, _), is_same in zip(compared, flags, strict=True) if not is_same)
+    if wrong:
+        raise RuntimeError(
+            f"At step {record.index} the pipeline called its transformer with other arguments than "
+            f"{type(family).__name__}.call_at makes of the same sample and time: {', '.join(wrong)} differ. The "
+            "images would be trained at wrong times; correct the family class."
+        )
     return [family.call_at(call, sample, sigma) for call in record.calls]
 
 
-def _check_pixels(module: nn.Module, args: tuple, pixels: Any) -> None:
-    # The pipeline would turn NaN into black and infinity into white, and the image would be scored
-    if torch.is_tensor(pixels) and not torch.isfinite(pixels).all():
-        raise RuntimeError(
-            "The decoded images are not finite, although their latents are: the VAE overflows in its dtype, "
-            f"{pixels.dtype}. Train with `bf16=True` or in float32, or use another VAE."
-        )
+def _sameness(first: Any, second: Any) -> Iterator[bool | torch.Tensor]:
+    """Compare tensors, or lists of them: values are compared on the device, and not read."""
+    if first is second:
+        yield True
+    elif isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        is_alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+        yield (first == second).all() if is_alike else False
+    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        yield from itertools.chain(*map(_sameness, first, second))
+    else:
+        yield False
 
 
-def _check_latents(latents: torch.Tensor, when: str = "after the last denoising step") -> None:
-    is_finite = torch.isfinite(latents).flatten(1).all(dim=1)  # (B,)
-    if not is_finite.all():
-        raise RuntimeError(
-            f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(latents)} are not "
-            f"finite {when}; their pixels would be black. The weights are not finite, or overflow in their dtype: "
-            "check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
-        )
+def _is_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
 
 
-def _is_same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first is second or (first.dtype == second.dtype and torch.equal(first, second))
-    if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(_is_same, first, second))
-    return first is second
+def _read(flags: list[bool | torch.Tensor]) -> list[bool]:
+    """Read flags from the device, all at once."""
+    waiting = [flag for flag in flags if torch.is_tensor(flag)]
+    values = iter(torch.stack(waiting).tolist() if waiting else ())
+    return [next(values) if torch.is_tensor(flag) else flag for flag in flags]
 
 
 def cast_floating_inputs(module: nn.Module, dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..utils.devices import to_device
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.generation import truncations_counted
@@ -43,15 +44,15 @@ class PromptEmbeddings:
         """Move the embeddings to a device for all rows that share them, as float32, and return them as arguments."""
         for arguments in (self.prompt, self.negative_prompt):
             for name, tensor in arguments.items():
-                arguments[name] = tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
-        self.image_latents[:] = [latents.to(device) for latents in self.image_latents]
+                arguments[name] = to_device(tensor, device).to(torch.float32 if tensor.is_floating_point() else None)
+        self.image_latents[:] = [to_device(latents, device) for latents in self.image_latents]
         return self.prompt | {f"negative_{name}": tensor for name, tensor in self.negative_prompt.items()}
 
 
 class PromptEncoder:
-    """Encodes prompts and source images on one process each; results are in its CPU memory, or files in `folder`."""
+    """Encodes prompts and source images on one process each, into files in `folder`; without one, into CPU memory."""
 
-    # A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
+    # Several processes require a folder that all see. A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
 
     def __init__(
         self,
@@ -59,15 +60,14 @@ class PromptEncoder:
         family: Family,
         accelerator: Accelerator,
         negative_prompt: str | None = None,
-        folder: str | None = None,
+        folder: str | Path | None = None,
     ):
         self.pipeline = pipeline
         self.family = family
         self.accelerator = accelerator
         self.negative_prompt = negative_prompt
         self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
-        self._known: set = set()
-        # What this process encoded, or the file of it: (digest, scale) -> latents of a source image
+        # What was encoded, or the file of it: (digest, scale) -> latents of a source image
         self._encoded: dict[Condition | tuple[str, float], dict[str, torch.Tensor] | Path] = {}
 
     @torch.no_grad()
@@ -79,24 +79,25 @@ class PromptEncoder:
         for number in dict.fromkeys(numbers):
             condition = rows.condition(number, scale)
             for distinct in self._text_conditions(condition):
-                if distinct not in self._known:
+                if distinct not in self._encoded:
                     prompts.setdefault(distinct, number)
             for place, image in enumerate(condition.images):
-                if (image, scale) not in self._known:
+                if (image, scale) not in self._encoded:
                     images.setdefault((image, scale), (number, place))
         self._encode_images(rows, images)  # first, since it finds damaged files
         self._encode_prompts(rows, prompts)
+        if (prompts or images) and self.accelerator.num_processes > 1:
+            self.accelerator.wait_for_everyone()  # all files exist
 
     def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, PromptEmbeddings]:
-        """Return the embeddings of some rows, on the CPU, by number. Every process calls it with the same numbers."""
+        """Return the embeddings of some encoded rows, on the CPU, by number."""
         conditions = {number: rows.condition(number, scale) for number in numbers}
         distinct = dict.fromkeys(
             each for condition in conditions.values() for each in self._text_conditions(condition)
         )
         digests = dict.fromkeys((digest, scale) for condition in conditions.values() for digest in condition.images)
-        encoded = self._exchange(
-            [(key, dict(self._read(key))) for key in (*distinct, *digests) if key in self._encoded]
-        )
+        keys: list[Condition | tuple[str, float]] = [*distinct, *digests]
+        encoded: Any = {key: dict(self._read(key)) for key in keys}
         embeddings = {}
         for number, condition in conditions.items():
             prompt, *negative = [encoded[each] for each in self._text_conditions(condition)]
@@ -114,22 +115,17 @@ class PromptEncoder:
         mine = new[self.accelerator.process_index :: self.accelerator.num_processes]
         is_hidden = len(new) < 1000 or not self.accelerator.is_main_process
         read = [(number, rows.sources.digests(number)) for number in tqdm(mine, "Reading images", disable=is_hidden)]
-        rows.sources.remember(self._exchange(read))
+        rows.sources.remember(dict(gather_object(read)))
 
     def _text_conditions(self, condition: Condition) -> list[Condition]:
         """Return what the text encoders see: of the prompt and, with true guidance, of the negative prompt."""
         seen = condition if self.family.prompt_sees_images else Condition(condition.prompt)
         return [seen] if self.negative_prompt is None else [seen, replace(seen, prompt=self.negative_prompt)]
 
-    def _exchange(self, mine: list[tuple]) -> dict:
-        return dict(gather_object(mine) if self.accelerator.num_processes > 1 else mine)
-
     def _local_part(self, new: dict) -> list[tuple]:
         """Return what this process must encode: its part of what is new, without what an earlier run encoded."""
         mine = list(new.items())[self.accelerator.process_index :: self.accelerator.num_processes]
-        if self._folder is not None:
-            self._encoded |= {key: self._file(key) for key, _ in mine if _is_complete(self._file(key))}
-        return [each for each in mine if each[0] not in self._encoded]
+        return [each for each in mine if self._folder is None or not _is_complete(self._file(each[0]))]
 
     def _progress(self, mine: list[tuple], description: str) -> Iterable[tuple]:
         return tqdm(mine, description, disable=not (mine and self.accelerator.is_main_process))
@@ -142,11 +138,20 @@ class PromptEncoder:
             # safetensors refuses tensors that share memory
             tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
             write_atomically(self._file(key), save(tensors))
-        self._encoded[key] = tensors if self._folder is None else self._file(key)
+        else:
+            self._encoded[key] = tensors
 
     def _read(self, key: Condition | tuple[str, float]) -> dict[str, torch.Tensor]:
         encoded = self._encoded[key]
-        return load_file(encoded) if isinstance(encoded, Path) else encoded  # a file is mapped, not read
+        if not isinstance(encoded, Path):
+            return encoded
+        try:
+            return load_file(encoded)  # mapped, not read
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"'{encoded}' is missing, which another process has written, or was deleted during the run. All "
+                "processes must see the directory of the embeddings: set `embeddings_dir` to a shared one."
+            ) from error
 
     def _encode_prompts(self, rows: PromptRows, new: dict[Condition, int]) -> None:
         if not new:
@@ -165,9 +170,9 @@ class PromptEncoder:
                 if self.family.is_truncated(self.pipeline, condition.prompt):
                     name = type(self.pipeline).__name__
                     truncations[f"the end of the text was truncated, because it is longer than {name} reads"] += 1
-        self._known.update(new)
+        self._remember(new)
         logger.info(
-            f"{sum(isinstance(known, Condition) for known in self._known)} distinct prompts are encoded, "
+            f"{sum(isinstance(known, Condition) for known in self._encoded)} distinct prompts are encoded, "
             f"{len(mine)} of them now by this process ({size / 2**20:.1f} MiB each), in {self._folder or 'CPU memory'}."
         )
 
@@ -183,7 +188,11 @@ class PromptEncoder:
                     pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
                     latents = vae.encode(pixels).latent_dist.mode().float().cpu()
                     self._keep((digest, scale), {"latents": latents})
-        self._known.update(new)
+        self._remember(new)
+
+    def _remember(self, new: dict) -> None:
+        if self._folder is not None:
+            self._encoded |= {key: self._file(key) for key in new}
 
     def _placed(self, names: tuple[str, ...]) -> AbstractContextManager[None]:
         modules = [module for name in names if (module := getattr(self.pipeline, name)) is not None]

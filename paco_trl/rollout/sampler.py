@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 
+from ..utils.devices import to_device
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
 from .prompt_encoder import PromptEmbeddings, PromptEncoder, placed
 from .prompt_rows import PromptRows
@@ -57,7 +58,7 @@ class RolloutSampler:
         self.prompt_encoder.encode(rows, numbers, scale)
 
     def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> FetchedRows:
-        """Exchange the embeddings of some rows. Every process calls it with the same numbers."""
+        """Return some encoded rows with their embeddings."""
         family, pipeline = self.policy.family, self.policy.pipeline
         return FetchedRows(
             rows,
@@ -83,10 +84,10 @@ class RolloutSampler:
             kept = {name: tensor.expand(len(encoded), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
         else:
             kept = {name: torch.cat([each[name] for each in embeddings]) for name in embeddings[0]}  # (B, ...)
-        latents = [each.to(device) for each in encoded[0].image_latents]
+        latents = [to_device(each, device) for each in encoded[0].image_latents]
         images = fetched.source_images(numbers[0])
         sources = [EncodedImage(image, each) for image, each in zip(images, latents, strict=True)]
-        return {name: tensor.to(device) for name, tensor in kept.items()}, kept, sources
+        return {name: to_device(tensor, device) for name, tensor in kept.items()}, kept, sources
 
     def generate(
         self,

@@ -11,6 +11,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 
+from ..utils.devices import to_device
 from .sde import SDEStep, sde_step, second_order_velocity
 
 
@@ -106,9 +107,9 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         return new
 
     @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)  # pipelines look for `sigmas` in its signature
-    def set_timesteps(self, *args, **kwargs) -> None:
+    def set_timesteps(self, num_inference_steps=None, device=None, *args, **kwargs) -> None:
         """Set the timesteps, shorten the tail, and store the sigmas as floats so that a step needs no device sync."""
-        super().set_timesteps(*args, **kwargs)
+        super().set_timesteps(num_inference_steps, "cpu", *args, **kwargs)
         self._tail_start, self._x0 = math.inf, None
         if self.sde is not None and self.sde.tail_steps is not None:
             # At evenly spaced indices of the schedule, between which its sigmas are interpolated
@@ -120,6 +121,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             tail = tail[:-1] * self.config.num_train_timesteps
             self.timesteps = torch.cat([self.timesteps[:start], tail.to(self.timesteps)])
         self._sigma_values: list[float] = self.sigmas.tolist()
+        self.sigmas, self.timesteps = (to_device(each, device or "cpu") for each in (self.sigmas, self.timesteps))
 
     @property
     def next_step_index(self) -> int:

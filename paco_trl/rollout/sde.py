@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..utils.devices import to_device
+
 
 SDE_TYPES = ("flow_sde", "dance_sde", "cps")
 
@@ -184,4 +186,4 @@ def _noise_like(mean: torch.Tensor, generator: torch.Generator | list[torch.Gene
     if len(generator) != mean.shape[0]:
         raise ValueError(f"Got {len(generator)} generators for a batch of {mean.shape[0]} images; pass one for each.")
     noise = [torch.randn(mean.shape[1:], generator=g, device=g.device, dtype=torch.float32) for g in generator]
-    return torch.stack(noise).to(mean.device)  # (B, ...)
+    return to_device(torch.stack(noise), mean.device)  # (B, ...)

@@ -71,11 +71,13 @@ def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negativ
             pipeline, ["callback_on_step_end"], "switch its adapter off between steps. Unset `adapter_fraction`."
         )
     most, layout = family.max_batch_size, args.round_layout
-    if most is not None and layout.rollout_batch_size > most:
-        raise ValueError(
-            f"`{layout.rollout_batch_option}` is {layout.rollout_batch_size}, but {type(family).__name__} generates at "
-            f"most {most} with {name}. Set it to {most}{' and `images_per_prefix=1`' if args.images_per_prefix > 1 else ''}."
-        )
+    options = {layout.rollout_batch_option: layout.rollout_batch_size}
+    for option, size in (options | {"per_device_eval_batch_size": args.per_device_eval_batch_size}).items():
+        if most is not None and size > most:
+            raise ValueError(
+                f"`{option}` is {size}, but {type(family).__name__} generates at most {most} with {name}. Set it to "
+                f"{most}{' and `images_per_prefix=1`' if args.images_per_prefix > 1 else ''}."
+            )
 
 
 def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -95,41 +96,47 @@ class Evaluator:
     ) -> Evaluation:
         """Generate rows by the ODE, or as in training with `sde`, and score them; noise is by seed, row and number."""
         args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
-        generations, num_steps, batch = args.num_generations_eval, args.num_inference_steps_eval, 1
+        generations, num_steps = args.num_generations_eval, args.num_inference_steps_eval
+        batch = args.per_device_eval_batch_size
         if sde is not None:
             generations, num_steps, batch = args.num_generations, args.num_inference_steps, sde.images_per_prefix
-        period = sampler.size_multiple
+        period, noise = sampler.size_multiple, (args.seed, STREAMS["evaluation"], 0)
         sampler.encode(rows, numbers, scale)
 
+        # A batch crosses prompts where one call of the pipeline can generate it
+        crosses = sampler.policy.family.has_fixed_length and rows.sources is None
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for image in range(len(numbers) * generations):
+            place = image // generations
+            groups[sizes[numbers[place]] if crosses else place].append(image)
+        batches = sorted(group[i : i + batch] for group in groups.values() for i in range(0, len(group), batch))
         # ZeRO-3 requires the same number of batches on each process; the padding is dropped below
         processes = accelerator.num_processes
-        total = len(numbers) * generations // batch
-        padded = (np.arange(-(-total // processes) * processes) % total).reshape(-1, processes)
+        padded = (np.arange(-(-len(batches) // processes) * processes) % len(batches)).reshape(-1, processes)
         artifacts, pictures = [], []
         self.scorer.start()
         with sampler.ready():
             is_hidden = args.disable_tqdm or not accelerator.is_main_process
-            for batches_of_all in tqdm(padded.tolist(), desc=description, disable=is_hidden):
-                places = [number * batch // generations for number in batches_of_all]
-                fetched = sampler.fetch(rows, [numbers[place] for place in places], scale)
-                first, place = batches_of_all[accelerator.process_index] * batch, places[accelerator.process_index]
-                number = numbers[place]
-                row = fetched.read(number)
-                noise = (args.seed, STREAMS["evaluation"], 0, number)
-                keys: list[tuple[int, ...]] = [(*noise, image % generations) for image in range(first, first + batch)]
-                inputs = (fetched, [number] * batch, keys, sizes[number], num_steps)
-                images, _ = sampler.generate(*inputs, sde=sde, callback_on_step_end=callback)
-                self.scorer.add([row] * batch, images, state)
-                for image, generated in enumerate(images, start=first):
-                    artifacts.append(_grid_artifact(generated, period, row))
-                    if place < MAX_PROMPTS and image % generations < MAX_IMAGES:
-                        pictures.append((image, thumbnail(generated)))
-        order = (padded.T.reshape(-1, 1) * batch + np.arange(batch)).reshape(-1)  # process by process
+            mine = padded[:, accelerator.process_index].tolist()
+            for images in (batches[each] for each in tqdm(mine, desc=description, disable=is_hidden)):
+                of_batch = [numbers[image // generations] for image in images]
+                fetched = sampler.fetch(rows, of_batch, scale)
+                keys: list[tuple[int, ...]] = [
+                    (*noise, row, image % generations) for row, image in zip(of_batch, images, strict=True)
+                ]
+                inputs = (fetched, of_batch, keys, sizes[of_batch[0]], num_steps)
+                generated, _ = sampler.generate(*inputs, sde=sde, callback_on_step_end=callback)
+                read = [fetched.read(number) for number in of_batch]
+                self.scorer.add(read, generated, state)
+                for image, row, picture in zip(images, read, generated, strict=True):
+                    artifacts.append(_grid_artifact(picture, period, row))
+                    if image // generations < MAX_PROMPTS and image % generations < MAX_IMAGES:
+                        pictures.append((image, thumbnail(picture)))
+        order = np.array([image for each in padded.T.reshape(-1) for image in batches[each]])  # process by process
         scores = self.scorer.finish(order, state)
         _, first = np.unique(order, return_index=True)
-        gathered = accelerator.gather(torch.tensor(artifacts, dtype=torch.float64, device=accelerator.device)).cpu()
-        total_scores, artifacts_of_all = self.rewards.total(scores.rewards), gathered[torch.from_numpy(first)]
-        shown = dict(gather_object(pictures)) if processes > 1 else dict(pictures)
+        artifacts_of_all = torch.tensor(gather_object(artifacts), dtype=torch.float64)[torch.from_numpy(first)]
+        total_scores, shown = self.rewards.total(scores.rewards), dict(gather_object(pictures))
         return Evaluation(scores.rewards, total_scores, artifacts_of_all, scores.extra, scores.metrics, shown)
 
     def baseline(

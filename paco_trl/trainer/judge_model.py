@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from ..utils.deepspeed import without_zero3_init
+from ..utils.devices import tower_arguments
 from ..utils.target_modules import check_lora_alpha, check_target_modules
 
 
@@ -28,20 +29,23 @@ def language_model_targets(model: PreTrainedModel) -> str:
     return rf"{re.escape(names[0])}\..*\.({'|'.join(sorted(layers))})"
 
 
-def cut_graph_behind_tower(model: PreTrainedModel) -> None:
-    """Run the vision tower without gradients as long as nothing in it trains."""
+def cut_graph_behind_tower(model: PreTrainedModel, grids: list[list[int]]) -> None:
+    """Run the vision tower without gradients as long as nothing in it trains; `grids` has the patch grids, or nothing."""
     tower = model.get_encoder("image")
     if model.get_decoder() not in tower.modules():  # else the model has no separate tower
         forward = tower.forward
-        tower.forward = functools.update_wrapper(functools.partial(_forward_tower, tower, forward), forward)
+        tower.forward = functools.update_wrapper(functools.partial(_forward_tower, tower, forward, grids), forward)
 
 
-def _forward_tower(tower: nn.Module, forward: Callable, *args, **kwargs):
+def _forward_tower(tower: nn.Module, forward: Callable, grids: list[list[int]], pixels, *args, **kwargs):
+    if grids:
+        kwargs |= tower_arguments(tower, torch.tensor(grids), pixels.device)
+        grids.clear()  # another call has other images
     # With gradient checkpointing, transformers makes the tower's patches require gradients
     # (`enable_input_require_grads`), so that frozen blocks would be recomputed and differentiated for nothing
     trains = any(parameter.requires_grad for parameter in tower.parameters())
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
+        return forward(pixels, *args, **kwargs)
 
 
 def complete_peft_config(

@@ -39,7 +39,7 @@ _CHOICES = {
 }
 _COUNTS = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
-    "num_generations_eval", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
+    "num_generations_eval", "per_device_eval_batch_size", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
     "num_iterations", "images_per_prefix", "per_device_rollout_batch_size",
 )  # fmt: skip
 _TRANSFERS = ("resolution_transfer_prompts", "tail_transfer_prompts")
@@ -140,6 +140,9 @@ class PaCoGRPOConfig(GRPOConfig):
             With more the replay rounds differently, see `ratio_tolerance`.
         num_generations_eval (`int`, *optional*, defaults to `1`):
             Images generated per prompt by `evaluate()`.
+        per_device_eval_batch_size (`int`, *optional*, defaults to `1`):
+            Images generated at a time on one process by `evaluate()`, of one size, and of one prompt where prompts have
+            source images or other lengths. An image does not depend on its batch, apart from rounding.
 
         > Parameters that control the rewards
 
@@ -222,6 +225,8 @@ class PaCoGRPOConfig(GRPOConfig):
 
         > Parameters that control the evaluation
 
+        eval_baseline (`bool`, *optional*, defaults to `True`):
+            Whether `evaluate()` also generates with the untrained model, once in a run, and reports the gain.
         adapter_fraction (`float`, *optional*, defaults to `1.0`):
             Fraction of the denoising steps of `evaluate()` that use the adapter, from the first; the base model makes
             the rest ([MixGRPO](https://huggingface.co/papers/2507.21802)'s hybrid inference, against reward hacking).
@@ -243,7 +248,7 @@ class PaCoGRPOConfig(GRPOConfig):
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]: `num_generations` (`16`),
-    > `num_generations_eval` (`1`), `per_device_train_batch_size` (`1`), `gradient_accumulation_steps` (derived),
+    > `num_generations_eval` (`1`), `per_device_train_batch_size` (`1`), `per_device_eval_batch_size` (`1`), `gradient_accumulation_steps` (derived),
     > `multi_objective_aggregation` (`"log_tamed"`), `learning_rate` (`3e-4`), `lr_scheduler_type` (`"constant"`),
     > `weight_decay` (`1e-4`), `epsilon` (`1e-4`), `loss_type` (`"grpo"`), `logging_steps` (`1`), `log_completions`
     > (`True`), `logging_nan_inf_filter` (always `False`: a loss that is not a number is an error).
@@ -286,6 +291,7 @@ class PaCoGRPOConfig(GRPOConfig):
     per_device_train_batch_size: int = field(default=1, metadata={"help": "Images trained at a time."})
     per_device_rollout_batch_size: int | None = field(default=None, metadata={"help": "Images generated at a time."})
     num_generations_eval: int = field(default=1, metadata={"help": "Images per prompt of `evaluate()`."})
+    per_device_eval_batch_size: int = field(default=1, metadata={"help": "Images at a time in `evaluate()`."})
 
     # Parameters that control the rewards
     multi_objective_aggregation: str = field(
@@ -354,6 +360,7 @@ class PaCoGRPOConfig(GRPOConfig):
     compile_repeated_blocks: bool = field(default=False, metadata={"help": "Whether its blocks are compiled."})
 
     # Parameters that control the evaluation
+    eval_baseline: bool = field(default=True, metadata={"help": "Whether the untrained model is evaluated, too."})
     adapter_fraction: float = field(
         default=1.0, metadata={"help": "Fraction of `evaluate()`'s steps with an adapter."}
     )
@@ -378,8 +385,6 @@ class PaCoGRPOConfig(GRPOConfig):
             self.greater_is_better: bool | None = False
         if self.num_generations_eval is None:  # TRL's default: as many as in training
             self.num_generations_eval = self.num_generations
-        # TRL requires full groups; `evaluate()` generates one image at a time on each process
-        self.per_device_eval_batch_size = self.num_generations_eval
         requested_prompts = self.num_prompts_per_generation
         requested = (self.generation_batch_size, self.steps_per_generation, self.gradient_accumulation_steps)
 
@@ -389,8 +394,10 @@ class PaCoGRPOConfig(GRPOConfig):
         layout = self._lay_out(requested_prompts, *requested, num_processes)
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
+        eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
         with cpu_explained():
             super().__post_init__()
+        self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups, which `evaluate()` does not
         check_compiled_blocks(self)
         check_gradient_accumulation(self)
         self._check_launcher()
@@ -581,12 +588,6 @@ class PaCoGRPOConfig(GRPOConfig):
             if (value := getattr(self, name)) != defaults[name]:
                 remedy = "set `divergence_threshold`" if is_dppo else "set `epsilon`, or `loss_type='flow_dppo'`"
                 raise ValueError(f"`{name}` is {value}, which {self.loss_type!r} does not use. Unset it; {remedy}.")
-        num_generations_eval = self.num_generations_eval or self.num_generations
-        if self.per_device_eval_batch_size not in (defaults["per_device_eval_batch_size"], num_generations_eval):
-            raise ValueError(
-                f"`per_device_eval_batch_size` is {self.per_device_eval_batch_size}, but `evaluate()` generates one image "
-                "at a time on each process. Unset it; `num_generations_eval` is the number of images for each prompt."
-            )
         if self.reward_required is not None:
             self.reward_required = [_parse_flag(value) for value in self.reward_required]
         if self.tail_transfer_prompts and self.tail_steps is None:

@@ -14,6 +14,7 @@ from ..checkpointing.ema import EMA
 from ..checkpointing.weights import swapped
 from ..rollout import Family, RecordedStep, SDESettings, calls_at, keyed_generator, predict
 from ..rollout.sampler import FetchedRows
+from ..utils.devices import to_device
 from ..utils.paper import AWM_PAPER, NFT_PAPER
 from .losses import (
     add_flow_noise,
@@ -50,7 +51,9 @@ class NoisedStep(RecordedStep):
 class VelocityStatistics(StepStatistics):
     """Collect the velocity statistics of an optimizer step's micro-steps, and gather them once."""
 
-    def add(self, velocity: torch.Tensor, old_velocity: torch.Tensor, values: dict, weights: torch.Tensor) -> None:
+    def add(  # type: ignore[override]  # called below
+        self, velocity: torch.Tensor, old_velocity: torch.Tensor, values: dict, weights: torch.Tensor
+    ) -> None:
         """Add a micro-step, with further values (B,) by name; images of weight 0 are not counted."""
         deviation = velocity_error(velocity.detach().float(), old_velocity)
         size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
@@ -169,11 +172,11 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         levels = args.num_trained_steps
         times = torch.stack(
             [schedule[torch.randperm(len(schedule), generator=generator)[:levels]] for generator in generators], dim=1
-        ).to(latents.device)  # (levels, B)
+        )  # (levels, B)
         steps = []
-        for sigma in times:
+        for sigma in to_device(times, latents.device):
             noise = torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
-            noised = add_flow_noise(latents, noise.to(latents.device), sigma)  # (B, ...)
+            noised = add_flow_noise(latents, to_device(noise, latents.device), sigma)  # (B, ...)
             calls = calls_at(last, self.family, noised.sample, sigma)
             with torch.no_grad():
                 old_velocity = predict(self.model, calls, self.family, args.guidance_scale, noised.sample)

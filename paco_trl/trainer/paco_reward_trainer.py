@@ -230,7 +230,8 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         self.add_callback(TrainingTimeCallback())
         if self.eval_dataset is not None:
             self.add_callback(_EvaluateAtTheEnd())
-        cut_graph_behind_tower(self._inner_model())
+        self._grids: list[list[int]] = []  # of the micro-batch's images
+        cut_graph_behind_tower(self._inner_model(), self._grids)
         self.data_collator.get_rope_index = getattr(self._inner_model().base_model, "get_rope_index", None)
         # The fused head returns the label's log-probability only; the other answer's needs the hidden state
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
@@ -285,7 +286,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             raise ValueError("`return_outputs=True` requires logits, which the fused head never builds.")
         args = self.args
         inputs = dict(inputs)
-        rows = inputs.pop("rows")
+        rows, self._grids[:] = inputs.pop("rows"), inputs.pop("grids", ())
         outputs = model(**inputs, use_cache=False, fused_lm_head=True)
         hidden_state, self._last_hidden_state = self._last_hidden_state, None
         mask = outputs.label_mask  # (B, T - 1), at the positions that predict a token of the completion

@@ -84,6 +84,7 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
         if self.get_rope_index is not None:
             names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
             batch["position_ids"], _ = self.get_rope_index(**{name: batch[name] for name in names})  # (3, B, T)
+            batch["grids"] = batch["image_grid_thw"].tolist()  # not a tensor: it stays on the CPU
         batch["rows"] = torch.tensor(rows)
         return batch
 

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from ..rollout import RecordedStep, SDESettings
+from ..utils.devices import to_device
 from .round_layout import RoundLayout
 
 
@@ -43,8 +44,9 @@ class RoundBuffer:
             denominator = max(num_valid * layout.num_trained_steps, 1)  # without a valid image all weights are 0
             batch = torch.from_numpy(micro_batch)
             for record in recorded:
-                weights = (is_valid[batch] / denominator).to(device)  # (B,)
-                self.entries.append({"record": record, "advantages": advantages[batch].to(device), "weights": weights})
+                weights = to_device(is_valid[batch] / denominator, device)  # (B,)
+                entry = {"record": record, "advantages": to_device(advantages[batch], device), "weights": weights}
+                self.entries.append(entry)
 
     def micro_step(self, position: int, device: torch.device) -> dict[str, Any]:
         """Return the inputs of a micro-step, on the device."""

@@ -27,7 +27,7 @@ HARMLESS = (
     "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "skip_memory_metrics", "debug",
     "log_completions", "plot_curves", "resolution_transfer_prompts", "tail_transfer_prompts",
     # When to evaluate, to save and to push
-    "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_strategy", "save_steps", "save_on_each_node",
+    "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_baseline", "save_strategy", "save_steps", "save_on_each_node",
     "save_total_limit", "load_best_model_at_end", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id",
     "hub_strategy", "hub_always_push", "hub_revision",
     # Devices, memory and communication
@@ -39,7 +39,7 @@ HARMLESS = (
     # Limits that only stop a run
     "ratio_tolerance", "max_reward_failures", "max_excluded_images", "max_excluded_groups",
     # Derived from other settings and the number of processes
-    "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps", "per_device_eval_batch_size",
+    "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
     # Part of the rewards' descriptions
     "reward_weights", "reward_required",
 )  # fmt: skip
@@ -58,7 +58,13 @@ _UPDATES = (
     "num_train_epochs", "warmup_steps", "adapter_fraction", "metric_for_best_model", "greater_is_better",
 )  # fmt: skip
 # Settings that a round which has been generated and scored does not depend on
-AFTER_GENERATION = (*_UPDATES, "num_generations_eval", "num_inference_steps_eval", "eval_rewards")
+AFTER_GENERATION = (
+    *_UPDATES,
+    "num_generations_eval",
+    "num_inference_steps_eval",
+    "per_device_eval_batch_size",
+    "eval_rewards",
+)
 # Settings that an evaluation of the untrained model does not depend on, whose sizes are compared row by row
 _IN_TRAINING = (
     *_OPTIMIZER, *_UPDATES, "optimizer_steps_per_generation", "num_iterations", "height", "width", "resolution_scale",

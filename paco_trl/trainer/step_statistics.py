@@ -2,16 +2,18 @@
 """Statistics of the probability ratio, and the check that it is 1 before the first update."""
 
 import logging
-from typing import TYPE_CHECKING
+import math
 
 import torch
 from accelerate import Accelerator
 
+from ..rollout import RecordedStep, SDESettings, sde_step, step_std
 
-if TYPE_CHECKING:
-    from ..rollout import RecordedStep
 
 logger = logging.getLogger(__name__)
+
+# By which two bf16 kernels may round the velocity of a 12B transformer differently (RMS, an estimate: 0.003 to 0.015)
+_ROUNDING = 0.01
 
 
 class StepStatistics:
@@ -33,25 +35,30 @@ class StepStatistics:
 
     def add(
         self,
-        record: "RecordedStep",
+        record: RecordedStep,
         ratio: torch.Tensor,
         means: dict[str, torch.Tensor],
         weights: torch.Tensor,
+        predicted: float = math.nan,
     ) -> None:
-        """Add a micro-step: ratio, `means`, to be logged, and weights are (B,); images of weight 0 do not count."""
+        """
+        Add a micro-step: the ratio, `means`, to be logged, and `weights` are (B,); images of weight 0 do not count.
+
+        `predicted` is shown beside the deviation of the ratio, see [`predicted_deviation`].
+        """
         means = {
             **means,
             "approx_kl": ratio.clamp_min(torch.finfo(ratio.dtype).tiny).log() ** 2 / 2,  # it may underflow
         }
-        index, sigma = (torch.full_like(ratio, value) for value in (record.index, record.sigma))
+        index, sigma, rounding = (torch.full_like(ratio, v) for v in (record.index, record.sigma, predicted))
         self._names = list(means)
-        columns = [index, (ratio - 1).abs(), sigma, (weights > 0).float(), *means.values()]
+        columns = [rounding, index, (ratio - 1).abs(), sigma, (weights > 0).float(), *means.values()]
         self._rows.append(torch.stack(columns, dim=1))  # (B, columns)
 
     def check_ratio(self, num_micro_steps: int, tolerance: float, epsilon: float) -> None:
         """Check that the ratio of the last micro-steps is 1. Collective: call on all ranks."""
         stats = self.accelerator.gather(torch.cat(self._rows[-num_micro_steps:])).cpu()
-        if not stats[:, 1].max().item() <= tolerance:  # NaN, too
+        if not stats[:, 2].max().item() <= tolerance:  # NaN, too
             raise RuntimeError(describe_deviation(stats, tolerance, epsilon))
 
     def finish(
@@ -65,11 +72,12 @@ class StepStatistics:
         """
         stats = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and steps, columns)
         self.clear()
-        index, deviation, _, valid, *means = stats.T
-        if not torch.isfinite(stats).all():
+        index, deviation, _, valid, *means = stats.T[1:]
+        is_finite = torch.isfinite(stats[:, 1:])
+        if not is_finite.all():
             raise RuntimeError(
                 f"The probability ratio or the KL divergence is not finite at optimizer step {step} "
-                f"({int((~torch.isfinite(stats).all(dim=1)).sum())} of {len(stats)} micro-batch rows). The weights or "
+                f"({int((~is_finite.all(dim=1)).sum())} of {len(stats)} micro-batch rows). The weights or "
                 "the latents have overflowed; lower `learning_rate`, or train in float32."
             )
         if is_on_policy:
@@ -93,16 +101,36 @@ class StepStatistics:
 
 def describe_deviation(stats: torch.Tensor, tolerance: float, epsilon: float) -> str:
     """Describe by step how far the ratios of gathered rows are from 1."""
-    lines = ["step    sigma   mean |ratio - 1|    max |ratio - 1|"]
-    for step in stats[:, 0].unique():
-        rows = stats[stats[:, 0] == step]
-        lines.append(f"{int(step):4d}   {rows[0, 2]:.4f}   {rows[:, 1].mean():16.3e}   {rows[:, 1].max():16.3e}")
+    lines = ["step    sigma   mean |ratio - 1|    max |ratio - 1|    predicted"]
+    for step in stats[:, 1].unique():
+        predicted, _, deviation, sigma, *_ = stats[stats[:, 1] == step].T
+        lines.append(
+            f"{int(step):4d}   {sigma[0]:.4f}   {deviation.mean():16.3e}   {deviation.max():16.3e}   {predicted.max():10.1e}"
+        )
     return (
         "Before an update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is up to "
-        f"{stats[:, 1].max().item():.3g} (`ratio_tolerance` is {tolerance:.3g}, `epsilon` {epsilon:g}):\n"
+        f"{stats[:, 2].max().item():.3g} (`ratio_tolerance` is {tolerance:.3g}, `epsilon` {epsilon:g}):\n"
         + "\n".join(lines)
         + "\nRollout and training compute different numbers: look for dropout, for layers that behave differently with "
-        "gradients, for an adapter that only one of the two uses, for a compiled replay. In bf16 on an accelerator a "
-        "deviation below `epsilon` can be rounding, above all with a larger `per_device_rollout_batch_size`: leave that "
-        "out, or measure the deviation and set `ratio_tolerance`."
+        "gradients, for an adapter that only one of the two uses, for a compiled replay. In bf16 on an accelerator it "
+        "can be rounding, above all with a larger `per_device_rollout_batch_size`, quantized weights or compiled blocks: "
+        f"velocities that differ by {_ROUNDING} (RMS) have the predicted standard deviation of the ratio, whose largest "
+        "is about three times that. Leave these out, or set `ratio_tolerance`."
     )
+
+
+def predicted_deviation(
+    record: RecordedStep, sde: SDESettings, is_normalized: bool = False, difference: float = _ROUNDING
+) -> float:
+    """
+    Predict the standard deviation of a ratio where two velocities of a step differ at random, by `difference` (RMS).
+
+    The step's mean moves by k * S * d * n, where S is its standard deviation, d the difference and n normal: the
+    log-ratio is the mean of k * d * n * eps - (k * d * n)^2 / 2 over the latent's N elements, of standard deviation
+    k * d / sqrt(N). GRPO-Guard's normalized ratio is S times that.
+    """
+    one, sigmas = torch.ones(1, 1), (record.sigma, record.sigma_next)
+    # Of the sample 0 the mean is the coefficient of the velocity
+    step = sde_step(one, 0 * one, *sigmas, sde.noise_level, sde.sde_type, one, record.sigma_max)
+    std = 1 if is_normalized else step_std(step.std, *sigmas, sde.sde_type).item()
+    return abs(step.mean.item()) * difference / std / math.sqrt(record.prev_sample[0].numel())
