@@ -167,7 +167,7 @@ def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
     generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
     generator.prepare()
     records = generator.generate(count=4, sde=generator.sde_settings(0.7)).records
-    tensors = [tensor for record in records for tensor in (record.sample, record.prev_sample)]
+    tensors = [tensor for record in records for tensor in (record.sample, record.prev_sample, record.mean)]
     tensors += [t for r in records for call in r.calls for t in call.values() if isinstance(t, torch.Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     plan = ImagePlan(str(tiny_flux), trainer.args, LoraConfig(r=4), prompts)
