@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training runs in processes that can be killed, for test_resume.py. They are forked from one that has imported all."""
 
+import ctypes
 import gc
 import os
 import random
@@ -60,6 +61,8 @@ SETTINGS = {
 # Of a log entry: what a clock has measured, and the means that Trainer takes over the steps since it was started
 MEASURED = ("time/", "step_time", "images_per_second", "rollout_images_per_second", "train_", "total_flos")
 
+CLONE_NEWNET = 0x40000000  # of <sched.h>; `os.setns` came with Python 3.12
+
 
 def square_prompts():
     """The twelve 2x2 prompts of the demo, without sizes of their own."""
@@ -83,7 +86,7 @@ def make_run(model: str | Path, output: str | Path, **changes) -> PaCoGRPOTraine
         "eval_dataset": dataset.select(range(2)),
         "peft_config": LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
     }
-    arguments |= {name: changes.pop(name) for name in tuple(arguments) if name in changes}
+    arguments |= {name: changes.pop(name) for name in (*arguments, "callbacks") if name in changes}
     trainer_class, config_class = PaCoGRPOTrainer, PaCoGRPOConfig
     if changes.get("loss_type") == "awm":
         trainer_class, config_class = PaCoNFTTrainer, PaCoNFTConfig
@@ -150,10 +153,14 @@ def _train(job: dict, rank: int) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if job["machines"]:
+        with open(f"/run/netns/{job['machines'][rank]}", encoding="utf-8") as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), CLONE_NEWNET) == 0
+        os.environ["GLOO_SOCKET_IFNAME"] = "cable"  # the name of the host leads to an address outside
     if job["processes"] > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["processes"]),
-            "LOCAL_WORLD_SIZE": str(job["processes"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]),
+            "LOCAL_WORLD_SIZE": str(job["processes"]), "MASTER_ADDR": job["address"], "MASTER_PORT": str(job["port"]),
             "ACCELERATE_USE_CPU": "true",
         }  # fmt: skip
     if job["zero3"]:
@@ -240,13 +247,16 @@ class Run:
             Processes.
         zero3 (`bool`):
             Whether DeepSpeed ZeRO-3 divides the model over them.
+        machines (`list[str]`), address (`str`):
+            Network namespace of each process, and the address of the first.
         **settings:
             Changed settings.
     """
 
     def __init__(
-        self, context, model, output, resume=None, saving=None, without=(), processes=1, zero3=False, **settings
-    ):
+        self, context, model, output, resume=None, saving=None, without=(), processes=1, zero3=False,
+        machines=(), address="127.0.0.1", **settings
+    ):  # fmt: skip
         self.output = Path(output)
         self.log = f"{self.output}.log-{time.monotonic_ns()}"
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -255,6 +265,7 @@ class Run:
         job = {
             "model": str(model), "output": str(output), "resume": resume, "saving": saving, "without": without,
             "processes": processes, "zero3": zero3, "settings": settings, "log": self.log, "port": free_port(),
+            "machines": machines, "address": address,
         }  # fmt: skip
         self.started = time.monotonic()
         self.processes = [context.Process(target=_train, args=(job, rank)) for rank in range(processes)]

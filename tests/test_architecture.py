@@ -27,6 +27,7 @@ OTHERS = {
     "getattr(each, 'processor', None)._attention_backend": "diffusers says only here whether attention asks for a backend",
     "hf_deepspeed._hf_deepspeed_config_weak_ref": "transformers has no getter for the configuration object",
     "model._internal_dict": "diffusers' `config` has no setter",
+    "dist.distributed_c10d._get_default_store": "torch gives the store of a process group nowhere else",
     "module._compiled_call_impl": "torch does not say elsewhere whether a module is compiled",
     "nn.modules.dropout._DropoutNd": "torch's only common class of its dropout layers",
     "pipeline._get_messages": "diffusers' Ovis-Image adds its own words to a prompt here",

@@ -121,15 +121,22 @@ def checkpoints_of(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.split("-")[1]))
 
 
+def is_restarted() -> bool:
+    """Tell whether the launcher (`--max_restarts`) has started the processes again after one has failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
     """Find the complete checkpoint to resume from: a directory, or with `True` the latest of the output directory."""
     # The command line gives "True" as text
     if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
         resume_from_checkpoint = resume_from_checkpoint.lower() == "true"
+    if resume_from_checkpoint is None and is_restarted():
+        resume_from_checkpoint = "auto"
     if not resume_from_checkpoint:
         return None
     recover_replaced(output_dir)
-    if resume_from_checkpoint is not True:
+    if resume_from_checkpoint is not True and resume_from_checkpoint != "auto":
         checkpoint = Path(resume_from_checkpoint)
         if not checkpoint.is_dir():
             raise ValueError(f"`resume_from_checkpoint` is '{checkpoint}', which is not a directory.")
@@ -143,8 +150,17 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         if not broken:
             return checkpoint
         logger.warning(f"The checkpoint '{checkpoint}' is skipped: {_name_some(broken)} missing or truncated.")
+    if resume_from_checkpoint == "auto":
+        return None
     missing = f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint."
     raise ValueError(f"{missing} Start without it, or pass the directory of a checkpoint.")
+
+
+def how_to_resume(output_dir: str | Path) -> str:
+    """Say how to resume a run that has stopped, if anything is saved."""
+    if not (found := checkpoints_of(output_dir)):
+        return "Nothing is saved."
+    return f"Rerun with `--resume_from_checkpoint True` to resume from '{found[0]}'."
 
 
 def read_run(checkpoint: str | Path) -> dict | None:

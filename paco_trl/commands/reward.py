@@ -20,7 +20,7 @@ from .. import PaCoRewardConfig, PaCoRewardTrainer
 from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
 from ..data.dataset_files import is_saved, load_split
 from ..trainer.refusals import REFUSED_SFT_FIELDS
-from ..utils.files import digest
+from ..utils.files import digest, take_lock
 from .options import REMOTE_IMAGES, option
 from .parser import CommandParser
 from .training import train_and_save
@@ -96,13 +96,16 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
     # The first process downloads, unpacks and decodes, and the others then find its caches. They do not wait in a
     # collective (`main_process_first`), which ends after `ddp_timeout`.
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"paco_trl_{digest(script_args.dataset_name)[:16]}.lock"):
+    lock = FileLock(cache / f"paco_trl_{digest(script_args.dataset_name)[:16]}.lock")
+    take_lock(lock, "pairs", cache, timeout=-1)
+    try:
         train_dataset = load_pairs(script_args, training_args, script_args.dataset_split, script_args.dataset_files)
         if script_args.eval_split is not None or script_args.eval_files is not None:
             eval_dataset = load_pairs(script_args, training_args, script_args.eval_split, script_args.eval_files)
         if script_args.swap:
             train_dataset = swap_pairs(train_dataset)
+    finally:
+        lock.release()
 
     ################
     # Training

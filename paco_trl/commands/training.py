@@ -6,7 +6,7 @@ import sys
 
 from transformers import Trainer
 
-from ..checkpointing.checkpoints import checkpoints_of
+from ..checkpointing.checkpoints import how_to_resume
 from ..utils.processes import end_training
 
 
@@ -21,13 +21,7 @@ def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | Non
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except KeyboardInterrupt:
-        found = checkpoints_of(args.output_dir)
-        how = (
-            f"Rerun with `--resume_from_checkpoint True` to resume from '{found[0]}'."
-            if found
-            else "Nothing is saved."
-        )
-        raise KeyboardInterrupt(f"stopped. {how}") from None
+        raise KeyboardInterrupt(f"stopped. {how_to_resume(args.output_dir)}") from None
 
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset_name)

@@ -9,6 +9,7 @@ from ..data.columns import typed_dataset
 from ..data.image_sets import check_image_set_columns
 from ..utils.files import file_name
 from ..utils.generation import check_call, generate_missing, name_prompts, read_image, warn_of_flat
+from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
 from .sample_sheet import grids_sheet
 
@@ -128,7 +129,7 @@ def generate_grids(
             "flat grids": flat_ids,
         }
         folder.finish(dataset, report)
-    state.wait_for_everyone()
+    wait_for_all()
     return dataset
 
 

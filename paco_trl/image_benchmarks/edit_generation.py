@@ -12,6 +12,7 @@ from ..data.edit_prompts import check_edit_columns
 from ..data.source_images import SourceImages
 from ..utils.files import file_name
 from ..utils.generation import check_call, generate_missing, name_prompts, read_image, warn_of_flat
+from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
 from ..utils.text import some_of
 from .image_sets import EXTENSIONS, FoundImages, ImageSet, image_file_size
@@ -107,7 +108,7 @@ def generate_edits(
     if state.is_main_process:
         warn_of_flat(flat, len(keys), "edits")
         folder.finish(dataset, {"edits": len(dataset), "seed": seed, "flat edits": flat})
-    state.wait_for_everyone()
+    wait_for_all()
     return dataset
 
 

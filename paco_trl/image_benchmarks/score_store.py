@@ -11,6 +11,7 @@ from filelock import FileLock
 
 from ..utils.files import take_lock, write_atomically
 from ..utils.journals import Journal, json_line
+from ..utils.processes import wait_for_all
 from ..utils.text import shorten, some_of
 
 
@@ -80,6 +81,7 @@ class ScoreStore:
         from accelerate.utils import gather_object
 
         process = PartialState()
+        wait_for_all()
         self.is_main_process = process.is_main_process
         # The main process checks, and all of them hear the result: none waits for one that has stopped
         problem, parts = gather_object([self._open() if self.is_main_process else None])[0]
@@ -106,7 +108,7 @@ class ScoreStore:
         """Wait for all processes, and give all records in the order of `digests`."""
         from accelerate.utils import gather_object
 
-        gather_object([None])
+        wait_for_all()
         records = self._read(self.parts())
         gather_object([None])  # no process releases the lock before all have read
         return {key: records[key] for key in self.digests}

@@ -59,7 +59,7 @@ from .model_cards import (
 )
 from .paco_grpo_config import PaCoGRPOConfig
 from .publishing import PushesToHub
-from .refusals import memory_explained
+from .refusals import end_explained, memory_explained
 from .round_buffer import RoundBuffer
 from .run_settings import AFTER_GENERATION, adjustable_settings, reference_setting, run_identity
 from .training_time import TrainingTimeCallback
@@ -144,7 +144,8 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """Train as [`~transformers.Trainer.train`] does; resuming (`True`: from the latest checkpoint) is exact."""
-        with sole_writer(self.args.output_dir, "checkpoints", is_inside=True):
+        output_dir = self.args.output_dir
+        with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
             return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _train(self, resume_from_checkpoint, trial, ignore_keys_for_eval):

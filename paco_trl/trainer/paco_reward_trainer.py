@@ -13,10 +13,12 @@ from peft import LoraConfig, PeftModel
 from PIL import Image
 from torch import nn
 from transformers import AutoProcessor, BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from ..cards import JudgeCard, render_card
+from ..checkpointing.checkpoints import is_restarted
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
 from ..data import check_pair_columns
 from ..hub.files import JUDGE_ADAPTER
@@ -36,7 +38,7 @@ from .paco_reward_config import PaCoRewardConfig
 from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths, warn_of_one_label
 from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
 from .publishing import PushesToHub
-from .refusals import memory_explained, refuse_methods
+from .refusals import end_explained, memory_explained, refuse_methods
 from .starting import check_best_metric, own_config
 from .training_time import TrainingTimeCallback
 
@@ -404,11 +406,17 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             send_to_trackers(picture, f"{name}/{kind}", step, self.callback_handler.callbacks)
             self.pictures[f"{file_name}_{kind}.png"] = picture
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """Train as [`~transformers.Trainer.train`] does, and evaluate at the end if there is an `eval_dataset`."""
-        self._sums = None
-        with sole_writer(self.args.output_dir, "checkpoints", is_inside=True), memory_explained():
-            output = super().train(*args, **kwargs)
+        self._sums, output_dir = None, self.args.output_dir
+        if resume_from_checkpoint is None and is_restarted():
+            resume_from_checkpoint = get_last_checkpoint(output_dir)
+        with (
+            sole_writer(output_dir, "checkpoints", is_inside=True) as mark,
+            end_explained(output_dir, mark),
+            memory_explained(),
+        ):
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
         # The callback has evaluated the last model, which may not be the best
         if self.eval_dataset is not None and (
             self.args.load_best_model_at_end

@@ -2,17 +2,26 @@
 """Refuse inherited settings and methods that cannot work."""
 
 import dataclasses
+import logging
 import math
 import os
+import socket
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from torch.distributed import DistError
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig, SFTConfig
 
+from ..checkpointing.checkpoints import how_to_resume
+
+
+logger = logging.getLogger(__name__)
 
 # What GRPOConfig adds to TrainingArguments is for language models, except for these fields
 USED_GRPO_FIELDS = (
@@ -100,6 +109,26 @@ def memory_explained() -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def end_explained(output_dir: str, mark: Path | None) -> Iterator[None]:
+    """Say in the last line of every process which one has ended a run; it writes its error to the file that all see."""
+    try:
+        yield
+    except BaseException as error:
+        # Gloo's errors have no class of their own (torch 2.15)
+        is_of_another = isinstance(error, DistError) or "/gloo/" in str(error)
+        if mark is None:
+            raise
+        if not is_of_another:
+            process = f"Process {PartialState().process_index} on {socket.gethostname()}"
+            with suppress(OSError), open(mark, "a", encoding="utf-8") as file:
+                file.write(f"{process} ended the run: {type(error).__name__}: {error}\n")
+            raise
+        words = mark.read_text(encoding="utf-8").partition("\n")[0] if mark.exists() else ""
+        words = words or "Another process of the run was killed, or its machine is gone or cannot be reached."
+        raise RuntimeError(f"{words} {how_to_resume(output_dir)}") from error
+
+
 def name_checkpointing(config: TrainingArguments) -> None:
     """Set `activation_checkpointing`, to which transformers has renamed `gradient_checkpointing`, which TRL sets."""
     if config.activation_checkpointing is None:
@@ -120,6 +149,16 @@ def check_arguments(args: TrainingArguments) -> None:
     # `not` instead of a reversed comparison: it refuses NaN as well
     if not isinstance(args.learning_rate, int | float) or not 0 <= args.learning_rate < math.inf:
         raise ValueError(f"`learning_rate` is {args.learning_rate!r}; it must be a finite number, at least 0.")
+    # The processes of a restart find the addresses of the first start: https://github.com/pytorch/pytorch/issues/167288,
+    # torch 2.15
+    environment = os.environ
+    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get("RANK") == "0"
+    processes, restarts = (int(environment.get(name, 0)) for name in ("WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
+    if is_shared and processes > 1 and restarts > 0:
+        logger.warning(
+            "`max_restarts` is set, but processes that the launcher starts again do not find each other as it is set up. "
+            "Set the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and `rdzv_backend` to c10d."
+        )
     output_dir, kwargs = args.output_dir, getattr(args, "model_init_kwargs", None)
     if output_dir is not None and (not output_dir or os.path.isfile(os.path.expanduser(output_dir))):
         raise ValueError(f"`output_dir` is {output_dir!r}; it must be a directory, which is made if it is not there.")

@@ -6,8 +6,11 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -16,12 +19,15 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from .names import check_model_name
+from .processes import wait_for_all
 
 
 # What a file name has only in an encoded form
 _UNSAFE = re.compile(r"^\.|[^\w.~-]")
 # Bytes of a file name, of which there can be 255: endings are added
 _LONGEST_NAME = 200
+# Seconds until a file of another machine must be seen
+_PATIENCE = 10
 
 
 def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) -> None:
@@ -87,30 +93,72 @@ def digest(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[None]:
-    """Lock a directory against other runs; `what` is written there. Call it in all processes of a run."""
+def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[Path | None]:
+    """
+    Lock a directory against other runs; `what` is written there. Call it in all processes of a run: if there are several,
+    they check that they share it, and get a file in it, which stays after an error.
+    """
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
     # Next to the directory where its contents tell whether anything was begun. The system releases it with the process
     folder = Path(folder).expanduser().absolute()
     path = folder / ".lock" if is_inside else folder.parent / f".{folder.name}.lock"
-    is_main, lock = PartialState().is_main_process, FileLock(path)
-    problem = gather_object([take_lock(lock, what, folder) if is_main else None])[0]
-    if problem is not None:
-        raise ValueError(problem)
+    state, lock, host = PartialState(), FileLock(path), socket.gethostname()
+    problem, mark = None, None
+    wait_for_all()
+    if state.is_main_process:
+        problem = take_lock(lock, what, folder)
+        if problem is None and state.num_processes > 1:
+            mark = _leave_mark(path)
+    problem, name, first_host = gather_object([(problem, mark and mark.name, host)])[0]
+    mark = name and path.with_name(name)  # of this process's own directory
     try:
-        yield
+        if mark is not None:
+            strangers = gather_object([] if _is_seen(mark) else [host])
+            if strangers:
+                problem = (
+                    f"{folder} on {', '.join(sorted(set(strangers)))} is not the directory that the first process sees "
+                    f"on {first_host}. All processes write {what} there: give a directory that the machines share."
+                )
+        if problem is None:
+            yield mark
+        if state.is_main_process and mark is not None:
+            mark.unlink(missing_ok=True)
+        if problem is not None:
+            raise ValueError(problem)
     finally:
-        if is_main:
+        if state.is_main_process:
             lock.release()
 
 
-def take_lock(lock: FileLock, what: str, folder: str | Path) -> str | None:
-    """Acquire a lock, or return the error that another run holds it."""
+def _leave_mark(path: Path) -> Path | None:
+    """Write a new empty file next to the lock of a run, in place of those that runs with errors have left."""
+    with contextlib.suppress(OSError):
+        for earlier in path.parent.glob(f"{path.name}-*"):
+            earlier.unlink(missing_ok=True)
+        # A new name: network file systems remember that a file was not there
+        mark = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+        mark.touch()
+        return mark
+    return None
+
+
+def _is_seen(mark: Path) -> bool:
+    """Tell whether this process sees a file that the first one has written."""
+    end = time.monotonic() + _PATIENCE
+    while not mark.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def take_lock(lock: FileLock, what: str, folder: str | Path, timeout: float = 0) -> str | None:
+    """Acquire a lock (-1: as soon as it is free), or return the error that another run holds it."""
     try:
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=timeout)
     except Timeout:
         return f"Another run is writing {what} in {folder}. Wait for it, stop it, or give another directory."
     except (

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from .files import write_atomically
 from .names import check_base_model_name
+from .processes import wait_for_all
 
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def truncations_counted(pipeline: "DiffusionPipeline", counted: str) -> Iterator
     finally:
         for each in loggers:
             each.removeFilter(count)
+    wait_for_all()
     everywhere = gather_object([truncations])
     if PartialState().is_main_process:
         for message, number in sum(everywhere, Counter()).items():
@@ -128,6 +130,7 @@ def generate_missing(
                 missing.append((number, place))
             elif is_flat(image):
                 flat.append(place)
+    wait_for_all()
     missing = sorted(gather_object(missing))
     places_of: dict[int, list[Any]] = {}
     for number, place in missing:
@@ -151,7 +154,8 @@ def generate_missing(
                 still = [path for path in waiting if not path.exists()]
                 bar.update(len(waiting) - len(still))
                 waiting = still
-        flat = gather_object(flat)  # all processes are done
+        wait_for_all()
+        flat = gather_object(flat)
         bar.update(len(waiting))
     return flat
 

@@ -1,21 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End of a script with several processes."""
+"""Waiting for the other processes of a script, and its end."""
 
+import atexit
+import contextlib
+import sys
 import time
+from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
+# Seconds for a download on one machine alone; a collective has `ddp_timeout`, half an hour
+_PATIENCE = 24 * 3600.0
 # Gloo's threads need milliseconds, and longer on a loaded machine
 _GLOO_SECONDS = 1.0
 
 
-def end_training(accelerator: Accelerator) -> None:
+def wait_for_all() -> None:
+    """Wait for all processes, however long one of them loads or saves: before the first collective after that."""
+    if (store := _store()) is None:
+        return
+    dist = sys.modules["torch.distributed"]
+    size = dist.get_world_size()
+    # None arrives a second time before all have arrived
+    everyone = -(-store.add("paco_trl/arrived", 1) // size) * size
+    end = time.monotonic() + _PATIENCE
+    while store.add("paco_trl/arrived", 0) < everyone:
+        if store.add("paco_trl/left", 0) or time.monotonic() > end:
+            raise dist.DistError("Another process of this run has ended; its last lines say why.")
+        time.sleep(0.1)
+
+
+@atexit.register
+def _leave() -> None:
+    """Let no process wait for one that has ended."""
+    if (store := _store()) is not None:
+        with contextlib.suppress(RuntimeError):  # the first process, which has the store, is gone
+            store.add("paco_trl/left", 1)
+
+
+def _store() -> Any:
+    """Return the key-value store of several processes, which waits for no collective; `None` for one process."""
+    dist = sys.modules.get("torch.distributed")  # imported where there are several
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def end_training(accelerator: "Accelerator") -> None:
     """End a script: the processes wait for one another, trackers finish, the process group is closed."""
     # On the CPU it waits a second: a thread of Gloo that frees tensors while Python shuts down ends the process with
     # "terminate called without an active exception" (1 to 2 of 100 exits on a loaded machine, torch 2.15)
     # A process that leaves early can take the others down
-    accelerator.wait_for_everyone()
+    wait_for_all()
     accelerator.end_training()
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
         time.sleep(_GLOO_SECONDS)

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes and machines: what they wait for, what they share, and what the others say when one ends."""
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from kill_runs import Run, copy_run, different
+from launching import CPU_DDP, ROOT, TESTS, fork_context, run
+from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, find_checkpoint
+from paco_trl.commands import reward
+from paco_trl.rewards import redness_reward
+from paco_trl.trainer.refusals import check_arguments
+from test_train_reward import SETTINGS as JUDGE_SETTINGS
+from test_train_reward import pairs
+
+
+WITHOUT_EVALUATION = {"eval_strategy": "no"}
+
+
+@pytest.fixture(scope="module")
+def context():
+    return fork_context()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(context, tiny_flux, tmp_path_factory) -> Run:
+    """Two processes that nothing happens to."""
+    run = Run(context, tiny_flux, tmp_path_factory.mktemp("two") / "out", processes=2, **WITHOUT_EVALUATION)
+    moved = run.state()["adapter"]
+    assert all(value.abs().max() > 1e-3 for name, value in moved.items() if "lora_B" in name)
+    assert not list(run.output.glob(".lock-*"))
+    return run
+
+
+def last_line(run: Run, rank: int) -> str:
+    return Path(f"{run.log}.{rank}").read_text().strip().splitlines()[-1]
+
+
+# ---- Waiting ----
+
+# Both load for longer than a collective waits, one after the other. `ddp_timeout` has no effect on the CPU
+SLOW_PAIRS = """
+import datetime, functools, sys, time
+import torch.distributed as dist
+from paco_trl.commands import reward
+from paco_trl.utils import files
+
+load_pairs = reward.load_pairs
+def slow(*arguments):
+    time.sleep(8)
+    return load_pairs(*arguments)
+reward.load_pairs = slow
+dist.init_process_group = functools.partial(dist.init_process_group, timeout=datetime.timedelta(seconds=5))
+if sys.argv[1] == "collective":
+    files.wait_for_all = lambda: None
+reward.main(sys.argv[2:])
+"""
+
+
+class TestWaiting:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("how", ["patient", "collective"])
+    def test_pairs_that_load_for_longer_than_a_collective_waits(self, tiny_qwen, tmp_path, how):
+        (tmp_path / "data").mkdir()
+        pairs(12, 0).to_parquet(tmp_path / "data" / "train.parquet")
+        options = {"model_name_or_path": tiny_qwen, "dataset_name": tmp_path / "data", "output_dir": tmp_path / "out"}
+        options |= JUDGE_SETTINGS | {"eval_strategy": "no", "max_steps": 1, "gradient_accumulation_steps": 3}
+        del options["eval_split"]
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        words += ["--ddp_backend", "gloo"]
+        done = run(["-c", SLOW_PAIRS, how, *words], config=CPU_DDP, cwd=tmp_path)
+        if how == "patient":
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+        else:
+            assert done.returncode != 0
+            assert "Timed out" in done.stderr
+
+    def test_a_process_that_has_ended_is_not_waited_for(self, tmp_path):
+        code = """
+import os, sys
+from accelerate import PartialState
+from paco_trl.utils.processes import wait_for_all
+state = PartialState(cpu=True)
+for _ in range(3):
+    wait_for_all()
+if state.process_index == 1:
+    sys.exit()  # as after an error
+try:
+    wait_for_all()
+except RuntimeError as error:
+    print("said:", error)
+"""
+        done = run(["-c", code], config=CPU_DDP, cwd=tmp_path, timeout=120)
+        assert done.stdout.startswith("said: Another process"), done.stderr
+
+    def test_the_lock_of_pairs_is_left_out_where_nothing_can_be_written(self, monkeypatch, tmp_path):
+        (tmp_path / "file").touch()
+        places = (tmp_path / "cache", tmp_path / "file" / "cache")
+        seen = []
+        monkeypatch.setattr(reward, "load_pairs", lambda *arguments: seen.append(list(tmp_path.glob("cache/*.lock"))))
+        monkeypatch.setattr(reward, "PaCoRewardTrainer", lambda **kwargs: None)
+        monkeypatch.setattr(reward, "train_and_save", lambda *arguments: None)
+        for place in places:
+            monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", place)
+            args = PaCoRewardConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none")
+            reward.train(reward.ScriptArguments(dataset_split="train"), args)
+        assert [len(locks) for locks in seen] == [1, 1]  # the second time it is the first one's
+        assert not places[1].exists()
+
+
+# ---- A directory that all see ----
+
+ELSEWHERE = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+folder = Path(sys.argv[2] if os.environ["RANK"] == "0" or sys.argv[3] == "shared" else sys.argv[2] + "-b")
+folder.mkdir(exist_ok=True)
+os.chdir(folder)
+from kill_runs import make_run
+try:
+    make_run("/nowhere/tiny-flux", "out", ddp_backend="gloo")
+except Exception as error:
+    print(f"{os.environ['RANK']}: {type(error).__name__}: {error}", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shared", "apart"])
+def test_a_directory_that_is_not_shared(tmp_path, kind):
+    done = run(["-c", ELSEWHERE, TESTS, tmp_path / "disk", kind], config=CPU_DDP, cwd=tmp_path, timeout=200)
+    said = sorted(done.stdout.splitlines())
+    assert [line[:3] for line in said] == ["0: ", "1: "], done.stdout + done.stderr
+    for line in said:
+        if kind == "shared":  # gets as far as the model
+            assert "FileNotFoundError" in line
+        else:
+            assert "ValueError" in line
+            assert re.search(rf"on {socket.gethostname()} is not the directory", line)
+    assert not list(tmp_path.rglob(STAGING))
+    assert not list(tmp_path.rglob(".lock-*"))
+
+
+# ---- An error of one process ----
+
+
+class _EndAtStep2(TrainerCallback):
+    def __init__(self, rank: int | None, is_killed: bool = False):
+        self.rank, self.is_killed = rank, is_killed
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3 and self.rank in (None, args.process_index):
+            if self.is_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError(f"planted on {args.process_index}")
+
+
+@pytest.mark.slow
+class TestLastLines:
+    def test_an_error(self, context, tiny_flux, uninterrupted, tmp_path):
+        run = Run(context, tiny_flux, tmp_path / "out", processes=2, callbacks=[_EndAtStep2(1)], **WITHOUT_EVALUATION)
+        assert run.result(1)["error"] == "ValueError: planted on 1"
+        line = last_line(run, 0)
+        assert f"Process 1 on {socket.gethostname()} ended the run: ValueError: planted on 1" in line
+        assert f"resume_from_checkpoint True` to resume from '{run.output / 'checkpoint-2'}'" in line
+        assert len(list(run.output.glob(".lock-*"))) == 1
+        # What it has left disturbs nobody
+        resumed = Run(context, tiny_flux, run.output, resume=True, processes=2, **WITHOUT_EVALUATION)
+        for rank in range(2):
+            assert not different(uninterrupted.state(rank), resumed.state(rank)), rank
+        assert not list(run.output.glob(".lock-*"))
+
+    def test_a_kill_of_the_first(self, context, tiny_flux, tmp_path):
+        run = Run(
+            context, tiny_flux, tmp_path / "out", processes=2, callbacks=[_EndAtStep2(0, True)], **WITHOUT_EVALUATION
+        )
+        run.wait()
+        assert run.was_killed == [True, False]
+        assert "was killed" in last_line(run, 1)
+        assert "checkpoint-2'" in last_line(run, 1)
+
+    def test_an_error_of_both(self, context, tiny_flux, tmp_path):
+        run = Run(
+            context, tiny_flux, tmp_path / "out", processes=2, callbacks=[_EndAtStep2(None)], **WITHOUT_EVALUATION
+        )
+        assert [run.result(rank)["error"] for rank in range(2)] == [f"ValueError: planted on {n}" for n in range(2)]
+
+
+# ---- Restarts ----
+
+CPU = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+RESTARTED = f"""
+import os, shutil, signal, sys
+sys.path.insert(0, {str(TESTS)!r})
+from transformers import TrainerCallback
+from kill_runs import make_run
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3 and args.process_index == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    shutil.rmtree(f"{{sys.argv[2]}}/checkpoint-1")
+trainer = make_run(sys.argv[1], sys.argv[2], ddp_backend="gloo", eval_strategy="no", callbacks=[Kill()])
+trainer.train()
+trainer.save_model()
+"""
+
+
+class TestRestarts:
+    def test_when_it_resumes(self, monkeypatch, tmp_path):
+        for count, resume, is_error in (("0", None, False), ("1", None, False), ("1", True, True)):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+            if is_error:
+                with pytest.raises(ValueError, match="no complete checkpoint"):
+                    find_checkpoint(tmp_path, resume)
+            else:
+                assert find_checkpoint(tmp_path, resume) is None
+        checkpoint = tmp_path / "checkpoint-3"
+        checkpoint.mkdir()
+        (checkpoint / "run.json").write_text('{"run": {}, "files": {}}')
+        assert find_checkpoint(tmp_path, None) == checkpoint
+        assert find_checkpoint(tmp_path, False) is None
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        assert find_checkpoint(tmp_path, None) is None
+
+    @pytest.mark.parametrize("count", [0, 1])
+    def test_of_a_judge(self, monkeypatch, tiny_qwen, tmp_path, count):
+        settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 2}
+        settings |= {"gradient_accumulation_steps": 1, "save_steps": 1, "first_token_weight": 0.3}
+        steps = []
+        for max_steps in (2, 3):
+            args = PaCoRewardConfig(str(tmp_path / "out"), max_steps=max_steps, **settings)
+            trainer = PaCoRewardTrainer(str(tiny_qwen), args, pairs(12, 0), peft_config=LoraConfig(r=4))
+            step = trainer.training_step
+            trainer.training_step = lambda *args, step=step: steps.append(1) or step(*args)
+            trainer.train()
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        assert len(steps) == (3 if count else 5)
+
+    @pytest.mark.parametrize(
+        ("processes", "kind", "is_warned"), [(1, "True", False), (2, "False", False), (2, "True", True)]
+    )
+    def test_a_launcher_whose_restarts_fail(self, monkeypatch, caplog, processes, kind, is_warned):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kind)
+        monkeypatch.setenv("RANK", "0")
+        args = PaCoRewardConfig("out", use_cpu=True, bf16=False, report_to="none")
+        caplog.clear()
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        check_arguments(args)
+        assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in caplog.text) == is_warned
+
+    @pytest.mark.slow
+    def test_torchrun(self, tiny_flux, uninterrupted, tmp_path):
+        script, output = tmp_path / "script.py", tmp_path / "out"
+        script.write_text(RESTARTED)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "1", script, tiny_flux, output]
+        environment = {**os.environ, **CPU, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=540, env=environment)
+        assert done.returncode == 0, done.stderr[-6000:]
+        assert "SIGKILL" in done.stderr or "-9" in done.stderr
+        assert sorted(path.name for path in output.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in range(2, 9)]
+        expected = load_file(uninterrupted.output / "adapter_model.safetensors")
+        adapter = load_file(output / "adapter_model.safetensors")
+        assert all(torch.equal(value, adapter[name]) for name, value in expected.items())
+
+
+# ---- Machines ----
+
+
+@pytest.fixture
+def two_machines(monkeypatch):
+    """Two network namespaces on a cable, and the address of the first."""
+    names = [f"paco{os.getpid()}{letter}" for letter in "ab"]
+
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=30)
+
+    try:
+        for name in names:
+            ip(f"netns add {name}")
+        ip(f"-n {names[0]} link add cable type veth peer name cable netns {names[1]}")
+        for number, name in enumerate(names, start=1):
+            ip(f"-n {name} addr add 10.77.0.{number}/24 dev cable")
+            ip(f"-n {name} link set cable up")
+            ip(f"-n {name} link set lo up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", b"").decode().strip() or error
+        pytest.skip(f"network namespaces cannot be made here: {reason}")
+    else:
+        yield {"machines": names, "address": "10.77.0.1", "processes": 2}
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_killed(context, tiny_flux, uninterrupted, two_machines, tmp_path):
+    run = Run(context, tiny_flux, tmp_path / "out", **two_machines, **WITHOUT_EVALUATION)
+    first = random.randint(1, 4)
+    while not (run.output / f"checkpoint-{first}").exists():
+        assert run.is_running(), run.output_text()[-3000:]
+        run.processes[0].join(0.01)
+    run.processes[1].join(random.uniform(0, 0.2))
+    run.processes[1].kill()
+    run.wait()
+    assert run.was_killed == [False, True]
+    assert "was killed" in last_line(run, 0)
+    assert first <= len(checkpoints_of(run.output)) < 8
+    resumed = Run(context, tiny_flux, run.output, resume=True, **two_machines, **WITHOUT_EVALUATION)
+    for rank in range(2):
+        assert not different(uninterrupted.state(rank), resumed.state(rank)), rank
+
+
+# ---- Eight processes ----
+
+# Two rounds of two steps; eight encode twelve prompts, and evaluate three
+EIGHT = {
+    "reward_funcs": redness_reward,  # draws nothing: the generators of other processes are others
+    "per_device_train_batch_size": 1,
+    "max_steps": 4,
+    "save_steps": 2,
+    "eval_steps": 4,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero3", [False, True])
+def test_eight_processes_and_then_four(context, tiny_flux, tmp_path, zero3):
+    eight = Run(context, tiny_flux, tmp_path / "eight", processes=8, zero3=zero3, **EIGHT)
+    eight.wait(500)
+    assert [eight.state(rank)["global_step"] for rank in range(8)] == [4] * 8
+    assert sum("eval_reward" in entry for entry in eight.state()["history"]) == 1
+    output = copy_run(eight.output, tmp_path / "four", [2])
+    four = Run(context, tiny_flux, output, resume=True, processes=4, zero3=zero3, **EIGHT)
+    four.wait(500)
+    if zero3:
+        for rank in range(4):
+            assert "DeepSpeed has divided" in four.result(rank)["error"]
+        return
+    before = load_file(output / "checkpoint-2" / "adapter_model.safetensors")
+    expected, adapter = eight.state()["adapter"], four.state()["adapter"]
+    assert max((expected[name] - before[name]).abs().max() for name in before) > 1e-3
+    assert max((expected[name] - adapter[name]).abs().max() for name in before) < 1e-6
+    assert "made by 8 processes, now 4: the images are the same" in four.output_text()
