@@ -23,7 +23,7 @@ help:
 	@echo "make test-cuda    the tests on a simulated GPU (g++ builds it)"
 	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
 	@echo "make test-vllm    the tests that need a server of vLLM (CPU; installs 2.5 GB into an environment of its own)"
-	@echo "make gpu          what only an NVIDIA GPU can show and measure, into gpu-output/ (offline, 25 minutes)"
+	@echo "make gpu          what only an NVIDIA GPU can show and measure, into gpu-output/ (offline, 30 minutes)"
 	@echo "make docs         the site, into site/ (installs what builds it into an environment of its own)"
 	@echo "make quality      linter, formatter and type checker, check only"
 	@echo "make style        linter and formatter, with corrections"

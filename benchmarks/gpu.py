@@ -29,25 +29,28 @@ BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 
 
-# Minutes of each step, 25 together, and its command line. A step may also use what those before it left of theirs
+# Minutes of each step, 30 together, and its command line. A step may also use what those before it left of theirs
 STEPS = {
     "tests": (3.5, "gpu_tests.py"),
     "flux-512": (2.5, "gpu_rounds.py --sweep flux-512"),
-    "flux-512-kernels": (4.5, "gpu_rounds.py --sweep flux-512-kernels"),
-    "flux-512-memory": (4, "gpu_rounds.py --sweep flux-512-memory"),
+    "flux-512-kernels": (3.5, "gpu_rounds.py --sweep flux-512-kernels"),
+    "flux-512-memory": (3.5, "gpu_rounds.py --sweep flux-512-memory"),
     "training": (2.5, "gpu_rounds.py --sweep training"),
     "flux-512-branches": (1.5, "gpu_rounds.py --sweep flux-512-branches"),
-    "flux-1024": (2.5, "gpu_rounds.py --sweep flux-1024"),
+    "flux-512-rewards": (3.5, "gpu_rounds.py --sweep flux-512-rewards"),
+    "flux-1024": (2, "gpu_rounds.py --sweep flux-1024"),
     "kontext-384": (1, "gpu_rounds.py --sweep kontext-384"),
+    "qwen-image-edit-384": (2, "gpu_rounds.py --sweep qwen-image-edit-384"),
     "judge-scoring": (1.5, "gpu_judge.py --part scoring"),
-    "judge-training": (1.5, "gpu_judge.py --part training"),
+    "judge-training": (2, "gpu_judge.py --part training"),
+    "judge-attention": (1, "gpu_judge.py --part attention"),
 }
 
 
 def command_of(name: str, args: argparse.Namespace, folder: str) -> list[str]:
     """What follows `python` on the command line of a step."""
     script, *words = STEPS[name][1].split()
-    words += ["--device", "cpu"] if args.rehearse else ["--real", "--device", "cuda"]
+    words += ["--device", args.device] + ([] if args.rehearse else ["--real"])
     words += ["--output", str(result_of(name, args)), "--folder", folder]
     if args.num_generations is not None and script == "gpu_rounds.py":
         words += ["--num_generations", str(args.num_generations)]
@@ -138,7 +141,7 @@ def markdown(reports: dict[Path, dict]) -> str:
 
 
 def print_table(console: Console, steps: dict[str, dict], reports: dict[Path, dict], args: argparse.Namespace) -> None:
-    table = Table(title="GPU run" + (", rehearsed on the CPU with small models" if args.rehearse else ""))
+    table = Table(title="GPU run" + (", rehearsed with small models" if args.rehearse else ""))
     for column in ("step", "result", "seconds", "figures"):
         table.add_column(column, overflow="fold")
     for name, step in steps.items():
@@ -152,11 +155,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu-output"), help="directory of the results")
     parser.add_argument("--steps", nargs="+", choices=list(STEPS), default=list(STEPS))
-    parser.add_argument("--minutes", type=float, default=25, help="of all steps together")
+    parser.add_argument("--minutes", type=float, default=30, help="of all steps together")
     parser.add_argument("--num_generations", type=int, help="images of a prompt in the rounds of FLUX and Kontext")
-    parser.add_argument("--rehearse", action="store_true", help="small models on the CPU")
+    parser.add_argument("--rehearse", action="store_true", help="small models, on the CPU by default")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="of a rehearsal: `cuda` is for a simulated GPU")
     args = parser.parse_args(arguments)
-    if not args.rehearse:
+    args.device = args.device or ("cpu" if args.rehearse else "cuda")
+    if args.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():

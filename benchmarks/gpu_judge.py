@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Measure a judge of the size of Qwen2.5-VL-7B, random weights in bf16, next to its alternatives: two steps of `gpu.py`.
+Measure a judge of the size of Qwen2.5-VL-7B, random weights in bf16, next to its alternatives: three steps of `gpu.py`.
 
     python benchmarks/gpu_judge.py --part scoring --real --device cuda --output gpu_judge-scoring.json
 
 Scoring: all pairs of a set by `PaCoReward.score` and by the published usage, pair by pair. Training: a LoRA step of
-`PaCoRewardTrainer`, the same from the logits of every position, and the same with a differentiated vision tower.
+`PaCoRewardTrainer`, the same from the logits of every position, with a differentiated vision tower, without cuDNN's
+attention, and with flash-attn. Attention: scoring of sets of several sizes, each of which is new at first, as cuDNN's
+attention makes a plan for each new shape.
 """
 
 import argparse
+import contextlib
 import functools
 import statistics
+import time
 from itertools import combinations
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
 
 from gpu_rounds import TOO_LARGE, machine, write_json
 from paco_trl.data import theme_question
@@ -22,10 +28,40 @@ from reward_scoring import THEME, WAYS, largest_difference, load_judge, panels, 
 from reward_training import clock, differentiated_tower_step, full_logits_step, fused_step, load_trainer
 
 
+def without_cudnn(model: PreTrainedModel) -> contextlib.AbstractContextManager:
+    """Leave PyTorch's attention its other kernels."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+@contextlib.contextmanager
+def flash_attention(model: PreTrainedModel):
+    """Let a judge use flash-attn, or its kernel on the Hub."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("flash_attention_2")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+ATTENTION = {
+    "as shipped": lambda model: contextlib.nullcontext(),
+    "without cuDNN": without_cudnn,
+    "flash-attn": flash_attention,
+}
+
+
+def step_with(attention, trainer, batch: dict) -> float:
+    with attention(trainer.model.get_base_model()):
+        return fused_step(trainer, batch)
+
+
 STEPS = {
     "as shipped": fused_step,
     "logits of every position": full_logits_step,
     "differentiated tower": differentiated_tower_step,
+    "without cuDNN": functools.partial(step_with, without_cudnn),
+    "flash-attn": functools.partial(step_with, flash_attention),
 }
 
 
@@ -75,8 +111,9 @@ def measure_training(args: argparse.Namespace) -> dict:
             started = clock(args)
             try:
                 losses[name] = STEPS[name](trainer, dict(batch))
-            except torch.OutOfMemoryError:
-                left_out[name] = {"setting": name, "reason": TOO_LARGE}
+            except (torch.OutOfMemoryError, ImportError) as error:
+                reason = str(error).splitlines()[0] if isinstance(error, ImportError) else TOO_LARGE
+                left_out[name] = {"setting": name, "reason": reason}
                 continue
             seconds[name].append(clock(args) - started)
             peaks[name] = peak(args)
@@ -95,9 +132,29 @@ def measure_training(args: argparse.Namespace) -> dict:
     }
 
 
+def measure_attention(args: argparse.Namespace) -> dict:
+    judge, question = load_judge(args), theme_question(THEME)
+    sets = [list(combinations(panels(2, 2, args.panel_size + 28 * index), 2)) for index in range(8)]
+    seconds, left_out = {}, []
+    judge.score(sets.pop(), question)  # warms up
+    for name, attention in ATTENTION.items():
+        try:
+            with attention(judge.model):
+                for time_of in ("sets of new sizes", "the same again"):
+                    started = time.perf_counter()
+                    for pairs in sets:
+                        judge.score(pairs, question)  # ends with numbers on the CPU
+                    seconds[f"{name}, {time_of}"] = time.perf_counter() - started
+        except ImportError as error:
+            left_out.append({"setting": name, "reason": str(error).splitlines()[0]})
+    first = seconds["as shipped, the same again"]
+    ratios = {f"seconds of scoring, {name}": round(value / first, 3) for name, value in seconds.items()}
+    return {"seconds": seconds, "ratios": ratios, "left out": left_out}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["scoring", "training"], required=True)
+    parser.add_argument("--part", choices=["scoring", "training", "attention"], required=True)
     parser.add_argument("--real", action="store_true", help="the size of Qwen2.5-VL-7B")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark"))
@@ -105,12 +162,13 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     args.dtype, args.model_size, args.panel_size = "bfloat16", "real", 512
-    args.batch_size, args.repeats = (8, 5) if args.part == "scoring" else (4, 4)
+    args.batch_size, args.repeats = (4, 4) if args.part == "training" else (8, 5)
     if not args.real:
         args.model_size, args.panel_size, args.batch_size, args.repeats = "tiny", 56, 2, 2
     setting = {name: value for name, value in vars(args).items() if name not in ("folder", "output")}
     try:
-        found = {"scoring": measure_scoring, "training": measure_training}[args.part](args)
+        parts = {"scoring": measure_scoring, "training": measure_training, "attention": measure_attention}
+        found = parts[args.part](args)
     except torch.OutOfMemoryError:
         found = {"ratios": {}, "left out": [{"setting": args.part, "reason": TOO_LARGE}]}
     write_json(args.output, {"setting": setting, "machine": machine(args.device), **found})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Measure rounds of `PaCoGRPOTrainer` with FLUX.1-dev or FLUX.1-Kontext, setting next to setting: steps of `gpu.py`.
+Measure rounds of `PaCoGRPOTrainer` with FLUX.1-dev, FLUX.1-Kontext or Qwen-Image-Edit, setting next to setting: steps of
+`gpu.py`.
 
     python benchmarks/gpu_rounds.py --sweep flux-512 --real --device cuda --output gpu_flux-512.json
 
@@ -28,17 +29,20 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from diffusers import FluxKontextPipeline, FluxPipeline, ModelMixin
+from diffusers import DiffusionPipeline, FluxPipeline, ModelMixin
 from peft import LoraConfig
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import TrainerCallback
+from transformers import CLIPConfig, CLIPModel, TrainerCallback
 
-from editing_round import SCALE, SETTINGS, dataset_of, kontext_parts
+import reward_scoring
+from editing_round import MODELS, SCALE, SETTINGS, Model, dataset_of, kontext_parts
+from memory_plan import CLIP_H
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.plots.figures import new_figure, png_bytes
-from paco_trl.rewards import redness_reward
-from paco_trl.tiny import build_tiny_flux, build_tiny_flux_kontext
+from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
+from paco_trl.tiny import build_tiny_flux
+from paco_trl.tiny.clip import build_tiny_clip
 
 
 # Dense bf16 operations a second, by the exact name of the card (data sheets of the SXM modules)
@@ -48,7 +52,8 @@ BATCH, BACKEND, COMPILED = "per_device_train_batch_size", "attention_backend", "
 CHECKPOINTING, ROLLOUT_BATCH = "gradient_checkpointing", "per_device_rollout_batch_size"
 BRANCHES, TAIL = "images_per_prefix", "tail_steps"
 FORWARD, ROUND = "seconds of a forward, an image", "seconds of a round, an image"
-MEMORY, CURVE = "peak memory, GiB", "mean reward of each round"
+MEMORY, RESERVED, CURVE = "peak memory, GiB", "most memory reserved, GiB", "mean reward of each round"
+DEVIATIONS = "largest mean |ratio - 1| on policy, by round"  # the adapter is zero in the first one alone
 # Of a run, not options of the trainer: which of `REWARDS`, and whether the text encoders have their real depth
 REWARD, ENCODERS = "reward", "real text encoders"
 
@@ -59,9 +64,30 @@ def blueness_reward(completions, **kwargs) -> list[float]:
 
 
 PROMPT = "A red fox in four seasons"
+SEASONS = ["A red fox in spring", "A red fox in summer", "A red fox in autumn", "A red fox in winter"]
 TOO_LARGE = "it does not fit in the card's memory"
 STEPS_OF_A_ROUND = 2
 REWARDS = {"redness": redness_reward, "its opposite": blueness_reward}
+
+
+def judge_reward(args: argparse.Namespace) -> ConsistencyReward:
+    """A judge in the process, of the size of Qwen2.5-VL-7B."""
+    size = {"model_size": "real" if args.real else "tiny", "dtype": "bfloat16", "batch_size": 8}
+    return ConsistencyReward(reward_scoring.load_judge(argparse.Namespace(**vars(args) | size)))
+
+
+def clip_reward(args: argparse.Namespace) -> ClipTReward:
+    """A CLIP in float32, as deep and wide as CLIP-H."""
+    reward = ClipTReward(build_tiny_clip(args.folder / "clip"))
+    if args.real:
+        with torch.device(args.device):
+            reward.model = CLIPModel(CLIPConfig(**CLIP_H)).eval().requires_grad_(False)
+        reward.processor.image_processor.size = {"shortest_edge": 224}
+        reward.processor.image_processor.crop_size = {"height": 224, "width": 224}
+    return reward
+
+
+MODEL_REWARDS = {"judge": judge_reward, "CLIP-T": clip_reward}
 
 
 @dataclass(frozen=True)
@@ -93,7 +119,16 @@ SWEEPS = {
         [{BATCH: 4}, {BATCH: 4, BRANCHES: 4}, {BATCH: 4, TAIL: 4}, {BATCH: 4, BRANCHES: 4, TAIL: 4}], 512
     ),
     "flux-1024": Sweep([{BATCH: 4}, {BATCH: 1}, {BATCH: 1, CHECKPOINTING: False}], 1024),
+    # 32 images: the first 16 are scored while others are generated
+    "flux-512-rewards": Sweep([
+        {BATCH: 4, "num_generations": 32, **options}
+        for options in ({}, {REWARD: "judge"}, {REWARD: "CLIP-T"}, {REWARD: "CLIP-T", BACKEND: "_native_cudnn"})
+    ], 512, settings={"num_inference_steps": 4}),
     "kontext-384": Sweep([{BATCH: 4}, {BATCH: 1}], 1024, "kontext", settings=SETTINGS["kontext"]),
+    "qwen-image-edit-384": Sweep(
+        [{BATCH: 1}, {BATCH: 1, CHECKPOINTING: False}], 1024, "qwen-image-edit",
+        settings={**SETTINGS["qwen-image-edit"], "num_generations": 4},
+    ),
     "training": Sweep(
         [{BATCH: 4, REWARD: name, "num_generations": 16} for name in REWARDS], 256, rounds=10,
         settings={"learning_rate": 1e-3}, vae={"norm_num_groups": 1},  # more normalize away the color of an image
@@ -118,43 +153,48 @@ def write_json(path: Path, report: dict) -> None:
     temporary.replace(path)
 
 
-def build_pipeline(
-    sweep: Sweep, device: str, is_real: bool, has_encoders: bool, folder: Path
-) -> FluxPipeline | FluxKontextPipeline:
+def build_pipeline(sweep: Sweep, device: str, is_real: bool, has_encoders: bool, folder: Path) -> DiffusionPipeline:
     """Build a pipeline with random bf16 weights; its encoders and its VAE are on the CPU, as after loading."""
-    pipeline_class = {"flux": FluxPipeline, "kontext": FluxKontextPipeline}[sweep.model]
-    build_tiny = {"flux": build_tiny_flux, "kontext": build_tiny_flux_kontext}[sweep.model]
-    tiny = pipeline_class.from_pretrained(build_tiny(folder / sweep.model))
+    flux = Model(FluxPipeline, build_tiny_flux, kontext_parts)  # FLUX.1-dev has the same parts
+    model = flux if sweep.model == "flux" else MODELS[sweep.model]
+    tiny = model.pipeline_class.from_pretrained(model.build_tiny(folder / sweep.model))
     with torch.device("meta"):
-        models = kontext_parts(tiny, None, None, is_real)  # FLUX.1-dev has the same
-    configs = {name: model.config for name, model in models.items()}
+        models = model.parts(tiny, None, None, is_real)
+    configs = {name: part.config for name, part in models.items()}
     configs["vae"] = {**configs["vae"], **sweep.vae}
     if not has_encoders:  # T5-XXL would be copied between host and device for every run
-        configs["text_encoder"].num_hidden_layers = configs["text_encoder_2"].num_layers = 1
+        configs["text_encoder"].get_text_config().num_hidden_layers = 1
+        if "text_encoder_2" in configs:
+            configs["text_encoder_2"].num_layers = 1
     parts = {}
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        for name, model in models.items():
+        for name, part in models.items():
             with torch.device(device):  # where 12 billion weights are initialized in a second
-                parts[name] = getattr(type(model), "from_config", type(model))(configs[name])
+                parts[name] = getattr(type(part), "from_config", type(part))(configs[name])
             parts[name].to(device if name == "transformer" else "cpu")
     finally:
         torch.set_default_dtype(torch.float32)
-    pipeline = pipeline_class(**{**tiny.components, **parts})  # sets what depends on the VAE's factor
+    pipeline = model.pipeline_class(**{**tiny.components, **parts})  # sets what depends on the VAE's factor
+    if sweep.model == "qwen-image-edit":
+        # Of Qwen2.5-VL-7B: images of the sizes here are not downscaled
+        pipeline.processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
+        return pipeline
     pipeline.tokenizer_2.model_max_length = 512 if is_real else 64
     if is_real:
         pipeline.tokenizer.model_max_length = 77
     return pipeline
 
 
-def forward_flops(transformer_class: type[ModelMixin], config: dict, shapes: tuple) -> float:
+def forward_flops(transformer_class: type[ModelMixin], config: dict, shapes: tuple, **others) -> float:
     """Count the operations of a forward without an adapter, on the meta device."""
     with torch.device("meta"):
         transformer = transformer_class.from_config(config)
         inputs = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shapes}
+        inputs = {name: each.bfloat16() if each.is_floating_point() else each for name, each in inputs.items()}
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            transformer.to(torch.bfloat16)(**inputs)
+            transformer.to(torch.bfloat16)(**inputs, **others)
     return counter.get_total_flops()
 
 
@@ -167,7 +207,8 @@ class Watch:
         self.stamps: dict[str, list] = defaultdict(list)  # by phase: (start, end, images)
         self.peaks: dict[str, float] = {}
         self.reserved = 0.0
-        self.shapes: tuple = ()
+        self.shapes: tuple = ()  # of the last call's tensors
+        self.others: dict = {}  # what else it had
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         transformer.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -187,6 +228,7 @@ class Watch:
             self.phase = phase
         tensors = {name: value for name, value in kwargs.items() if torch.is_tensor(value)}
         self.shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
+        self.others = {name: value for name, value in kwargs.items() if name not in tensors}
         self.images = len(kwargs["hidden_states"])
         self.started = self.stamp()
 
@@ -229,11 +271,13 @@ class StepClock(TrainerCallback):
 
 def make_trainer(args: argparse.Namespace, sweep: Sweep, options: dict, folder: Path) -> PaCoGRPOTrainer:
     """Build a trainer and its model."""
-    options = {**sweep.settings, **({} if args.real else {"num_inference_steps": 4}), **options}
-    reward, has_encoders = REWARDS[options.pop(REWARD, "redness")], options.pop(ENCODERS, False)
+    options = {**sweep.settings, **options}
+    if not args.real:
+        options["num_inference_steps"] = max(4, max(options.get("sde_steps", [1])) + 2)
+    reward_name, has_encoders = options.pop(REWARD, "redness"), options.pop(ENCODERS, False)
     if COMPILED in options and not args.real:
         raise NotImplementedError("nothing is compiled in a rehearsal")
-    is_edit, side = sweep.model == "kontext", sweep.side if args.real else sweep.side // 8
+    is_edit, side = sweep.model != "flux", sweep.side if args.real else sweep.side // 8
     config = PaCoGRPOConfig(
         output_dir=str(folder / "run"),
         use_cpu=args.device == "cpu",
@@ -253,16 +297,16 @@ def make_trainer(args: argparse.Namespace, sweep: Sweep, options: dict, folder: 
         **{"num_generations": 8 if args.real else 4, **options, **args.overrides},
     )
     saved = args.folder / "pipeline"  # weights are quantized as they are loaded
-    pipeline: FluxPipeline | FluxKontextPipeline | str = str(saved)
+    pipeline: DiffusionPipeline | str = str(saved)
     if not options.get("quantization"):
         pipeline = build_pipeline(sweep, args.device, args.real, has_encoders, folder)
     elif not saved.exists():
         build_pipeline(sweep, args.device, args.real, has_encoders, folder).save_pretrained(saved)
     collect()
-    prompts = [{"prompt": PROMPT, "rows": 1, "cols": 1, "panels": [PROMPT]}]
+    prompts = [{"prompt": PROMPT, "theme": PROMPT, "rows": 2, "cols": 2, "panels": SEASONS}]
     return PaCoGRPOTrainer(
         model=pipeline,
-        reward_funcs=reward,
+        reward_funcs=MODEL_REWARDS[reward_name](args) if reward_name in MODEL_REWARDS else REWARDS[reward_name],
         args=config,
         train_dataset=dataset_of(1, side) if is_edit else Dataset.from_list(prompts),
         peft_config=LoraConfig(r=64, lora_alpha=128, init_lora_weights="gaussian"),
@@ -288,13 +332,15 @@ def measure(args: argparse.Namespace, sweep: Sweep, options: dict, folder: Path)
     # The same for an image whatever the batch, so counted once
     tokens = tuple(shape[1:] for _, shape, _ in watch.shapes if len(shape) == 3)
     if tokens not in args.flops:
-        args.flops[tokens] = forward_flops(type(transformer), transformer.config, watch.shapes) / watch.images
+        flops = forward_flops(type(transformer), transformer.config, watch.shapes, **watch.others)
+        args.flops[tokens] = flops / watch.images
     flops = args.flops[tokens]
     forward = watch.seconds_per_image("rollout")
     # Fewer than the denoising steps, with branches or a short tail
     forwards = sum(images for *_, images in watch.stamps["rollout"]) / len(by_round)
     deviations = [
-        value for entry in logs for name, value in entry.items() if name.startswith("ratio_deviation_on_policy")
+        max(v for entry in each for name, v in entry.items() if name.startswith("ratio_deviation_on_policy"))
+        for each in by_round
     ]
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name()) if args.device == "cuda" else None
     reward = trainer.reward_func_names[0]
@@ -311,9 +357,11 @@ def measure(args: argparse.Namespace, sweep: Sweep, options: dict, folder: Path)
         "share of the card's peak in a forward": peak and flops / forward / peak,
         "share of the card's peak in the rollout": peak and flops * forwards / rollout / peak,
         MEMORY: watch.peaks,
-        "most memory reserved, GiB": watch.reserved or None,
+        RESERVED: watch.reserved or None,
         "memory before the model was built, GiB": before,
-        "largest mean |ratio - 1| on policy": max(deviations) if deviations else None,
+        DEVIATIONS: deviations,
+        "seconds that rewards were waited for": [each[0]["time/reward"] for each in by_round],
+        "seconds of rewards during the rollout": [each[0]["time/reward_hidden"] for each in by_round],
         CURVE: [each[0][f"rewards/{reward}/mean"] for each in by_round],
         "first standard deviation": logs[0][f"rewards/{reward}/std"],
     }
@@ -321,12 +369,13 @@ def measure(args: argparse.Namespace, sweep: Sweep, options: dict, folder: Path)
 
 def summary_of(run: dict) -> str:
     """The figures of a run in a line."""
-    fraction, off = run["share of the card's peak in a forward"], run["largest mean |ratio - 1| on policy"]
+    fraction, reserved = run["share of the card's peak in a forward"], run[RESERVED]
     return ", ".join([
         f"forward {1000 * run[FORWARD]:.3g} ms" + (f" ({100 * fraction:.0f} % of the peak)" if fraction else ""),
         f"round {run[ROUND]:.3g} s an image",
         *(f"{phase} {peak:.1f} GiB" for phase, peak in run[MEMORY].items()),
-        f"|ratio - 1| {off:.1e}",
+        *([f"reserved {reserved:.1f} GiB"] if reserved else []),
+        f"|ratio - 1| {max(run[DEVIATIONS]):.1e}",
     ])  # fmt: skip
 
 

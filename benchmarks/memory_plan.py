@@ -79,6 +79,16 @@ QWEN_VL_7B = {
         "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
     },
 }  # fmt: skip
+CLIP_H = {  # of CLIP-T
+    "text_config": {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
+    },
+    "vision_config": {
+        "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16, "num_hidden_layers": 32,
+        "patch_size": 14,
+    },
+    "projection_dim": 1024,
+}  # fmt: skip
 QWEN_VAE = {
     "base_dim": 96, "z_dim": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16, "dim_mult": [1, 2, 4, 4],
     "num_res_blocks": 2, "temperal_downsample": [False, True, True],

@@ -23,6 +23,6 @@ RUN pip install --no-cache-dir ".[deepspeed,quantization,served,tensorboard]" &&
 COPY examples examples
 
 USER 1000
-ENV HF_HOME=/cache
+ENV HF_HOME=/cache PYTORCH_ALLOC_CONF=expandable_segments:True
 VOLUME ["/cache", "/runs"]
 CMD ["paco-trl", "--help"]

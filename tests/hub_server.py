@@ -411,6 +411,8 @@ def _handler(hub: HubServer):
             if rest[2:] == ["info", "lfs", "objects", "batch"]:
                 return self.answer_batch(repo_type, "/".join(rest[:2]).removesuffix(".git"))
             if rest[2:3] == ["resolve"] and self.command in ("GET", "HEAD"):
+                if "/".join(rest[:2]) in hub.gated:
+                    raise _Refused(403, "Access to this model is restricted", "GatedRepo")
                 return self.resolve(self.repo(repo_type, "/".join(rest[:2])), rest[3], "/".join(rest[4:]))
             hub.unknown.append((self.command, path))
             raise _Refused(404, "Not Found")

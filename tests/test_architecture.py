@@ -33,6 +33,7 @@ OTHERS = {
     "pipeline._get_messages": "diffusers' Ovis-Image adds its own words to a prompt here",
     "processor._get_num_multimodal_tokens": "transformers counts an image's tokens from its size here",
     "processor._resize_to_target_area": "diffusers' FLUX.2 resizes its sources by this",
+    "torch._foreach_lerp_": "torch's optimizers update many tensors at once by such functions; none is public",
     "transformer._no_split_modules": "diffusers names the blocks of some transformers only here",
     "transformer._repeated_blocks": "diffusers compiles these",
 }

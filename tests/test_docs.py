@@ -392,6 +392,9 @@ class TestOptions:
             "weight_name",
             "use_safetensors",
             "HF_HUB_DISABLE_TELEMETRY",
+            "PYTORCH_ALLOC_CONF",
+            "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+            "num_cpu_threads_per_process",
         }
         others = others.union(
             *map(script_options, SCRIPTS),

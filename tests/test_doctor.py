@@ -23,13 +23,7 @@ import launching
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import COMMANDS, main
 from paco_trl.commands.memory import ImagePlan, changes_of, peak
-from paco_trl.commands.memory_check import (
-    image_plan,
-    judge_plan,
-    judges_in_process,
-    memory_row,
-    parse_memory,
-)
+from paco_trl.commands.memory_check import image_plan, judge_plan, memory_row, parse_memory
 from paco_trl.data import demo_prompts_path
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
 from paco_trl.tiny import build_tiny_flux2_klein
@@ -689,7 +683,8 @@ class TestMemory:
     )
     def test_judges_in_the_process(self, changes, judges):
         settings = {"rewards": ["redness"], "judge_model": "judge", **changes}
-        assert judges_in_process(script_arguments.ScriptArguments(**settings)) == judges
+        found = script_arguments.judges_of(script_arguments.ScriptArguments(**settings))
+        assert [model for model, url in found if url is None] == judges
 
     def test_the_rewards_of_the_evaluation_are_counted(self, tiny_plan, tiny_flux, tiny_qwen, prompts):
         def plan(**changes):

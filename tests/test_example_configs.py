@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/configs: each is read by its script's own parser, says what the paper says, and names its sources."""
 
+import functools
 import re
+import shlex
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,12 @@ import torch
 import yaml
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
 from peft import LoraConfig, get_peft_model
+from transformers import CLIPConfig
 
-from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
+from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, tiny
 from paco_trl.commands import build_arguments, evaluate_reward, evaluation_arguments, merge, push, reward, serve_reward
+from paco_trl.commands.memory import ImagePlan, JudgePlan, peak
+from paco_trl.commands.memory_check import USABLE, image_plan, judge_plan
 from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
 from paco_trl.rollout.families.flux import FluxFamily
@@ -22,8 +27,9 @@ from paco_trl.rollout.families.qwen_image import QwenImageFamily
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "examples" / "configs"
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
+from memory_plan import CLIP_H, GIB, MODELS, QWEN_VL_7B, rows_of, write_configs  # noqa: E402
 from train_flux_kontext import KontextArguments, KontextConfig  # noqa: E402
 from train_qwen_image_edit import QwenImageEditArguments, QwenImageEditConfig  # noqa: E402
 
@@ -164,8 +170,8 @@ PRESETS = {
     "flux.1-dev-24gb.yaml": {
         "tail_steps": 4, "tail_transfer_prompts": 16, "images_per_prefix": 4, "per_device_train_batch_size": 4,
         "output_dir": "flux.1-dev-24gb", "quantization": "nf4", "judge_quantization": "nf4",
-        "gradient_checkpointing": True, "offload_embeddings": True, "ema_offload": True,
-        "embeddings_dir": "flux.1-dev-embeddings",
+        "gradient_checkpointing": True, "offload_embeddings": True, "offload_rewards": True,
+        "ema_offload": True, "embeddings_dir": "flux.1-dev-embeddings",
     },
 }  # fmt: skip
 
@@ -208,6 +214,71 @@ def test_the_later_settings_are_those_of_the_report_and_every_value_has_its_sour
 
 def test_each_other_file_is_a_preset():
     assert sorted(path.name for path in CONFIGS.iterdir()) == sorted([*NAMES, *PRESETS])
+
+
+def commands_of(header: str) -> list[tuple[str, tuple[str, ...], int]]:
+    """The training commands of a header: script, options, and number of processes."""
+    commands = []
+    for line in re.sub(r" \\\n#\s+", " ", header).splitlines():
+        launcher, script, options = re.match(r"#     (.*?)(examples/train_\w+\.py) (.*)|", line).groups()
+        if script is not None:
+            launched = re.search(r"--config_file (\S+)(?: --num_processes (\d+))?", launcher)
+            count = 1
+            if launched is not None:
+                count = launched[2] or yaml.safe_load((ROOT / launched[1]).read_text())["num_processes"]
+            commands.append((Path(script).name, tuple(shlex.split(options)), int(count)))
+    return commands
+
+
+@pytest.fixture(scope="module")
+def make_memory_plan(tmp_path_factory):
+    """Plans of commands, from published configs without weights."""
+    folder = tmp_path_factory.mktemp("published")
+    write_configs(tiny.build_tiny_qwen2_5_vl(folder / "judge").parent, {"judge": QWEN_VL_7B})
+    CLIPConfig(**CLIP_H).save_pretrained(folder / "clip")
+    classes = dict(SCRIPTS.values())
+
+    @functools.cache
+    def make(script: str, options: tuple[str, ...]) -> ImagePlan | JudgePlan:
+        values = yaml.safe_load((ROOT / options[options.index("--config") + 1]).read_text())
+        name = values["model_name_or_path"].split("/")[1]
+        parser, options = CommandParser(classes[script]), [*options, "--use_cpu", "True"]
+        if name not in MODELS:
+            judge = ["--model_name_or_path", str(folder / "judge")]
+            return judge_plan(*parser.parse_args_and_config([*options, *judge]))
+        builder, configs, _ = MODELS[name]
+        if not (folder / name).exists():
+            write_configs(getattr(tiny, builder)(folder / name), configs)
+        local = {"model_name_or_path": name, "clip_model": "clip", "judge_model": "judge"}
+        options += [word for option, value in local.items() for word in (f"--{option}", str(folder / value))]
+        return image_plan(*parser.parse_args_and_config(options), rows_of(1024, values.get("edits", False)))
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*NAMES, *PRESETS])
+def test_it_fits_the_memory_of_its_header(name, make_memory_plan, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    header = (CONFIGS / name).read_text().split("\n# Model")[0]
+    memory = int(re.search(r"GPUs? (?:of|with) (\d+) GB", header)[1])
+    needed = []
+    for script, options, num_processes in commands_of(header):
+        plan = make_memory_plan(script, options)
+        needed.append(peak(plan.phases(replace(plan.setting(), num_processes=num_processes))) / GIB)
+    assert max(needed) <= USABLE * memory
+    said = re.search(r"takes ([\d.]+) GiB", header)
+    assert float(said[1]) == pytest.approx(max(needed), abs=0.3)
+
+
+@pytest.mark.slow
+def test_a_file_that_does_not_fit(make_memory_plan, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    ((script, options, num_processes),) = commands_of((CONFIGS / "paco-qwen-image-edit.yaml").read_text())
+    plan = make_memory_plan(script, options)
+    assert plan.setting().gradient_checkpointing
+    setting = replace(plan.setting(), gradient_checkpointing=False, num_processes=num_processes)
+    assert peak(plan.phases(setting)) > USABLE * 80 * GIB
 
 
 @pytest.mark.parametrize("name", NAMES)

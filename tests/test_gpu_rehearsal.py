@@ -66,12 +66,12 @@ def test_every_step_writes_its_results(gpu, forked, rehearse, tmp_path):
         ratios = [number for of in report["ratios"].values() for number in (of.values() if type(of) is dict else [of])]
         assert ratios and all(str(number) in text for number in ratios), name
     sweeps = {name: report for name, report in reports.items() if "sweep" in report}
-    assert len(sweeps) == 7
+    assert len(sweeps) == 9
     for report in sweeps.values():
         for run in report["runs"]:
             assert run["seconds of a forward, an image"] > 0 and run["TFLOP of a forward, an image"] > 0
             assert 0 < run["seconds of the training, an image"] < run["seconds of a round, an image"]
-            assert run["largest mean |ratio - 1| on policy"] >= 0
+            assert len(run["largest mean |ratio - 1| on policy, by round"]) == 2
             assert run["setting"] in printed
     assert reports["tests"]["ratios"]["tests"]["passed"] >= 6
     # Every setting ran, or is left out with its reason
@@ -85,7 +85,12 @@ def test_every_step_writes_its_results(gpu, forked, rehearse, tmp_path):
     assert reports["training"]["runs"][0]["mean reward of each round"][0] != 0
     assert (tmp_path / "gpu_training.png").read_bytes().startswith(b"\x89PNG")
     assert reports["judge-scoring"]["layouts"]["2x3"]["pairs per second"].keys() == {"ours", "published"}
-    assert len(reports["judge-training"]["seconds of a step"]) == 3
+    assert len(reports["judge-training"]["seconds of a step"]) == 4
+    for name in ("judge-training", "judge-attention"):
+        assert settings_of(reports[name]["left out"]) == ["flash-attn"]
+    assert reports["judge-attention"]["seconds"].keys() > {"without cuDNN, sets of new sizes"}
+    rewarded = sweeps["flux-512-rewards"]
+    assert settings_of(rewarded["runs"])[1:3] == ["batch 2, reward judge", "batch 2, reward CLIP-T"]
 
 
 @pytest.mark.slow
@@ -140,7 +145,7 @@ def test_a_stopped_step_says_what_it_did_not_do(gpu, monkeypatch, tmp_path):
 
 def test_division_of_the_time(gpu):
     """Each step has its own minutes and what those before it left."""
-    assert sum(minutes for minutes, _ in gpu.STEPS.values()) == 25
+    assert sum(minutes for minutes, _ in gpu.STEPS.values()) == 30
     parse = {"rehearse": False, "minutes": 6, "steps": ["tests", "flux-512"]}
     assert gpu.seconds_of(gpu.argparse.Namespace(**parse)) == {"tests": 210, "flux-512": 360}
     parse = {"rehearse": False, "minutes": 12, "steps": ["tests", "flux-512"]}

@@ -5,9 +5,12 @@ import dataclasses
 import sys
 
 import pytest
+from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from safetensors.torch import save_file
+from transformers import CLIPModel
 
+from hub_server import HubServer
 from judge_server import JudgeServer
 from paco_trl import PaCoReward
 from paco_trl.commands import grpo, script_arguments
@@ -18,6 +21,7 @@ from paco_trl.commands.script_arguments import (
     load_reward,
     load_rewards,
 )
+from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import (
     ClipIReward,
     ClipTReward,
@@ -168,6 +172,61 @@ def test_prompts_that_a_judge_cannot_compare_are_refused_before_it_is_loaded(tmp
         grpo.main([*words, "edit"])
     with pytest.raises(OSError, match="nobody/flux"):  # a reward without a judge takes them
         grpo.main([*words, "redness"])
+
+
+class TestBeforeAnythingIsLoaded:
+    """What is missing or may not be read, of all models of a run, is found before one of them is loaded."""
+
+    @pytest.fixture
+    def train(self, monkeypatch, tmp_path, tiny_flux, clip):
+        loaded = []
+        monkeypatch.setattr(CLIPModel, "from_pretrained", lambda *args, **kwargs: loaded.append("reward"))
+        monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: loaded.append("pipeline"))
+
+        def run(error: type[Exception], key: str, **options) -> list[str]:
+            """What is loaded until a run is refused, with CLIP as its first reward."""
+            options = {"model_name_or_path": tiny_flux, "rewards": "clip_t consistency", **options}
+            words = f"--dataset_name {demo_prompts_path()} --output_dir {tmp_path / 'out'} --clip_model {clip}"
+            words += " --use_cpu --bf16 False --num_prompts_per_generation 2"
+            words += "".join(f" --{name} {value}" for name, value in options.items())
+            loaded.clear()
+            with pytest.raises(error, match=key):
+                grpo.main(words.split())
+            return loaded
+
+        return run
+
+    def test_a_missing_judge(self, train, tiny_qwen):
+        assert train(OSError, "no-such-judge", judge_model="./no-such-judge") == []
+        assert train(OSError, "nobody/judge", judge_model="nobody/judge") == []
+        options = {"judge_model": tiny_qwen, "eval_judge_model": "nobody/other"}
+        assert train(OSError, "nobody/other", **options) == []
+        # The stand-in for CLIP is none, with which a run ends
+        assert train(AttributeError, "eval", judge_model=tiny_qwen) == ["reward"]
+
+    def test_an_adapter_of_a_missing_base(self, train, tmp_path):
+        LoraConfig(base_model_name_or_path="nobody/base").save_pretrained(tmp_path / "judge")
+        assert train(OSError, str(tmp_path / "judge"), judge_model=tmp_path / "judge") == []
+
+    def test_a_server_that_has_another_judge(self, train, server):
+        options = {"judge_url": server.url, "judge_model": "judge"}
+        assert train(JudgeUnavailableError, "'missing'", judge_url=server.url, judge_model="missing") == []
+        evaluated = {"eval_judge_url": server.url, "eval_judge_model": "bad"}
+        assert train(JudgeUnavailableError, "'bad'", **options, **evaluated) == []
+        assert train(AttributeError, "eval", **options) == ["reward"]
+
+    def test_a_gated_model(self, train, tiny_flux, tiny_qwen, tmp_path):
+        with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path / "cache", "hf_a"):
+            index = (tiny_flux / "model_index.json").read_bytes()
+            hub.add_repo("makers/flux", {"model_index.json": index})
+            hub.add_repo("makers/judge", {"config.json": (tiny_qwen / "config.json").read_bytes()})
+            options = {"model_name_or_path": "makers/flux", "judge_model": "makers/judge"}
+            hub.gated = {"makers/flux"}
+            assert train(PermissionError, "makers/flux is gated", **options) == []
+            hub.gated = {"makers/judge"}
+            assert train(OSError, "makers/judge", **options) == []
+            hub.gated = set()
+            assert train(AttributeError, "eval", **options) == ["reward"]
 
 
 def test_a_judge_in_the_process(tiny_qwen):

@@ -4,7 +4,9 @@ The package on a GPU that is host memory (see simulated_cuda/README.md): `make t
 which has each family, kind of quantized weights and attention backend.
 """
 
+import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,11 @@ from paco_trl.rollout import sde
 from paco_trl.trainer.round_buffer import RoundBuffer
 from test_gpu import ADAPTER, ON_DEVICE, check_ratio, devices_of
 from test_paco_reward_trainer import mixed
+
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu  # noqa: E402
 
 
 pytestmark = [
@@ -271,3 +278,28 @@ def test_comparison_app(tiny_flux, models):
     assert [panel.tobytes() for panel in base] != [panel.tobytes() for panel in adapted]
     scores = comparison.score("A red panda.", [base, adapted])
     assert [len(row) for row in scores] == [6, 6]
+
+
+# Settings that cannot run here
+LEFT_OUT = ("compiled", "_flash_3", "flash-attn")
+
+
+@pytest.mark.parametrize("name", [name for name in gpu.STEPS if name != "tests"])
+def test_a_step_of_make_gpu(name, monkeypatch, tmp_path):
+    """With small models, and in this process, where everything is imported."""
+
+    def execute(command: list[str], log: Path, seconds: float) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", command)
+            runpy.run_path(command[0], run_name="__main__")
+        return 0
+
+    monkeypatch.setattr(gpu, "execute", execute)
+    assert gpu.main(["--rehearse", "--device", "cuda", "--steps", name, "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / f"gpu_{name}.json").read_text())
+    left_out = [entry for entry in report.get("left out", []) if not any(x in entry["setting"] for x in LEFT_OUT)]
+    assert report["ratios"] and left_out == []
+    for run in report.get("runs", []):
+        assert run["peak memory, GiB"].keys() == {"encoding", "rollout", "training"}
+        assert run["most memory reserved, GiB"] > 0
+        assert max(run["largest mean |ratio - 1| on policy, by round"]) < 1e-4

@@ -25,8 +25,12 @@ class EMA:
     @torch.no_grad()
     def step(self) -> None:
         """Update the average by the current weights; called once for each optimizer step."""
-        for name, tensor in local_weights(self.model, self.zero_stage).items():
-            self.average[name].lerp_(self._place(tensor), 1 - self.decay)
+        weights = local_weights(self.model, self.zero_stage)
+        if self.offload:  # one copy at a time
+            for name, tensor in weights.items():
+                self.average[name].lerp_(tensor.to("cpu"), 1 - self.decay)
+        else:
+            torch._foreach_lerp_([self.average[name] for name in weights], list(weights.values()), 1 - self.decay)
 
     def state_dict(self, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return the full average on the CPU, empty unless kept. Every process calls it."""

@@ -15,6 +15,7 @@ from .script_arguments import (
     ScriptArguments,
     check_evaluation,
     check_judged,
+    check_models,
     get_peft_config,
     load_eval_prompts,
     load_eval_rewards,
@@ -44,6 +45,8 @@ def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     # Rewards
     ################
     check_judged(script_args, train_dataset)
+    check_models(script_args, training_args)
+    peft_config = get_peft_config(script_args)
     reward_funcs = load_rewards(script_args)
     eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)
 
@@ -58,7 +61,7 @@ def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         eval_reward_funcs=eval_reward_funcs,
-        peft_config=get_peft_config(script_args),
+        peft_config=peft_config,
     )
     images = f"{training_args.output_dir}/contact_sheets" if training_args.log_completions else None
     train_and_save(trainer, script_args.dataset_name, images)

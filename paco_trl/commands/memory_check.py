@@ -23,7 +23,7 @@ from . import reward
 from .memory import ImagePlan, JudgePlan, Phase, largest_batch, peak, smallest_change, weights_bytes
 from .options import option
 from .report import FAILED, OK, WARNING, Row
-from .script_arguments import ScriptArguments, get_peft_config
+from .script_arguments import ScriptArguments, get_peft_config, judges_of
 
 
 # Fraction of a device that a plan may take: the rest is for CUDA, fragmentation, and what the plan leaves out
@@ -93,7 +93,7 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
         peft_config.inference_mode = False
     init, hub = args.model_init_kwargs or {}, ("revision", "cache_dir", "token")
     where = {name: init[name] for name in hub if name in init}
-    names = judges_in_process(script_args)
+    names = [model for model, url in judges_of(script_args) if url is None]
     plans = {name: _plan_reward_judge(name, script_args.judge_quantization) for name in set(names)}
     judges = [plans[name] for name in names]
     clip_bytes, rewards = 0, {*script_args.rewards, *(script_args.eval_rewards or ())}
@@ -104,20 +104,6 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
     if is_copied:  # the adapter `ref`
         plan.reference_bytes = plan.element_size * plan.num_trained
     return plan
-
-
-def judges_in_process(script_args: ScriptArguments) -> list[str]:
-    """Return the judges that the rewards of training and of the evaluation load, each its own."""
-    evaluated = script_args.rewards if script_args.eval_rewards is None else script_args.eval_rewards
-    own, url = script_args.eval_judge_model, script_args.eval_judge_url
-    found = []
-    for name in ("consistency", "edit"):
-        is_shared = name in script_args.rewards or name in evaluated and (own, url) == (None, None)
-        if is_shared and script_args.judge_url is None:
-            found.append(script_args.judge_model)
-        if name in evaluated and own is not None and url is None:
-            found.append(own)
-    return found
 
 
 def _plan_reward_judge(name: str, quantization: str | None) -> JudgePlan:

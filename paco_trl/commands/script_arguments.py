@@ -16,11 +16,12 @@ from typing import Any, cast
 
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import AutoConfig
 
 from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.reward_calls import check_columns
-from ..rollout.loading import read_peft_config
+from ..rollout.loading import check_config, read_peft_config
 from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 
 
@@ -218,6 +219,35 @@ def _import_file(path: str) -> ModuleType:
         sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     return module
+
+
+def judges_of(script_args: ScriptArguments) -> list[tuple[str, str | None]]:
+    """Return name and address of the judges that the rewards of training and of the evaluation load, each its own."""
+    evaluated = script_args.rewards if script_args.eval_rewards is None else script_args.eval_rewards
+    eval_model, eval_url = script_args.eval_judge_model, script_args.eval_judge_url
+    is_shared = (eval_model, eval_url) == (None, None)
+    judges = []
+    for name in ("consistency", "edit"):
+        if name in script_args.rewards or name in evaluated and is_shared:
+            judges.append((script_args.judge_model, script_args.judge_url))
+        if name in evaluated and not is_shared:
+            judges.append((eval_model or script_args.judge_model, eval_url))
+    return judges
+
+
+def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
+    """Refuse a pipeline or a judge that is missing or gated, and a server that is down, before weights are loaded."""
+    from ..rewards.paco_reward import below_adapter
+
+    check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
+    for model, url in dict.fromkeys(judges_of(script_args)):
+        if url is not None:
+            rewards.ServedJudge(url, model).check()
+            continue
+        try:
+            AutoConfig.from_pretrained(below_adapter(model, {})[0])
+        except OSError as error:  # which may not name the model
+            raise OSError(f"The judge '{model}' cannot be read. {error}") from error
 
 
 def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:

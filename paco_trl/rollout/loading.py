@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from diffusers.hooks import apply_layerwise_casting
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from diffusers.models import attention_dispatch
 from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
+from huggingface_hub.errors import GatedRepoError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from transformers.utils import cached_file
 from trl import ModelConfig
 
@@ -83,7 +86,7 @@ def load_pipeline(
         conflict = "the pipeline is loaded, or `model_init_kwargs` has a `quantization_config`. Use one of them."
         raise ValueError(f"`quantization` is {quantization!r}, but {conflict}")
     if isinstance(model, str):
-        components = _check_config(model, model_init_kwargs, family)
+        components = check_config(model, model_init_kwargs, family)
         if quantization not in (None, "fp8_storage"):
             encoders = [name for name in components if name.startswith("text_encoder")]
             libraries = {"transformer": "diffusers", **dict.fromkeys(encoders, "transformers")}
@@ -192,10 +195,18 @@ def check_adapter_layers(peft_config: LoraConfig | str | None, model: str, model
             )
 
 
-def _check_config(model: str, model_init_kwargs: dict, family: Family | None) -> dict:
-    """Return a pipeline's index file; refuse one that cannot be trained before gigabytes are read."""
+def check_config(model: str, model_init_kwargs: dict, family: Family | None = None) -> dict:
+    """Return a pipeline's index file; refuse one that cannot be read or trained before gigabytes are loaded."""
     check_base_model_name(model)
-    config = DiffusionPipeline.load_config(model, **_hub_arguments(model_init_kwargs))
+    try:
+        config = DiffusionPipeline.load_config(model, **_hub_arguments(model_init_kwargs))
+    except OSError as error:
+        if not isinstance(error.__context__, GatedRepoError):
+            raise
+        remedy = "Accept its terms on its page with the account of your token, and log in: `hf auth login`."
+        raise PermissionError(
+            f"The model {model} is gated, and this account has no access to it yet. {remedy}"
+        ) from error
     name = config["_class_name"]
     if family is None:
         family_of(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class
@@ -422,8 +433,10 @@ def prepare_transformer(
         # PEFT leaves the base model's name empty for diffusers models
         model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
 
-    # Trainer calls another name than diffusers'
-    model.activation_checkpointing_enable = lambda **kwargs: transformer.enable_gradient_checkpointing()
+    # Trainer calls another name than diffusers'. No layer is random, and the state of the generators would be copied from
+    # the device for each block
+    checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    model.activation_checkpointing_enable = lambda **kwargs: transformer.enable_gradient_checkpointing(checkpointed)
     return model
 
 
@@ -521,4 +534,4 @@ def load_lora(pipeline: DiffusionPipeline, adapter: str | os.PathLike) -> None:
 def adapter_is_new(weights: dict[str, torch.Tensor]) -> bool:
     """Return whether every LoRA `B` is 0: the model still is its base model. `False` without an adapter."""
     matrices = [weight for name, weight in weights.items() if ".lora_B." in name]
-    return bool(matrices) and not any(matrix.any() for matrix in matrices)
+    return bool(matrices) and not torch.stack([matrix.any() for matrix in matrices]).any()

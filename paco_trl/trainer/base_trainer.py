@@ -143,7 +143,10 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
         check_resumed_run(checkpoint, self._identity, settings, args.world_size, args.deepspeed_plugin is not None)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        """Train as [`~transformers.Trainer.train`] does; resuming (`True`: from the latest checkpoint) is exact."""
+        """
+        Train as [`~transformers.Trainer.train`] does; resuming (`True`: from the latest checkpoint) is exact, to the bit
+        on the CPU or with deterministic kernels.
+        """
         output_dir = self.args.output_dir
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
             return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
