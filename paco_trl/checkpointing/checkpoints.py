@@ -122,14 +122,14 @@ def checkpoints_of(output_dir: str | Path) -> list[Path]:
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
-    """Find the complete checkpoint to resume from: a directory, or with `True` the latest of the output directory."""
+    """Find the complete checkpoint to resume from: a directory, with `True` the latest, with `"auto"` also none."""
     # The command line gives "True" as text
     if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
         resume_from_checkpoint = resume_from_checkpoint.lower() == "true"
     if not resume_from_checkpoint:
         return None
     recover_replaced(output_dir)
-    if resume_from_checkpoint is not True:
+    if resume_from_checkpoint is not True and resume_from_checkpoint != "auto":
         checkpoint = Path(resume_from_checkpoint)
         if not checkpoint.is_dir():
             raise ValueError(f"`resume_from_checkpoint` is '{checkpoint}', which is not a directory.")
@@ -143,8 +143,10 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         if not broken:
             return checkpoint
         logger.warning(f"The checkpoint '{checkpoint}' is skipped: {_name_some(broken)} missing or truncated.")
+    if resume_from_checkpoint == "auto":
+        return None
     missing = f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint."
-    raise ValueError(f"{missing} Start without it, or pass the directory of a checkpoint.")
+    raise ValueError(f"{missing} Start with 'auto' or without it, or pass the directory of a checkpoint.")
 
 
 def read_run(checkpoint: str | Path) -> dict | None:
