@@ -23,7 +23,7 @@ def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | Non
     except KeyboardInterrupt:
         found = checkpoints_of(args.output_dir)
         how = (
-            f"Rerun with `--resume_from_checkpoint True` to resume from '{found[0]}'."
+            f"Rerun with `--resume_from_checkpoint auto` to resume from '{found[0]}'."
             if found
             else "Nothing is saved."
         )
