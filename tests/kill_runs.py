@@ -2,6 +2,7 @@
 """Training runs in processes that can be killed, for test_resume.py. They are forked from one that has imported all."""
 
 import ctypes
+import functools
 import gc
 import os
 import random
@@ -147,6 +148,27 @@ class _AtSaving:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class _AtSignal:
+    """Sends its own process a signal: at a call of a method of the trainer, by its path, after some steps."""
+
+    def __init__(self, trainer, step, call, count=2, number=signal.SIGTERM, waits=()):
+        self.trainer, self.step, self.number, self.waits, self.left = trainer, step, number, waits, count
+        *owner, name = call.split(".")
+        owner = functools.reduce(getattr, owner, trainer)
+        self.call = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args, **kwargs):
+        self.left -= self.trainer.state.global_step == self.step
+        if self.left == 0:
+            self.left = -1
+            os.kill(os.getpid(), self.number)
+            for seconds in self.waits:
+                time.sleep(seconds)
+                os.kill(os.getpid(), self.number)
+        return self.call(*args, **kwargs)
+
+
 def _train(job: dict, rank: int) -> None:
     gc.freeze()  # see conftest.py
     with open(job["log"] + f".{rank}", "w", encoding="utf-8") as log:
@@ -179,6 +201,8 @@ def _train(job: dict, rank: int) -> None:
         if job["saving"] is not None and job["saving"].get("rank", 0) == rank:
             saving = {name: value for name, value in job["saving"].items() if name != "rank"}
             at_saving = _AtSaving(trainer, **saving)
+        if job["signal"] is not None and job["signal"].get("rank", rank) == rank:
+            _AtSignal(trainer, **{name: value for name, value in job["signal"].items() if name != "rank"})
         for name in job["without"]:
             setattr(trainer, name, lambda *args, **kwargs: None)
         trainer.train(resume_from_checkpoint=job["resume"])
@@ -241,6 +265,8 @@ class Run:
             `resume_from_checkpoint`.
         saving (`dict`, *optional*):
             Arguments of `_AtSaving`, and `rank`.
+        signal (`dict`, *optional*):
+            Arguments of `_AtSignal`, and `rank` (without it on all).
         without (`tuple`):
             Methods of the trainer that do nothing, to show what they are for.
         processes (`int`):
@@ -254,8 +280,8 @@ class Run:
     """
 
     def __init__(
-        self, context, model, output, resume=None, saving=None, without=(), processes=1, zero3=False,
-        machines=(), address="127.0.0.1", **settings
+        self, context, model, output, resume=None, saving=None, without=(), processes=1, zero3=False, signal=None,
+        machines=(), address="127.0.0.1", **settings,
     ):  # fmt: skip
         self.output = Path(output)
         self.log = f"{self.output}.log-{time.monotonic_ns()}"
@@ -263,7 +289,7 @@ class Run:
         if processes > 1:
             settings.setdefault("ddp_backend", "gloo")
         job = {
-            "model": str(model), "output": str(output), "resume": resume, "saving": saving, "without": without,
+            "model": str(model), "output": str(output), "resume": resume, "saving": saving, "signal": signal, "without": without,
             "processes": processes, "zero3": zero3, "settings": settings, "log": self.log, "port": free_port(),
             "machines": machines, "address": address,
         }  # fmt: skip
@@ -290,6 +316,11 @@ class Run:
             self.kill()
             raise TimeoutError(f"The run has not ended.\n{self.output_text()}")
         return time.monotonic() - self.started
+
+    @property
+    def codes(self) -> list[int]:
+        self.wait()
+        return [process.exitcode for process in self.processes]
 
     @property
     def was_killed(self) -> list[bool]:

@@ -4,6 +4,7 @@
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -257,8 +258,21 @@ class TestErrors:
 
         trainer = make_trainer(max_steps=2, save_strategy="steps", save_steps=save_steps, callbacks=[Interrupt()])
         assert main.answer("grpo", lambda: train_and_save(trainer, None, None)) == 130
-        how = f"Rerun with `--resume_from_checkpoint True` to resume from '{trainer.args.output_dir}/checkpoint-1'."
+        how = f"Rerun with `--resume_from_checkpoint auto` to resume from '{trainer.args.output_dir}/checkpoint-1'."
         assert capsys.readouterr().err.endswith(f"stopped. {how if save_steps == 1 else 'Nothing is saved.'}\n")
+
+    @pytest.mark.parametrize("command", ["grpo", "build"])
+    def test_a_signal_of_the_scheduler(self, capsys, monkeypatch, command):
+        """While a model is loaded, for example."""
+        before = signal.getsignal(signal.SIGTERM)
+        assert main.answer(command, lambda: os.kill(os.getpid(), signal.SIGTERM)) == 75
+        said = capsys.readouterr().err
+        assert said.startswith(f"paco-trl {command}: stopped by SIGTERM")
+        assert ("--resume_from_checkpoint auto" in said) == (command == "grpo")
+        assert signal.getsignal(signal.SIGTERM) is before
+        monkeypatch.setenv("RANK", "1")
+        assert main.answer(command, lambda: os.kill(os.getpid(), signal.SIGUSR1)) == 75
+        assert capsys.readouterr().err == ""
 
     def test_ctrl_c_in_what_resumes_by_itself(self, capsys, monkeypatch):
         def stop():

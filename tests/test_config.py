@@ -95,6 +95,7 @@ class TestDefaults:
             "num_generations_eval": 1,
             "logging_steps": 1,
             "log_completions": True,
+            "enable_jit_checkpoint": True,
             "plot_curves": True,
             "epsilon_high": None,
             "divergence_threshold": 1e-5,

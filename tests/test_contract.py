@@ -324,7 +324,7 @@ USED_FIELDS = set(
     """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon bf16
     ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
-    deepspeed disable_tqdm eval_delay eval_on_start eval_steps eval_strategy full_determinism
+    deepspeed disable_tqdm enable_jit_checkpoint eval_delay eval_on_start eval_steps eval_strategy full_determinism
     gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better hub_always_push
     hub_model_id hub_private_repo hub_revision hub_strategy hub_token learning_rate load_best_model_at_end log_level
     log_level_replica log_on_each_node logging_first_step logging_steps logging_strategy lr_scheduler_kwargs
@@ -342,7 +342,7 @@ OF_PAIRS = set(
     """
     activation_offloading auto_find_batch_size average_tokens_across_devices chat_template_path data_seed
     dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
-    dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc enable_jit_checkpoint eos_token eval_accumulation_steps
+    dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc eos_token eval_accumulation_steps
     eval_use_gather_object fp16 ignore_data_skip include_num_input_tokens_seen logging_nan_inf_filter max_length
     length_column_name model_init_kwargs neftune_noise_alpha save_only_model torch_compile torch_compile_backend torch_compile_mode
     train_sampling_strategy trust_remote_code

@@ -3,10 +3,13 @@
 
 import copy
 import functools
+import json
 import logging
 import math
+import os
 import re
 import shutil
+import signal
 import traceback
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +32,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config
 from docstrings import docstring
 from other_judges import OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.checkpointing.checkpoints import find_checkpoint
 from paco_trl.data import make_pair
 from paco_trl.hub.files import JUDGE_ADAPTER
 from paco_trl.plots.reward_report import plot_calibration, plot_wrong_pairs
@@ -1221,7 +1225,7 @@ class TestCheckpoints:
             "processor_config.json", "tokenizer.json", "tokenizer_config.json",
         }  # fmt: skip
         pictures = {"eval_calibration.png", "eval_wrong_pairs.png"}
-        state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+        state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "run.json"}
         assert {path.name for path in (folder / "saved").iterdir()} == published | pictures
         for step in (16, 32):
             names = {path.name for path in (folder / f"checkpoint-{step}").iterdir()}
@@ -1270,6 +1274,58 @@ class TestCheckpoints:
             assert logs_with(resumed, key) == logs_with(uninterrupted, key)
         assert len(logs_with(resumed, "loss")) == 7
         assert resumed.evaluations == uninterrupted.evaluations
+
+    # In a micro-step and in the evaluation after it; at a signal nothing is evaluated, and nothing else makes a checkpoint
+    @pytest.mark.parametrize(
+        ("event", "number", "step"),
+        [("on_substep_end", 15, 3), pytest.param("on_prediction_step", 10, 3, marks=pytest.mark.slow)],
+    )
+    def test_stopped_by_a_signal_and_resumed(self, make_reward_trainer, tmp_path, capsys, event, number, step):
+        class Signal(TrainerCallback):
+            is_sent = False
+
+        def send(self, args, state, control, **kwargs):
+            if not self.is_sent and state.global_step >= 2:
+                self.is_sent = True
+                os.kill(os.getpid(), number)
+
+        setattr(Signal, event, send)
+        settings = {
+            "max_steps": 5, "save_strategy": "epoch", "eval_dataset": mixed(2), "eval_strategy": "steps", "eval_steps": 3,
+            "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
+        }  # fmt: skip
+        # The adapter's dropout draws from the generator that evaluations must leave alone
+        adapter = {"peft_config": LoraConfig(r=4, lora_alpha=8, lora_dropout=0.5)}
+        uninterrupted = make_reward_trainer(output_dir=str(tmp_path / "a"), **settings, **adapter)
+        uninterrupted.train(resume_from_checkpoint="auto")
+        before = signal.getsignal(number)
+        stopped = make_reward_trainer(output_dir=str(tmp_path / "b"), callbacks=[Signal()], **settings, **adapter)
+        with pytest.raises(SystemExit) as end:
+            stopped.train()
+        assert end.value.code == 75 and signal.getsignal(number) is before
+        assert f"{signal.Signals(number).name} at step {step}" in capsys.readouterr().err
+        (checkpoint,) = (tmp_path / "b").glob("checkpoint-*")
+        assert checkpoint.name == f"checkpoint-{step}"
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        assert not any("eval_loss" in entry for entry in state["log_history"])
+        resumed = make_reward_trainer(output_dir=str(tmp_path / "b"), **settings, **adapter)
+        resumed.train(resume_from_checkpoint="auto")
+        final = adapter_of(uninterrupted)
+        assert all(torch.equal(value, final[name]) for name, value in adapter_of(resumed).items())
+        for key in ("loss", "decision_loss", "eval_loss"):
+            assert logs_with(resumed, key) == logs_with(uninterrupted, key)
+        assert len(logs_with(resumed, "eval_loss")) == 2
+
+    def test_an_incomplete_one_is_skipped(self, make_reward_trainer, trained, tmp_path):
+        for step in (16, 32):
+            shutil.copytree(Path(trained.args.output_dir) / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+        assert find_checkpoint(tmp_path, "True").name == "checkpoint-32"
+        (tmp_path / "checkpoint-32" / "optimizer.pt").unlink()
+        assert find_checkpoint(tmp_path, "auto").name == "checkpoint-16"
+        (tmp_path / "checkpoint-16" / "run.json").unlink()
+        assert find_checkpoint(tmp_path, "auto") is None
+        with pytest.raises(ValueError, match="auto"):
+            find_checkpoint(tmp_path, True)
 
     def test_callbacks(self, make_reward_trainer):
         seen = []

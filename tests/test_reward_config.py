@@ -64,6 +64,7 @@ class TestDefaults:
         }
         # From its published code, or chosen
         others = {"max_length": 16384, "dataloader_num_workers": 0, "ddp_find_unused_parameters": False}
+        others |= {"enable_jit_checkpoint": True}
         config = make()
         for name, value in {**papers, **others}.items():
             assert getattr(config, name) == value, name
@@ -105,7 +106,7 @@ class TestDefaults:
 
 class TestDocumentation:
     def test_exactly_the_own_fields_are_documented_in_their_order(self):
-        assert len(OWN_FIELDS) == 11
+        assert len(OWN_FIELDS) == 12
         assert list(DOCUMENTED) == OWN_FIELDS
 
     @pytest.mark.parametrize("name", OWN_FIELDS)
@@ -203,7 +204,8 @@ class TestParser:
         options = (
             "--first_token_weight 0.3 --loss_variant released --max_pixels 1000 --max_length 77 "
             "--learning_rate 1e-3 --lr_scheduler_type linear --warmup_steps 3 --num_train_epochs 1.5 "
-            "--per_device_train_batch_size 2 --dataloader_num_workers 3 --ddp_find_unused_parameters true"
+            "--per_device_train_batch_size 2 --dataloader_num_workers 3 --ddp_find_unused_parameters true "
+            "--enable_jit_checkpoint false"
         )
         config = parse(*options.split())
         assert (config.first_token_weight, config.loss_variant) == (0.3, "released")

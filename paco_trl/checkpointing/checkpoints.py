@@ -127,7 +127,7 @@ def is_restarted() -> bool:
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
-    """Find the complete checkpoint to resume from: a directory, or with `True` the latest of the output directory."""
+    """Find the complete checkpoint to resume from: a directory, with `True` the latest, with `"auto"` also none."""
     # The command line gives "True" as text
     if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
         resume_from_checkpoint = resume_from_checkpoint.lower() == "true"
@@ -153,14 +153,14 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
     if resume_from_checkpoint == "auto":
         return None
     missing = f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint."
-    raise ValueError(f"{missing} Start without it, or pass the directory of a checkpoint.")
+    raise ValueError(f"{missing} Start with 'auto' or without it, or pass the directory of a checkpoint.")
 
 
 def how_to_resume(output_dir: str | Path) -> str:
     """Say how to resume a run that has stopped, if anything is saved."""
     if not (found := checkpoints_of(output_dir)):
         return "Nothing is saved."
-    return f"Rerun with `--resume_from_checkpoint True` to resume from '{found[0]}'."
+    return f"Rerun with `--resume_from_checkpoint auto` to resume from '{found[0]}'."
 
 
 def read_run(checkpoint: str | Path) -> dict | None:

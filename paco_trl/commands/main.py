@@ -6,11 +6,14 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from ..utils.stopping import Stopped, stop_signals
 
 
 # Command -> its module, which has a `main(arguments) -> int`, and what it does. Imported only when it is run: torch,
@@ -84,7 +87,8 @@ def _is_for_the_user(error: BaseException) -> bool:
 def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
     """Run a command; return its exit code, with the errors of its user in one line."""
     try:
-        return run()
+        with stop_signals() if command in (*_TRAINING, *_RESUMING) else nullcontext():
+            return run()
     except Exception as error:
         if not _is_for_the_user(error):
             raise
@@ -92,6 +96,11 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
             time.sleep(_PATIENCE)  # mostly the first process says the same, and the launcher then ends this one
         say(command, str(error))
         return 1
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            how = "the same command" + " with `--resume_from_checkpoint auto`" * (command in _TRAINING)
+            say(command, f"stopped by {stopped.signal}: {how} resumes.")
+        return stopped.code
     except SystemExit as end:  # argparse, after `--help` or a value of the wrong type
         return end.code
     except KeyboardInterrupt as interrupt:  # also during the imports, which take seconds
@@ -140,6 +149,8 @@ def _launch(command: str, words: list[str]) -> None:
     given = [f"--{name}={value}" for name, value in (("config_file", file), ("num_processes", number)) if value]
     if file is None and number and number > 1:
         given.append("--multi_gpu")  # also on the CPU, and on one GPU, where accelerate otherwise starts one process
+    # Of torchrun, which the launcher uses: it passes these on (torch 2.9 and later; before, SIGTERM alone)
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     os.environ[_IS_LAUNCHED] = "1"  # its processes read the same file
     words = ["accelerate.commands.launch", *given, "-m", "paco_trl.commands.main", command, *rest]
     os.execv(sys.executable, [sys.executable, "-m", *words])

@@ -22,6 +22,7 @@ from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, 
 
 from ..data import split_grid
 from ..rollout.prompt_encoder import placed
+from ..utils.stopping import Stopped, agree, stop_request
 from .reward_calls import RewardError
 
 
@@ -30,8 +31,10 @@ from .reward_calls import RewardError
 IMAGES_PER_CALL = 16
 # Calls of async rewards that may wait at the same time
 _MAX_ASYNC_CALLS = 16
-# Processes agree at this interval on whether a reward has failed: none may stop generating alone
-_MICRO_BATCHES_PER_AGREEMENT = 8
+# Seconds after which processes that wait for rewards agree again on whether to go on: none may stop alone
+_SECONDS_PER_AGREEMENT = 1.0
+# Seconds that a stopped process waits for a call that is running
+_PATIENCE = 10.0
 
 
 @dataclass
@@ -89,9 +92,12 @@ class RewardScorer:
         """Start a new set of images; drop what is left of an interrupted one."""
         for call in self._calls:
             call.values.cancel()
+        # One may be running: neither leave its model the accelerator nor are random states saved meanwhile
+        running = [call.values for call in self._calls if call.functions is self._sync]
+        wait(running, None if self.models else _PATIENCE)
         self._waiting: list[dict] = []  # arguments of single images for the next call
         self._calls = []
-        self._count = self._num_added = 0
+        self._count = 0
         self._slots = asyncio.Semaphore(_MAX_ASYNC_CALLS)
 
     def add(self, rows: list[dict], images: list[Image.Image], state: TrainerState) -> None:
@@ -108,16 +114,14 @@ class RewardScorer:
             self._waiting.extend(arguments)
             if not self.models:
                 self._submit_waiting(IMAGES_PER_CALL, state)
-        self._num_added += 1
-        if self.accelerator.num_processes == 1 or self._num_added % _MICRO_BATCHES_PER_AGREEMENT == 0:
-            self._raise_together(self._problem())
+        self._raise_together(self._problem())
 
     def finish(self, order: np.ndarray, state: TrainerState) -> Scores:
         """Wait for the rewards and gather them on every process; of duplicates in the image numbers the first counts."""
         started = time.perf_counter()
         with placed(self.models, self.accelerator.device) if self.models else nullcontext():
             self._submit_waiting(1, state)
-        wait([call.values for call in self._calls], return_when=FIRST_EXCEPTION)
+            self._wait()
         waited = time.perf_counter() - started
         problem = self._problem()
         # After a failure other calls may still be logging
@@ -152,30 +156,37 @@ class RewardScorer:
         self.start()
         return scores
 
+    def _wait(self) -> None:
+        """Wait for the calls of all processes; none is long in an exchange."""
+        is_pending = True
+        while is_pending:
+            calls = [call.values for call in self._calls]
+            pending = wait(calls, _SECONDS_PER_AGREEMENT, return_when=FIRST_EXCEPTION).not_done
+            is_pending = self._raise_together(self._problem(), bool(pending))
+
     def _problem(self) -> BaseException | None:
         """Return the exception of the first call that is known to have failed."""
         done = (call.values for call in self._calls if call.values.done())
         return next((values.exception() for values in done if values.exception() is not None), None)
 
-    def _raise_together(self, problem: BaseException | None) -> None:
-        """Raise on all processes if one has a problem."""
-        problems = [] if problem is None else [f"process {self.accelerator.process_index}: {problem}"]
-        if self.accelerator.num_processes > 1:
-            problems = gather_object(problems)
-        if problem is None and not problems:
-            return
+    def _raise_together(self, problem: BaseException | None, is_pending: bool = False) -> bool:
+        """Raise on all processes if one has a problem or must stop; return whether one has pending calls."""
+        stop, is_bad, is_pending = agree(self.accelerator, stop_request(), problem is not None, is_pending)
+        if not stop and not is_bad:
+            return bool(is_pending)
         self.start()
-        if problem is not None:
-            raise problem
-        raise RewardError(f"A reward failed on {'; '.join(problems)}")
+        if stop:
+            raise Stopped(stop, by_all=True)
+        texts = [] if problem is None else [f"process {self.accelerator.process_index}: {problem}"]
+        if self.accelerator.num_processes > 1:
+            texts = gather_object(texts)
+        raise problem or RewardError(f"A reward failed on {'; '.join(texts)}")
 
     def _submit_waiting(self, least: int, state: TrainerState) -> None:
         """Submit calls of `IMAGES_PER_CALL` waiting images while there are at least so many."""
         while len(self._waiting) >= least and self._problem() is None:
             batch, self._waiting = self._waiting[:IMAGES_PER_CALL], self._waiting[IMAGES_PER_CALL:]
             self._submit(self._sync, batch, state)
-            if self.models:
-                wait([self._calls[-1].values])  # none may run when they leave the accelerator
 
     def _submit(self, functions: list[int], batch: list[dict], state: TrainerState) -> None:
         call = _Call(functions)

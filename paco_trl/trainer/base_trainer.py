@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base trainer: starting, resuming, checkpoints and publishing."""
+"""Base trainer: starting, contents of checkpoints, card."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,19 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..cards import ImageModelCard, save_card
 from ..checkpointing.checkpoint_files import (
     EMA_WEIGHTS,
     POLICY_WEIGHTS,
-    STATE,
     check_weights,
-    drop_old_checkpoints,
     load_round,
     round_file,
-    staged_checkpoint,
 )
 from ..checkpointing.checkpoints import (
     check_output_folder,
     check_resumed_run,
-    clear_staging,
     find_checkpoint,
     read_run,
 )
@@ -46,7 +38,6 @@ from ..rollout import RecordedStep
 from ..rollout.loading import base_model_name, pipeline_quantization
 from ..utils.deepspeed import partition
 from ..utils.files import sole_writer
-from ..utils.random_state import preserve_rng_state
 from .evaluator import Evaluator
 from .model_cards import (
     evaluation_rows,
@@ -58,8 +49,8 @@ from .model_cards import (
     reward_rows,
 )
 from .paco_grpo_config import PaCoGRPOConfig
-from .publishing import PushesToHub
 from .refusals import end_explained, memory_explained
+from .resuming import ResumesExactly, RunCallback
 from .round_buffer import RoundBuffer
 from .run_settings import AFTER_GENERATION, adjustable_settings, reference_setting, run_identity
 from .training_time import TrainingTimeCallback
@@ -69,22 +60,12 @@ from .transfer_report import compared_rows, report_resolution_transfer, report_t
 logger = get_logger(__name__)
 
 
-class RunCallback(TrainerCallback):
-    """Call functions at events of the training loop."""
-
-    def __init__(self, **functions: Callable[[], None]):
-        for event, function in functions.items():
-            setattr(self, event, lambda *args, function=function, **kwargs: function())
-
-
-class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
+class PaCoBaseTrainer(ResumesExactly, GRPOTrainer):
     """Base of [`PaCoGRPOTrainer`]: exact resuming, atomic checkpoints, model card and Hub."""
 
     _config_class = PaCoGRPOConfig
     _record_class = RecordedStep  # in the entries of the buffer
     loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
-    _resumed_from: Path | None = None
-    _saved_step: int | None = None  # of the last checkpoint of this `train()`
 
     # ---- Start, resume and stop ----
 
@@ -144,8 +125,10 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """
-        Train as [`~transformers.Trainer.train`] does; resuming (`True`: from the latest checkpoint) is exact, to the bit
-        on the CPU or with deterministic kernels.
+        Train as [`~transformers.Trainer.train`] does; resuming is exact, to the bit on the CPU or with deterministic kernels.
+
+        `resume_from_checkpoint` is a directory, `True` (the latest complete checkpoint of `output_dir`), or `"auto"`: the
+        latest if there is one. SIGTERM and SIGUSR1 write a checkpoint and end the process (`enable_jit_checkpoint`).
         """
         output_dir = self.args.output_dir
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
@@ -154,28 +137,28 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
     def _train(self, resume_from_checkpoint, trial, ignore_keys_for_eval):
         args = self.args
         checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
-        if checkpoint is None:
+        if checkpoint is None and resume_from_checkpoint != "auto":
             check_output_folder(args.output_dir, self._identity, self._adjustable_settings(args))
-        elif checkpoint != self._checked:
+        elif checkpoint not in (None, self._checked):
             self._check_resumed_run(checkpoint, args)
         if checkpoint is not None:
             check_weights(self.model, checkpoint)
-        if args.should_save:
-            clear_staging(args.output_dir)
-        self._resumed_from, self._saved_step, self.loaded_step = checkpoint, None, None
-        eval_on_start = args.eval_on_start
-        args.eval_on_start = eval_on_start and checkpoint is None
+        self.loaded_step = None
         if self._is_zero3:
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
-        try:
-            with self.figure_thread, memory_explained():
-                return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
-        except RewardError as error:
-            # `RewardScorer` raises it on every process
-            raise RewardError(f"{error} {self._save_before_stop()}") from error
-        finally:
-            args.eval_on_start = eval_on_start
+        with self._resumable(checkpoint):
+            try:
+                with self.figure_thread, memory_explained():
+                    return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+            except RewardError as error:
+                # `RewardScorer` raises it on every process
+                folder = self._save_before_stop()
+                how = "Nothing was trained yet: restart the run when the reward works."
+                if folder is not None:
+                    steps = self.state.global_step
+                    how = f"The {steps} steps before it are in '{folder}': resume with `resume_from_checkpoint=True`."
+                raise RewardError(f"{error} {how}") from error
 
     def _prepare_for_training(self, *args, **kwargs):
         """Encode the prompts of the run, then place the weights: text encoders never share the accelerator with them."""
@@ -233,9 +216,7 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
             for name, dataset in self._eval_datasets().items():
                 self._baseline(self.evaluator.rows_of(dataset), name)
             self.model.train()
-        if checkpoint is not None and self._is_evaluation_due():
-            with preserve_rng_state(self.accelerator.device):
-                self._determine_best_metric(self._evaluate(None, None), None)
+        super()._begin_run()
 
     def _average_decays(self) -> dict[str, float]:
         """Return the decay of each average of the weights, by its file."""
@@ -249,53 +230,13 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
     def _end_step(self) -> None:
         """Finish an optimizer step, before its checkpoint is written."""
 
-    def _run_epoch(self, *args, **kwargs) -> None:
-        """Run an epoch; Trainer makes a step too many after resuming from the last one."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return
-        super()._run_epoch(*args, **kwargs)
-
-    def _is_evaluation_due(self) -> bool:
-        """Return whether the evaluation of the checkpoint's step is missing, because a judge was down."""
-        args, step = self.args, self.state.global_step
-        if args.eval_strategy != "steps" or step <= args.eval_delay or step % self.state.eval_steps != 0:
-            return False
-        entries = [entry for entry in self.state.log_history if entry["step"] == step]
-        return not any(name.startswith("eval_") for entry in entries for name in entry)
-
-    def _save_before_stop(self) -> str:
-        """Save a checkpoint of the current step if there is none, and return how to resume."""
-        step = self.state.global_step
-        if step == 0:
-            return "Nothing was trained yet: restart the run when the reward works."
-        folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        # A directory of that name may be an earlier run's
-        if self._saved_step != step and self._resumed_from != folder:
-            self._save_checkpoint(self.model, trial=None)
-        return f"The {step} steps before it are in '{folder}': resume with `resume_from_checkpoint=True`."
-
     # ---- Checkpoints ----
 
-    def _save_checkpoint(self, model, trial) -> None:
-        """Write a checkpoint that appears when it is complete."""
-        args, state = self.args, self.state
-        run = {
-            "identity": self._identity,
-            "course": self._adjustable_settings(args),
-            "num_processes": self.accelerator.num_processes,
-            "is_deepspeed": self.is_deepspeed_enabled,
-            "is_round_pending": self.is_round_pending,
-        }
-        with staged_checkpoint(args.output_dir, state.global_step, self.accelerator, args.should_save, run) as staged:
-            staged.write(self._write_weights)
-            staged.write(self._write_further_weights)
-            staged.write(self._write_state)
-        if args.should_save:
-            drop_old_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint)
-        self._saved_step = state.global_step
-        if args.push_to_hub:
-            self._push_from_checkpoint(str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+    def _run_record(self) -> dict[str, Any]:
+        identity, course = self._identity, self._adjustable_settings(self.args)
+        return super()._run_record() | {
+            "identity": identity, "course": course, "is_round_pending": self.is_round_pending
+        }  # fmt: skip
 
     def _write_weights(self, folder: Path) -> None:
         keep, ema = self.args.should_save, self.ema
@@ -318,24 +259,9 @@ class PaCoBaseTrainer(PushesToHub, GRPOTrainer):
                     save_file(whole, folder / file)
 
     def _write_state(self, folder: Path) -> None:
-        args, state = self.args, self.state
-        self._save_optimizer_and_scheduler(str(folder))
-        self._save_scaler(str(folder))
-        self._save_rng_state(str(folder))
+        super()._write_state(folder)
         if self.is_round_pending:
             torch.save(self.buffer.state_dict(), round_file(folder, self.accelerator.process_index))
-        # Every process loads the best checkpoint's weights in the end
-        if best := state.best_global_step:
-            checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{best}"
-            if best == state.global_step or checkpoint.is_dir():
-                state.best_model_checkpoint = str(checkpoint)
-        if not args.should_save:
-            return
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                name, saved, of = type(callback).__name__, callback.state(), state.stateful_callbacks
-                of[name] = [*of[name], saved] if isinstance(of[name], list) else saved
-        state.save_to_json(str(folder / STATE))
 
     def _load_round(self, checkpoint: Path) -> None:
         """Restore a pending round, if it was divided over as many processes."""

@@ -201,6 +201,9 @@ class PaCoGRPOConfig(GRPOConfig):
             code, see the documentation). `None` keeps no average.
         ema_offload (`bool`, *optional*, defaults to `False`):
             Whether the average is kept in CPU memory.
+        enable_jit_checkpoint (`bool`, *optional*, defaults to `True`):
+            Whether SIGTERM and SIGUSR1 finish the optimizer step, or give up what is generated or evaluated, write a
+            checkpoint and end the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
 
         > Parameters that control the memory and the kernels
 
@@ -251,7 +254,8 @@ class PaCoGRPOConfig(GRPOConfig):
     > `num_generations_eval` (`1`), `per_device_train_batch_size` (`1`), `per_device_eval_batch_size` (`1`), `gradient_accumulation_steps` (derived),
     > `multi_objective_aggregation` (`"log_tamed"`), `learning_rate` (`3e-4`), `lr_scheduler_type` (`"constant"`),
     > `weight_decay` (`1e-4`), `epsilon` (`1e-4`), `loss_type` (`"grpo"`), `logging_steps` (`1`), `log_completions`
-    > (`True`), `logging_nan_inf_filter` (always `False`: a loss that is not a number is an error).
+    > (`True`), `enable_jit_checkpoint` (`True`), `logging_nan_inf_filter` (always `False`: a loss that is not a number
+    > is an error).
     """
 
     # Parameters that control the resolution
@@ -349,6 +353,9 @@ class PaCoGRPOConfig(GRPOConfig):
     norm_penalty: float = field(default=0.0, metadata={"help": "Weight of max(0, |v| / |v_ref| - 1) of the velocity."})
     ema_decay: float | None = field(default=0.9, metadata={"help": "Decay of the average of the weights."})
     ema_offload: bool = field(default=False, metadata={"help": "Whether the average is kept in CPU memory."})
+    enable_jit_checkpoint: bool = field(
+        default=True, metadata={"help": "Whether SIGTERM and SIGUSR1 write a checkpoint and end with code 75."}
+    )
 
     # Parameters that control the memory and the kernels
     quantization: str | None = field(default=None, metadata={"help": "Quantization of frozen weights, such as 'nf4'."})

@@ -248,10 +248,12 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
 
         # 3. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
         # methods read are set below (tests/test_contract.py lists them).
+        stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
         _BaseTrainer.__init__(
             self, model=self.policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
             eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
         )  # fmt: skip
+        args.enable_jit_checkpoint = stops
         if self.ref_model is not None and is_deepspeed:
             self.ref_model = prepare_deepspeed(self.ref_model, self.accelerator)
         elif self.ref_model is not None:

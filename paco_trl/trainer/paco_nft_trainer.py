@@ -128,14 +128,18 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         return self.averages[OLD_POLICY_WEIGHTS]
 
     def _average_decays(self) -> dict[str, float]:
-        # The decay of the old policy is set with each update
-        return ({OLD_POLICY_WEIGHTS: 0.0} if self.args.keeps_old_policy else {}) | super()._average_decays()
+        decays, args, steps = super()._average_decays(), self.args, self.schedule.optimizer_steps_per_round
+        if args.keeps_old_policy:  # that of the last round
+            decay = nft_old_policy_decay(
+                self.state.global_step // steps * steps, args.old_policy_decay_rate, args.old_policy_max_decay
+            )
+            decays = {OLD_POLICY_WEIGHTS: decay} | decays
+        return decays
 
     def _end_step(self) -> None:
         """Update the old policy at the end of each round."""
         if self.args.keeps_old_policy and self.state.global_step % self.schedule.optimizer_steps_per_round == 0:
-            rate, maximum = self.args.old_policy_decay_rate, self.args.old_policy_max_decay
-            self.old_policy.decay = nft_old_policy_decay(self.state.global_step, rate, maximum)
+            self.old_policy.decay = self._average_decays()[OLD_POLICY_WEIGHTS]
             self.old_policy.step()
 
     def _generate_round(self, *args, **kwargs) -> tuple[list[Image.Image], list]:

@@ -60,11 +60,14 @@ class PaCoRewardConfig(SFTConfig):
             process itself, without one. Batches are in shared memory.
         ddp_find_unused_parameters (`bool`, *optional*, defaults to `False`):
             Whether DDP looks for unused parameters. There are none, since every batch has images.
+        enable_jit_checkpoint (`bool`, *optional*, defaults to `True`):
+            Whether SIGTERM and SIGUSR1 finish the optimizer step, or give up what is generated or evaluated, write a
+            checkpoint and end the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.SFTConfig`]: `max_length` (`16384`), `learning_rate`
     > (`2e-4`), `lr_scheduler_type` (`"cosine"`), `warmup_steps` (`0.1`), `num_train_epochs` (`2.0`),
-    > `dataloader_num_workers` (`None`), `ddp_find_unused_parameters` (`False`).
+    > `dataloader_num_workers` (`None`), `ddp_find_unused_parameters` (`False`), `enable_jit_checkpoint` (`True`).
     """
 
     # Parameters that control the loss
@@ -83,6 +86,7 @@ class PaCoRewardConfig(SFTConfig):
     per_device_train_batch_size: int = 8
     dataloader_num_workers: int | None = None
     ddp_find_unused_parameters: bool | None = False
+    enable_jit_checkpoint: bool = True
 
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:

@@ -2,6 +2,7 @@
 """PaCo-Reward: fine-tuning of a vision-language model to judge whether two images are consistent, and why."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,12 +14,11 @@ from peft import LoraConfig, PeftModel
 from PIL import Image
 from torch import nn
 from transformers import AutoProcessor, BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from ..cards import JudgeCard, render_card
-from ..checkpointing.checkpoints import is_restarted
+from ..checkpointing.checkpoints import find_checkpoint
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
 from ..data import check_pair_columns
 from ..hub.files import JUDGE_ADAPTER
@@ -30,6 +30,7 @@ from ..utils.images import limit_pixels, pixel_limit
 from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
+from ..utils.stopping import Stopped, agree, ignore_stop, stop_request
 from .first_token_loss import first_token_weights, num_loss_items
 from .judge_metrics import METRICS, Decisions, decision_sums, evaluation_metrics, training_metrics
 from .judge_model import complete_peft_config, cut_graph_behind_tower
@@ -37,14 +38,16 @@ from .model_cards import judge_settings, lora_of
 from .paco_reward_config import PaCoRewardConfig
 from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths, warn_of_one_label
 from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
-from .publishing import PushesToHub
 from .refusals import end_explained, memory_explained, refuse_methods
+from .resuming import ResumesExactly, RunCallback
 from .starting import check_best_metric, own_config
 from .training_time import TrainingTimeCallback
 
 
 logger = get_logger(__name__)
 
+# Several processes agree at this interval on whether to stop an evaluation: it waits for the device
+_BATCHES_PER_AGREEMENT = 8
 
 # Public methods of Trainer that do not work here
 REFUSED_METHODS = ("call_model_init", "hyperparameter_search")
@@ -59,7 +62,7 @@ class _EvaluateAtTheEnd(TrainerCallback):
 
 
 @refuse_methods(*REFUSED_METHODS)
-class PaCoRewardTrainer(PushesToHub, SFTTrainer):
+class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     """
     Trainer for PaCo-Reward, the pairwise consistency judge proposed in [PaCo-RL: Advancing Reinforcement Learning for
     Consistent Image Generation with Pairwise Reward Modeling](https://huggingface.co/papers/2512.04784).
@@ -177,6 +180,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             peft_config = complete_peft_config(peft_config, model, **source)
 
         # 3. SFTTrainer loads the model, wraps it, and gives it the fused head
+        stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
         super().__init__(
             model=model,
             args=args,
@@ -197,6 +201,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        args.enable_jit_checkpoint = stops
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled or parallelism.tp_enabled):
             reason = "Context, sequence and tensor parallelism would split a completion, whose tokens are weighted together."
@@ -230,6 +235,7 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: Any = None
         self.add_callback(TrainingTimeCallback())
+        self.add_callback(RunCallback(on_train_begin=self._begin_run, on_prediction_step=self._give_up_evaluation))
         if self.eval_dataset is not None:
             self.add_callback(_EvaluateAtTheEnd())
         self._grids: list[list[int]] = []  # of the micro-batch's images
@@ -258,6 +264,13 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
         # Over all processes, so that their number does not change the order
         pairs_of_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         return PairSampler(pairs_of_step, lengths, args.seed if args.data_seed is None else args.data_seed)
+
+    def _get_dataloader(self, *args, **kwargs) -> torch.utils.data.DataLoader:
+        """Return Trainer's dataloader; its workers leave a signal for all processes to this one, which stops them."""
+        dataloader = super()._get_dataloader(*args, **kwargs)
+        if self.args.enable_jit_checkpoint:
+            dataloader.worker_init_fn = partial(ignore_stop, dataloader.worker_init_fn)
+        return dataloader
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(eval_dataset)
@@ -406,23 +419,31 @@ class PaCoRewardTrainer(PushesToHub, SFTTrainer):
             send_to_trackers(picture, f"{name}/{kind}", step, self.callback_handler.callbacks)
             self.pictures[f"{file_name}_{kind}.png"] = picture
 
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """Train as [`~transformers.Trainer.train`] does, and evaluate at the end if there is an `eval_dataset`."""
+    def _give_up_evaluation(self) -> None:
+        """Stop in an evaluation if a process has received a signal."""
+        if self.accelerator.num_processes == 1 or len(self._evaluated) % _BATCHES_PER_AGREEMENT == 0:
+            (stop,) = agree(self.accelerator, stop_request())
+            if stop:
+                raise Stopped(stop, by_all=True)
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        """
+        Train as [`~transformers.Trainer.train`] does, and evaluate at the end if there is an `eval_dataset`.
+
+        `resume_from_checkpoint` is a directory, `True` (the latest complete checkpoint of `output_dir`), or `"auto"`: the
+        latest if there is one. SIGTERM and SIGUSR1 write a checkpoint and end the process (`enable_jit_checkpoint`).
+        """
         self._sums, output_dir = None, self.args.output_dir
-        if resume_from_checkpoint is None and is_restarted():
-            resume_from_checkpoint = get_last_checkpoint(output_dir)
-        with (
-            sole_writer(output_dir, "checkpoints", is_inside=True) as mark,
-            end_explained(output_dir, mark),
-            memory_explained(),
-        ):
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
-        # The callback has evaluated the last model, which may not be the best
-        if self.eval_dataset is not None and (
-            self.args.load_best_model_at_end
-            or not any(one["step"] == self.state.global_step for one in self.evaluations.values())
-        ):
-            self.evaluate()
+        with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
+            checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
+            with self._resumable(checkpoint), memory_explained():
+                output = super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+                # The callback has evaluated the last model, which may not be the best
+                if self.eval_dataset is not None and (
+                    self.args.load_best_model_at_end
+                    or not any(one["step"] == self.state.global_step for one in self.evaluations.values())
+                ):
+                    self.evaluate()
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

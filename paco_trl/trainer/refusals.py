@@ -44,7 +44,7 @@ _UNSUPPORTED = (
 _UNSUPPORTED_FOR_IMAGES = (
     "auto_find_batch_size", "average_tokens_across_devices", "data_seed", "dataloader_in_order",
     "dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers",
-    "dataloader_prefetch_factor", "enable_jit_checkpoint", "eval_accumulation_steps", "eval_use_gather_object", "fp16",
+    "dataloader_prefetch_factor", "eval_accumulation_steps", "eval_use_gather_object", "fp16",
     "ignore_data_skip", "length_column_name", "neftune_noise_alpha", "save_only_model", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy",
 )  # fmt: skip
@@ -117,7 +117,7 @@ def end_explained(output_dir: str, mark: Path | None) -> Iterator[None]:
     except BaseException as error:
         # Gloo's errors have no class of their own (torch 2.15)
         is_of_another = isinstance(error, DistError) or "/gloo/" in str(error)
-        if mark is None:
+        if mark is None or isinstance(error, SystemExit):  # a signal, to all of them
             raise
         if not is_of_another:
             process = f"Process {PartialState().process_index} on {socket.gethostname()}"

@@ -27,8 +27,9 @@ HARMLESS = (
     "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "skip_memory_metrics", "debug",
     "log_completions", "plot_curves", "resolution_transfer_prompts", "tail_transfer_prompts",
     # When to evaluate, to save and to push
-    "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_baseline", "save_strategy", "save_steps", "save_on_each_node",
-    "save_total_limit", "load_best_model_at_end", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id",
+    "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_baseline", "save_strategy", "save_steps",
+    "save_on_each_node", "enable_jit_checkpoint", "save_total_limit", "load_best_model_at_end", "push_to_hub",
+    "hub_token", "hub_private_repo", "hub_model_id",
     "hub_strategy", "hub_always_push", "hub_revision",
     # Devices, memory and communication
     "use_cpu", "local_rank", "accelerator_config", "fsdp_config", "deepspeed", "ds3_gather_for_generation",

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixin of the trainers: atomic checkpoints, and runs that are stopped by a signal and resume exactly."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..checkpointing.checkpoint_files import STATE, drop_old_checkpoints, staged_checkpoint
+from ..checkpointing.checkpoints import clear_staging
+from ..utils.processes import end_training
+from ..utils.random_state import preserve_rng_state, record_rng_state
+from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_request, stop_signals
+from .publishing import PushesToHub
+
+
+class RunCallback(TrainerCallback):
+    """Call functions at events of the training loop."""
+
+    def __init__(self, **functions: Callable[[], None]):
+        for event, function in functions.items():
+            setattr(self, event, lambda *args, function=function, **kwargs: function())
+
+
+class ResumesExactly(PushesToHub):
+    """Write complete checkpoints, one of them at SIGTERM and SIGUSR1 (`enable_jit_checkpoint`)."""
+
+    _resumed_from: Path | None = None
+    _saved_step: int | None = None  # of the last checkpoint of this `train()`
+    _restore_rng_state: Callable[[], None] | None = None  # as after the last step of this `train()`
+
+    # ---- Start and stop ----
+
+    @contextmanager
+    def _resumable(self, checkpoint: Path | None) -> Iterator[None]:
+        """Train from a checkpoint; a signal writes one, and ends the process."""
+        args, eval_on_start = self.args, self.args.eval_on_start
+        if args.should_save:
+            clear_staging(args.output_dir)
+        self._resumed_from, self._saved_step, self._restore_rng_state = checkpoint, None, None
+        args.eval_on_start = eval_on_start and checkpoint is None
+        with stop_signals() if args.enable_jit_checkpoint else nullcontext():
+            try:
+                yield
+            except Stopped as stopped:
+                folder = self._save_before_stop()
+                if self.accelerator.is_main_process:
+                    where = "before the first optimizer step: the same command starts again"
+                    if folder is not None:
+                        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+                        how = "the same command with `--resume_from_checkpoint auto` continues from there"
+                        where = f"at step {step}, which is saved in '{folder}': {how}"
+                    sys.stderr.write(f"Stopped by {stopped.signal} {where}.\n")
+                if stopped.by_all:
+                    end_training(self.accelerator)
+                raise SystemExit(EXIT_CODE) from None
+            finally:
+                args.eval_on_start = eval_on_start
+
+    def _begin_run(self) -> None:
+        """Make the evaluation of the checkpoint's step if it is missing, before the first step."""
+        defer_stop()  # until here a signal ends the run at once: it has nothing to save
+        if self._resumed_from is not None and self._is_evaluation_due():
+            self._load_rng_state(str(self._resumed_from))
+            self._determine_best_metric(self._evaluate(None, None), None)
+
+    def _is_evaluation_due(self) -> bool:
+        """Return whether the evaluation of the checkpoint's step is missing: a judge was down, or a signal came."""
+        args, state = self.args, self.state
+        by_epoch = args.eval_strategy == "epoch"
+        position, period = (state.epoch, 1) if by_epoch else (state.global_step, state.eval_steps)
+        if args.eval_strategy == "no" or position < args.eval_delay:
+            return False
+        entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
+        is_there = any(name.startswith("eval_") for entry in entries for name in entry)
+        return not is_there and (position % period == 0 or state.global_step >= state.max_steps)
+
+    def _evaluate(self, *args, **kwargs):
+        """Evaluate in training, which draws the same random numbers as without the evaluation."""
+        with preserve_rng_state(self.accelerator.device):
+            return super()._evaluate(*args, **kwargs)
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """Run an epoch; Trainer makes a step too many after resuming from the last one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        """Log, evaluate and save after a step; or log and stop, if a process has received a signal."""
+        self._restore_rng_state = record_rng_state(self.accelerator.device)
+        (stop,) = agree(self.accelerator, stop_request())
+        if stop:
+            self.control.should_evaluate = self.control.should_save = False
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if stop:
+            raise Stopped(stop, by_all=True)
+
+    def _save_before_stop(self) -> Path | None:
+        """Save a checkpoint of the last step if there is none; return the latest of the run. Every process calls it."""
+        if self._restore_rng_state is None:
+            return self._resumed_from
+        step = self.state.global_step
+        if self._saved_step != step:
+            self._restore_rng_state()
+            self._save_checkpoint(self.model, trial=None)
+        return Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+    # ---- Checkpoints ----
+
+    def _run_record(self) -> dict[str, Any]:
+        """Return what a checkpoint says of its run."""
+        return {"num_processes": self.accelerator.num_processes, "is_deepspeed": self.is_deepspeed_enabled}
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Write a checkpoint that appears when it is complete."""
+        args, state = self.args, self.state
+        self.store_flos()
+        record = self._run_record()
+        with staged_checkpoint(
+            args.output_dir, state.global_step, self.accelerator, args.should_save, record
+        ) as staged:
+            staged.write(self._write_weights)
+            staged.write(self._write_further_weights)
+            staged.write(self._write_state)
+        if args.should_save:
+            drop_old_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint)
+        self._saved_step = state.global_step
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+
+    def _write_weights(self, folder: Path) -> None:
+        self.save_model(str(folder), _internal_call=True)
+
+    def _write_further_weights(self, folder: Path) -> None:
+        """Write what is not exported."""
+
+    def _write_state(self, folder: Path) -> None:
+        args, state = self.args, self.state
+        if not args.save_only_model:
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_scaler(str(folder))
+            self._save_rng_state(str(folder))
+        # Every process loads the best checkpoint's weights in the end
+        if best := state.best_global_step:
+            checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{best}"
+            if best == state.global_step or checkpoint.is_dir():
+                state.best_model_checkpoint = str(checkpoint)
+        if not args.should_save:
+            return
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, saved, of = type(callback).__name__, callback.state(), state.stateful_callbacks
+                of[name] = [*of[name], saved] if isinstance(of[name], list) else saved
+        state.save_to_json(str(folder / STATE))

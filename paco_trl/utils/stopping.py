@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop when a scheduler asks for it, with SIGTERM or SIGUSR1: at once, or where all processes agree on it."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+# "Try again" in sysexits.h: neither an error (1) nor a process that was killed (128 + signal), which has saved nothing
+EXIT_CODE = os.EX_TEMPFAIL  # 75
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Launchers pass on a signal that the scheduler may have sent to all processes: seconds in which it is the same one
+_REPEATED = 1.0
+
+_received, _since = 0, 0.0
+_is_deferred = False
+
+
+class Stopped(SystemExit):
+    """A signal ends the process; `by_all` where all processes have agreed on it."""
+
+    def __init__(self, number: int, by_all: bool = False):
+        super().__init__(EXIT_CODE)
+        self.signal, self.by_all = signal.Signals(number).name, by_all
+
+
+def _handle(number: int, frame) -> None:
+    global _received, _since
+    if not _received:
+        _received, _since = number, time.monotonic()
+        if not _is_deferred:
+            raise Stopped(number)
+    elif time.monotonic() - _since > _REPEATED:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """Raise `Stopped` at a signal, or after `defer_stop` where the processes agree; a second one ends the process."""
+    global _received, _is_deferred
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals there
+        yield
+        return
+    before = {number: signal.signal(number, _handle) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        _received, _is_deferred = 0, False
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def defer_stop() -> None:
+    """Only remember a signal, for `stop_request`, until `stop_signals` ends."""
+    global _is_deferred
+    _is_deferred = True
+
+
+def stop_request() -> int:
+    """Return the number of the signal that this process has received, or 0."""
+    return _received if _is_deferred else 0
+
+
+def ignore_stop(initialize: Callable[[int], None] | None, worker: int) -> None:
+    """Initialize a worker process of a dataloader, which ignores the signals: its training process stops it."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if initialize is not None:
+        initialize(worker)
+
+
+def agree(accelerator: "Accelerator", *flags: int) -> list[int]:
+    """Return the largest of each flag over the processes, with one small exchange. Every process calls it."""
+    if accelerator.num_processes == 1:
+        return list(flags)
+    import torch
+
+    return accelerator.gather(torch.tensor([flags], device=accelerator.device)).amax(dim=0).tolist()

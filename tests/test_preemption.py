@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that a scheduler stops by a signal: a complete checkpoint, a sentence, a code, and exactly the rest afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kill_runs import Run, different
+from launching import ROOT, check_run, fork_context, run
+from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
+from paco_trl.utils.stopping import EXIT_CODE
+from test_evaluate_generation import make_adapter
+
+
+# A round is two steps of four batches: what the second batch is in, and in which step it is
+GENERATION = {"step": 4, "call": "scorer.add"}
+STEP = {"step": 4, "call": "compute_loss"}
+EVALUATION = {"step": 6, "call": "evaluator.scorer.add"}
+WAITING = {"step": 6, "call": "evaluator.scorer.finish", "count": 1, "rank": 0}
+# Nothing but the signal makes a checkpoint before the end, after steps 3 and 6 there is an evaluation
+SETTINGS = {"save_steps": 100}
+
+
+@pytest.fixture(scope="module")
+def context():
+    return fork_context()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(context, tiny_flux, tmp_path_factory) -> dict:
+    """The end of a run of 8 steps, whose rewards draw from the global generators."""
+    state = Run(context, tiny_flux, tmp_path_factory.mktemp("uninterrupted") / "out", **SETTINGS).state()
+    assert state["global_step"] == 8
+    assert all(value.abs().max() > 1e-3 for name, value in state["policy"].items() if "lora_B" in name)
+    assert sum("eval_reward" in entry for entry in state["history"]) == 3
+    return state
+
+
+def stop(context, model, output, step: int | None, codes=(EXIT_CODE,), **kwargs) -> Run:
+    """Run until the signal; check that all is there that it should leave."""
+    run = Run(context, model, output, **{**SETTINGS, **kwargs})
+    assert run.codes == list(codes), run.output_text()[-3000:]
+    assert [path.name for path in checkpoints_of(output)] == ([] if step is None else [f"checkpoint-{step}"])
+    assert step is None or not incomplete_files(output / f"checkpoint-{step}")
+    assert not (output / STAGING).exists()
+    return run
+
+
+class TestInOneProcess:
+    @pytest.mark.parametrize(
+        ("at", "number", "step", "is_round_pending"),
+        [
+            pytest.param(GENERATION, signal.SIGTERM, 4, False, id="generation"),
+            pytest.param(STEP, signal.SIGUSR1, 5, True, marks=pytest.mark.slow, id="step"),
+            pytest.param(EVALUATION, signal.SIGTERM, 6, False, marks=pytest.mark.slow, id="evaluation"),
+            # After it an evaluation is due, which must not take the time that is left
+            pytest.param({**STEP, "step": 5}, signal.SIGTERM, 6, False, marks=pytest.mark.slow, id="before evaluation"),
+            pytest.param({**STEP, "step": 7}, signal.SIGTERM, 8, False, marks=pytest.mark.slow, id="last step"),
+        ],
+    )  # fmt: skip
+    def test_resumes_to_the_bit(self, context, tiny_flux, uninterrupted, tmp_path, at, number, step, is_round_pending):
+        output = tmp_path / "out"
+        run = stop(context, tiny_flux, output, step, signal={**at, "number": number})
+        (line,) = [line for line in run.output_text().splitlines() if line.startswith("Stopped by")]
+        assert f"Stopped by {number.name} at step {step}," in line and f"{output}/checkpoint-{step}" in line
+        assert (output / f"checkpoint-{step}" / "rollout_0.pt").exists() == is_round_pending
+        state = json.loads((output / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert not any("eval_reward" in entry for entry in state["log_history"] if entry["step"] == step)
+        resumed = Run(context, tiny_flux, output, resume="auto", **SETTINGS)
+        assert not different(uninterrupted, resumed.state())
+        assert "again" not in resumed.output_text()
+
+    def test_auto_begins_where_there_is_nothing(self, context, tiny_flux, uninterrupted, tmp_path):
+        output = tmp_path / "out"
+        run = stop(context, tiny_flux, output, None, resume="auto", signal={**GENERATION, "step": 0})
+        assert "before the first optimizer step" in run.output_text()
+        assert not different(uninterrupted, Run(context, tiny_flux, output, resume="auto", **SETTINGS).state())
+
+    @pytest.mark.slow
+    def test_a_stopped_run_is_stopped_again(self, context, tiny_flux, uninterrupted, tmp_path):
+        """In the round that it resumes with: the checkpoint is not written again."""
+        output = tmp_path / "out"
+        stop(context, tiny_flux, output, 4, signal=GENERATION)
+        written = (output / "checkpoint-4" / "run.json").stat().st_mtime_ns
+        stop(context, tiny_flux, output, 4, resume="auto", signal=GENERATION)
+        assert (output / "checkpoint-4" / "run.json").stat().st_mtime_ns == written
+        assert not different(uninterrupted, Run(context, tiny_flux, output, resume="auto", **SETTINGS).state())
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("wait", "step", "code"), [(1.2, None, -signal.SIGTERM), (0.01, 4, EXIT_CODE)])
+    def test_a_second_signal_ends_at_once(self, context, tiny_flux, tmp_path, wait, step, code):
+        """But not the same one, which a launcher passes on to processes that have it."""
+        stop(context, tiny_flux, tmp_path / "out", step, [code], signal={**GENERATION, "waits": [wait]})
+
+    @pytest.mark.slow
+    def test_switched_off(self, context, tiny_flux, tmp_path):
+        at, settings = {**STEP, "step": 1}, {"enable_jit_checkpoint": False}
+        stop(context, tiny_flux, tmp_path / "out", None, [-signal.SIGTERM], signal=at, **settings)
+
+    @pytest.mark.slow
+    def test_the_old_policy(self, context, tiny_flux, tmp_path):
+        settings = {"loss_type": "awm", "sde_steps": [1], "num_sde_steps": None, "eval_strategy": "no", "epsilon": 1.0}
+        whole = Run(context, tiny_flux, tmp_path / "whole", **SETTINGS, **settings).state()
+        stop(context, tiny_flux, tmp_path / "out", 4, signal=GENERATION, **settings)
+        resumed = Run(context, tiny_flux, tmp_path / "out", resume="auto", **SETTINGS, **settings)
+        assert not different(whole, resumed.state())
+
+
+@pytest.mark.slow
+class TestInTwoProcesses:
+    SETTINGS = {"processes": 2, "per_device_train_batch_size": 2}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def whole(cls, context, tiny_flux, tmp_path_factory) -> list[dict]:
+        run = Run(context, tiny_flux, tmp_path_factory.mktemp("two") / "out", **SETTINGS, **cls.SETTINGS)
+        return [run.state(rank) for rank in range(2)]
+
+    # One process alone gets it, or both
+    @pytest.mark.parametrize(
+        ("at", "step"), [({**GENERATION, "rank": 1}, 4), ({**STEP, "rank": 0}, 5), (STEP, 5), (WAITING, 6)]
+    )
+    def test_they_agree_on_the_step(self, context, tiny_flux, whole, tmp_path, at, step):
+        output = tmp_path / "out"
+        at = {**at, "number": signal.SIGUSR1}
+        run = stop(context, tiny_flux, output, step, [EXIT_CODE] * 2, signal=at, **self.SETTINGS)
+        assert run.output_text().count("Stopped by SIGUSR1") == 1
+        resumed = Run(context, tiny_flux, output, resume="auto", **SETTINGS, **self.SETTINGS)
+        for rank in range(2):
+            assert not different(whole[rank], resumed.state(rank))
+
+    def test_with_zero3(self, context, tiny_flux, tmp_path):
+        settings = {**self.SETTINGS, "zero3": True, "eval_strategy": "no", "max_steps": 4}
+        whole = Run(context, tiny_flux, tmp_path / "whole", **SETTINGS, **settings)
+        at = {**GENERATION, "step": 2, "rank": 1}
+        stop(context, tiny_flux, tmp_path / "out", 2, [EXIT_CODE] * 2, signal=at, **settings)
+        resumed = Run(context, tiny_flux, tmp_path / "out", resume="auto", **SETTINGS, **settings)
+        for rank in range(2):
+            assert not different(whole.state(rank), resumed.state(rank))
+
+
+# A command whose process gets a signal when there are so many files
+SIGNALED = """
+import os, sys, threading, time
+from pathlib import Path
+from paco_trl.commands.main import main
+folder, pattern, count, number, *words = sys.argv[1:]
+def send():
+    while len(list(Path(folder).rglob(pattern))) < int(count):
+        time.sleep(0.005)
+    os.kill(os.getpid(), int(number))
+threading.Thread(target=send, daemon=True).start()
+sys.exit(main(words))
+"""
+PANELS = [f"a red fox in the {name}" for name in ("snow", "grass", "rain", "sun")]
+PROMPTS = [
+    {"id": f"{n}", "prompt": f"A grid of four photos of {n} red foxes.", "rows": 2, "cols": 2, "panels": PANELS}
+    for n in range(6)
+]
+
+
+class TestCommands:
+    @pytest.fixture
+    def prompts(self, tmp_path) -> Path:
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+        return tmp_path / "prompts.jsonl"
+
+    def stop(self, cwd: Path, folder: Path, number: int, words: list, count: int = 3) -> str:
+        done = run(["-c", SIGNALED, folder, "*.png", count, int(number), *words], cwd=cwd)
+        assert done.returncode == EXIT_CODE, done.stderr[-3000:]
+        assert f"stopped by {number.name}: the same command resumes." in done.stderr
+        return done.stderr
+
+    def test_build(self, tiny_flux, prompts, tmp_path):
+        command = ["-m", "paco_trl.commands.main", "build"]
+        grids = ["grids", "--model", tiny_flux, "--dtype", "float32", "--num_inference_steps", 2, "--seeds", 0, 1]
+        grids += ["--height", 32, "--width", 32]
+        for name in ("whole", "stopped"):
+            (tmp_path / name).mkdir()
+            check_run([*command, "prompts", "--dataset_name", prompts], cwd=tmp_path / name)
+        check_run([*command, *grids], cwd=tmp_path / "whole")
+        self.stop(tmp_path / "stopped", tmp_path / "stopped", signal.SIGTERM, ["build", *grids])
+        left = {path.name for path in (tmp_path / "stopped/build/grids").iterdir()}
+        assert "images" in left and not left & {"dataset", "dataset.saving", "report.json"}
+        assert not list((tmp_path / "stopped").rglob("*.part"))
+        check_run([*command, *grids], cwd=tmp_path / "stopped")
+        images = [
+            {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.png")}
+            for folder in (tmp_path / "whole", tmp_path / "stopped")
+        ]
+        assert images[0] == images[1] and len(images[0]) == 13  # with a sheet of them
+
+    @pytest.mark.slow
+    def test_evaluate(self, tiny_flux, prompts, tmp_path):
+        words = ["evaluate", "prompts", "--dataset_name", prompts, "--model_name_or_path", tiny_flux]
+        words += ["--rewards", "redness", "--height", 32, "--width", 32, "--num_inference_steps", 2, "--bf16", "False"]
+        words += ["--adapter_name_or_path", make_adapter(tmp_path / "adapter", str(tiny_flux), 0)]
+        results = []
+        for name in ("whole", "stopped"):
+            output = ["--output_dir", tmp_path / name]
+            if name == "stopped":
+                self.stop(tmp_path, tmp_path / name, signal.SIGUSR1, [*words, *output])
+                assert not list((tmp_path / name).rglob("*.part"))
+                assert not list((tmp_path / name).rglob("results.json"))
+            check_run(["-m", "paco_trl.commands.main", *words, *output], cwd=tmp_path)
+            (file,) = (tmp_path / name).rglob("results.json")
+            results.append(json.loads(file.read_text())["sets"])
+        assert results[0] == results[1]
+
+    @pytest.mark.slow
+    def test_a_launcher_passes_it_on(self, tiny_flux, prompts, tmp_path):
+        """`paco-trl grpo` with two processes, by the real launcher; without an option for the signal."""
+        command = [sys.executable, "-m", "paco_trl.commands.main", "grpo", "--num_processes", 2]
+        command += ["--model_name_or_path", tiny_flux, "--dataset_name", prompts, "--rewards", "redness", "--use_cpu"]
+        command += ["--bf16", "False", "--ddp_backend", "gloo", "--height", 64, "--width", 64, "--num_generations", 4]
+        command += ["--num_prompts_per_generation", 4, "--per_device_train_batch_size", 2, "--max_steps", 10_000]
+        command += ["--save_steps", 1, "--save_total_limit", 2, "--output_dir", "out", "--report_to", "none"]
+        command += ["--log_completions", "False", "--plot_curves", "False", "--resume_from_checkpoint", "auto"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        try:
+            end = time.monotonic() + 300
+            while not checkpoints_of(tmp_path / "out") and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.1)
+            process.send_signal(signal.SIGUSR1)
+            assert process.wait(300) not in (0, -signal.SIGUSR1)
+        finally:
+            process.kill()
+        (latest, *_), printed = checkpoints_of(tmp_path / "out"), (tmp_path / "log").read_text()
+        assert printed.count(f"Stopped by SIGUSR1 at step {latest.name.split('-')[1]},") == 1, printed[-3000:]
+        assert not incomplete_files(latest)
+
+
+class TestSlurm:
+    """examples/slurm.sh with programs in place of SLURM's: two tasks, and a list of what was asked of `scontrol`."""
+
+    SRUN = """#!/bin/bash
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & done
+wait -n; code=$?; wait; exit $code"""
+    SCONTROL = """#!/bin/bash
+[ "$1" = show ] && printf 'node-a\\nnode-b\\n' || echo "$@" >> asked"""
+    TASK = """#!/bin/bash
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $*" > task-$RANK
+[ -z "$SIGNAL" ] || kill -$SIGNAL $(cat shell)
+exit $CODE"""
+
+    @pytest.mark.parametrize(
+        ("code", "to_shell", "is_requeued"),
+        [(0, "", False), (1, "", False), (75, "", True), (138, "", True), (75, "TERM", False)],
+    )
+    def test_requeues_what_a_signal_has_stopped(self, tmp_path, code, to_shell, is_requeued):
+        for name, text in {"srun": self.SRUN, "scontrol": self.SCONTROL, "paco-trl": self.TASK}.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code), "SIGNAL": to_shell}
+        environment |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node-[a-b]"}
+        script = f"echo $$ > shell; exec {ROOT}/examples/slurm.sh --output_dir 'a b'"
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=60)
+        assert done.returncode == code
+        for rank in range(2):
+            words = f"{rank} {rank} 2 node-a 20007 grpo --resume_from_checkpoint auto --output_dir a b"
+            assert (tmp_path / f"task-{rank}").read_text().split() == words.split()
+        assert (tmp_path / "asked").exists() == is_requeued
+        assert not is_requeued or (tmp_path / "asked").read_text() == "requeue 7\n"
