@@ -392,7 +392,7 @@ OURS = {
     "train",
 }
 WORKING = {
-    PaCoGRPOTrainer: {"get_train_dataloader", "log", "training_step"},
+    PaCoGRPOTrainer: {"get_train_dataloader", "log", "policy_loss", "training_step"},
     PaCoRewardTrainer: {
         *("evaluation_loop", "get_eval_dataloader", "get_test_dataloader", "get_train_dataloader", "log"),
         *("predict", "prediction_step", "training_step"),
