@@ -375,6 +375,16 @@ class TestIdentity:
             make_run(nowhere, earlier, **OTHERS[other])
         assert "has 'checkpoint-6' of another run" in str(error.value)
 
+    def test_another_run_is_deleted_if_the_user_says_so(self, tiny_flux, earlier):
+        trainer = make_run(tiny_flux, earlier, overwrite_output_dir=True, max_steps=1, **OTHERS["r"])
+        assert (earlier / "checkpoint-6").is_dir()  # until training starts
+        trainer.train()
+        assert [path.name for path in earlier.glob("checkpoint-*")] == ["checkpoint-1"]
+        # Twin: the run itself resumes
+        resumed = make_run(tiny_flux, earlier, overwrite_output_dir=True, max_steps=2, **OTHERS["r"])
+        resumed.train(resume_from_checkpoint="auto")
+        assert sorted(path.name for path in earlier.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
     def test_another_base_model_before_it_loads(self, nowhere, earlier):
         other = nowhere.rename(nowhere.with_name("another-flux"))
         for resume in (None, "True"):

@@ -240,7 +240,7 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
             raise ValueError(
                 f"`output_dir` ('{output_dir}') has '{checkpoint.name}' of another run:\n  "
                 + "\n  ".join(filter(None, different))
-                + "\nChoose another directory, or move the checkpoints away. To resume that run, pass "
+                + "\nChoose another directory, or delete that run with `overwrite_output_dir=True`. To resume it, pass "
                 "`resume_from_checkpoint=True`."
             )
     if found and settings is not None:
@@ -248,6 +248,12 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
             f"`output_dir` ('{output_dir}') has checkpoints of this run, the latest '{found[0].name}', and it "
             "starts from scratch. To resume it, pass `resume_from_checkpoint=True`."
         )
+
+
+def delete_run(output_dir: str | Path) -> None:
+    """Delete the checkpoints and contact sheets of an earlier run."""
+    for folder in (*checkpoints_of(output_dir), Path(output_dir) / "contact_sheets"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _name_some(names: list[str]) -> str:

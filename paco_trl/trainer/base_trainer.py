@@ -24,6 +24,7 @@ from ..checkpointing.checkpoint_files import (
 from ..checkpointing.checkpoints import (
     check_output_folder,
     check_resumed_run,
+    delete_run,
     find_checkpoint,
     read_run,
 )
@@ -84,7 +85,7 @@ class PaCoBaseTrainer(ResumesExactly, GRPOTrainer):
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
         if self._checked is not None:
             self._check_resumed_run(self._checked, args)
-        else:
+        elif not args.overwrite_output_dir:
             check_output_folder(args.output_dir, self._identity)
         self.published_files = TRANSFORMER if peft_config is None else PIPELINE_ADAPTER
         source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
@@ -137,7 +138,10 @@ class PaCoBaseTrainer(ResumesExactly, GRPOTrainer):
     def _train(self, resume_from_checkpoint, trial, ignore_keys_for_eval):
         args = self.args
         checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
-        if checkpoint is None and resume_from_checkpoint != "auto":
+        if checkpoint is None and args.overwrite_output_dir:
+            if args.should_save:
+                delete_run(args.output_dir)
+        elif checkpoint is None and resume_from_checkpoint != "auto":
             check_output_folder(args.output_dir, self._identity, self._adjustable_settings(args))
         elif checkpoint not in (None, self._checked):
             self._check_resumed_run(checkpoint, args)

@@ -205,6 +205,10 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether SIGTERM and SIGUSR1 finish the optimizer step, or give up what is generated or evaluated, write a
             checkpoint and end the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
 
+        overwrite_output_dir (`bool`, *optional*, defaults to `False`):
+            Whether training that does not resume deletes the checkpoints and contact sheets of another run in
+            `output_dir`. If `False`, such a directory is refused.
+
         > Parameters that control the memory and the kernels
 
         quantization (`str`, *optional*):
@@ -355,6 +359,9 @@ class PaCoGRPOConfig(GRPOConfig):
     ema_offload: bool = field(default=False, metadata={"help": "Whether the average is kept in CPU memory."})
     enable_jit_checkpoint: bool = field(
         default=True, metadata={"help": "Whether SIGTERM and SIGUSR1 write a checkpoint and end with code 75."}
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Whether to delete the checkpoints of another run in `output_dir`."}
     )
 
     # Parameters that control the memory and the kernels

@@ -21,7 +21,7 @@ from .refusals import REFUSED_GRPO_FIELDS
 # Every field of the config is compared, except these
 HARMLESS = (
     # Paths, logging and reports
-    "output_dir", "embeddings_dir", "resume_from_checkpoint", "restore_callback_states_from_checkpoint", "do_train",
+    "output_dir", "overwrite_output_dir", "embeddings_dir", "resume_from_checkpoint", "restore_callback_states_from_checkpoint", "do_train",
     "do_eval", "do_predict", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
     "report_to", "logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter",
     "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "skip_memory_metrics", "debug",
