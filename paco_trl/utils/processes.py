@@ -3,6 +3,8 @@
 
 import atexit
 import contextlib
+import os
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ def wait_for_all() -> None:
     """Wait for all processes, however long one of them loads or saves: before the first collective after that."""
     if (store := _store()) is None:
         return
+    from accelerate import PartialState  # takes a second to import
+
     dist = sys.modules["torch.distributed"]
     size = dist.get_world_size()
     # None arrives a second time before all have arrived
@@ -30,13 +34,17 @@ def wait_for_all() -> None:
         if store.add("paco_trl/left", 0) or time.monotonic() > end:
             raise dist.DistError("Another process of this run has ended; its last lines say why.")
         time.sleep(0.1)
+    PartialState().wait_for_everyone()  # the first process has the store: it stays until all have read it
 
 
 @atexit.register
 def _leave() -> None:
     """Let no process wait for one that has ended."""
     if (store := _store()) is not None:
-        with contextlib.suppress(RuntimeError):  # the first process, which has the store, is gone
+        # The first process, which has the store, may be gone, and torch would print a C++ stack as the last lines
+        with contextlib.suppress(OSError, KeyError, RuntimeError):
+            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            socket.create_connection(address, timeout=1).close()
             store.add("paco_trl/left", 1)
 
 
