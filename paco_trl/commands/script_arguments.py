@@ -239,6 +239,7 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
     """Refuse a pipeline or a judge that is missing or gated, and a server that is down, before weights are loaded."""
     from ..rewards.paco_reward import below_adapter
 
+    check_reward_names(script_args)
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
     for model, url in dict.fromkeys(judges_of(script_args)):
         if url is not None:
