@@ -107,7 +107,7 @@ def fused_step(trainer: PaCoRewardTrainer, batch: dict) -> float:
 
 def full_logits_step(trainer: PaCoRewardTrainer, batch: dict) -> float:
     """The same loss from the logits of every position and token."""
-    inputs = {name: value for name, value in batch.items() if name not in ("rows", "labels")}
+    inputs = {name: value for name, value in batch.items() if name not in ("rows", "grids", "labels")}
     with trainer.accelerator.autocast():
         logits = trainer.model(**inputs, use_cache=False).logits[:, :-1].float()
     labels = batch["labels"][:, 1:]

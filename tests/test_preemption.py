@@ -20,6 +20,8 @@ from test_evaluate_generation import make_adapter
 
 # A round is two steps of four batches: what the second batch is in, and in which step it is
 GENERATION = {"step": 4, "call": "scorer.add"}
+# In the first round of an epoch, when random numbers were drawn for the epoch and by rewards
+REWARDS = {"step": 6, "call": "scorer.finish", "count": 1}
 STEP = {"step": 4, "call": "compute_loss"}
 EVALUATION = {"step": 6, "call": "evaluator.scorer.add"}
 WAITING = {"step": 6, "call": "evaluator.scorer.finish", "count": 1, "rank": 0}
@@ -54,24 +56,27 @@ def stop(context, model, output, step: int | None, codes=(EXIT_CODE,), **kwargs)
 
 class TestInOneProcess:
     @pytest.mark.parametrize(
-        ("at", "number", "step", "is_round_pending"),
+        ("at", "number", "step", "is_round_pending", "is_evaluated"),
         [
-            pytest.param(GENERATION, signal.SIGTERM, 4, False, id="generation"),
-            pytest.param(STEP, signal.SIGUSR1, 5, True, marks=pytest.mark.slow, id="step"),
-            pytest.param(EVALUATION, signal.SIGTERM, 6, False, marks=pytest.mark.slow, id="evaluation"),
+            pytest.param(REWARDS, signal.SIGTERM, 6, False, True, id="rewards"),
+            pytest.param(GENERATION, signal.SIGTERM, 4, False, False, marks=pytest.mark.slow, id="generation"),
+            pytest.param(STEP, signal.SIGUSR1, 5, True, False, marks=pytest.mark.slow, id="step"),
+            pytest.param(EVALUATION, signal.SIGTERM, 6, False, False, marks=pytest.mark.slow, id="evaluation"),
             # After it an evaluation is due, which must not take the time that is left
-            pytest.param({**STEP, "step": 5}, signal.SIGTERM, 6, False, marks=pytest.mark.slow, id="before evaluation"),
-            pytest.param({**STEP, "step": 7}, signal.SIGTERM, 8, False, marks=pytest.mark.slow, id="last step"),
+            pytest.param({**STEP, "step": 5}, signal.SIGTERM, 6, False, False, marks=pytest.mark.slow, id="due"),
+            pytest.param({**STEP, "step": 7}, signal.SIGTERM, 8, False, False, marks=pytest.mark.slow, id="last"),
         ],
-    )  # fmt: skip
-    def test_resumes_to_the_bit(self, context, tiny_flux, uninterrupted, tmp_path, at, number, step, is_round_pending):
+    )
+    def test_resumes_to_the_bit(
+        self, context, tiny_flux, uninterrupted, tmp_path, at, number, step, is_round_pending, is_evaluated
+    ):
         output = tmp_path / "out"
         run = stop(context, tiny_flux, output, step, signal={**at, "number": number})
         (line,) = [line for line in run.output_text().splitlines() if line.startswith("Stopped by")]
         assert f"Stopped by {number.name} at step {step}," in line and f"{output}/checkpoint-{step}" in line
         assert (output / f"checkpoint-{step}" / "rollout_0.pt").exists() == is_round_pending
         state = json.loads((output / f"checkpoint-{step}" / "trainer_state.json").read_text())
-        assert not any("eval_reward" in entry for entry in state["log_history"] if entry["step"] == step)
+        assert is_evaluated == any("eval_reward" in entry for entry in state["log_history"] if entry["step"] == step)
         resumed = Run(context, tiny_flux, output, resume="auto", **SETTINGS)
         assert not different(uninterrupted, resumed.state())
         assert "again" not in resumed.output_text()

@@ -92,7 +92,7 @@ class RewardScorer:
         """Start a new set of images; drop what is left of an interrupted one."""
         for call in self._calls:
             call.values.cancel()
-        # One may be running: neither leave its model the accelerator nor are random states saved meanwhile
+        # One may be running: its model must not leave the accelerator, nor random states be saved, meanwhile
         running = [call.values for call in self._calls if call.functions is self._sync]
         wait(running, None if self.models else _PATIENCE)
         self._waiting: list[dict] = []  # arguments of single images for the next call
@@ -121,7 +121,7 @@ class RewardScorer:
         started = time.perf_counter()
         with placed(self.models, self.accelerator.device) if self.models else nullcontext():
             self._submit_waiting(1, state)
-            self._wait()
+        self._wait(self._calls)
         waited = time.perf_counter() - started
         problem = self._problem()
         # After a failure other calls may still be logging
@@ -156,12 +156,13 @@ class RewardScorer:
         self.start()
         return scores
 
-    def _wait(self) -> None:
-        """Wait for the calls of all processes; none is long in an exchange."""
+    def _wait(self, calls: list[_Call]) -> None:
+        """Wait for calls of all processes; none is long in an exchange."""
         is_pending = True
         while is_pending:
-            calls = [call.values for call in self._calls]
-            pending = wait(calls, _SECONDS_PER_AGREEMENT, return_when=FIRST_EXCEPTION).not_done
+            pending = wait(
+                [call.values for call in calls], _SECONDS_PER_AGREEMENT, return_when=FIRST_EXCEPTION
+            ).not_done
             is_pending = self._raise_together(self._problem(), bool(pending))
 
     def _problem(self) -> BaseException | None:
@@ -187,6 +188,8 @@ class RewardScorer:
         while len(self._waiting) >= least and self._problem() is None:
             batch, self._waiting = self._waiting[:IMAGES_PER_CALL], self._waiting[IMAGES_PER_CALL:]
             self._submit(self._sync, batch, state)
+            if self.models:
+                self._wait(self._calls[-1:])  # none may run when they leave the accelerator
 
     def _submit(self, functions: list[int], batch: list[dict], state: TrainerState) -> None:
         call = _Call(functions)

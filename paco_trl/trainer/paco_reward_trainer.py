@@ -269,7 +269,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         """Return Trainer's dataloader; its workers leave a signal for all processes to this one, which stops them."""
         dataloader = super()._get_dataloader(*args, **kwargs)
         if self.args.enable_jit_checkpoint:
-            dataloader.worker_init_fn = partial(ignore_stop, dataloader.worker_init_fn)
+            base = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's own takes it from there
+            base.worker_init_fn = partial(ignore_stop, base.worker_init_fn)
         return dataloader
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> torch.utils.data.Sampler:
