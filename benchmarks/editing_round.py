@@ -63,7 +63,7 @@ from paco_trl.rollout.prompt_encoder import PromptEmbeddings, PromptEncoder
 from paco_trl.rollout.sampler import FetchedRows
 from paco_trl.tiny import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 from paco_trl.tiny.flux import build_vae
-from paco_trl.trainer.round_buffer import RoundBuffer
+from paco_trl.trainer.rounds import RoundBuffer
 
 
 SHIPPED, AGAIN, OWN_SIZE = "as shipped", "encoded again", "pipeline's own size"

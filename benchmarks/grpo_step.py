@@ -46,7 +46,7 @@ from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import replay
 from paco_trl.rollout.sampler import FetchedRows
 from paco_trl.tiny import build_tiny_flux
-from paco_trl.trainer.round_buffer import RoundBuffer
+from paco_trl.trainer.rounds import RoundBuffer
 from published_loop import PublishedLoop, count_forwards, forwards_by_kind
 
 

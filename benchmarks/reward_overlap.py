@@ -43,7 +43,7 @@ from paco_trl.rewards import ConsistencyReward, ServedJudge
 from paco_trl.rewards.reward_calls import check_reward_functions
 from paco_trl.rewards.scorer import RewardScorer
 from paco_trl.tiny import build_tiny_flux, build_tiny_qwen2_5_vl
-from paco_trl.trainer.round_buffer import RoundBuffer
+from paco_trl.trainer.rounds import RoundBuffer
 
 
 LATENCIES = (0.25, 0.5, 0.9, 2.0)  # multiples of a micro-batch's rollout

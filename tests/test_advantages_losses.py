@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from paco_trl.trainer.advantages import group_advantages
-from paco_trl.trainer.losses import clipped_surrogate, gaussian_kl, velocity_norm_ratio
+from paco_trl.trainer.losses import clipped_surrogate, gaussian_kl, group_advantages, velocity_norm_ratio
 
 
 NAN = float("nan")

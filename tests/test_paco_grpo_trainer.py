@@ -28,7 +28,7 @@ from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import FAMILIES, FluxFamily, RecordedStep, SDESettings, UnlistedFamily, sde_step
 from paco_trl.rollout.policy import score_step
 from paco_trl.trainer.losses import ClippedSurrogate, clipped_surrogate, guarded_surrogate
-from paco_trl.trainer.round_buffer import RoundBuffer
+from paco_trl.trainer.rounds import RoundBuffer
 from paco_trl.trainer.step_statistics import StepStatistics, predicted_deviation
 
 

@@ -23,7 +23,7 @@ from paco_trl.image_benchmarks.comparison_app import Comparison
 from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
 from paco_trl.rollout import sde
-from paco_trl.trainer.round_buffer import RoundBuffer
+from paco_trl.trainer.rounds import RoundBuffer
 from test_gpu import ADAPTER, ON_DEVICE, check_ratio, devices_of
 from test_paco_reward_trainer import mixed
 

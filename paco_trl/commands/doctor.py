@@ -39,7 +39,7 @@ from ..rewards.reward_calls import check_required, check_reward_functions, check
 from ..rollout.loading import load_lora
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
-from ..trainer.round_schedule import RoundSchedule
+from ..trainer.rounds import RoundSchedule
 from . import reward
 from .env import VERSIONS, version_of
 from .grpo import parser_of

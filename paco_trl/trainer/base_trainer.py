@@ -52,7 +52,7 @@ from .model_cards import (
 from .paco_grpo_config import PaCoGRPOConfig
 from .refusals import end_explained, memory_explained
 from .resuming import ResumesExactly, RunCallback
-from .round_buffer import RoundBuffer
+from .rounds import RoundBuffer
 from .run_settings import AFTER_GENERATION, adjustable_settings, reference_setting, run_identity
 from .training_time import TrainingTimeCallback
 from .transfer_report import compared_rows, report_resolution_transfer, report_tail_transfer

@@ -20,7 +20,7 @@ from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
 from .refusals import REFUSED_GRPO_FIELDS, check_arguments, cpu_explained, name_checkpointing, refuse_fields
-from .round_layout import RoundLayout, lay_out_round, nearest_multiples
+from .rounds import RoundLayout, lay_out_round, nearest_multiples
 
 
 logger = get_logger(__name__)

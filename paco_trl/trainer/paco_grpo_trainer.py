@@ -46,7 +46,6 @@ from ..rollout.sampler import FetchedRows, RolloutSampler
 from ..utils.deepspeed import gathered_weights
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
-from .advantages import group_advantages
 from .base_trainer import PaCoBaseTrainer
 from .checks import (
     check_eval_datasets,
@@ -64,6 +63,7 @@ from .losses import (
     clipped_surrogate,
     divergence_masked_surrogate,
     gaussian_kl,
+    group_advantages,
     guard_gradient_weight,
     guarded_surrogate,
     velocity_norm_ratio,
@@ -71,8 +71,7 @@ from .losses import (
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_nft_config import PaCoNFTConfig
 from .refusals import refuse_methods
-from .round_buffer import RoundBuffer
-from .round_schedule import RoundSchedule
+from .rounds import RoundBuffer, RoundSchedule
 from .starting import own_config
 from .step_statistics import StepStatistics, predicted_deviation
 

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paco_trl.trainer.round_layout import RoundLayout, prompts_multiple
+from paco_trl.trainer.rounds import RoundLayout, prompts_multiple
 
 
 SQUARE, WIDE, TALL = (512, 512), (256, 1280), (768, 256)

@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of a round: images of one size are generated in batches and trained in micro-batches."""
+"""A round: its sizes, the order of its prompts and images, the keys of their noise, and the buffer of its records."""
 
+import dataclasses
 import math
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from accelerate.utils import send_to_device
+
+from ..rollout import RecordedStep, SDESettings
+from ..rollout.noise import STREAMS
+from ..utils.devices import to_device
 
 
-@dataclass(frozen=True)
+if TYPE_CHECKING:
+    from .paco_grpo_config import PaCoGRPOConfig
+
+
+@dataclasses.dataclass(frozen=True)
 class RoundLayout:
     """Divide a generation round over processes, micro-batches and optimizer steps."""
 
@@ -191,3 +202,121 @@ def lay_out_round(
             )
     sizes = (num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
     return RoundLayout(*sizes, num_merged)
+
+
+class RoundSchedule:
+    """The rounds of a run; nothing depends on processes, workers or where a run was resumed."""
+
+    def __init__(self, args: "PaCoGRPOConfig", num_rows: int):
+        self.args, self.layout, self.num_rows = args, args.round_layout, num_rows
+        self.rounds_per_epoch = num_rows // self.layout.num_prompts
+        self.micro_steps_per_round = self.layout.steps_per_generation * args.num_iterations
+        self.optimizer_steps_per_round = self.layout.num_optimizer_steps * args.num_iterations
+
+    def rows(self, round_index: int) -> list[int]:
+        """Return the row numbers of a round: a slice of a permutation that changes with each epoch."""
+        epoch, position = divmod(round_index, self.rounds_per_epoch)
+        order = np.arange(self.num_rows)
+        if self.args.shuffle_dataset:
+            order = np.random.default_rng((self.args.seed, STREAMS["prompts"], epoch)).permutation(order)
+        return order[position * self.layout.num_prompts : (position + 1) * self.layout.num_prompts].tolist()
+
+    def remaining_rows(self, max_steps: int, first_round: int) -> list[int]:
+        """Return the rows that the rest of a run needs."""
+        needed = set()
+        for round_index in range(first_round, -(-max_steps // self.optimizer_steps_per_round)):
+            needed.update(self.rows(round_index))
+            if len(needed) == self.num_rows:
+                break
+        return sorted(needed)
+
+    def assign(self, round_index: int, sizes: list[tuple[int, int]]) -> np.ndarray:
+        """Assign a round's images to processes and micro-batches: (processes, micro-batches, B)."""
+        return self.layout.assign(sizes, (self.args.seed, STREAMS["batches"], round_index))
+
+    def sde(self, round_index: int) -> SDESettings:
+        """Return the stochastic steps of a round, the same for every image and process."""
+        args, steps = self.args, self.args.sde_steps
+        if args.num_sde_steps is not None:
+            generator = np.random.default_rng((args.seed, STREAMS["sde steps"], round_index))
+            steps = generator.choice(steps, args.num_sde_steps, replace=False).tolist()
+        settings = (args.noise_level, args.sde_type, args.images_per_prefix, args.tail_steps)
+        return SDESettings(tuple(sorted(steps)), *settings)
+
+    def noise_key(self, round_index: int, row: int, generation: int) -> tuple[int, ...]:
+        """Return the key of an image's noise."""
+        return (self.args.seed, STREAMS["training"], round_index, row, generation)
+
+
+@dataclasses.dataclass
+class RoundBuffer:
+    """A generated and scored round, as the training steps of this process consume it."""
+
+    round_index: int
+    global_step: int  # optimizer step that it was generated at
+    sde: SDESettings
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # logged with each of its optimizer steps
+    seconds: float = 0.0  # spent on generating and scoring it
+    is_offloaded: bool = False  # whether the recorded prompts are in CPU memory
+    entries: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # record, advantages and weights
+
+    def fill(
+        self,
+        layout: RoundLayout,
+        assignment: np.ndarray,  # (processes, micro-batches, B)
+        process_index: int,
+        records: list[list[RecordedStep]],
+        advantages: torch.Tensor,
+        is_valid: torch.Tensor,
+        device: torch.device,
+    ) -> None:
+        """Add an entry for each micro-step, whose weights make the loss a mean over images and trained steps."""
+        batches_per_step = layout.micro_batches_per_process // layout.num_optimizer_steps
+        for position, (micro_batch, recorded) in enumerate(zip(assignment[process_index], records, strict=True)):
+            step = position // batches_per_step
+            images_of_step = assignment[:, step * batches_per_step : (step + 1) * batches_per_step].reshape(-1)
+            num_valid = is_valid[torch.from_numpy(images_of_step)].sum().item()
+            denominator = max(num_valid * layout.num_trained_steps, 1)  # without a valid image all weights are 0
+            batch = torch.from_numpy(micro_batch)
+            for record in recorded:
+                weights = to_device(is_valid[batch] / denominator, device)  # (B,)
+                entry = {"record": record, "advantages": to_device(advantages[batch], device), "weights": weights}
+                self.entries.append(entry)
+
+    def micro_step(self, position: int, device: torch.device) -> dict[str, Any]:
+        """Return the inputs of a micro-step, on the device."""
+        entry = self.entries[position % len(self.entries)]
+        record = entry["record"].to(device) if self.is_offloaded else entry["record"]
+        return {**entry, "record": record, "sde": self.sde}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: tensors and numbers."""
+        # Not `asdict`, which would copy the tensors that images of a prompt share
+        fields = lambda record: {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}  # noqa: E731
+        entries = [{**entry, "record": fields(entry["record"])} for entry in self.entries]
+        return {
+            "round": self.round_index,
+            "global_step": self.global_step,
+            "metrics": self.metrics,
+            "time": self.seconds,
+            "entries": entries,
+        }
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        state: dict[str, Any],
+        record_class: type[RecordedStep],
+        sde: SDESettings,
+        device: torch.device,
+        is_offloaded: bool,
+    ) -> "RoundBuffer":
+        """Restore the round of a checkpoint."""
+        entries = []
+        for entry in state["entries"]:
+            record = entry.pop("record")
+            if is_offloaded:  # the calls come to the device with their micro-step
+                calls = record.pop("calls")
+                record = {**send_to_device(record, device), "calls": calls}
+            entries.append({**send_to_device(entry, device), "record": record_class(**record)})
+        return cls(state["round"], state["global_step"], sde, state["metrics"], state["time"], is_offloaded, entries)
