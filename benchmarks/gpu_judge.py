@@ -15,6 +15,7 @@ import contextlib
 import functools
 import statistics
 import time
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def flash_attention(model: PreTrainedModel):
         model.set_attn_implementation(before)
 
 
-ATTENTION = {
+ATTENTION: dict[str, Callable] = {
     "as shipped": lambda model: contextlib.nullcontext(),
     "without cuDNN": without_cudnn,
     "flash-attn": flash_attention,
@@ -56,7 +57,7 @@ def step_with(attention, trainer, batch: dict) -> float:
         return fused_step(trainer, batch)
 
 
-STEPS = {
+STEPS: dict[str, Callable] = {
     "as shipped": fused_step,
     "logits of every position": full_logits_step,
     "differentiated tower": differentiated_tower_step,

@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +12,6 @@ from accelerate.utils import send_to_device
 from ..rollout import RecordedStep, SDESettings
 from ..rollout.noise import STREAMS
 from ..utils.devices import to_device
-
-
-if TYPE_CHECKING:
-    from .paco_grpo_config import PaCoGRPOConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +203,7 @@ def lay_out_round(
 class RoundSchedule:
     """The rounds of a run; nothing depends on processes, workers or where a run was resumed."""
 
-    def __init__(self, args: "PaCoGRPOConfig", num_rows: int):
+    def __init__(self, args: Any, num_rows: int):  # PaCoGRPOConfig, which imports this module
         self.args, self.layout, self.num_rows = args, args.round_layout, num_rows
         self.rounds_per_epoch = num_rows // self.layout.num_prompts
         self.micro_steps_per_round = self.layout.steps_per_generation * args.num_iterations
