@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
-from paco_trl import PaCoGRPOTrainer, PaCoNFTConfig, PaCoRewardConfig
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import FAMILIES, FluxFamily, RecordedStep, SDESettings, UnlistedFamily, sde_step
@@ -423,12 +423,13 @@ class TestRatio:
     def test_the_worst_image_counts(self):
         latents = torch.zeros(4, 1)
         record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
-        statistics = StepStatistics(Accelerator(cpu=True))
+        args = PaCoGRPOConfig("x", use_cpu=True, bf16=False, epsilon=1e-3, ratio_tolerance=1e-4)
+        statistics = StepStatistics(Accelerator(cpu=True), args)
         for worst in (0.9e-4, 3e-4):  # the mean is below the tolerance
             ratio = torch.tensor([1.0, 1.0, 1.0 + worst, 1.0])
             statistics.add(record, ratio, {}, torch.ones(4))
             with nullcontext() if worst < 1e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
-                statistics.check_ratio(1, tolerance=1e-4, epsilon=1e-3)
+                statistics.check_ratio(1)
 
     @pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "cps"])
     def test_the_deviation_of_rounded_velocities_is_predicted(self, sde_type):
@@ -444,7 +445,7 @@ class TestRatio:
             plain = clipped_surrogate(log_prob, record.log_prob, *rest).ratio
             guarded = guarded_surrogate(log_prob, record.log_prob, mean, step.mean, std, *rest, 1.0).ratio
             for ratio, is_normalized in ((plain, False), (guarded, True)):
-                predicted = predicted_deviation(record, sde, is_normalized, difference)
+                predicted = predicted_deviation(*times, 0.95, 512, 0.7, sde_type, is_normalized, difference)
                 assert ratio.std().item() == pytest.approx(predicted, rel=0.1)
                 deviations.append(predicted)
         assert deviations[0] == pytest.approx(deviations[2] / 3) and 0 < deviations[1] < deviations[0]
@@ -457,10 +458,10 @@ class TestRatio:
         record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
         ratio, no = torch.ones(4), torch.zeros(4, dtype=torch.bool)
         surrogate = ClippedSurrogate(ratio, ratio, torch.tensor([True, False, False, True]), no)
-        statistics = StepStatistics(Accelerator(cpu=True))
+        statistics = StepStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=False))
         for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
             statistics.add(record, ratio, {**surrogate.metrics, "kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
-        found = statistics.finish(0, True, tolerance=1.0, epsilon=1.0, is_early=True)
+        found = statistics.finish(0, True, is_early=True)
         assert found["kl"] == 2.0 and found["clip_ratio/low_mean"] == pytest.approx(1 / 3)
 
     def test_ratio_tolerance_is_a_setting(self, make_small):

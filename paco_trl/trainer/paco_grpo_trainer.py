@@ -73,7 +73,7 @@ from .paco_nft_config import PaCoNFTConfig
 from .refusals import refuse_methods
 from .rounds import RoundBuffer, RoundSchedule
 from .starting import own_config
-from .step_statistics import StepStatistics, predicted_deviation
+from .step_statistics import StepStatistics
 
 
 logger = get_logger(__name__)
@@ -283,7 +283,7 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
         self.scorer = RewardScorer(self.rewards.functions, self.accelerator, models)
         eval_scorer = RewardScorer(self.eval_rewards.functions, self.accelerator, eval_models)
         self.evaluator = Evaluator(self.sampler, self.eval_rewards, eval_scorer, args, eval_rows, self._identity)
-        self.statistics: Any = self._statistics_class(self.accelerator)
+        self.statistics: Any = self._statistics_class(self.accelerator, args)
         self.buffer: Any = None  # RoundBuffer
         self._is_first_backward = True  # of this `train()`
         self._encode_time = self._generation_time = self._train_time = 0.0
@@ -553,17 +553,15 @@ class PaCoGRPOTrainer(PaCoBaseTrainer):
     ) -> None:
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
         step, num_trained = self.state.global_step, self.layout.num_trained_steps
-        limits = self.args.ratio_tolerance, self.args.epsilon
-        predicted = predicted_deviation(record, self.buffer.sde, self.args.loss_type == "grpo_guard")
-        self.statistics.add(record, ratio, metrics, weights, predicted)
+        self.statistics.add(record, ratio, metrics, weights)
         is_on_policy = step == self.buffer.global_step
         is_complete = len(self.statistics) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:
-            self.statistics.check_ratio(num_trained, *limits)  # at the first image, without waiting for the others
+            self.statistics.check_ratio(num_trained)  # at the first image, without waiting for the others
         if self.accelerator.sync_gradients:
             # A new adapter is zero: what differs in it shows in the next round
             is_early = step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
-            self._log_step(self.statistics.finish(step, is_on_policy, *limits, is_early))
+            self._log_step(self.statistics.finish(step, is_on_policy, is_early))
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         """Log an optimizer step along with its round."""

@@ -51,9 +51,7 @@ class NoisedStep(RecordedStep):
 class VelocityStatistics(StepStatistics):
     """Collect the velocity statistics of an optimizer step's micro-steps, and gather them once."""
 
-    def add(  # type: ignore[override]  # called below
-        self, velocity: torch.Tensor, old_velocity: torch.Tensor, values: dict, weights: torch.Tensor
-    ) -> None:
+    def add(self, velocity: torch.Tensor, old_velocity: torch.Tensor, values: dict, weights: torch.Tensor) -> None:
         """Add a micro-step, with further values (B,) by name; images of weight 0 are not counted."""
         deviation = velocity_error(velocity.detach().float(), old_velocity)
         size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
