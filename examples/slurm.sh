@@ -22,7 +22,7 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) WORLD_SIZE=$SLURM_NTASKS
 trap 'is_ended=yes' TERM # scancel and the time limit itself: not to be started again
 
-srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec paco-trl "$@"' paco-trl \
+srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec paco-trl "$@"' paco-trl \
     "${PACO_TRL_COMMAND:-grpo}" --resume_from_checkpoint auto "$@"
 code=$?
 

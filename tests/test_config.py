@@ -96,6 +96,8 @@ class TestDefaults:
             "logging_steps": 1,
             "log_completions": True,
             "enable_jit_checkpoint": True,
+            "jit_checkpoint_signals": ["SIGTERM", "SIGUSR1"],
+            "overwrite_output_dir": False,
             "plot_curves": True,
             "epsilon_high": None,
             "divergence_threshold": 1e-5,
@@ -152,6 +154,11 @@ class TestDefaults:
         assert make(**sizes, bf16=True).ratio_tolerance == 1e-4
         assert make(**sizes, bf16=False).ratio_tolerance == 1e-4 / 10
         assert make(per_device_train_batch_size=1, bf16=True).ratio_tolerance == 1e-4 / 10
+
+    @pytest.mark.parametrize("kernels", [{"quantization": "int8"}, {"compile_repeated_blocks": True}])
+    def test_ratio_tolerance_allows_for_the_rounding_of_other_kernels(self, make, kernels):
+        assert make(bf16=True, **kernels).ratio_tolerance == 1e-4
+        assert make(bf16=False, **kernels).ratio_tolerance == 1e-4 / 10
 
     def test_a_config_made_from_a_config_is_the_same(self, make):
         config = make(num_generations=3, num_prompts_per_generation=5, sde_steps=[1, 2], per_device_train_batch_size=2)

@@ -776,7 +776,9 @@ class TestResolutionTransfer:
         rewards = redness_reward([], [Image.fromarray(image.astype(np.uint8)) for image in watch.images])
         training, inference = np.array(rewards[:10]), np.array(rewards[10:20])
         assert result["correlation"] == pytest.approx(np.corrcoef(training, inference)[0, 1], abs=1e-4)
-        assert result["correlation"] != pytest.approx(np.corrcoef(training, inference[::-1])[0, 1], abs=1e-2)
+        # Twin: of pairs of different images
+        others = [np.corrcoef(training, np.roll(inference, shift))[0, 1] for shift in range(1, 10)]
+        assert max(abs(other - result["correlation"]) for other in others) > 0.1
         assert (result["num_images"], result["num_prompts"]) == (10, 5)
         assert result["training_mean"] == pytest.approx(training.mean(), abs=1e-6)
         assert result["inference_mean"] == pytest.approx(inference.mean(), abs=1e-6)

@@ -685,6 +685,8 @@ class TestTower:
         pixels, grid = torch.randn(16, 1176), torch.tensor([[1, 4, 4]])
         outputs = [module(pixels, grid_thw=grid).pooler_output for module in (tower, copied)]
         assert not torch.equal(*outputs)
+        # Some models pass the pixels by name
+        assert torch.equal(tower(hidden_states=pixels, grid_thw=grid).pooler_output, outputs[0])
 
 
 class Seen:

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
 from kill_runs import Run, different
 from launching import ROOT, check_run, fork_context, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
-from paco_trl.utils.stopping import EXIT_CODE
+from paco_trl.utils.stopping import EXIT_CODE, Stopped, stop_signals
 from test_evaluate_generation import make_adapter
 
 
@@ -107,6 +108,30 @@ class TestInOneProcess:
     def test_switched_off(self, context, tiny_flux, tmp_path):
         at, settings = {**STEP, "step": 1}, {"enable_jit_checkpoint": False}
         stop(context, tiny_flux, tmp_path / "out", None, [-signal.SIGTERM], signal=at, **settings)
+
+    @pytest.mark.parametrize(
+        ("number", "settings", "code"),
+        [
+            (signal.SIGTERM, {}, EXIT_CODE),
+            (signal.SIGTERM, {"enable_jit_checkpoint": False}, None),
+            (signal.SIGUSR2, {"jit_checkpoint_signals": ["SIGUSR2"]}, EXIT_CODE),
+        ],
+    )
+    def test_in_a_command(self, make_trainer, number, settings, code):
+        """Which handles signals itself, outside of `train`."""
+
+        class Signal(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == 1:
+                    os.kill(os.getpid(), number)
+
+        trainer = make_trainer(max_steps=4, callbacks=[Signal()], **settings)
+        with pytest.raises(SystemExit) as end, stop_signals():
+            trainer.train()
+        # Without the option a signal ends the command at once
+        assert isinstance(end.value, Stopped) == (code is None) and end.value.code == EXIT_CODE
+        saved = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
+        assert saved == ([] if code is None else ["checkpoint-2"])
 
     @pytest.mark.slow
     def test_the_old_policy(self, context, tiny_flux, tmp_path):
@@ -247,6 +272,7 @@ class TestSlurm:
     """examples/slurm.sh with programs in place of SLURM's: two tasks, and a list of what was asked of `scontrol`."""
 
     SRUN = """#!/bin/bash
+[ "$1" = --kill-on-bad-exit=1 ] && shift || exit 99
 for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & done
 wait -n; code=$?; wait; exit $code"""
     SCONTROL = """#!/bin/bash

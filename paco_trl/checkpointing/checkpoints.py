@@ -251,8 +251,9 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
 
 
 def delete_run(output_dir: str | Path) -> None:
-    """Delete the checkpoints and contact sheets of an earlier run."""
-    for folder in (*checkpoints_of(output_dir), Path(output_dir) / "contact_sheets"):
+    """Delete the checkpoints, contact sheets and evaluations of an earlier run; its encoded prompts can be used again."""
+    others = (Path(output_dir) / name for name in ("contact_sheets", "evaluation"))
+    for folder in (*checkpoints_of(output_dir), *others):
         shutil.rmtree(folder, ignore_errors=True)
 
 

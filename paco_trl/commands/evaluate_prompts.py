@@ -144,6 +144,7 @@ def _generate(
     with sampler.ready():
         calls = [{place: path} for place, path in files.items()]
         flat = generate_missing(pipeline, calls, read, generate, f"Generating with {name}")
+    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if embeddings is not None:
             shutil.rmtree(embeddings, ignore_errors=True)

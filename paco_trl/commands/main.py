@@ -151,6 +151,7 @@ def _launch(command: str, words: list[str]) -> None:
         given.append("--multi_gpu")  # also on the CPU, and on one GPU, where accelerate otherwise starts one process
     # Of torchrun, which the launcher uses: it passes these on (torch 2.9 and later; before, SIGTERM alone)
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "300")  # seconds for an optimizer step and a checkpoint, not 30
     os.environ[_IS_LAUNCHED] = "1"  # its processes read the same file
     words = ["accelerate.commands.launch", *given, "-m", "paco_trl.commands.main", command, *rest]
     os.execv(sys.executable, [sys.executable, "-m", *words])

@@ -141,7 +141,9 @@ def _parameters(function: Callable) -> list[inspect.Parameter]:
 def _checked(function: Callable, name: str) -> Callable:
     async def call_async(*args, **kwargs):
         with _named_errors(name):
-            rewards = await function(*args, **kwargs)
+            rewards = function(*args, **kwargs)
+            if inspect.isawaitable(rewards):  # a subclass may have a call of its own
+                rewards = await rewards
         return _check_rewards(rewards, name, len(kwargs["completions"]))
 
     def call_sync(*args, **kwargs):

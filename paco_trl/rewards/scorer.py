@@ -31,6 +31,8 @@ from .reward_calls import RewardError
 IMAGES_PER_CALL = 16
 # Calls of async rewards that may wait at the same time
 _MAX_ASYNC_CALLS = 16
+# Processes agree at this interval on whether to go on generating: none may stop alone, and each exchange waits for all
+_BATCHES_PER_AGREEMENT = 4
 # Seconds after which processes that wait for rewards agree again on whether to go on: none may stop alone
 _SECONDS_PER_AGREEMENT = 1.0
 # Seconds that a stopped process waits for a call that is running
@@ -97,7 +99,7 @@ class RewardScorer:
         wait(running, None if self.models else _PATIENCE)
         self._waiting: list[dict] = []  # arguments of single images for the next call
         self._calls = []
-        self._count = 0
+        self._count = self._num_added = 0
         self._slots = asyncio.Semaphore(_MAX_ASYNC_CALLS)
 
     def add(self, rows: list[dict], images: list[Image.Image], state: TrainerState) -> None:
@@ -114,14 +116,16 @@ class RewardScorer:
             self._waiting.extend(arguments)
             if not self.models:
                 self._submit_waiting(IMAGES_PER_CALL, state)
-        self._raise_together(self._problem())
+        self._num_added += 1
+        if self.accelerator.num_processes == 1 or self._num_added % _BATCHES_PER_AGREEMENT == 0:
+            self._raise_together(self._problem())
 
     def finish(self, order: np.ndarray, state: TrainerState) -> Scores:
         """Wait for the rewards and gather them on every process; of duplicates in the image numbers the first counts."""
         started = time.perf_counter()
         with placed(self.models, self.accelerator.device) if self.models else nullcontext():
             self._submit_waiting(1, state)
-        self._wait(self._calls)
+        self._wait()
         waited = time.perf_counter() - started
         problem = self._problem()
         # After a failure other calls may still be logging
@@ -156,13 +160,12 @@ class RewardScorer:
         self.start()
         return scores
 
-    def _wait(self, calls: list[_Call]) -> None:
-        """Wait for calls of all processes; none is long in an exchange."""
+    def _wait(self) -> None:
+        """Wait for the calls of all processes; none is long in an exchange."""
         is_pending = True
         while is_pending:
-            pending = wait(
-                [call.values for call in calls], _SECONDS_PER_AGREEMENT, return_when=FIRST_EXCEPTION
-            ).not_done
+            calls = [call.values for call in self._calls]
+            pending = wait(calls, _SECONDS_PER_AGREEMENT, return_when=FIRST_EXCEPTION).not_done
             is_pending = self._raise_together(self._problem(), bool(pending))
 
     def _problem(self) -> BaseException | None:
@@ -189,7 +192,7 @@ class RewardScorer:
             batch, self._waiting = self._waiting[:IMAGES_PER_CALL], self._waiting[IMAGES_PER_CALL:]
             self._submit(self._sync, batch, state)
             if self.models:
-                self._wait(self._calls[-1:])  # none may run when they leave the accelerator
+                wait([self._calls[-1].values])  # none may run when they leave the accelerator
 
     def _submit(self, functions: list[int], batch: list[dict], state: TrainerState) -> None:
         call = _Call(functions)

@@ -264,6 +264,7 @@ class ServedJudge:
 
     async def _query(self, body: dict, read: Callable[["ChatCompletion"], Answer]) -> Answer:
         async with self._slots:
+            started = asyncio.get_running_loop().time()
             try:
                 request = functools.partial(self._client.complete, body)
                 completion = await self._call(request, self.time_budget)
@@ -271,7 +272,7 @@ class ServedJudge:
                 return read(completion)
             except NoAnswerError as failure:
                 if failure.kind == "unavailable":
-                    await self._check_is_up(failure)
+                    await self._check_is_up(failure, started)
                 if failure.kind not in self._reported:
                     self._reported.add(failure.kind)
                     logger.warning(f"{self.name} cannot answer a question: {failure}.")
@@ -297,15 +298,16 @@ class ServedJudge:
         except TimeoutError:
             raise failure from None
 
-    async def _check_is_up(self, failure: NoAnswerError) -> None:
+    async def _check_is_up(self, failure: NoAnswerError, started: float) -> None:
         """Tell a bad question from a server that is down by a test question."""
         try:
             async with asyncio.timeout(min(self.timeout, max(self.time_budget / 10, 5.0))):
                 await self._client.complete(self._test_body(), is_retried=False)
         except (NoAnswerError, TimeoutError):
+            seconds = asyncio.get_running_loop().time() - started
             raise JudgeUnavailableError(
-                f"{self.name} has not answered for {self.time_budget:g} seconds (`time_budget`): {failure}. Is it still "
-                "running?"
+                f"{self.name} has not answered for {seconds:.0f} seconds (`time_budget`: {self.time_budget:g}): {failure}. Is "
+                "it still running?"
             ) from None
 
     # ---- Requests and answers ----

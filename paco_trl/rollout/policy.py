@@ -194,8 +194,11 @@ class PipelinePolicy:
         with self._record(steps), self._encoding(sources), self.family.generation_context(self.pipeline, prepared):
             try:
                 images = [to_rgb(image, "A generated image") for image in self.pipeline(**arguments).images]
-            finally:
-                self._run_checks()  # what they find explains an error of the pipeline
+            except (TypeError, ValueError, RuntimeError) as error:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._run_checks()  # what they find explains an error of the pipeline
+                raise
+            self._run_checks()
         if self.scheduler.num_inference_steps != num_inference_steps:
             raise RuntimeError(
                 f"`num_inference_steps` is {num_inference_steps}, but {type(self.pipeline).__name__} made "

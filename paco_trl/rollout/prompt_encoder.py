@@ -25,6 +25,7 @@ from ..utils.devices import to_device
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.generation import truncations_counted
+from ..utils.processes import wait_for_all
 from . import Family
 from .prompt_rows import Condition, PromptRows
 
@@ -86,8 +87,8 @@ class PromptEncoder:
                     images.setdefault((image, scale), (number, place))
         self._encode_images(rows, images)  # first, since it finds damaged files
         self._encode_prompts(rows, prompts)
-        if (prompts or images) and self.accelerator.num_processes > 1:
-            self.accelerator.wait_for_everyone()  # all files exist
+        if prompts or images:
+            wait_for_all()  # all files exist
 
     def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, PromptEmbeddings]:
         """Return the embeddings of some encoded rows, on the CPU, by number."""
@@ -115,6 +116,7 @@ class PromptEncoder:
         mine = new[self.accelerator.process_index :: self.accelerator.num_processes]
         is_hidden = len(new) < 1000 or not self.accelerator.is_main_process
         read = [(number, rows.sources.digests(number)) for number in tqdm(mine, "Reading images", disable=is_hidden)]
+        wait_for_all()
         rows.sources.remember(dict(gather_object(read)))
 
     def _text_conditions(self, condition: Condition) -> list[Condition]:

@@ -37,15 +37,15 @@ def cut_graph_behind_tower(model: PreTrainedModel, grids: list[list[int]]) -> No
         tower.forward = functools.update_wrapper(functools.partial(_forward_tower, tower, forward, grids), forward)
 
 
-def _forward_tower(tower: nn.Module, forward: Callable, grids: list[list[int]], pixels, *args, **kwargs):
+def _forward_tower(tower: PreTrainedModel, forward: Callable, grids: list[list[int]], *args, **kwargs):
     if grids:
-        kwargs |= tower_arguments(tower, torch.tensor(grids), pixels.device)
+        kwargs |= tower_arguments(tower, torch.tensor(grids), tower.device)
         grids.clear()  # another call has other images
     # With gradient checkpointing, transformers makes the tower's patches require gradients
     # (`enable_input_require_grads`), so that frozen blocks would be recomputed and differentiated for nothing
     trains = any(parameter.requires_grad for parameter in tower.parameters())
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        return forward(pixels, *args, **kwargs)
+        return forward(*args, **kwargs)
 
 
 def complete_peft_config(

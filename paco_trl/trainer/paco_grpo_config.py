@@ -19,6 +19,7 @@ from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
+from ..utils.stopping import SIGNALS
 from .refusals import REFUSED_GRPO_FIELDS, check_arguments, cpu_explained, name_checkpointing, refuse_fields
 from .rounds import RoundLayout, lay_out_round, nearest_multiples
 
@@ -59,7 +60,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("norm_penalty",), lambda v: v >= 0, "at least 0: larger velocities cannot be rewarded"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
     (_FRACTIONS, lambda v: 0 <= v <= 1, "a fraction of a round, from 0 to 1"),
-    (("embeddings_dir",), lambda v: v is None or (v and not os.path.isfile(v)), "a directory, or None (CPU memory)"),
+    (("embeddings_dir",), lambda v: v is None or (v and not os.path.isfile(v)), "a directory, or None"),
     (_TRANSFERS, lambda v: v == 0 or v >= 3, "0 (off) or at least 3 (10 for a useful interval of the correlation)"),
 )
 
@@ -204,6 +205,8 @@ class PaCoGRPOConfig(GRPOConfig):
         enable_jit_checkpoint (`bool`, *optional*, defaults to `True`):
             Whether SIGTERM and SIGUSR1 finish the optimizer step, or give up what is generated or evaluated, write a
             checkpoint and end the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
+        jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
+            Names of these signals.
 
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
             Whether training that does not resume deletes the checkpoints and contact sheets of another run in
@@ -221,7 +224,8 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether models of rewards (`model` of a reward or of its `judge`) are in CPU memory except to score a round,
             which then follows its generation.
         embeddings_dir (`str`, *optional*):
-            Directory of encoded prompts and source images, read again by other runs. If `None`, CPU memory.
+            Directory of encoded prompts and source images, which all machines share and other runs read again. If `None`, CPU
+            memory, or with several processes `output_dir/embeddings`.
         vae_tiling (`bool`, *optional*, defaults to `False`):
             Whether the VAE decodes in tiles: less memory at large sizes, slightly different pixels at the seams.
         attention_backend (`str`, *optional*):
@@ -360,6 +364,9 @@ class PaCoGRPOConfig(GRPOConfig):
     enable_jit_checkpoint: bool = field(
         default=True, metadata={"help": "Whether SIGTERM and SIGUSR1 write a checkpoint and end with code 75."}
     )
+    jit_checkpoint_signals: list[str] = field(
+        default_factory=lambda: list(SIGNALS), metadata={"help": "Names of these signals."}
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Whether to delete the checkpoints of another run in `output_dir`."}
     )
@@ -428,8 +435,10 @@ class PaCoGRPOConfig(GRPOConfig):
         self.num_prompts_per_generation = layout.num_prompts
         self.optimizer_steps_per_generation = layout.num_optimizer_steps
         if self.ratio_tolerance is None:
-            # In bf16 two batch sizes may be rounded by different kernels, about as far as the clip range
-            rounds_alike = layout.num_merged == 1 or not self.bf16
+            # In bf16 two batch sizes, quantized weights and compiled graphs may be rounded by different kernels, about as
+            # far as the clip range
+            is_eager = self.quantization is None and not self.compile_repeated_blocks
+            rounds_alike = not self.bf16 or (layout.num_merged == 1 and is_eager)
             self.ratio_tolerance = self.epsilon / 10 if rounds_alike else self.epsilon
         self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of [`PaCoRewardTrainer`]."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from trl import SFTConfig
 
 from ..utils.deepspeed import check_gradient_accumulation
 from ..utils.docstrings import help_from_docstring
+from ..utils.stopping import SIGNALS
 from .first_token_loss import LOSS_VARIANTS
-from .refusals import REFUSED_SFT_FIELDS, check_arguments, cpu_explained, name_checkpointing, refuse_fields
+from .refusals import (
+    INSTEAD_FOR_PAIRS,
+    REFUSED_SFT_FIELDS,
+    check_arguments,
+    cpu_explained,
+    name_checkpointing,
+    refuse_fields,
+)
 
 
 @help_from_docstring
@@ -61,8 +69,10 @@ class PaCoRewardConfig(SFTConfig):
         ddp_find_unused_parameters (`bool`, *optional*, defaults to `False`):
             Whether DDP looks for unused parameters. There are none, since every batch has images.
         enable_jit_checkpoint (`bool`, *optional*, defaults to `True`):
-            Whether SIGTERM and SIGUSR1 finish the optimizer step, or give up what is generated or evaluated, write a
-            checkpoint and end the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
+            Whether SIGTERM and SIGUSR1 finish the optimizer step, or give up an evaluation, write a checkpoint and end
+            the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
+        jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
+            Names of these signals.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.SFTConfig`]: `max_length` (`16384`), `learning_rate`
@@ -87,11 +97,12 @@ class PaCoRewardConfig(SFTConfig):
     dataloader_num_workers: int | None = None
     ddp_find_unused_parameters: bool | None = False
     enable_jit_checkpoint: bool = True
+    jit_checkpoint_signals: list[str] = field(default_factory=lambda: list(SIGNALS))
 
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
-        refuse_fields(self, SFTConfig, REFUSED_SFT_FIELDS)
+        refuse_fields(self, SFTConfig, REFUSED_SFT_FIELDS, INSTEAD_FOR_PAIRS)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         self._check_values()

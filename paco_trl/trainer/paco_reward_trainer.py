@@ -120,6 +120,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     _paper = PAPER
     published_files = JUDGE_ADAPTER
 
+    _is_evaluated_at_end = True
+
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -270,7 +272,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         dataloader = super()._get_dataloader(*args, **kwargs)
         if self.args.enable_jit_checkpoint:
             base = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's own takes it from there
-            base.worker_init_fn = partial(ignore_stop, base.worker_init_fn)
+            base.worker_init_fn = partial(ignore_stop, self.args.jit_checkpoint_signals, base.worker_init_fn)
         return dataloader
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> torch.utils.data.Sampler:

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import math
 import os
+import signal
 import socket
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -57,6 +58,9 @@ _INSTEAD = {
     "fsdp": "DeepSpeed ZeRO-3",
     "fp16": "`bf16`, or float32",
     "data_seed": "`seed`",
+}
+INSTEAD_FOR_PAIRS = {
+    "fsdp": "DeepSpeed ZeRO-3",
     "use_liger_kernel": '`model_init_kwargs={"use_kernels": True}`',
     "loss_type": "`loss_variant` and `first_token_weight`",
 }
@@ -137,7 +141,7 @@ def name_checkpointing(config: TrainingArguments) -> None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
 
 
-def check_arguments(args: TrainingArguments) -> None:
+def check_arguments(args: Any) -> None:
     """Refuse trackers that are not installed, and values that Trainer reads as "none is set" or cannot train with."""
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     # Of these two transformers does not tell
@@ -149,6 +153,11 @@ def check_arguments(args: TrainingArguments) -> None:
     # `not` instead of a reversed comparison: it refuses NaN as well
     if not isinstance(args.learning_rate, int | float) or not 0 <= args.learning_rate < math.inf:
         raise ValueError(f"`learning_rate` is {args.learning_rate!r}; it must be a finite number, at least 0.")
+    for name in args.jit_checkpoint_signals:
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(
+                f"`jit_checkpoint_signals` has {name!r}; it must have names of signals, such as 'SIGUSR2'."
+            )
     # The processes of a restart find the addresses of the first start: https://github.com/pytorch/pytorch/issues/167288,
     # torch 2.15
     environment = os.environ
@@ -156,7 +165,7 @@ def check_arguments(args: TrainingArguments) -> None:
     processes, restarts = (int(environment.get(name, 0)) for name in ("WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
     if is_shared and processes > 1 and restarts > 0:
         logger.warning(
-            "`max_restarts` is set, but processes that the launcher starts again do not find each other as it is set up. "
+            "`max_restarts` is set, but torch tells processes that it starts again the addresses of the first start. "
             "Set the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and `rdzv_backend` to c10d."
         )
     output_dir, kwargs = args.output_dir, getattr(args, "model_init_kwargs", None)

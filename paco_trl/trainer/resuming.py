@@ -30,6 +30,7 @@ class RunCallback(TrainerCallback):
 class ResumesExactly(PushesToHub):
     """Write complete checkpoints, one of them at SIGTERM and SIGUSR1 (`enable_jit_checkpoint`)."""
 
+    _is_evaluated_at_end = False
     _resumed_from: Path | None = None
     _saved_step: int | None = None  # of the last checkpoint of this `train()`
     _restore_rng_state: Callable[[], None] | None = None  # as after the last step of this `train()`
@@ -44,10 +45,12 @@ class ResumesExactly(PushesToHub):
             clear_staging(args.output_dir)
         self._resumed_from, self._saved_step, self._restore_rng_state = checkpoint, None, None
         args.eval_on_start = eval_on_start and checkpoint is None
-        with stop_signals() if args.enable_jit_checkpoint else nullcontext():
+        with stop_signals(args.jit_checkpoint_signals) if args.enable_jit_checkpoint else nullcontext():
             try:
                 yield
             except Stopped as stopped:
+                if not args.enable_jit_checkpoint:
+                    raise
                 folder = self._save_before_stop()
                 if self.accelerator.is_main_process:
                     where = "before the first optimizer step: the same command starts again"
@@ -64,7 +67,8 @@ class ResumesExactly(PushesToHub):
 
     def _begin_run(self) -> None:
         """Make the evaluation of the checkpoint's step if it is missing, before the first step."""
-        defer_stop()  # until here a signal ends the run at once: it has nothing to save
+        if self.args.enable_jit_checkpoint:
+            defer_stop()  # until here a signal ends the run at once: it has nothing to save
         if self._resumed_from is not None and self._is_evaluation_due():
             self._load_rng_state(str(self._resumed_from))
             self._determine_best_metric(self._evaluate(None, None), None)
@@ -78,7 +82,8 @@ class ResumesExactly(PushesToHub):
             return False
         entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
         is_there = any(name.startswith("eval_") for entry in entries for name in entry)
-        return not is_there and (position % period == 0 or state.global_step >= state.max_steps)
+        is_last = self._is_evaluated_at_end and state.global_step >= state.max_steps
+        return not is_there and (position % period == 0 or is_last)
 
     def _evaluate(self, *args, **kwargs):
         """Evaluate in training, which draws the same random numbers as without the evaluation."""

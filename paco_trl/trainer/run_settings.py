@@ -28,7 +28,7 @@ HARMLESS = (
     "log_completions", "plot_curves", "resolution_transfer_prompts", "tail_transfer_prompts",
     # When to evaluate, to save and to push
     "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_baseline", "save_strategy", "save_steps",
-    "save_on_each_node", "enable_jit_checkpoint", "save_total_limit", "load_best_model_at_end", "push_to_hub",
+    "save_on_each_node", "enable_jit_checkpoint", "jit_checkpoint_signals", "save_total_limit", "load_best_model_at_end", "push_to_hub",
     "hub_token", "hub_private_repo", "hub_model_id",
     "hub_strategy", "hub_always_push", "hub_revision",
     # Devices, memory and communication

@@ -111,8 +111,8 @@ class StepStatistics:
             "dropout, for layers that behave differently with gradients, for an adapter that only one of the two uses, for a "
             "compiled replay. In bf16 on an accelerator it can be rounding, above all with a larger "
             "`per_device_rollout_batch_size`, quantized weights or compiled blocks: velocities that differ by "
-            f"{_ROUNDING} (RMS) have the predicted standard deviation of the ratio, whose largest is about three times "
-            "that. Leave these out, or set `ratio_tolerance`."
+            f"{_ROUNDING} (RMS) give the predicted standard deviation of the ratio, and a largest deviation of about three "
+            "times that. Leave these out, or set `ratio_tolerance`."
         )
 
 

@@ -96,7 +96,7 @@ def digest(value: Any) -> str:
 def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[Path | None]:
     """
     Lock a directory against other runs; `what` is written there. Call it in all processes of a run: if there are several,
-    they check that they share it, and get a file in it, which stays after an error.
+    they check that they share it. Gives them a file in it for errors, which stays after one.
     """
     from accelerate import PartialState
     from accelerate.utils import gather_object

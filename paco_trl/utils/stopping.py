@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # "Try again" in sysexits.h: neither an error (1) nor a process that was killed (128 + signal), which has saved nothing
 EXIT_CODE = os.EX_TEMPFAIL  # 75
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = ("SIGTERM", "SIGUSR1")
 # Launchers pass on a signal that the scheduler may have sent to all processes: seconds in which it is the same one
 _REPEATED = 1.0
 
@@ -43,15 +43,17 @@ def _handle(number: int, frame) -> None:
 
 
 @contextmanager
-def stop_signals() -> Iterator[None]:
+def stop_signals(names: Sequence[str] = SIGNALS) -> Iterator[None]:
     """Raise `Stopped` at a signal, or after `defer_stop` where the processes agree; a second one ends the process."""
     global _received, _is_deferred
     if threading.current_thread() is not threading.main_thread():  # Python handles signals there
         yield
         return
-    before = {number: signal.signal(number, _handle) for number in _SIGNALS}
+    before = {signal.Signals[name]: signal.signal(signal.Signals[name], _handle) for name in names}
     try:
         yield
+        if _received:  # after the last exchange
+            raise Stopped(_received)
     finally:
         _received, _is_deferred = 0, False
         for number, handler in before.items():
@@ -69,10 +71,10 @@ def stop_request() -> int:
     return _received if _is_deferred else 0
 
 
-def ignore_stop(initialize: Callable[[int], None] | None, worker: int) -> None:
+def ignore_stop(names: Sequence[str], initialize: Callable[[int], None] | None, worker: int) -> None:
     """Initialize a worker process of a dataloader, which ignores the signals: its training process stops it."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for name in names:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
     if initialize is not None:
         initialize(worker)
 
