@@ -139,7 +139,7 @@ class TestLongRuns:
 
     def test_checkpoints_of_trainer(self):
         saving = inspect.getsource(Trainer._save_checkpoint)
-        # `PaCoBaseTrainer._save_checkpoint` does the same, in its own order
+        # `ResumesExactly._save_checkpoint` does the same, in its own order
         for name in (
             "_save_optimizer_and_scheduler",
             "_save_scaler",
