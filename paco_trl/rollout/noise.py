@@ -17,7 +17,8 @@ def keyed_generator(*key: int) -> torch.Generator:
     """
     Return a CPU generator whose state depends only on the key: its stream is the same for every accelerator.
 
-    The key has integers from 0 to 2**32 - 1, here `(seed, round, prompt, image, step)`. Keys of one length that differ
+    The key has integers from 0 to 2**32 - 1, here `(seed, stream, round, row, generation, step)`: step 0 is the initial
+    latent, step i + 1 the noise of denoising step i. Keys of one length that differ
     anywhere give independent streams. Keys of different lengths may not: [`numpy.random.SeedSequence`] pads short keys
     with zeros. The CPU generator uses 32 bits of a seed: of 100,000 keys about one pair shares its stream.
     """
