@@ -181,8 +181,8 @@ class PaCoGRPOConfig(GRPOConfig):
         ratio_tolerance (`float`, *optional*):
             Largest |ratio - 1| before the first update of a round: above it training stops in the first two rounds, and
             logs a warning later; above `epsilon / 10` it logs a warning, once. If `None`, `epsilon / 10`, or `epsilon`
-            in bf16 with a larger `per_device_rollout_batch_size`. It is 0 in float32 and depends on the kernels in
-            bf16: see the logged `ratio_deviation_on_policy`.
+            in bf16 with a larger `per_device_rollout_batch_size`, `quantization` or `compile_repeated_blocks`. It is 0
+            in float32 and depends on the kernels in bf16: see the logged `ratio_deviation_on_policy`.
         loss_type (`str`, *optional*, defaults to `"grpo"`):
             Loss: `"grpo"`, PPO's clipped objective, `"grpo_guard"`
             ([GRPO-Guard](https://huggingface.co/papers/2510.22319)), with its steps balanced and a ratio on another
