@@ -278,6 +278,7 @@ def test_what_is_under_way_is_cancelled(server, ending):
         assert ending == "error"
     assert time.monotonic() - started < 20
     assert wait_until(lambda: server.at_once == 0)  # the server sees them go
+    endpoint.close()
     assert wait_until(lambda: threading.active_count() <= threads + 1)
 
 
