@@ -107,8 +107,9 @@ except RuntimeError as error:
     sys.exit(f"said: {type(error).__name__}: {error}")
 """
         done = run(["-c", code, rank], config=CPU_DDP, cwd=tmp_path)
-        said = {0: "DistNetworkError", 1: "DistError: Another process"}
-        assert done.stderr.strip().splitlines()[-1].startswith(f"said: {said[rank]}"), done.stderr
+        # The first one has the store: the other may not find it any more
+        said = ("said: DistNetworkError", "said: DistError: Another process")
+        assert done.stderr.strip().splitlines()[-1].startswith(said[rank:]), done.stderr
 
     def test_the_lock_of_pairs_is_left_out_where_nothing_can_be_written(self, monkeypatch, tmp_path):
         (tmp_path / "file").touch()
@@ -179,7 +180,7 @@ class TestLastLines:
         assert run.result(1)["error"] == "ValueError: planted on 1"
         line = last_line(run, 0)
         assert f"Process 1 on {socket.gethostname()} ended the run: ValueError: planted on 1" in line
-        assert f"resume_from_checkpoint True` to resume from '{run.output / 'checkpoint-2'}'" in line
+        assert f"resume_from_checkpoint auto` to resume from '{run.output / 'checkpoint-2'}'" in line
         assert len(list(run.output.glob(".lock-*"))) == 1
         # What it has left disturbs nobody
         resumed = Run(context, tiny_flux, run.output, resume=True, processes=2, **WITHOUT_EVALUATION)

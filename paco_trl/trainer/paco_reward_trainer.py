@@ -120,8 +120,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     _paper = PAPER
     published_files = JUDGE_ADAPTER
 
-    _is_evaluated_at_end = True
-
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,

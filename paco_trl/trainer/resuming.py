@@ -30,7 +30,6 @@ class RunCallback(TrainerCallback):
 class ResumesExactly(PushesToHub):
     """Write complete checkpoints, one of them at SIGTERM and SIGUSR1 (`enable_jit_checkpoint`)."""
 
-    _is_evaluated_at_end = False
     _resumed_from: Path | None = None
     _saved_step: int | None = None  # of the last checkpoint of this `train()`
     _restore_rng_state: Callable[[], None] | None = None  # as after the last step of this `train()`
@@ -82,8 +81,7 @@ class ResumesExactly(PushesToHub):
             return False
         entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
         is_there = any(name.startswith("eval_") for entry in entries for name in entry)
-        is_last = self._is_evaluated_at_end and state.global_step >= state.max_steps
-        return not is_there and (position % period == 0 or is_last)
+        return not is_there and (position % period == 0 or state.global_step >= state.max_steps)
 
     def _evaluate(self, *args, **kwargs):
         """Evaluate in training, which draws the same random numbers as without the evaluation."""
