@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build a tiny CLIP."""
 
-import json
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from .parts import CONFIGS, weights_of
@@ -28,7 +29,7 @@ def build_tiny_clip(folder: str | Path) -> Path:
 
     The weights are larger than CLIP's usual initial ones, with which all texts have nearly the same embedding.
     """
-    tokenizer = _train_tokenizer()
+    tokenizer = train_clip_tokenizer(SENTENCES, vocab_size=600, max_length=TEXT_LENGTH)
     config = CLIPConfig(**CONFIGS["clip"])
     config.text_config.update(token_ids(tokenizer) | {"max_position_embeddings": TEXT_LENGTH})
     with weights_of(seed=0):
@@ -38,20 +39,27 @@ def build_tiny_clip(folder: str | Path) -> Path:
     return Path(folder)
 
 
-def _train_tokenizer() -> CLIPTokenizer:
-    backend = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    trainer = trainers.BpeTrainer(vocab_size=200, end_of_word_suffix="</w>", show_progress=False)
-    backend.train_from_iterator(SENTENCES, trainer)
-    merges = [tuple(merge) for merge in json.loads(backend.to_str())["model"]["merges"]]
-
+def train_clip_tokenizer(sentences: Iterable[str], vocab_size: int, max_length: int) -> CLIPTokenizer:
+    """Train a tokenizer by byte-pair encoding: the same in every call, while `BpeTrainer` breaks ties at random."""
+    counts = Counter(word for sentence in sentences for word in sentence.lower().split())
     # As in CLIP's vocabulary: every byte, every byte at a word's end, the merges, the two special tokens. CLIP would read
     # an unknown character as the end of the text.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, *(byte + "</w>" for byte in alphabet), *(first + second for first, second in merges)]
-    tokens += ["<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(
-        vocab={token: index for index, token in enumerate(tokens)}, merges=merges, model_max_length=TEXT_LENGTH
-    )
+    tokens = dict.fromkeys([*alphabet, *(byte + "</w>" for byte in alphabet)])
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    splits = {word: [*word[:-1], f"{word[-1]}</w>"] for word in counts if word.isascii()}
+    merges = []
+    while len(tokens) < vocab_size - len(special):
+        pairs: Counter = Counter()
+        for word, parts in splits.items():
+            for pair in zip(parts, parts[1:]):  # noqa: B905
+                pairs[pair] += counts[word]
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        tokens["".join(best)] = None
+        for parts in splits.values():
+            for place in range(len(parts) - 2, -1, -1):
+                if (*parts[place : place + 2],) == best:
+                    parts[place : place + 2] = ["".join(best)]
+    vocab = {token: index for index, token in enumerate([*tokens, *special])}
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)
