@@ -302,7 +302,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         self.pipeline.__class__ = _timed_class(type(self.pipeline), self)
         self._time_method(self.policy.scheduler, "step", "rollout: sampler's steps")
         self._time_method(self.accelerator, "backward", "training: backward")
-        self._time_method(self.scorer, "finish", "scoring: waiting for rewards, gathering")
+        self._time_method(self.rewards, "finish", "scoring: waiting for rewards, gathering")
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, CurvesCallback):
                 self._time_method(callback, "on_log", "trainer: curves")

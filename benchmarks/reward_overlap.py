@@ -40,8 +40,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, split_grid, theme_question
 from paco_trl.rewards import ConsistencyReward, ServedJudge
-from paco_trl.rewards.reward_calls import check_reward_functions
-from paco_trl.rewards.scorer import RewardScorer
+from paco_trl.rewards.runner import RewardRunner
 from paco_trl.tiny import build_tiny_flux, build_tiny_qwen2_5_vl
 from paco_trl.trainer.rounds import RoundBuffer
 
@@ -158,29 +157,28 @@ class OverlapTrainer(PaCoGRPOTrainer):
     def __init__(self, plan: list[tuple[str, float]], server: Server, judge: ServedJudge, **kwargs):
         super().__init__(reward_funcs=instant_reward, **kwargs)
         self.plan, self.server, self.judge, self.rounds = plan, server, judge, []
-        self.rewards.names = self.reward_func_names = ["consistency"]
         rewards = {
             "instant": instant_reward,
             "served": ConsistencyReward(judge),
             "blocking": BlockingReward(judge),
         }
-        self.scorers = {}
+        self.runners = {}
         for kind, reward in rewards.items():
-            (function,), *_ = check_reward_functions([reward])
-            self.scorers[kind] = RewardScorer([function], self.accelerator)
-            self.scorers[kind].add = self._recorded(self.scorers[kind].add)
+            self.runners[kind] = RewardRunner(reward).prepare(self.accelerator)
+            self.runners[kind].names = self.reward_func_names = ["consistency"]
+            self.runners[kind].add = self._recorded(self.runners[kind].add)
         self._micro_batch_seconds = 0.0
 
     def _recorded(self, add):
-        def recorded(rows, images, state):
+        def recorded(numbers, rows, images, state):
             self.drawn.append((rows, images))
-            add(rows, images, state)
+            add(numbers, rows, images, state)
 
         return recorded
 
     def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         kind, multiple = self.plan[round_index]
-        self.scorer, self.drawn = self.scorers[kind], []
+        self.rewards, self.drawn = self.runners[kind], []
         latency = multiple * self._micro_batch_seconds
         self.server.restart_count(latency)
         before = clocks()

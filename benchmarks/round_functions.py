@@ -56,7 +56,7 @@ def count(folder: Path) -> dict[str, list[str]]:
     def counted(*inputs, **kwargs):
         start = next(starts)
         if start == 4:  # the second round begins
-            trainer.scorer._executor = ThreadPoolExecutor(max_workers=1)  # a thread is profiled from its start
+            trainer.rewards._executor = ThreadPoolExecutor(max_workers=1)  # a thread is profiled from its start
             threading.setprofile(profile)
             sys.setprofile(profile)
         elif start == 8:

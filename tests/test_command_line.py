@@ -24,7 +24,7 @@ from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
-from paco_trl.rewards.reward_calls import RewardError
+from paco_trl.rewards.runner import RewardError
 
 
 @dataclass

@@ -295,8 +295,8 @@ def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatc
         max_steps=1,
     )
     seen = {}
-    finish, normalize = trainer.scorer.finish, paco_grpo_trainer.group_advantages
-    monkeypatch.setattr(trainer.scorer, "finish", lambda *args: seen.setdefault("scores", finish(*args)))
+    finish, normalize = trainer.rewards.finish, paco_grpo_trainer.group_advantages
+    monkeypatch.setattr(trainer.rewards, "finish", lambda *args: seen.setdefault("scores", finish(*args)))
 
     def keep_advantages(*args):
         found = normalize(*args)

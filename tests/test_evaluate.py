@@ -308,7 +308,7 @@ class TestHybridInference:
         trainer.evaluate()
         expected = watch.take()[3:]
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.evaluator.scorer, "finish", lambda *args: 1 / 0)
+            patch.setattr(trainer.evaluator.rewards, "finish", lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 trainer.evaluate()
         watch.take()

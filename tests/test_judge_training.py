@@ -18,7 +18,7 @@ from judge_server import JudgeServer, LoopClock
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair, theme_question
 from paco_trl.rewards import ConsistencyReward, redness_reward
-from paco_trl.rewards.reward_calls import RewardError
+from paco_trl.rewards.runner import RewardError
 
 
 ROOT = Path(__file__).parent.parent

@@ -31,7 +31,7 @@ from paco_trl.rewards import cached_judge as cached_judge_module
 from paco_trl.rewards.cached_judge import CachedJudge, image_digest
 from paco_trl.rewards.consistency import chosen_pairs, criteria_weights
 from paco_trl.rewards.judge import NO_SCORE
-from paco_trl.rewards.reward_calls import check_reward_functions
+from paco_trl.rewards.runner import RewardRunner
 from paco_trl.tiny.clip import build_tiny_clip
 
 
@@ -301,9 +301,9 @@ class TestServed:
         by_judge = reward_class(served_judge)
         inner = reward_class(judge)
         for reward, is_async in ((by_url, True), (by_judge, True), (inner, False)):
-            ((checked,), names) = check_reward_functions(reward)
-            assert is_async_callable(checked) is is_async and type(reward) is reward_class
-            assert names == [reward_class.__dict__["__name__"]]
+            rewards = RewardRunner(reward)
+            assert rewards.is_async == [is_async] and type(reward) is reward_class
+            assert rewards.names == [reward_class.__dict__["__name__"]]
         by_url.judge.close()
 
     def test_same_rewards_as_in_the_process(self, tiny_judge):

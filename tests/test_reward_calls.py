@@ -13,11 +13,9 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from torch import nn
-from trl.trainer.utils import is_async_callable
 
 from paco_trl.rewards import redness_reward
-from paco_trl.rewards.reward_calls import RewardError, check_columns, check_required, check_reward_functions
-from paco_trl.rewards.scorer import RewardScorer
+from paco_trl.rewards.runner import RewardError, RewardRunner, check_columns, check_required
 
 
 PROMPTS = ["a", "b", "c"]
@@ -25,10 +23,10 @@ IMAGES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue", "black")]
 
 
 def call(function, **columns):
-    """Calls a checked reward as the trainer does, sync or async."""
-    (checked,), _ = check_reward_functions(function)
-    result = checked(prompts=PROMPTS, completions=IMAGES, **columns)
-    return asyncio.run(result) if is_async_callable(checked) else result
+    """Calls a reward as the trainer does, sync or async."""
+    rewards = RewardRunner(function)
+    result = rewards.call(0, prompts=PROMPTS, completions=IMAGES, **columns)
+    return asyncio.run(result) if rewards.is_async[0] else result
 
 
 def returning(values, is_async):
@@ -98,28 +96,22 @@ class TestReturnedValues:
 
 class TestFunctions:
     def test_a_single_function_and_a_list(self):
-        functions, names = check_reward_functions(redness_reward)
-        assert names == ["redness_reward"] and len(functions) == 1
-        functions, names = check_reward_functions([redness_reward, returning([0.0] * 3, False)])
-        assert names == ["redness_reward", "tasty"]
-        assert functions[0](prompts=PROMPTS, completions=IMAGES) == redness_reward(PROMPTS, IMAGES)
-        assert functions[1](prompts=PROMPTS, completions=IMAGES) == [0.0] * 3
-
-    def test_async_stays_async(self, is_async):
-        (checked,), _ = check_reward_functions(returning([0.0] * 3, is_async))
-        assert is_async_callable(checked) is is_async
-        assert checked.__name__ == "tasty"
+        rewards = RewardRunner(redness_reward)
+        assert rewards.names == ["redness_reward"] and rewards.functions == [redness_reward]
+        tasty = returning([0.0] * 3, False)
+        rewards = RewardRunner([redness_reward, tasty])
+        assert rewards.names == ["redness_reward", "tasty"] and rewards.functions == [redness_reward, tasty]
 
     def test_empty_list(self):
         with pytest.raises(ValueError, match="`reward_funcs` is empty"):
-            check_reward_functions([])
+            RewardRunner([])
 
     def test_duplicate_names(self):
         with pytest.raises(ValueError, match="2 rewards are named 'tasty'.*`rewards/tasty/mean`.*`__name__`"):
-            check_reward_functions([returning([], False), redness_reward, returning([], True)])
+            RewardRunner([returning([], False), redness_reward, returning([], True)])
         other = returning([], False)
         other.__name__ = "tastier"
-        assert check_reward_functions([returning([], False), other])[1] == ["tasty", "tastier"]
+        assert RewardRunner([returning([], False), other]).names == ["tasty", "tastier"]
 
     @pytest.mark.parametrize(
         "wrong",
@@ -128,7 +120,7 @@ class TestFunctions:
     )
     def test_other_callables_are_refused(self, wrong):
         with pytest.raises(TypeError, match="A reward must be a callable"):
-            check_reward_functions([redness_reward, wrong])
+            RewardRunner([redness_reward, wrong])
 
     def test_a_reward_that_does_not_take_every_column(self):
         def narrow(prompts, completions, rows):
@@ -140,12 +132,10 @@ class TestFunctions:
 
         for wrong, name in ((narrow, "narrow"), (Narrow(), "Narrow"), (functools.partial(narrow, rows=1), "narrow")):
             with pytest.raises(ValueError, match=rf"The reward '{name}' has no `\*\*kwargs`.*Add"):
-                check_reward_functions([redness_reward, wrong])
+                RewardRunner([redness_reward, wrong])
 
     def test_a_callable_object_has_the_name_it_gives_itself(self):
         class Judge:
-            """Judges."""
-
             def __init__(self, name=None):
                 if name is not None:
                     self.__name__ = name
@@ -156,29 +146,27 @@ class TestFunctions:
                 return [1.0, 2.0, math.nan] if self.calls > 1 else [1.0, 2.0, 3.0]
 
         judge = Judge("judge_a")
-        functions, names = check_reward_functions([judge, Judge("judge_b"), Judge()])
-        assert names == ["judge_a", "judge_b", "Judge"]
-        assert functions[0](prompts=PROMPTS, completions=IMAGES) == [1.0, 2.0, 3.0] and judge.calls == 1
+        rewards = RewardRunner([judge, Judge("judge_b"), Judge()])
+        assert rewards.names == ["judge_a", "judge_b", "Judge"]
+        assert rewards.call(0, prompts=PROMPTS, completions=IMAGES) == [1.0, 2.0, 3.0] and judge.calls == 1
         with pytest.raises(RewardError, match="'judge_a' returned nan for image 2"):
-            functions[0](prompts=PROMPTS, completions=IMAGES)
-        assert functions[0].__doc__ == "Judges."
+            rewards.call(0, prompts=PROMPTS, completions=IMAGES)
 
     def test_an_async_callable_object(self):
         class Remote:
             async def __call__(self, prompts, completions, **columns):
                 return [0.0, 1.0, None]
 
-        (checked,), names = check_reward_functions(Remote())
-        assert names == ["Remote"] and is_async_callable(checked)
+        assert RewardRunner(Remote()).names == ["Remote"]
         assert call(Remote()) == [0.0, 1.0, None]
 
     def test_a_partial_has_the_name_of_its_function(self):
         def scaled(prompts, completions, factor, **columns):
             return [factor] * len(completions)
 
-        (checked,), names = check_reward_functions(functools.partial(scaled, factor=2.0))
-        assert names == ["scaled"] == [checked.__name__]
-        assert checked(prompts=PROMPTS, completions=IMAGES) == [2.0] * 3
+        rewards = RewardRunner(functools.partial(scaled, factor=2.0))
+        assert rewards.names == ["scaled"]
+        assert rewards.call(0, prompts=PROMPTS, completions=IMAGES) == [2.0] * 3
 
 
 class TestRequired:
@@ -246,7 +234,7 @@ def test_async_rewards_run_on_the_device_of_their_process(monkeypatch):
         return [1.0] * len(prompts)
 
     for name in ("cpu", "cuda:1"):
-        scorer = RewardScorer([reward], SimpleNamespace(device=torch.device(name)))
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), scorer._loop).result(5)  # after what the loop has to do
+        rewards = RewardRunner([reward]).prepare(SimpleNamespace(device=torch.device(name)))
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), rewards._loop).result(5)  # after what the loop has to do
     ((thread, device),) = selected
     assert device == torch.device("cuda:1") and thread is not threading.main_thread()

@@ -18,7 +18,7 @@ from torch import nn
 
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
-from paco_trl.rewards.reward_set import RewardSet
+from paco_trl.rewards.runner import RewardRunner
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.trainer.refusals import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, compared_settings, run_identity
@@ -38,7 +38,7 @@ class TestSettings:
 
         def settings(**changes):
             args = Mine(str(tmp_path), **SETTINGS, **changes)
-            rewards = RewardSet(redness_reward)
+            rewards = RewardRunner(redness_reward)
             return json.loads(json.dumps(adjustable_settings(args, rewards, rewards)))
 
         plain, layer = settings(), nn.Linear(2, 2)
@@ -161,10 +161,10 @@ class TestBaseline:
         trainer = make_trainer(reward_funcs=ConsistencyReward(judges[0]), eval_dataset=prompts.select(range(2)))
         evaluator, rows = trainer.evaluator, trainer.evaluator.rows_of(trainer.eval_dataset)
         keys = [evaluator.baseline_key(rows)]
-        evaluator.rewards = RewardSet(ConsistencyReward(judges[0]))
+        evaluator.rewards = RewardRunner(ConsistencyReward(judges[0]))
         assert evaluator.baseline_key(rows) == keys[0]
         for judge, options in ((judges[1], {}), (judges[0], {"question": "criteria"})):
-            evaluator.rewards = RewardSet(ConsistencyReward(judge, **options))
+            evaluator.rewards = RewardRunner(ConsistencyReward(judge, **options))
             assert evaluator.rewards.names == ["consistency"]
             keys.append(evaluator.baseline_key(rows))
         for name, value in (("model_init_kwargs", {"revision": "v2"}), ("quantization", "int8"), ("tf32", True)):

@@ -16,9 +16,7 @@ from diffusers import AutoencoderKL, FluxPipeline
 from torch import nn
 
 from paco_trl.rewards import ConsistencyReward, EditReward, panel_similarity_reward, redness_reward
-from paco_trl.rewards.reward_calls import RewardError
-from paco_trl.rewards.reward_set import RewardSet
-from paco_trl.rewards.scorer import IMAGES_PER_CALL
+from paco_trl.rewards.runner import IMAGES_PER_CALL, RewardError, offloadable_models
 
 
 # 8 prompts x 4 images in micro-batches of 4: two calls of 16, the first of them after half of the drawing
@@ -73,7 +71,7 @@ def watch_drawing(trainer, wait_before=None) -> list[tuple[float, float, list]]:
 
 def watch_finish(trainer) -> list[float]:
     """A list that gets the time at which the waiting for rewards begins, and that at which it ends."""
-    times, finish = [], trainer.scorer.finish
+    times, finish = [], trainer.rewards.finish
 
     def timed(*args, **kwargs):
         times.append(time.perf_counter())
@@ -81,7 +79,7 @@ def watch_finish(trainer) -> list[float]:
         times.append(time.perf_counter())
         return scores
 
-    trainer.scorer.finish = timed
+    trainer.rewards.finish = timed
     return times
 
 
@@ -227,7 +225,7 @@ class TestBesideTheDrawing:
 
         def wait_before(number):
             if broken and number >= 5:  # the call with the first four is known to have failed
-                wait_until(lambda: trainer.scorer._calls[0].values.done())
+                wait_until(lambda: trainer.rewards._calls[0].values.done())
 
         drawn = watch_drawing(trainer, wait_before)
         with pytest.raises(RuntimeError, match="The reward 'breaks' raised OSError: the judge is gone"):
@@ -345,6 +343,52 @@ class TestBesideTheDrawing:
         make_trainer(reward_funcs=checks, train_dataset=dataset, **TWO_CALLS).train()
         assert len(seen) == 32
         assert all(prompts[number]["prompt"] == prompt for prompt, number in seen)
+
+
+class TestGroups:
+    """Rewards that compare the images of a prompt: they ask for `num_generations`."""
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_a_call_has_all_images_of_a_prompt(self, make_trainer, is_async):
+        calls = []
+
+        def rank(prompts, completions, num_generations, log_extra, panel_images, **kwargs):
+            calls.append((prompts, completions))
+            values = redness_reward(prompts, completions)
+            log_extra("redness", values)
+            return [sum(value > other for other in values) / (num_generations - 1) for value in values]
+
+        async def rank_later(**kwargs):
+            return rank(**kwargs)
+
+        async def with_signature(prompts, completions, num_generations, **kwargs):
+            return await rank_later(
+                prompts=prompts, completions=completions, num_generations=num_generations, **kwargs
+            )
+
+        reward = with_signature if is_async else rank
+        # Micro-batches of 2: no call is a batch of generation
+        trainer = make_trainer(reward_funcs=[reward, redness_reward], per_device_train_batch_size=2, max_steps=1)
+        finish, seen = trainer.rewards.finish, []
+        trainer.rewards.finish = lambda state: seen.append(finish(state)) or seen[-1]
+        trainer.train()
+        assert len(calls) == 4 and all(len(set(prompts)) == 1 and len(prompts) == 4 for prompts, _ in calls)
+        assert len({prompts[0] for prompts, _ in calls}) == 4
+        (scores,) = seen
+        ranks, redness = scores.rewards.view(4, 4, 2).unbind(-1)
+        assert scores.extra["redness"] == pytest.approx(redness.flatten().tolist())
+        expected = (redness.unsqueeze(2) > redness.unsqueeze(1)).sum(dim=2) / 3
+        assert torch.equal(ranks, expected.float()) and expected.std() > 0
+
+    def test_other_rewards_see_batches(self, make_trainer):
+        sizes = []
+
+        def plain(completions, **kwargs):
+            sizes.append((len(completions), kwargs["num_generations"]))
+            return redness_reward(None, completions)
+
+        make_trainer(reward_funcs=plain, max_steps=1).train()
+        assert sizes == [(16, 4)]
 
 
 class TestCeilings:
@@ -482,14 +526,14 @@ class TestMemory:
         elsewhere.model.to("meta")
         judged = [ConsistencyReward(judge), EditReward(judge)]
         own = WithModel()
-        assert RewardSet([*judged, redness_reward]).offload(cpu) == [judge.model]  # once
-        assert RewardSet(own).offload(torch.device("meta")) == [own.model]
+        assert offloadable_models([*judged, redness_reward], cpu) == [judge.model]  # once
+        assert offloadable_models([own], torch.device("meta")) == [own.model]
 
         async def waits(prompts, completions, **kwargs):
             return [0.0] * len(completions)
 
         waits.model = own.model  # scores while others are generated
-        assert RewardSet([elsewhere, waits, redness_reward]).offload(cpu) == []
+        assert offloadable_models([elsewhere, waits, redness_reward], cpu) == []
         assert {weight.device.type for weight in elsewhere.model.parameters()} == {"meta"}
         with pytest.raises(ValueError, match="`offload_rewards=True` moves the `model` of each reward.* on cpu"):
             make_trainer(reward_funcs=[waits, redness_reward], offload_rewards=True)

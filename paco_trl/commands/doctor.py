@@ -35,7 +35,7 @@ from ..data import split_grid
 from ..data.texts import describe_repeated
 from ..hub.account import check_base_model, check_repository
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
-from ..rewards.reward_calls import check_required, check_reward_functions, check_reward_weights
+from ..rewards.runner import RewardRunner
 from ..rollout.loading import load_lora
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
@@ -92,7 +92,7 @@ class DoctorState:
     eval_dataset: Dataset | None = None
     reward_funcs: list[Callable] | None = None
     eval_reward_funcs: list[Callable] | None = None
-    rewards: dict[str, Callable] = field(default_factory=dict)
+    rewards: dict[str, tuple[RewardRunner, int]] = field(default_factory=dict)
     trainer: PaCoGRPOTrainer = _MISSING
     generator: SampleGenerator = _MISSING
     images: list[Image.Image] = field(default_factory=list)
@@ -271,21 +271,19 @@ def check_rewards_load(state: DoctorState) -> Row:
     """Check the rewards and their weights, before a model is loaded."""
     script_args, args = state.script_args, state.args
     functions = load_rewards(script_args)
-    checked, names = check_reward_functions(functions)
-    weights = check_reward_weights(args.reward_weights, names, args.multi_objective_aggregation)
-    check_required(args.reward_required, names, weights)
+    rewards = RewardRunner(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
     state.reward_funcs = functions
-    state.rewards = {f"reward {name}": function for name, function in zip(names, checked, strict=True)}
-    described = [f"{name} (weight {weight:g})" for name, weight in zip(names, weights.tolist(), strict=True)]
+    state.rewards = {f"reward {name}": (rewards, index) for index, name in enumerate(rewards.names)}
+    described = [f"{name} (weight {w:g})" for name, w in zip(rewards.names, rewards.weights.tolist(), strict=True)]
     finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
     eval_functions = load_eval_rewards(script_args, functions)
     if eval_functions is not None:
-        checked, names = check_reward_functions(eval_functions)
+        rewards = RewardRunner(eval_functions)
         state.eval_reward_funcs = eval_functions
-        for name, function, check in zip(names, eval_functions, checked, strict=True):
-            if not any(function is other for other in functions):  # shared ones are checked once
-                state.rewards[f"evaluation reward {name}"] = check
-        finding += f" Evaluation: {', '.join(names)}."
+        for index, name in enumerate(rewards.names):
+            if not any(rewards.functions[index] is other for other in functions):  # shared ones are checked once
+                state.rewards[f"evaluation reward {name}"] = (rewards, index)
+        finding += f" Evaluation: {', '.join(rewards.names)}."
     return Row(OK, finding)
 
 
@@ -554,15 +552,16 @@ def check_reward_values(state: DoctorState) -> list[Row]:
         "prompts": [row["prompt"]] * len(images),
         "completions": images,
         "completion_ids": None,
+        "num_generations": len(images),
         "panel_images": [split_grid(image, row["rows"], row["cols"]) for image in images],
         "trainer_state": state.trainer.state,
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
     }
     rows = []
-    for title, function in state.rewards.items():
+    for title, (rewards, index) in state.rewards.items():
         try:
-            values = function(**arguments)
+            values = rewards.call(index, **arguments)
             if inspect.isawaitable(values):
                 values = asyncio.run(_awaited(values))
         except Exception as error:

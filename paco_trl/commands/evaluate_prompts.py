@@ -18,7 +18,7 @@ from ..checkpointing.checkpoints import checkpoints_of, read_run
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.loading import adapter_weights_digest
 from ..image_benchmarks.own_prompts import image_files, own_results, score_images
-from ..rewards.reward_set import RewardSet
+from ..rewards.runner import RewardRunner, offloadable_models
 from ..rollout import family_of
 from ..rollout.loading import check_peft_config, load_pipeline, make_policy
 from ..rollout.noise import STREAMS
@@ -58,11 +58,11 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
     settings["prompts"] = digest(json.dumps([rows.content(number) for number in range(len(rows))], default=str))
     check_judged(script_args, dataset)
-    rewards = RewardSet(load_rewards(script_args))
+    rewards = RewardRunner(load_rewards(script_args))
     rewards.check_dataset(dataset, "the dataset")
 
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if args.bf16 else "no")
-    models = rewards.offload(accelerator.device)
+    models = offloadable_models(rewards.functions, accelerator.device)
     output_dir = Path(args.output_dir)
     systems: list[dict[str, Any]] = []
     shown = {name: value for name, value in settings.items() if name != "prompts"}

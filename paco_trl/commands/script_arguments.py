@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
-from ..rewards.reward_calls import check_columns
+from ..rewards.runner import check_columns
 from ..rollout.loading import check_config, read_peft_config
 from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 

@@ -4,6 +4,7 @@
 import asyncio
 import hashlib
 import inspect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from .t2is_comparison import PACKAGES, metric_row, paired_cells
 
 
 if TYPE_CHECKING:
-    from ..rewards.reward_set import RewardSet
+    from ..rewards.runner import RewardRunner
     from ..rollout.prompt_rows import PromptRows
 
 
@@ -31,7 +32,7 @@ def image_files(folder: Path, num_prompts: int, num_generations: int) -> dict[Pl
 
 
 def score_images(
-    rewards: "RewardSet", rows: "PromptRows", files: Mapping[Place, Path], folder: Path
+    rewards: "RewardRunner", rows: "PromptRows", files: Mapping[Place, Path], folder: Path
 ) -> dict[str, dict[Unit, float]]:
     """Score the images of a system with each reward, NaN where one gives none; the next run asks about it again."""
     import torch
@@ -40,20 +41,24 @@ def score_images(
     from transformers import TrainerState
 
     from ..data import split_grid
-    from ..rewards.scorer import IMAGES_PER_CALL
+    from ..rewards.runner import IMAGES_PER_CALL
 
     places = {f"{row}/{image}": (row, image) for row, image in files}
     digests = {key: hashlib.sha256(files[place].read_bytes()).hexdigest() for key, place in places.items()}
     values: dict[str, dict[Unit, float]] = {}
-    for name, call in zip(rewards.names, rewards.functions, strict=True):
+    for index, name in enumerate(rewards.names):
         with (
             ScoreStore(folder, name, rewards.descriptions[name], digests, rescore_changed=True) as store,
             asyncio.Runner() as runner,
             torch.no_grad(),
             tqdm(total=len(store.pending), desc=f"Scoring {name}", disable=not store.is_main_process) as progress,
         ):
-            for start in range(0, len(store.pending), IMAGES_PER_CALL):
-                keys = store.pending[start : start + IMAGES_PER_CALL]
+            pending = set(store.pending)
+            batches = [store.pending[i : i + IMAGES_PER_CALL] for i in range(0, len(pending), IMAGES_PER_CALL)]
+            if rewards.compares_group[index]:  # all images of a prompt
+                batches = [list(keys) for _, keys in itertools.groupby(places, key=lambda key: places[key][0])]
+                batches = [keys for keys in batches if not pending.isdisjoint(keys)]
+            for keys in batches:
                 batch = []
                 for key in keys:
                     row = rows.row(places[key][0])
@@ -61,17 +66,19 @@ def score_images(
                         panels = split_grid(image.convert("RGB"), row["rows"], row["cols"])
                         batch.append({**row, "completions": image.convert("RGB"), "panel_images": panels})
                 columns = {each: [row[each] for row in batch] for each in batch[0] if each != "prompt"}
-                scores = call(
-                    prompts=[row["prompt"] for row in batch], completion_ids=None, trainer_state=TrainerState(),
+                scores = rewards.call(
+                    index, prompts=[row["prompt"] for row in batch], completion_ids=None, trainer_state=TrainerState(),
+                    num_generations=len(places) // len({row for row, _ in files}),
                     log_extra=lambda *_: None, log_metric=lambda *_: None, **columns,
                 )  # fmt: skip
                 scores = runner.run(scores) if inspect.iscoroutine(scores) else scores
                 records = [
                     {"key": key, "digest": digests[key], "score": None if score is None else float(score)}
                     for key, score in zip(keys, scores, strict=True)
+                    if key in pending
                 ]
                 store.append(*[record | {"incomplete": record["score"] is None} for record in records])
-                progress.update(len(keys))
+                progress.update(len(records))
             found = {key: record["score"] for key, record in store.finish().items()}
         values[name] = {places[key]: math.nan if score is None else score for key, score in found.items()}
     return values

@@ -44,10 +44,14 @@ def coefficient_of_variation(rewards: torch.Tensor) -> list[float | None]:
     return [std / mean if mean > 0 else None for mean, std in zip(means.tolist(), stds.tolist(), strict=True)]
 
 
-def choose_tamed(h: list[float | None], used: list[bool], threshold: float | str) -> tuple[float, list[bool]]:
-    """Return the threshold of h_k as a number, and whether each used reward exceeds it."""
-    limit = _resolve_threshold(threshold, [h_k for h_k, u in zip(h, used, strict=True) if u])
-    return limit, [u and h_k is not None and h_k > limit for h_k, u in zip(h, used, strict=True)]
+def taming_threshold(h: list[float | None], threshold: float | str) -> float:
+    """Return the threshold of h_k, delta, as a number: `"mean"` is the mean of those that are defined."""
+    if threshold == "mean":
+        defined = [h_k for h_k in h if h_k is not None]
+        return statistics.mean(defined) if defined else math.inf
+    if isinstance(threshold, str) or not threshold >= 0:
+        raise ValueError(f"`threshold` is {threshold!r}, but must be a number >= 0 or 'mean'.")
+    return float(threshold)
 
 
 def log_tame(rewards: torch.Tensor, tamed: Sequence[bool]) -> torch.Tensor:
@@ -112,6 +116,7 @@ def aggregate_rewards(
     threshold: float | str = 0.2,
     num_generations: int | None = None,
     required: Sequence[bool] | None = None,
+    tamable: Sequence[bool] | None = None,
 ) -> tuple[torch.Tensor, AggregationDetails]:
     """
     Aggregate K rewards into one, before the advantage.
@@ -146,6 +151,8 @@ def aggregate_rewards(
         required (`Sequence[bool]` of length K, *optional*):
             Whether each reward is required. A group in which an optional one is missing is compared without it. If
             `None`, all are.
+        tamable (`Sequence[bool]` of length K, *optional*):
+            Whether `"log_tamed"` may tame each reward. If `None`, all, and all must be > -1.
 
     Returns:
         `tuple[torch.Tensor, AggregationDetails]`: the aggregate of shape `(N,)`, and the details.
@@ -200,23 +207,23 @@ def aggregate_rewards(
         )
 
     used = weights != 0  # (K,)
-    h = coefficient_of_variation(rewards)
-    limit, above = choose_tamed(h, used.tolist(), threshold)
-    tamed = [False] * len(h)
+    h, tamed = coefficient_of_variation(rewards), [False] * len(weights)
+    limit = taming_threshold([h_k for h_k, is_used in zip(h, used.tolist(), strict=True) if is_used], threshold)
 
     if method == "normalize_then_sum":
         rewards = normalize_in_groups(rewards, cast(int, num_generations))
     elif method == "rank_then_sum":
         rewards = win_rates(rewards, cast(int, num_generations))
     elif method == "log_tamed":
+        candidates = used if tamable is None else used & torch.tensor(tamable, device=rewards.device)  # (K,)
         # Refused whether or not h_k exceeds the threshold: an error in the first round, not in a later one
         _refuse_where(
-            (rewards <= -1) & used,
+            (rewards <= -1) & candidates,
             rewards,
             "must be greater than -1 for `method='log_tamed'`, because log(1 + R) does not exist there. Shift or "
             "rescale the reward (to [0, 1], for example), or use another method.",
         )
-        tamed = above
+        tamed = [can and h_k is not None and h_k > limit for can, h_k in zip(candidates.tolist(), h, strict=True)]
         rewards = log_tame(rewards, tamed)
     elif method == "geometric_mean":
         if (weights < 0).any():
@@ -233,18 +240,9 @@ def aggregate_rewards(
     if optional.any():
         rewards = without_gaps(rewards, optional, cast(int, num_generations), neutral=1.0 if is_product else 0.0)
     # Without columns of weight 0: 0 * NaN is NaN
-    combine = weighted_geometric_mean if is_product else weighted_sum
-    aggregate = combine(rewards[:, used], weights[used])  # (N,)
+    rewards, weights = rewards[:, used], weights[used]
+    aggregate = (weighted_geometric_mean if is_product else weighted_sum)(rewards, weights)  # (N,)
     return aggregate, AggregationDetails(coefficient_of_variation=h, tamed=tamed, threshold=limit, share=share)
-
-
-def _resolve_threshold(threshold: float | str, h: list[float | None]) -> float:
-    defined = [h_k for h_k in h if h_k is not None]
-    if threshold == "mean":
-        return statistics.mean(defined) if defined else math.inf
-    if isinstance(threshold, str) or not threshold >= 0:
-        raise ValueError(f"`threshold` is {threshold!r}, but must be a number >= 0 or 'mean'.")
-    return float(threshold)
 
 
 def _refuse_where(wrong: torch.Tensor, rewards: torch.Tensor, reason: str) -> None:

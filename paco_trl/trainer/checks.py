@@ -10,7 +10,7 @@ from torch import nn
 
 from ..data.columns import check_is_dataset
 from ..data.texts import describe_repeated
-from ..rewards.reward_set import RewardSet
+from ..rewards.runner import RewardRunner, offloadable_models
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.generation import check_call
@@ -22,7 +22,7 @@ from .starting import check_best_metric
 logger = get_logger(__name__)
 
 
-def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardSet) -> PromptRows:
+def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardRunner) -> PromptRows:
     """Read the training prompts, and check that they fill a round and fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
     rows, layout = PromptRows(dataset, args, "the dataset"), args.round_layout
@@ -39,7 +39,7 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardS
 
 
 def check_eval_datasets(
-    eval_dataset: Dataset | dict[str, Dataset] | None, args: PaCoGRPOConfig, rewards: RewardSet
+    eval_dataset: Dataset | dict[str, Dataset] | None, args: PaCoGRPOConfig, rewards: RewardRunner
 ) -> list[PromptRows]:
     """Read the evaluation prompts, and check them against the evaluation settings."""
     datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
@@ -127,10 +127,12 @@ def describe_seams(vae: Any, rows: PromptRows) -> str | None:
     )
 
 
-def offload_models(args: PaCoGRPOConfig, *reward_sets: RewardSet) -> list[list[nn.Module]]:
-    """Move the models of each set to the CPU with `offload_rewards`, and return them; refuse it if there are none."""
-    models = [rewards.offload(args.device) if args.offload_rewards else [] for rewards in reward_sets]
-    if args.offload_rewards and not any(models):
+def offload_models(args: PaCoGRPOConfig, *runners: RewardRunner) -> dict[RewardRunner, list[nn.Module]]:
+    """Move the models of rewards to the CPU with `offload_rewards`, and return them; refuse it if there are none."""
+    models = {
+        each: offloadable_models(each.functions, args.device) if args.offload_rewards else [] for each in runners
+    }
+    if args.offload_rewards and not any(models.values()):
         raise ValueError(
             "`offload_rewards=True` moves the `model` of each reward, or of its `judge`, but none is a `torch.nn.Module` "
             f"on the CPU or on {args.device}. Unset it, or give your reward this attribute."

@@ -26,8 +26,7 @@ from ..data.columns import check_is_dataset
 from ..evaluation import bootstrap_interval, grid_artifact_score
 from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
 from ..plots.scored_sheets import ScoredImages
-from ..rewards.reward_set import RewardSet
-from ..rewards.scorer import RewardScorer
+from ..rewards.runner import RewardRunner
 from ..rollout import SDESettings, hybrid_inference
 from ..rollout.noise import STREAMS
 from ..rollout.prompt_rows import PromptRows
@@ -56,13 +55,12 @@ class Evaluator:
     def __init__(
         self,
         sampler: RolloutSampler,
-        rewards: RewardSet,
-        scorer: RewardScorer,
+        rewards: RewardRunner,
         args: PaCoGRPOConfig,
         rows: Sequence[PromptRows] = (),
         identity: dict[str, Any] | None = None,
     ):
-        self.sampler, self.rewards, self.scorer, self.args = sampler, rewards, scorer, args
+        self.sampler, self.rewards, self.args = sampler, rewards, args
         self.base_model = {name: (identity or {}).get(name) for name in ("base_model", "quantization")}
         self._rows = list(rows)
         self._baselines: dict[str, Evaluation] = {}
@@ -114,7 +112,7 @@ class Evaluator:
         processes = accelerator.num_processes
         padded = (np.arange(-(-len(batches) // processes) * processes) % len(batches)).reshape(-1, processes)
         artifacts, pictures = [], []
-        self.scorer.start()
+        self.rewards.start(generations)
         with sampler.ready():
             is_hidden = args.disable_tqdm or not accelerator.is_main_process
             mine = padded[:, accelerator.process_index].tolist()
@@ -127,13 +125,13 @@ class Evaluator:
                 inputs = (fetched, of_batch, keys, sizes[of_batch[0]], num_steps)
                 generated, _ = sampler.generate(*inputs, sde=sde, callback_on_step_end=callback)
                 read = [fetched.read(number) for number in of_batch]
-                self.scorer.add(read, generated, state)
+                self.rewards.add(images, read, generated, state)
                 for image, row, picture in zip(images, read, generated, strict=True):
                     artifacts.append(_grid_artifact(picture, period, row))
                     if image // generations < MAX_PROMPTS and image % generations < MAX_IMAGES:
                         pictures.append((image, thumbnail(picture)))
         order = np.array([image for each in padded.T.reshape(-1) for image in batches[each]])  # process by process
-        scores = self.scorer.finish(order, state)
+        scores = self.rewards.finish(state)
         _, first = np.unique(order, return_index=True)
         artifacts_of_all = torch.tensor(gather_object(artifacts), dtype=torch.float64)[torch.from_numpy(first)]
         total_scores, shown = self.rewards.total(scores.rewards), dict(gather_object(pictures))

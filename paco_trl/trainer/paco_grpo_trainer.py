@@ -56,9 +56,7 @@ from ..plots.curves import CurvesCallback
 from ..plots.figures import FigureThread
 from ..plots.scored_sheets import ScoredImages, save_scored_sheet
 from ..plots.trackers import send_to_trackers, start_trackers, warn_of_blind_trackers
-from ..rewards.reward_calls import RewardError
-from ..rewards.reward_set import RewardSet
-from ..rewards.scorer import RewardScorer
+from ..rewards.runner import RewardError, RewardRunner
 from ..rollout import Family, RecordedStep, SDESettings, UnlistedFamily, family_of, predict
 from ..rollout.loading import (
     adapter_is_new,
@@ -230,11 +228,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         args = own_config(args)
         if peft_config is not None:
             peft_config = check_peft_config(peft_config, model)
-        self.rewards = RewardSet(
+        self.rewards = RewardRunner(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
             cast(Any, args.log_tame_threshold),
         )  # fmt: skip
-        self.eval_rewards = self.rewards if eval_reward_funcs is None else RewardSet(eval_reward_funcs)
+        self.eval_rewards = self.rewards if eval_reward_funcs is None else RewardRunner(eval_reward_funcs)
         self.layout = args.round_layout
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
@@ -242,7 +240,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if isinstance(model, str):
             check_adapter_layers(peft_config, model, args.model_init_kwargs or {})
         self._open_run(args, model, peft_config)
-        models, eval_models = offload_models(args, self.rewards, self.eval_rewards)
+        models = offload_models(args, self.rewards, self.eval_rewards)
 
         # 2. The frozen pipeline, and its trained weights. An adapter's are random: seed first.
         set_seed(args.seed)
@@ -327,9 +325,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self.policy, self.prompt_encoder, self.accelerator, args.guidance_scale, args.offload_embeddings,
             self._place_weights,
         )  # fmt: skip
-        self.scorer = RewardScorer(self.rewards.functions, self.accelerator, models)
-        eval_scorer = RewardScorer(self.eval_rewards.functions, self.accelerator, eval_models)
-        self.evaluator = Evaluator(self.sampler, self.eval_rewards, eval_scorer, args, eval_rows, self._identity)
+        for rewards in dict.fromkeys((self.rewards, self.eval_rewards)):
+            rewards.prepare(self.accelerator, models[rewards])
+        self.evaluator = Evaluator(self.sampler, self.eval_rewards, args, eval_rows, self._identity)
         self.statistics: Any = self._statistics_class(self.accelerator, args)
         self.buffer: Any = None  # RoundBuffer
         self._is_first_backward = True  # of this `train()`
@@ -434,7 +432,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 with self.figure_thread, memory_explained():
                     return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
             except RewardError as error:
-                # `RewardScorer` raises it on every process
+                # `RewardRunner` raises it on every process
                 folder = self._save_before_stop()
                 how = "Nothing was trained yet: restart the run when the reward works."
                 if folder is not None:
@@ -486,7 +484,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self._load_round(checkpoint)
         elif args.resolution_transfer_prompts or args.tail_transfer_prompts:
             self.model.eval()
-            evaluator = Evaluator(self.sampler, self.rewards, self.scorer, args)
+            evaluator = Evaluator(self.sampler, self.rewards, args)
             if args.resolution_transfer_prompts:
                 report_resolution_transfer(evaluator, self.train_rows, self.state)
             if args.tail_transfer_prompts:
@@ -566,12 +564,12 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         buffer = RoundBuffer(
             round_index, self.state.global_step, self.schedule.sde(round_index), is_offloaded=args.offload_embeddings
         )
-        self.scorer.start()
+        self.rewards.start(generations)
         images, records = self._generate_round(round_index, mine, row_numbers, fetched, buffer.sde)
         rollout_time = time.perf_counter() - started
 
         # 3. Gather all rewards on every process, prompt-major
-        scores = self.scorer.finish(assignment.reshape(-1), self.state)
+        scores = self.rewards.finish(self.state)
 
         # 4. Aggregate and normalize. As in TRL, the sum of normalized rewards is scaled over the batch
         # Branches differ by their initial noise too, which has no gradient: each is compared with itself
@@ -581,12 +579,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         advantages, is_valid, has_spread = group_advantages(
             aggregated, compared, "batch" if is_normalized else args.scale_rewards, args.advantage_clip
         )
-        where = f"round {round_index}"
-        self.rewards.check_failures(scores.rewards, args.max_reward_failures, where)
-        self.rewards.check_excluded(
-            scores.rewards, is_valid, generations, args.max_excluded_images, args.max_excluded_groups, where
-        )
-        self.rewards.warn_of_constants(scores.rewards, compared, where)
+        self.rewards.check_round(scores.rewards, is_valid, args, round_index)
 
         # 5. Metrics that are logged with each optimizer step of the round
         buffer.metrics = {
@@ -631,7 +624,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                     for row, image in zip(rows, batch, strict=True)
                 ]
                 generated, recorded = self._generate_batch(fetched, rows, noise_keys, sde)
-                self.scorer.add([fetched.read(row) for row in rows], generated, self.state)
+                self.rewards.add(batch, [fetched.read(row) for row in rows], generated, self.state)
                 images.extend(generated)
                 split = (split_record(record, self.layout.num_merged, self.family) for record in recorded)
                 records.extend(map(list, zip(*split, strict=True)))  # each micro-batch, with all its steps

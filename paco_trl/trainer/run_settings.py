@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch import nn
 
 from ..checkpointing.checkpoints import dataset_digest
-from ..rewards.reward_set import RewardSet
+from ..rewards.runner import RewardRunner
 from ..rollout.loading import adapter_digest, adapter_file_digest, quantization_text
 from ..rollout.prompt_rows import PromptRows
 from ..utils.fingerprint import weights_fingerprint
@@ -128,7 +128,7 @@ def reference_setting(args: PaCoGRPOConfig, peft_config: LoraConfig | str | None
     return args.reference if args.reference == "base" else f"{args.reference}: {adapter_file_digest(peft_config)}"
 
 
-def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardSet, eval_rewards: RewardSet) -> dict[str, Any]:
+def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardRunner, eval_rewards: RewardRunner) -> dict[str, Any]:
     """Return the settings that a resumed run may change with a warning."""
     settings = {name: value for name, value in compared_settings(args).items() if name not in _IDENTITY}
     settings |= {f"rewards/{name}": description for name, description in rewards.descriptions.items()}
