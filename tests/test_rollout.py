@@ -169,7 +169,7 @@ class TestUnmodifiedPipeline:
         with pytest.raises(Interruption):
             generate(policy, prompt_arguments, SDESettings((1, 2), 0.7))
         handle.remove()
-        assert policy.scheduler.sde is None and policy.scheduler.on_sde_step is None
+        assert policy.scheduler.sde is None and policy.scheduler.on_step is None
         images, _ = generate(policy, prompt_arguments, None)
         assert np.array_equal(pixels(images), reference(prompt_arguments))
         assert len(generate(policy, prompt_arguments, SDESettings((1, 2), 0.7))[1]) == 2

@@ -76,11 +76,14 @@ class TestWithoutNoise:
         assert (scheduler.sigmas - unshifted).abs().max() > 0.05
 
     @pytest.mark.parametrize("sde", NO_SDE, ids=["none", "level 0", "no steps"])
-    def test_nothing_is_reported(self, scheduler, noise, sde):
-        calls = []
-        scheduler.sde, scheduler.on_sde_step = sde, lambda *args: calls.append(args)
-        trajectory(scheduler, noise)
-        assert calls == []
+    def test_steps_are_reported_without_a_density(self, scheduler, noise, sde):
+        steps = []
+        scheduler.sde, scheduler.on_step = sde, lambda *args: steps.append(args[3])
+        samples = trajectory(scheduler, noise)
+        assert [torch.equal(step.prev_sample, after) for step, after in zip(steps, samples[1:], strict=True)] == [
+            True
+        ] * STEPS
+        assert all(step.log_prob is step.mean is step.std is None for step in steps)
 
     def test_a_second_schedule_starts_again(self, parent, scheduler, noise):
         first = trajectory(scheduler, noise)
@@ -172,7 +175,7 @@ class TestStochasticSteps:
         reported = []
         scheduler.sde = SDESettings(steps, 0.7, kind)
         scheduler.step_generators = self.generators
-        scheduler.on_sde_step = lambda index, *rest: reported.append((index, *rest))
+        scheduler.on_step = lambda *args: reported.append(args) if args[3].log_prob is not None else None
         samples = trajectory(scheduler, noise)
 
         timesteps, sigmas = start(parent), parent.sigmas.tolist()
@@ -266,7 +269,7 @@ class TestDtypes:
     def test_the_density_is_that_of_the_stored_sample(self, scheduler, noise):
         reported = []
         scheduler.sde, scheduler.step_generators = SDESettings((1,), 0.7), TestStochasticSteps.generators
-        scheduler.on_sde_step = lambda *args: reported.append(args)
+        scheduler.on_step = lambda *args: reported.append(args) if args[3].log_prob is not None else None
         samples = trajectory(scheduler, noise.to(torch.bfloat16))
         ((index, model_output, sample, step),) = reported
         assert torch.equal(step.prev_sample, samples[2].float())

@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -93,16 +93,23 @@ class PipelinePolicy:
         pipeline.set_progress_bar_config(disable=True)
         # Before anything is encoded or generated
         images = [Image.new("RGB", (64, 64))] * min(family.max_images, 1)
-        self._check_arguments(
-            family.call_arguments(64, 64, 1.0, images) | dict.fromkeys(("num_inference_steps", "generator"))
-        )
+        arguments = family.call_arguments(64, 64, 1.0, images) | dict.fromkeys(("num_inference_steps", "generator"))
+        parameters = inspect.signature(type(pipeline).__call__).parameters
+        unknown = [name for name in arguments if name not in parameters]
+        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            raise TypeError(
+                f"{type(pipeline).__name__}.__call__ of diffusers {diffusers.__version__} takes no argument "
+                f"{', '.join(f'`{name}`' for name in unknown)}, which its family class passes. The pipeline's signature "
+                f"has changed; it takes {', '.join(name for name in parameters if name != 'self')}. Install another "
+                "version of diffusers, or correct the class."
+            )
         self.model = model
         self._signature = forward_signature
         self._recorded_steps: tuple[int, ...] = ()
         self._calls: list[dict[str, Any]] = []
         self._outputs: list[torch.Tensor] = []
-        # Values on the device, and what raises an error for them: all are read together at the end of a batch
-        self._checks: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []
+        # Whether a check passed, on the device, and what raises its error
+        self._checks: list[tuple[torch.Tensor, Callable[[], None]]] = []
         model.register_forward_pre_hook(self._record_call, with_kwargs=True)
         model.register_forward_hook(self._record_output)
 
@@ -149,51 +156,57 @@ class PipelinePolicy:
                 stochastic step, or an image is not finite or has another size.
         """
         records: list[RecordedStep] = []
-
-        def on_sde_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
-            self._check_guidance_rule(model_output, sample, guidance_scale, index)
-            records.append(
-                RecordedStep(
-                    index, *self.scheduler.sigmas_of(index), sample=_first_rows(sample.float(), self._images_per_row),
-                    prev_sample=step.prev_sample, log_prob=step.log_prob, calls=self._calls,
-                    mean=step.mean,
-                )
-            )  # fmt: skip
-            self._calls, self._outputs = [], []
-
-        def on_ode_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, prev_sample: torch.Tensor):
-            if index in steps:
-                on_sde_step(index, model_output, sample, SDEStep(prev_sample, log_prob=None, mean=None, std=None))
-            if index == last:
-                self._check_latents(prev_sample)
-
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
         last = (num_inference_steps if sde is None else sde.num_steps(num_inference_steps)) - 1
-        per_prefix = sde.images_per_prefix if sde is not None else 1
-        if sde is not None and per_prefix > 1 and (not steps or len(noise_keys) % per_prefix != 0):
+        branch_size = sde.images_per_prefix if sde is not None else 1
+        if sde is not None and branch_size > 1 and (not steps or len(noise_keys) % branch_size != 0):
             raise ValueError(
-                f"`images_per_prefix` is {per_prefix}: it must divide the batch of {len(noise_keys)} images, and "
+                f"`images_per_prefix` is {branch_size}: it must divide the batch of {len(noise_keys)} images, and "
                 f"requires a stochastic step (noise level {sde.noise_level}, steps {sde.steps})."
             )
-        if record_last_step:
-            steps = (*steps, last)
-        self.scheduler.sde = sde
-        self.scheduler.on_sde_step = on_sde_step
-        self.scheduler.on_ode_step = on_ode_step
+        recorded = (*steps, last) if record_last_step else steps
+
+        def on_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
+            if index in recorded:
+                self._check_guidance_rule(model_output, sample, guidance_scale, index)
+                # Until the first stochastic step the images of a branch are the same
+                rows = (
+                    sample.float()[::branch_size].clone()
+                    if branch_size > 1 and index == min(steps)
+                    else sample.float()
+                )
+                sigmas = self.scheduler.sigmas_of(index)
+                records.append(
+                    RecordedStep(index, *sigmas, rows, step.prev_sample, step.log_prob, self._calls, step.mean)
+                )
+            self._calls, self._outputs = [], []
+            if index == last:
+                # First: what is not a number fails other checks, too
+                is_finite = torch.isfinite(step.prev_sample).flatten(1).all(dim=1)  # (B,)
+                self._checks.insert(0, (is_finite.all(), functools.partial(_raise_latents, is_finite)))
+
+        self.scheduler.sde, self.scheduler.on_step, self._recorded_steps = sde, on_step, recorded
         # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
         self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
         prepared = [source.image for source in sources]
         arguments = self.family.batch_arguments(prompt_arguments) | self.family.call_arguments(
             height, width, guidance_scale, prepared
         )
-        arguments["num_inference_steps"] = num_inference_steps
         arguments |= {} if callback_on_step_end is None else {"callback_on_step_end": callback_on_step_end}
-        first_of_branch = [noise_keys[image // per_prefix * per_prefix] for image in range(len(noise_keys))]
-        arguments["generator"] = [keyed_generator(*key, 0) for key in first_of_branch]
-        self._check_arguments(arguments)
-        with self._record(steps), self._encoding(sources), self.family.generation_context(self.pipeline, prepared):
+        first_of_branch = [noise_keys[image // branch_size * branch_size] for image in range(len(noise_keys))]
+        generators = [keyed_generator(*key, 0) for key in first_of_branch]
+        with ExitStack() as stack:
+            stack.callback(self._reset)
+            stack.enter_context(self.family.generation_context(self.pipeline, prepared))
+            if sources:
+                stack.enter_context(self._encoding(sources))
+            if branch_size > 1:
+                stack.enter_context(self._shared_prefix(branch_size, min(steps)))
+            if (decoder := getattr(self.pipeline.vae, "decoder", None)) is not None:
+                stack.callback(decoder.register_forward_hook(self._check_pixels).remove)
             try:
-                images = [to_rgb(image, "A generated image") for image in self.pipeline(**arguments).images]
+                output = self.pipeline(**arguments, num_inference_steps=num_inference_steps, generator=generators)
+                images = [to_rgb(image, "A generated image") for image in output.images]
             except (TypeError, ValueError, RuntimeError) as error:
                 if not isinstance(error, torch.OutOfMemoryError):
                     self._run_checks()  # what they find explains an error of the pipeline
@@ -205,10 +218,10 @@ class PipelinePolicy:
                 f"{self.scheduler.num_inference_steps} steps: it has a schedule of its own. Set "
                 f"`num_inference_steps={self.scheduler.num_inference_steps}`."
             )
-        if len(records) != len(steps):
+        if len(records) != len(recorded):
             kind = "steps" if record_last_step else "stochastic steps"
             raise RuntimeError(
-                f"{len(records)} {kind} were recorded, but {len(steps)} were requested ({steps}): "
+                f"{len(records)} {kind} were recorded, but {len(recorded)} were requested ({recorded}): "
                 f"the pipeline made other steps than the {last + 1} of its schedule."
             )
         if images[0].size != (width, height):
@@ -219,17 +232,10 @@ class PipelinePolicy:
             )
         return images, share_tensors(records, prompt_arguments, prompt_arguments)
 
-    def _check_arguments(self, arguments: dict) -> None:
-        """Raise a `TypeError` if the pipeline's call does not take arguments that the family class passes."""
-        parameters = inspect.signature(type(self.pipeline).__call__).parameters
-        unknown = [name for name in arguments if name not in parameters]
-        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            raise TypeError(
-                f"{type(self.pipeline).__name__}.__call__ of diffusers {diffusers.__version__} takes no argument "
-                f"{', '.join(f'`{name}`' for name in unknown)}, which its family class passes. The pipeline's signature "
-                f"has changed; it takes {', '.join(name for name in parameters if name != 'self')}. Install another "
-                "version of diffusers, or correct the class."
-            )
+    def _reset(self) -> None:
+        """Forget a batch, also one that failed."""
+        self._recorded_steps, self._calls, self._outputs, self._checks = (), [], [], []
+        self.scheduler.sde = self.scheduler.step_generators = self.scheduler.on_step = None
 
     @contextmanager
     def _encoding(self, sources: Sequence[EncodedImage]):
@@ -247,94 +253,68 @@ class PipelinePolicy:
             return SimpleNamespace(latents=waiting.pop(0).latents)
 
         vae = self.pipeline.vae
-        if sources:
-            vae.encode = encode
+        vae.encode = encode
         try:
             yield
         finally:
-            if sources:
-                del vae.encode
+            del vae.encode
         if waiting:
             raise RuntimeError(
                 f"{type(self.pipeline).__name__} did not encode {len(waiting)} of {len(sources)} source image(s). "
                 f"Correct `call_arguments` of {type(self.family).__name__}."
             )
 
-    @contextmanager
-    def _record(self, steps: tuple[int, ...]):
-        self._recorded_steps = steps
-        decoder = getattr(self.pipeline.vae, "decoder", None)
-        hook = None if decoder is None else decoder.register_forward_hook(self._check_pixels)
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
-            self._recorded_steps = ()
-            self.scheduler.sde = self.scheduler.step_generators = None
-            self.scheduler.on_sde_step = self.scheduler.on_ode_step = None
-            self._calls, self._outputs, self._checks = [], [], []
+    # ---- Hooks of the transformer: record the calls and outputs of recorded steps ----
 
-    @property
-    def _images_per_row(self) -> int:
-        """Return the number of images that one row of the next call of the transformer serves."""
-        sde = self.scheduler.sde
-        if sde is None or self.scheduler.next_step_index > min(sde.steps, default=-1):
-            return 1
-        return sde.images_per_prefix
-
-    def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if not self._recorded_steps:
-            return None
-        copies, is_recorded = self._images_per_row, self.scheduler.next_step_index in self._recorded_steps
-        if copies == 1 and not is_recorded:
-            return None
-        call = dict(self._signature.bind(*args, **kwargs).arguments)
-        if copies > 1:
-            call = self._narrow(call, copies)
-            args, kwargs = (), call
-        if is_recorded:
-            self._calls.append(_with_fresh_containers(call))
-        return args, kwargs
+    def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.scheduler.next_step_index in self._recorded_steps:
+            self._calls.append(_with_fresh_containers(self._signature.bind(*args, **kwargs).arguments))
 
     def _record_output(self, module: nn.Module, args: tuple, output):
         # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
         output = (recursively_apply(torch.Tensor.float, output[0]), *output[1:])
-        if not self._recorded_steps:
-            return output
-        copies = self._images_per_row
-        if copies > 1:
-            output = (_widen(output[0], copies), *output[1:])
         if self.scheduler.next_step_index in self._recorded_steps:
             self._outputs.append(output[0])
         return output
 
-    def _narrow(self, call: dict[str, Any], copies: int) -> dict[str, Any]:
-        """Keep one row for each branch in the arguments of a call, whose rows must be the same."""
-        narrowed = {}
-        for name, value in _batched(call, self.family).items():
-            narrowed[name] = _first_rows(value, copies)
-            same = list(_sameness(_widen(narrowed[name], copies), value))
-            check = functools.partial(self._check_branches, name, copies)
-            check([flag for flag in same if not torch.is_tensor(flag)])
-            if flags := [flag for flag in same if torch.is_tensor(flag)]:
-                self._checks.append((torch.stack(flags), check))
-        return call | narrowed
+    @contextmanager
+    def _shared_prefix(self, branch_size: int, last: int):
+        """Call the transformer with one row for each branch until step `last`: its images are the same until then."""
 
-    def _check_branches(self, name: str, copies: int, same: list[float]) -> None:
-        if not all(same):
-            raise RuntimeError(
-                f"`images_per_prefix` is {copies}, but before the first stochastic step {copies} images that "
-                f"should be the same differ in the argument `{name}` of the transformer: "
-                f"{type(self.pipeline).__name__} makes something of its own for each. Set "
-                f"`images_per_prefix=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
-                f"{type(self.family).__name__}."
-            )
+        def narrow(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if self.scheduler.next_step_index > last:
+                return None
+            call = dict(self._signature.bind(*args, **kwargs).arguments)
+            for name, value in _batched(call, self.family).items():
+                rows = value[::branch_size]
+                call[name] = rows if isinstance(value, list) else rows.clone()  # a view would hold the other rows
+                flags = list(_sameness(_widen(call[name], branch_size), value))
+                differs = functools.partial(self._raise_branches, name, branch_size)
+                if not all(flag for flag in flags if not torch.is_tensor(flag)):
+                    differs()
+                if on_device := [flag for flag in flags if torch.is_tensor(flag)]:
+                    self._checks.append((torch.stack(on_device).all(), differs))
+            return (), call
+
+        def widen(module: nn.Module, args: tuple, output):
+            if self.scheduler.next_step_index > last:
+                return None
+            return _widen(output[0], branch_size), *output[1:]
+
+        before = self.model.register_forward_pre_hook(narrow, with_kwargs=True, prepend=True)
+        after = self.model.register_forward_hook(widen, prepend=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    # ---- Checks: values stay on the device, and all are read together at the end of a batch ----
 
     def _check_guidance_rule(
         self, model_output: torch.Tensor, sample: torch.Tensor, guidance_scale: float, index: int
     ) -> None:
-        combined, num_outputs = self.family.combine(self._outputs, guidance_scale, sample), len(self._outputs)
+        combined = self.family.combine(self._outputs, guidance_scale, sample)
         if combined is model_output:
             return
         if combined.shape != model_output.shape:
@@ -345,55 +325,62 @@ class PipelinePolicy:
         # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
         # of float32, 2^-18 is some units.
         precision = 2**-18 if model_output.dtype == torch.float32 else 2**-8
-
-        def check(largest: list[float]) -> None:
-            difference, total, scale = largest
-            if difference > precision * scale:
-                raise RuntimeError(
-                    f"At step {index} the scheduler received something else than {type(self.family).__name__}.combine "
-                    f"makes of the transformer's {num_outputs} output(s): they differ by up to {difference:.3g} "
-                    f"(largest value {scale:.3g}, guidance scale {guidance_scale})"
-                    f"{': it has the opposite sign' if total <= precision * scale else ''}. Training would follow a "
-                    f"wrong guidance rule. {self.family.advice}"
-                )
-
         expected, received = combined.float(), model_output.float()
-        largest = [tensor.abs().max() for tensor in (expected - received, expected + received, received)]
-        self._checks.append((torch.stack(largest), check))
-
-    def _check_latents(self, latents: torch.Tensor) -> None:
-        def check(is_finite: list[float]) -> None:
-            if not all(is_finite):
-                wrong = [number for number, flag in enumerate(is_finite) if not flag]
-                raise RuntimeError(
-                    f"The latents of image(s) {wrong} of a batch of {len(is_finite)} are not finite after the last "
-                    "denoising step; their pixels would be black. The weights are not finite, or overflow in their "
-                    "dtype: check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
-                )
-
-        # First: what is not a number fails other checks, too
-        self._checks.insert(0, (torch.isfinite(latents).flatten(1).all(dim=1), check))  # (B,)
+        tensors = (expected - received, expected + received, received)
+        difference, total, scale = (tensor.abs().max() for tensor in tensors)
+        differs = functools.partial(
+            self._raise_guidance, difference, total, scale, precision, index, guidance_scale, len(self._outputs)
+        )
+        self._checks.append((~(difference > precision * scale), differs))
 
     def _check_pixels(self, module: nn.Module, args: tuple, pixels: Any) -> None:
-        dtype = getattr(pixels, "dtype", None)
-
-        def check(is_finite: list[float]) -> None:
-            # The pipeline turns NaN into black and infinity into white, and the image would be scored
-            if not all(is_finite):
-                raise RuntimeError(
-                    "The decoded images are not finite, although their latents are: the VAE overflows in its dtype, "
-                    f"{dtype}. Train with `bf16=True` or in float32, or use another VAE."
-                )
-
+        # The pipeline turns NaN into black and infinity into white, and the image would be scored
         if torch.is_tensor(pixels):
-            self._checks.append((torch.isfinite(pixels).all().view(1), check))
+            self._checks.append((torch.isfinite(pixels).all(), functools.partial(_raise_pixels, pixels.dtype)))
 
     def _run_checks(self) -> None:
-        """Read the values of the batch's checks, and raise the first error."""
+        """Read the results of the batch's checks, and raise the error of the first that failed."""
         if self._checks:
-            values = iter(torch.cat([values.float() for values, _ in self._checks]).tolist())
-            for tensor, check in self._checks:
-                check([next(values) for _ in range(len(tensor))])
+            passed = torch.stack([is_good for is_good, _ in self._checks]).tolist()
+            if not all(passed):
+                self._checks[passed.index(False)][1]()
+
+    def _raise_guidance(
+        self, difference: torch.Tensor, total: torch.Tensor, scale: torch.Tensor, precision: float, index: int,
+        guidance_scale: float, num_outputs: int,
+    ) -> None:  # fmt: skip
+        raise RuntimeError(
+            f"At step {index} the scheduler received something else than {type(self.family).__name__}.combine "
+            f"makes of the transformer's {num_outputs} output(s): they differ by up to {difference.item():.3g} "
+            f"(largest value {scale.item():.3g}, guidance scale {guidance_scale})"
+            f"{': it has the opposite sign' if total <= precision * scale else ''}. Training would follow a "
+            f"wrong guidance rule. {self.family.advice}"
+        )
+
+    def _raise_branches(self, name: str, branch_size: int) -> None:
+        raise RuntimeError(
+            f"`images_per_prefix` is {branch_size}, but before the first stochastic step {branch_size} images that "
+            f"should be the same differ in the argument `{name}` of the transformer: "
+            f"{type(self.pipeline).__name__} makes something of its own for each. Set "
+            f"`images_per_prefix=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
+            f"{type(self.family).__name__}."
+        )
+
+
+def _raise_latents(is_finite: torch.Tensor) -> None:
+    wrong = (~is_finite).nonzero().flatten().tolist()
+    raise RuntimeError(
+        f"The latents of image(s) {wrong} of a batch of {len(is_finite)} are not finite after the last "
+        "denoising step; their pixels would be black. The weights are not finite, or overflow in their "
+        "dtype: check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
+    )
+
+
+def _raise_pixels(dtype: torch.dtype) -> None:
+    raise RuntimeError(
+        "The decoded images are not finite, although their latents are: the VAE overflows in its dtype, "
+        f"{dtype}. Train with `bf16=True` or in float32, or use another VAE."
+    )
 
 
 def _with_fresh_containers(call: dict[str, Any]) -> dict[str, Any]:
@@ -431,13 +418,6 @@ def split_record(record: RecordedStep, parts: int, family: Family) -> list[Recor
     ]
 
 
-def _first_rows(value: Any, copies: int) -> Any:
-    """Return the first row of each branch of a tensor or list."""
-    if copies == 1 or isinstance(value, list):
-        return value[::copies]
-    return value[::copies].clone()  # a view would keep the other rows in memory and in checkpoints
-
-
 def _widen(rows: Any, copies: int) -> Any:
     """Repeat each row of a tensor or list for the images of its branch."""
     if isinstance(rows, list):
@@ -450,24 +430,24 @@ def share_tensors(
 ) -> list[RecordedStep]:
     """Replace recorded tensors that equal an argument of the pipeline's call by one shared copy."""
     # Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own
-    every = records[0].images_per_prefix if records else 1
-
-    def views(argument: Any) -> list[torch.Tensor]:
-        """Return encoded prompts in the forms that calls have: full, once for all images or each branch, in a list."""
-        return [argument, argument[:1], argument[::every], *argument] if isinstance(argument, torch.Tensor) else []
-
-    pairs = [pair for name in arguments for pair in zip(views(arguments[name]), views(copies[name]), strict=True)]
+    branch_size = records[0].images_per_prefix if records else 1
+    pairs = []  # encoded prompts in the forms that calls have: full, once for all images or each branch, in a list
+    for name, argument in arguments.items():
+        if isinstance(argument, torch.Tensor):
+            copy = copies[name]
+            forms = [(argument, copy), (argument[:1], copy[:1]), (argument[::branch_size], copy[::branch_size])]
+            pairs += [*forms, *zip(argument, copy, strict=True)]
     recorded: dict[int, torch.Tensor] = {}
     recursively_apply(lambda tensor: recorded.setdefault(id(tensor), tensor), [record.calls for record in records])
-    layout = lambda tensor: (tensor.shape, tensor.dtype, tensor.device)  # noqa: E731
     alike = [
-        (key, copy, _is_one_memory(view, tensor) or (view == tensor).all())
+        (key, copy, (form == tensor).all())
         for key, tensor in recorded.items()
-        for view, copy in pairs
-        if layout(view) == layout(tensor)
+        for form, copy in pairs
+        if (form.shape, form.dtype, form.device) == (tensor.shape, tensor.dtype, tensor.device)
     ]
+    flags = torch.stack([flag for *_, flag in alike]).tolist() if alike else []
     known: dict[int, torch.Tensor] = {}
-    for (key, copy, _), is_same in zip(alike, _read([flag for *_, flag in alike]), strict=True):
+    for (key, copy, _), is_same in zip(alike, flags, strict=True):
         if is_same:
             known.setdefault(key, copy)
     share = lambda tensor: known.get(id(tensor), tensor)  # noqa: E731
@@ -558,10 +538,6 @@ def _sameness(first: Any, second: Any) -> Iterator[bool | torch.Tensor]:
         yield from itertools.chain(*map(_sameness, first, second))
     else:
         yield False
-
-
-def _is_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
 
 
 def _read(flags: list[bool | torch.Tensor]) -> list[bool]:

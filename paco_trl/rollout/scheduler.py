@@ -71,10 +71,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     sde: SDESettings | None = None
     # One generator for each image, as a function of the step index
     step_generators: Callable[[int], list[torch.Generator]] | None = None
-    # Called at each stochastic step with (index, model_output, sample, step)
-    on_sde_step: Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None] | None = None
-    # Called at each other step with (index, model_output, sample, prev_sample), the latter float32
-    on_ode_step: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    # Called after each step with (index, model_output, sample, step); one of the ODE has only `prev_sample`, float32
+    on_step: Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None] | None = None
     sigmas: torch.Tensor
     timesteps: torch.Tensor
     _tail_start: float = math.inf  # index of the first step of a short tail
@@ -144,8 +142,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             # Float32 in, so that the parent does not round the sample to a low-precision model's dtype
             velocity = self._tail_velocity(model_output.float(), sample, index)
             output = super().step(velocity, timestep, sample, return_dict=return_dict, **kwargs)
-            if self.on_ode_step is not None:
-                self.on_ode_step(index, model_output, sample, output[0])
+            if self.on_step is not None:
+                self.on_step(index, model_output, sample, SDEStep(output[0], None, None, None))
             if return_dict:
                 output.prev_sample = output.prev_sample.to(sample.dtype)
                 return output
@@ -159,8 +157,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         if sample.dtype != torch.float32:
             # The stored sample is scored, after its round trip through the dtype
             sampled = step(prev_sample=prev_sample)
-        if self.on_sde_step is not None:
-            self.on_sde_step(index, model_output, sample, sampled)
+        if self.on_step is not None:
+            self.on_step(index, model_output, sample, sampled)
         self._step_index += 1
         if not return_dict:
             return (prev_sample,)
