@@ -267,13 +267,13 @@ class PipelinePolicy:
     # ---- Hooks of the transformer: record the calls and outputs of recorded steps ----
 
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self.scheduler.next_step_index in self._recorded_steps:
+        if self._recorded_steps and self.scheduler.next_step_index in self._recorded_steps:
             self._calls.append(_with_fresh_containers(self._signature.bind(*args, **kwargs).arguments))
 
     def _record_output(self, module: nn.Module, args: tuple, output):
         # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
         output = (recursively_apply(torch.Tensor.float, output[0]), *output[1:])
-        if self.scheduler.next_step_index in self._recorded_steps:
+        if self._recorded_steps and self.scheduler.next_step_index in self._recorded_steps:
             self._outputs.append(output[0])
         return output
 
