@@ -59,8 +59,7 @@ from transformers import (
 from grpo_step import Stopwatch, machine, peak_memory, reset_peak_memory
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
-from paco_trl.rollout.prompt_encoder import PromptEmbeddings, PromptEncoder
-from paco_trl.rollout.sampler import FetchedRows
+from paco_trl.rollout.sampler import FetchedRows, PromptEmbeddings, PromptEncoder
 from paco_trl.tiny import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 from paco_trl.tiny.flux import build_vae
 from paco_trl.trainer.rounds import RoundBuffer

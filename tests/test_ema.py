@@ -18,8 +18,7 @@ from transformers import TrainerCallback
 
 import launching
 from launching import CPU_ZERO3
-from paco_trl.checkpointing.ema import EMA
-from paco_trl.checkpointing.weights import swapped
+from paco_trl.checkpointing.weights import EMA, swapped
 from paco_trl.rewards import redness_reward
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paco_trl import PaCoGRPOConfig
-from paco_trl.rollout.prompt_encoder import placed
+from paco_trl.rollout.sampler import placed
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
 
 
@@ -143,7 +143,7 @@ class TestDirectory:
 
     def test_a_directory_that_another_process_does_not_see(self, make_trainer, tmp_path):
         trainer = make_trainer(**SHORT, embeddings_dir=str(tmp_path / "embeddings"))
-        trainer.sampler.encode(trainer.train_rows, [0])
+        trainer.prompt_encoder.encode(trainer.train_rows, [0])
         assert trainer.sampler.fetch(trainer.train_rows, [0]).encoded[0].prompt
         shutil.rmtree(tmp_path / "embeddings")
         with pytest.raises(FileNotFoundError, match="`embeddings_dir`"):

@@ -24,7 +24,7 @@ from paco_trl import PaCoGRPOTrainer, PaCoNFTTrainer
 from paco_trl.evaluation import bootstrap_interval, grid_artifact_score
 from paco_trl.plots import scored_sheets
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.rollout.noise import keyed_generator
+from paco_trl.rollout.sde import keyed_generator
 from paco_trl.trainer.evaluator import Evaluation, load_baseline, save_baseline
 
 

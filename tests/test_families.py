@@ -44,8 +44,8 @@ from paco_trl.rollout import (
 )
 from paco_trl.rollout.families import flux2, longcat_image, ovis_image, qwen_image, z_image
 from paco_trl.rollout.loading import load_pipeline, load_transformer_adapter, prepare_transformer
-from paco_trl.rollout.prompt_encoder import PromptEncoder
 from paco_trl.rollout.prompt_rows import PromptRows
+from paco_trl.rollout.sampler import PromptEncoder
 from paco_trl.utils.images import to_rgb
 
 

@@ -18,7 +18,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from paco_trl import PaCoReward, tiny
 from paco_trl.rewards import ClipTReward, redness_reward
-from paco_trl.rollout.prompt_encoder import placed
+from paco_trl.rollout.sampler import placed
 from test_family_training import CASES, Case, make_dataset
 
 

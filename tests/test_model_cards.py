@@ -41,7 +41,8 @@ from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, ServedJudge, redness_reward
 from paco_trl.tiny import build_tiny_clip
 from paco_trl.trainer.model_cards import latest_pictures
-from paco_trl.trainer.training_time import KEY, TrainingTimeCallback, training_seconds
+from paco_trl.trainer.publishing import TRAIN_SECONDS, training_seconds
+from paco_trl.trainer.resuming import TrainingTimeCallback
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -512,9 +513,9 @@ class TestWhatItSays:
         for trainer in (trained, judge):
             text = text_of(trainer)
             assert "### Hardware and time\n\n- CPU\n- training time" in text
-            logged = [entry[KEY] for entry in trainer.state.log_history if KEY in entry]
+            logged = [entry[TRAIN_SECONDS] for entry in trainer.state.log_history if TRAIN_SECONDS in entry]
             assert logged == sorted(logged) and 0 < logged[0] < logged[-1]
-            assert not any(KEY in entry for entry in trainer.state.log_history if "eval_reward" in entry)
+            assert not any(TRAIN_SECONDS in entry for entry in trainer.state.log_history if "eval_reward" in entry)
         assert "training time" not in str(card_of(make_trainer()))
 
     @pytest.mark.parametrize(

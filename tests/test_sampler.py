@@ -13,7 +13,7 @@ def test_what_was_fetched_is_freed_with_its_last_reference(make_trainer, is_held
     """Its embeddings are on the accelerator: they must not wait for the garbage collector."""
     sampler, rows = make_trainer().sampler, make_trainer().train_rows
     rows.measure(sampler.policy.pipeline, sampler.policy.family)
-    sampler.encode(rows, [0])
+    sampler.prompt_encoder.encode(rows, [0])
     gc.disable()
     try:
         fetched = sampler.fetch(rows, [0])

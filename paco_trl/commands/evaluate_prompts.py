@@ -21,10 +21,9 @@ from ..image_benchmarks.own_prompts import image_files, own_results, score_image
 from ..rewards.runner import RewardRunner, offloadable_models
 from ..rollout import family_of
 from ..rollout.loading import check_peft_config, load_pipeline, make_policy
-from ..rollout.noise import STREAMS
-from ..rollout.prompt_encoder import PromptEncoder, placed
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.sampler import RolloutSampler
+from ..rollout.sampler import PromptEncoder, RolloutSampler, placed
+from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import digest, sole_writer, write_atomically
 from ..utils.generation import generate_missing, read_image, to_png, warn_of_flat
@@ -126,7 +125,7 @@ def _generate(
     encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt, embeddings)
     sampler = RolloutSampler(policy, encoder, accelerator, scale, offload_embeddings=True)
     numbers, places = list(range(len(rows))), list(files)
-    sampler.encode(rows, numbers)
+    encoder.encode(rows, numbers)
     fetched = sampler.fetch(rows, numbers)
 
     def read(call: int, place: tuple[int, int]) -> Any:

@@ -50,7 +50,7 @@ class SampleGenerator:
     def fetch(self) -> FetchedRows:
         """Encode the prompt and its source images once."""
         scale = self.args.resolution_scale
-        self.sampler.encode(self.rows, [self.number], scale)
+        self.sampler.prompt_encoder.encode(self.rows, [self.number], scale)
         return self.sampler.fetch(self.rows, [self.number], scale)
 
     def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:

@@ -37,7 +37,7 @@ from trl.trainer.utils import (
 )
 
 from ..data import split_grid
-from ..rollout.prompt_encoder import placed
+from ..rollout.sampler import placed
 from ..utils.fingerprint import describe_scorer
 from ..utils.stopping import Stopped, agree, stop_request
 from .aggregation import AggregationDetails, aggregate_rewards

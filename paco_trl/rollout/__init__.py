@@ -21,10 +21,9 @@ from .families import (
     family_of,
 )
 from .hybrid_inference import hybrid_inference
-from .noise import keyed_generator
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, calls_at, cast_floating_inputs, predict, replay
 from .scheduler import FlowMatchSDEScheduler, SDESettings, check_flow_matching
-from .sde import SDE_TYPES, SDEStep, gaussian_log_prob, sde_step, step_std
+from .sde import SDE_TYPES, SDEStep, gaussian_log_prob, keyed_generator, sde_step, step_std
 
 
 __all__ = [

@@ -24,9 +24,8 @@ from torch import nn
 from ..utils.devices import to_device
 from ..utils.images import to_rgb
 from .families import Family
-from .noise import keyed_generator
 from .scheduler import FlowMatchSDEScheduler, SDESettings
-from .sde import SDEStep, sde_step, step_std
+from .sde import SDEStep, keyed_generator, sde_step, step_std
 
 
 @dataclass

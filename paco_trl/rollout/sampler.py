@@ -1,18 +1,268 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate images of a dataset's rows with a policy."""
+"""
+Generate images of a dataset's rows with a policy.
+
+Each distinct prompt and source image is encoded once, with text encoders and VAE on the accelerator only meanwhile.
+"""
 
 import functools
-from collections.abc import Callable, Iterator
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import diffusers
 import torch
+import transformers
 from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object, send_to_device
+from accelerate.utils.memory import clear_device_cache
 from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import nn
+from tqdm.auto import tqdm
 
 from ..utils.devices import to_device
+from ..utils.files import digest, write_atomically
+from ..utils.fingerprint import weights_fingerprint
+from ..utils.generation import truncations_counted
+from ..utils.processes import wait_for_all
+from . import Family
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
-from .prompt_encoder import PromptEmbeddings, PromptEncoder, placed
-from .prompt_rows import PromptRows
+from .prompt_rows import Condition, PromptRows
+
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class PromptEmbeddings:
+    """Embeddings of a row's prompts and latents of its source images, batch dimension 1; rows share the tensors."""
+
+    prompt: dict[str, torch.Tensor]
+    negative_prompt: dict[str, torch.Tensor] = field(default_factory=dict)
+    image_latents: list[torch.Tensor] = field(default_factory=list)
+
+    def place(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """Move the embeddings to a device for all rows that share them, as float32, and return them as arguments."""
+        for arguments in (self.prompt, self.negative_prompt):
+            for name, tensor in arguments.items():
+                arguments[name] = to_device(tensor, device).to(torch.float32 if tensor.is_floating_point() else None)
+        self.image_latents[:] = [to_device(latents, device) for latents in self.image_latents]
+        return self.prompt | {f"negative_{name}": tensor for name, tensor in self.negative_prompt.items()}
+
+
+class PromptEncoder:
+    """Encodes prompts and source images on one process each, into files in `folder`; without one, into CPU memory."""
+
+    # Several processes require a folder that all see. A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
+
+    def __init__(
+        self,
+        pipeline,
+        family: Family,
+        accelerator: Accelerator,
+        negative_prompt: str | None = None,
+        folder: str | Path | None = None,
+    ):
+        self.pipeline = pipeline
+        self.family = family
+        self.accelerator = accelerator
+        self.negative_prompt = negative_prompt
+        self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
+        # What was encoded, or the file of it: (digest, scale) -> latents of a source image
+        self._encoded: dict[Condition | tuple[str, float], dict[str, torch.Tensor] | Path] = {}
+
+    @torch.no_grad()
+    def encode(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> None:
+        """Encode what is new in some rows. Every process calls it with the same numbers."""
+        if rows.sources is not None:
+            self._read_digests(rows, numbers)
+        prompts: dict[Condition, int] = {}  # -> a row with its source images
+        images: dict[tuple[str, float], tuple[int, int]] = {}  # -> a row and the place in it
+        for number in dict.fromkeys(numbers):
+            condition = rows.condition(number, scale)
+            for distinct in self._text_conditions(condition):
+                if distinct not in self._encoded:
+                    prompts.setdefault(distinct, number)
+            for place, image in enumerate(condition.images):
+                if (image, scale) not in self._encoded:
+                    images.setdefault((image, scale), (number, place))
+        if images:  # before prompts: damaged files are found
+            self._encode_images(rows, images)
+        if prompts:
+            self._encode_prompts(rows, prompts)
+        if prompts or images:
+            wait_for_all()  # all files exist
+
+    def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, PromptEmbeddings]:
+        """Return the embeddings of some encoded rows, on the CPU, by number."""
+        conditions = {number: rows.condition(number, scale) for number in numbers}
+        distinct = dict.fromkeys(
+            each for condition in conditions.values() for each in self._text_conditions(condition)
+        )
+        digests = dict.fromkeys((digest, scale) for condition in conditions.values() for digest in condition.images)
+        keys: list[Condition | tuple[str, float]] = [*distinct, *digests]
+        encoded: Any = {key: dict(self._read(key)) for key in keys}
+        embeddings = {}
+        for number, condition in conditions.items():
+            prompt, *negative = [encoded[each] for each in self._text_conditions(condition)]
+            latents = [encoded[digest, scale]["latents"] for digest in condition.images]
+            embeddings[number] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
+        return embeddings
+
+    def _read_digests(self, rows: PromptRows, numbers: list[int]) -> None:
+        """Read the files of source images, each on one process."""
+        sources: Any = rows.sources
+        new = [number for number in dict.fromkeys(numbers) if not sources.is_read(number)]
+        if not new:
+            return
+        mine = new[self.accelerator.process_index :: self.accelerator.num_processes]
+        is_hidden = len(new) < 1000 or not self.accelerator.is_main_process
+        read = [(number, sources.digests(number)) for number in tqdm(mine, "Reading images", disable=is_hidden)]
+        wait_for_all()
+        sources.remember(dict(gather_object(read)))
+
+    def _text_conditions(self, condition: Condition) -> list[Condition]:
+        """Return what the text encoders see: of the prompt and, with true guidance, of the negative prompt."""
+        seen = condition if self.family.prompt_sees_images else Condition(condition.prompt)
+        return [seen] if self.negative_prompt is None else [seen, replace(seen, prompt=self.negative_prompt)]
+
+    def _local_part(self, new: dict) -> list[tuple]:
+        """Return what this process must encode: its part of what is new, without what an earlier run encoded."""
+        mine = list(new.items())[self.accelerator.process_index :: self.accelerator.num_processes]
+        return [each for each in mine if self._folder is None or not _is_complete(self._file(each[0]))]
+
+    def _progress(self, mine: list[tuple], description: str) -> Iterable[tuple]:
+        return tqdm(mine, description, disable=not (mine and self.accelerator.is_main_process))
+
+    def _file(self, key: Condition | tuple[str, float]) -> Path:
+        return self._folder / f"{digest(repr(key))[:32]}.safetensors"
+
+    def _keep(self, key: Condition | tuple[str, float], tensors: dict[str, torch.Tensor]) -> None:
+        if self._folder is not None:
+            # safetensors refuses tensors that share memory
+            tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+            write_atomically(self._file(key), save(tensors))
+        else:
+            self._encoded[key] = tensors
+
+    def _read(self, key: Condition | tuple[str, float]) -> dict[str, torch.Tensor]:
+        encoded = self._encoded[key]
+        if not isinstance(encoded, Path):
+            return encoded
+        try:
+            return load_file(encoded)  # mapped, not read
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"'{encoded}' is missing, which another process has written, or was deleted during the run. All "
+                "processes must see the directory of the embeddings: set `embeddings_dir` to a shared one."
+            ) from error
+
+    def _encode_prompts(self, rows: PromptRows, new: dict[Condition, int]) -> None:
+        device, count = self.accelerator.device, sum(each.prompt != self.negative_prompt for each in new)
+        mine, size = self._local_part(new), 0
+        counting = truncations_counted(self.pipeline, f"{count} prompts")
+        with self._placed(self.family.text_encoders if mine else ()), counting as truncations:
+            for condition, number in self._progress(mine, "Encoding prompts"):
+                images = rows.images(number) if condition.images else []
+                arguments = (condition.prompt, device, images, condition.scale)
+                with rows.row_named_in_errors(number):
+                    encoded = self.family.encode_prompt(self.pipeline, *arguments)
+                self._keep(condition, send_to_device(encoded, "cpu"))
+                size = sum(tensor.nbytes for tensor in encoded.values())
+                if self.family.is_truncated(self.pipeline, condition.prompt):
+                    name = type(self.pipeline).__name__
+                    truncations[f"the end of the text was truncated, because it is longer than {name} reads"] += 1
+        self._remember(new)
+        logger.info(
+            f"{sum(isinstance(known, Condition) for known in self._encoded)} distinct prompts are encoded, "
+            f"{len(mine)} of them now by this process ({size / 2**20:.1f} MiB each), in {self._folder or 'CPU memory'}."
+        )
+
+    def _encode_images(self, rows: PromptRows, new: dict[tuple[str, float], tuple[int, int]]) -> None:
+        vae, device = self.pipeline.vae, self.accelerator.device
+        mine = self._local_part(new)
+        with self._placed(("vae",) if mine else ()), _untiled(vae):
+            for (digest, scale), (number, place) in self._progress(mine, "Encoding source images"):
+                with rows.row_named_in_errors(number):
+                    image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
+                    pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
+                    latents = vae.encode(pixels).latent_dist.mode().float().cpu()
+                    self._keep((digest, scale), {"latents": latents})
+        self._remember(new)
+
+    def _remember(self, new: dict) -> None:
+        if self._folder is not None:
+            self._encoded |= {key: self._file(key) for key in new}
+
+    def _placed(self, names: tuple[str, ...]) -> AbstractContextManager[None]:
+        modules = [module for name in names if (module := getattr(self.pipeline, name)) is not None]
+        return placed(modules, self.accelerator.device)
+
+
+@contextmanager
+def placed(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """Move frozen modules to a device, then back to the same CPU memory: files that are mapped stay shared."""
+    before = [
+        (layer, name, weight, weight.data)
+        for module in modules
+        for layer in module.modules()
+        for name, weight in layer.named_parameters(recurse=False)
+        if type(weight) is nn.Parameter and weight.device.type == "cpu"  # a quantized weight is more than its data
+    ]
+    for module in modules:
+        module.to(device)
+    try:
+        yield
+    finally:
+        for layer, name, weight, data in before:
+            weight.data = data
+            setattr(layer, name, weight)
+        for module in modules:
+            module.to("cpu")
+        clear_device_cache()  # what they reserved
+
+
+def _models_digest(pipeline, family: Family) -> str:
+    """Compute a digest of what encodes: text encoders, VAE, tokenizers and processors, and the libraries' versions."""
+    parts: list[Any] = [type(pipeline).__name__, diffusers.__version__, transformers.__version__]
+    for name, component in sorted(pipeline.components.items()):
+        if component is not None and name in (*family.text_encoders, "vae"):
+            parts.append(weights_fingerprint(component))
+        elif ("tokenizer" in name or "processor" in name) and component is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                component.save_pretrained(folder)
+                files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+                parts += [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    return digest(parts)[:16]
+
+
+def _is_complete(file: Path) -> bool:
+    """Return whether a safetensors file exists and has all its bytes."""
+    try:
+        with safe_open(file, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
+@contextmanager
+def _untiled(vae):
+    """Switch off `vae_tiling`, which is for generated images: a pipeline encodes source images without it."""
+    is_tiled = getattr(vae, "use_tiling", False)
+    if is_tiled:
+        vae.disable_tiling()
+    try:
+        yield
+    finally:
+        if is_tiled:
+            vae.enable_tiling()
 
 
 class FetchedRows:
@@ -29,8 +279,17 @@ class FetchedRows:
         self.source_images = functools.cache(lambda number: [prepare(image) for image in rows.images_in(read(number))])
 
 
+class Generated(NamedTuple):
+    """A batch of generated images, by their numbers, with their rows for rewards and what was recorded."""
+
+    numbers: list[int]
+    rows: list[dict[str, Any]]
+    images: list[Image.Image]
+    records: list
+
+
 class RolloutSampler:
-    """Generate images of rows; each prompt and source image is encoded once. `placed` puts the weights in place."""
+    """Generate images of rows, in training and elsewhere. `placed` puts the weights in place."""
 
     def __init__(
         self,
@@ -47,15 +306,6 @@ class RolloutSampler:
         self.guidance_scale = guidance_scale
         self.offload_embeddings = offload_embeddings
         self.placed = placed
-
-    @property
-    def size_multiple(self) -> int:
-        """Return the number of pixels that heights and widths must be multiples of."""
-        return self.policy.family.size_multiple(self.policy.pipeline)
-
-    def encode(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> None:
-        """Encode what is new in some rows. Every process calls it with the same numbers."""
-        self.prompt_encoder.encode(rows, numbers, scale)
 
     def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> FetchedRows:
         """Return some encoded rows with their embeddings."""
@@ -96,16 +346,47 @@ class RolloutSampler:
         noise_keys: list[tuple[int, ...]],
         size: tuple[int, int],
         num_inference_steps: int,
-        finish: Callable[[list[RecordedStep]], list] | None = None,
+        finish: Callable[[list[tuple[int, ...]], list[RecordedStep]], list] | None = None,
         **recording,
     ) -> tuple[list[Image.Image], list]:
-        """Generate a micro-batch within `ready`; `finish` gets its steps while prompts are on the accelerator."""
+        """Generate a batch within `ready`; `finish` gets its noise and steps while prompts are on the accelerator."""
         arguments, kept, sources = self.inputs(fetched, numbers)
         images, records = self.policy.generate(
             arguments, *size, num_inference_steps, self.guidance_scale, noise_keys, sources=sources, **recording
         )
         if finish is not None:
-            records = finish(records)
+            records = finish(noise_keys, records)
         if self.offload_embeddings:
             records = share_tensors(records, arguments, kept)
         return images, records
+
+    def rollout(
+        self,
+        rows: PromptRows,
+        batches: list[list[int]],
+        prompts: list[int],
+        num_generations: int,
+        key: tuple[int, int, int],
+        sizes: list[tuple[int, int]],
+        num_inference_steps: int,
+        scale: float = 1.0,
+        fetched: FetchedRows | None = None,
+        progress: str | None = None,
+        **recording,
+    ) -> Iterator[Generated]:
+        """
+        Generate batches of images within `ready`, where image i is of the row `prompts[i // num_generations]`.
+
+        The key of its noise is `key` (seed, stream, round), the row and its place among the images of the row. With
+        `fetched` the embeddings of all rows are in memory, otherwise those of a batch.
+        """
+        for images in tqdm(batches, progress, disable=progress is None, leave=False):
+            numbers = [prompts[image // num_generations] for image in images]
+            keys: list[tuple[int, ...]] = [
+                (*key, row, image % num_generations) for row, image in zip(numbers, images, strict=True)
+            ]
+            part = fetched or self.fetch(rows, numbers, scale)
+            generated, records = self.generate(
+                part, numbers, keys, sizes[numbers[0]], num_inference_steps, **recording
+            )
+            yield Generated(images, [part.read(number) for number in numbers], generated, records)

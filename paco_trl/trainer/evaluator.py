@@ -19,7 +19,6 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from PIL import Image
-from tqdm.auto import tqdm
 from transformers import TrainerState
 
 from ..data.columns import check_is_dataset
@@ -28,12 +27,12 @@ from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
 from ..plots.scored_sheets import ScoredImages
 from ..rewards.runner import RewardRunner
 from ..rollout import SDESettings, hybrid_inference
-from ..rollout.noise import STREAMS
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import RolloutSampler
+from ..rollout.sde import STREAMS
 from ..utils.files import scratch_folder
-from ..utils.random_state import preserve_rng_state
 from .paco_grpo_config import PaCoGRPOConfig
+from .resuming import preserve_rng_state
 from .run_settings import evaluation_settings
 
 
@@ -98,44 +97,39 @@ class Evaluator:
         batch = args.per_device_eval_batch_size
         if sde is not None:
             generations, num_steps, batch = args.num_generations, args.num_inference_steps, sde.images_per_prefix
-        period, noise = sampler.size_multiple, (args.seed, STREAMS["evaluation"], 0)
-        sampler.encode(rows, numbers, scale)
+        pipeline, family = sampler.policy.pipeline, sampler.policy.family
+        period, key = family.size_multiple(pipeline), (args.seed, STREAMS["evaluation"], 0)
+        sampler.prompt_encoder.encode(rows, numbers, scale)
 
         # A batch crosses prompts where one call of the pipeline can generate it
-        crosses = sampler.policy.family.has_fixed_length and rows.sources is None
+        crosses = family.has_fixed_length and rows.sources is None
         groups: dict[Any, list[int]] = defaultdict(list)
         for image in range(len(numbers) * generations):
             place = image // generations
             groups[sizes[numbers[place]] if crosses else place].append(image)
         batches = sorted(group[i : i + batch] for group in groups.values() for i in range(0, len(group), batch))
-        # ZeRO-3 requires the same number of batches on each process; the padding is dropped below
+        # ZeRO-3 requires the same number of batches on each process; the padding counts once
         processes = accelerator.num_processes
         padded = (np.arange(-(-len(batches) // processes) * processes) % len(batches)).reshape(-1, processes)
+        local = [batches[index] for index in padded[:, accelerator.process_index]]
         artifacts, pictures = [], []
+        progress = None if args.disable_tqdm or not accelerator.is_main_process else description
+        recording: dict[str, Any] = {"sde": sde, "callback_on_step_end": callback}
         self.rewards.start(generations)
         with sampler.ready():
-            is_hidden = args.disable_tqdm or not accelerator.is_main_process
-            mine = padded[:, accelerator.process_index].tolist()
-            for images in (batches[each] for each in tqdm(mine, desc=description, disable=is_hidden)):
-                of_batch = [numbers[image // generations] for image in images]
-                fetched = sampler.fetch(rows, of_batch, scale)
-                keys: list[tuple[int, ...]] = [
-                    (*noise, row, image % generations) for row, image in zip(of_batch, images, strict=True)
-                ]
-                inputs = (fetched, of_batch, keys, sizes[of_batch[0]], num_steps)
-                generated, _ = sampler.generate(*inputs, sde=sde, callback_on_step_end=callback)
-                read = [fetched.read(number) for number in of_batch]
-                self.rewards.add(images, read, generated, state)
-                for image, row, picture in zip(images, read, generated, strict=True):
-                    artifacts.append(_grid_artifact(picture, period, row))
+            for generated in sampler.rollout(
+                rows, local, numbers, generations, key, sizes, num_steps, scale, progress=progress, **recording
+            ):
+                self.rewards.add(generated.numbers, generated.rows, generated.images, state)
+                for image, row, picture in zip(generated.numbers, generated.rows, generated.images, strict=True):
+                    artifacts.append((image, _grid_artifact(picture, period, row)))
                     if image // generations < MAX_PROMPTS and image % generations < MAX_IMAGES:
                         pictures.append((image, thumbnail(picture)))
-        order = np.array([image for each in padded.T.reshape(-1) for image in batches[each]])  # process by process
         scores = self.rewards.finish(state)
-        _, first = np.unique(order, return_index=True)
-        artifacts_of_all = torch.tensor(gather_object(artifacts), dtype=torch.float64)[torch.from_numpy(first)]
+        by_image = dict(gather_object(artifacts))
+        all_artifacts = torch.tensor([by_image[image] for image in sorted(by_image)], dtype=torch.float64)
         total_scores, shown = self.rewards.total(scores.rewards), dict(gather_object(pictures))
-        return Evaluation(scores.rewards, total_scores, artifacts_of_all, scores.extra, scores.metrics, shown)
+        return Evaluation(scores.rewards, total_scores, all_artifacts, scores.extra, scores.metrics, shown)
 
     def baseline(
         self,

@@ -40,9 +40,9 @@ from ..checkpointing.checkpoints import (
     find_checkpoint,
     read_run,
 )
-from ..checkpointing.ema import EMA
 from ..checkpointing.export import save_trained
 from ..checkpointing.weights import (
+    EMA,
     all_gradients_needed,
     gather_weights,
     load_weights,
@@ -69,9 +69,9 @@ from ..rollout.loading import (
     pipeline_quantization,
 )
 from ..rollout.policy import score_step, split_record
-from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.sampler import FetchedRows, RolloutSampler
+from ..rollout.sampler import FetchedRows, PromptEncoder, RolloutSampler
+from ..rollout.sde import STREAMS
 from ..utils.deepspeed import gathered_weights, partition
 from ..utils.files import sole_writer
 from ..utils.paper import PAPER
@@ -109,12 +109,11 @@ from .model_cards import (
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_nft_config import PaCoNFTConfig
 from .refusals import end_explained, memory_explained, refuse_methods
-from .resuming import ResumesExactly, RunCallback
+from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
 from .rounds import RoundBuffer, RoundSchedule
 from .run_settings import AFTER_GENERATION, adjustable_settings, reference_setting, run_identity
 from .starting import own_config
 from .step_statistics import StepStatistics
-from .training_time import TrainingTimeCallback
 from .transfer_report import compared_rows, report_resolution_transfer, report_tail_transfer
 
 
@@ -277,9 +276,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self.pipeline.vae.enable_tiling()
         if (warning := describe_seams(self.pipeline.vae, self.train_rows)) is not None:
             logger.warning(warning)
+        self.has_reference = has_reference = args.has_reference
         self.policy, self.ref_model = make_policy(
             self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed,
-            reference=args.reference if args.has_reference else None,
+            reference=args.reference if has_reference else None,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
             quantization=args.quantization,
         )  # fmt: skip
@@ -449,7 +449,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def _encode_run(self) -> None:
         """Encode the prompts and source images that the rest of the run needs."""
-        args, rows, encode = self.args, self.train_rows, self.sampler.encode
+        args, rows, encode = self.args, self.train_rows, self.prompt_encoder.encode
         first_round = -(-self.state.global_step // self.schedule.optimizer_steps_per_round)
         needed, compared = self.schedule.remaining_rows(self.state.max_steps, first_round), []
         if self._resumed_from is None:
@@ -555,7 +555,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         sizes = [self.train_rows.training_sizes[number] for number in row_numbers]
         assignment = self.schedule.assign(round_index, sizes)  # (processes, batches, rollout_batch_size)
         mine = assignment[self.accelerator.process_index]  # (batches, rollout_batch_size)
-        self.sampler.encode(self.train_rows, row_numbers, args.resolution_scale)  # nothing new, see `_encode_run`
+        self.prompt_encoder.encode(self.train_rows, row_numbers, args.resolution_scale)  # what `_encode_run` has not
         fetched = self.sampler.fetch(self.train_rows, row_numbers, args.resolution_scale)
         encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
 
@@ -613,30 +613,26 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self, round_index: int, mine: np.ndarray, row_numbers: list[int], fetched: FetchedRows, sde: SDESettings
     ) -> tuple[list[Image.Image], list[list[RecordedStep]]]:
         """Generate this process's images of a round, and record the trained steps of each micro-batch."""
+        args, rows, merged = self.args, self.train_rows, self.layout.num_merged
         images: list[Image.Image] = []
         records: list[list[RecordedStep]] = []
-        is_hidden = self.args.disable_tqdm or not self.accelerator.is_main_process
+        is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
+        key = (args.seed, STREAMS["training"], round_index)
         with self.sampler.ready():
-            for batch in tqdm(mine.tolist(), f"Round {round_index}: generating", disable=is_hidden, leave=False):
-                rows = [row_numbers[image // self.num_generations] for image in batch]
-                noise_keys = [
-                    self.schedule.noise_key(round_index, row, image % self.num_generations)
-                    for row, image in zip(rows, batch, strict=True)
-                ]
-                generated, recorded = self._generate_batch(fetched, rows, noise_keys, sde)
-                self.rewards.add(batch, [fetched.read(row) for row in rows], generated, self.state)
-                images.extend(generated)
-                split = (split_record(record, self.layout.num_merged, self.family) for record in recorded)
+            for generated in self.sampler.rollout(
+                rows, mine.tolist(), row_numbers, self.num_generations, key, rows.training_sizes,
+                args.num_inference_steps, fetched=fetched,
+                progress=None if is_hidden else f"Round {round_index}: generating", **self._recording(sde),
+            ):  # fmt: skip
+                self.rewards.add(generated.numbers, generated.rows, generated.images, self.state)
+                images.extend(generated.images)
+                split = [split_record(record, merged, self.family) for record in generated.records]
                 records.extend(map(list, zip(*split, strict=True)))  # each micro-batch, with all its steps
         return images, records
 
-    def _generate_batch(
-        self, fetched: FetchedRows, rows: list[int], noise_keys: list[tuple[int, ...]], sde: SDESettings
-    ) -> tuple[list[Image.Image], list[RecordedStep]]:
-        """Generate a batch, and record an entry for each trained step."""
-        return self.sampler.generate(
-            fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps, sde=sde
-        )
+    def _recording(self, sde: SDESettings) -> dict[str, Any]:
+        """Return what a batch records, as arguments of the policy's `generate`."""
+        return {"sde": sde}
 
     def _place_weights(self) -> AbstractContextManager:
         """Put the weights where images are generated: on the accelerator, and under ZeRO-3 all of them."""
@@ -738,7 +734,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Predict the velocity in a recorded step, and that of the reference if the loss has one."""
         arguments = (record.calls, self.family, self.args.guidance_scale, record.sample)
         ref_velocity = None
-        if self.args.has_reference:
+        if self.has_reference:
             with torch.no_grad(), self._reference(model) as reference:
                 ref_velocity = predict(reference, *arguments)
         return predict(model, *arguments, self.args.detach_unconditional), ref_velocity

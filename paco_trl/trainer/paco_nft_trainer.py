@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DiffusionNFT and AWM: the velocity is trained on noised images that were generated and scored."""
 
-import functools
 import itertools
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,10 +9,8 @@ import torch
 from PIL import Image
 
 from ..cards import ImageModelCard
-from ..checkpointing.ema import EMA
-from ..checkpointing.weights import swapped
+from ..checkpointing.weights import EMA, swapped
 from ..rollout import Family, RecordedStep, SDESettings, calls_at, keyed_generator, predict
-from ..rollout.sampler import FetchedRows
 from ..utils.devices import to_device
 from ..utils.paper import AWM_PAPER, NFT_PAPER
 from .losses import (
@@ -155,14 +152,9 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
                     step.old_policy_velocity = predict(self.model, calls, self.family, scale, step.sample)
         return generated
 
-    def _generate_batch(
-        self, fetched: FetchedRows, rows: list[int], noise_keys: list[tuple[int, ...]], sde: SDESettings
-    ) -> tuple[list[Image.Image], list]:
-        """Generate a batch without stochastic steps, and noise it to each trained time."""
-        return self.sampler.generate(
-            fetched, rows, noise_keys, self.train_rows.training_sizes[rows[0]], self.args.num_inference_steps,
-            finish=functools.partial(self._noise, noise_keys), record_last_step=True,
-        )  # fmt: skip
+    def _recording(self, sde: SDESettings) -> dict[str, Any]:
+        """Record no stochastic step, but the images' latents, which are noised to each trained time."""
+        return {"finish": self._noise, "record_last_step": True}
 
     def _noise(self, noise_keys: list[tuple[int, ...]], records: list[RecordedStep]) -> list[NoisedStep]:
         """Noise images to times of the schedule, and predict the velocity of the weights that generated them."""

@@ -39,9 +39,8 @@ from .paco_reward_config import PaCoRewardConfig
 from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths, warn_of_one_label
 from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
 from .refusals import end_explained, memory_explained, refuse_methods
-from .resuming import ResumesExactly, RunCallback
+from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
 from .starting import check_best_metric, own_config
-from .training_time import TrainingTimeCallback
 
 
 logger = get_logger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from huggingface_hub import CommitInfo, HfApi
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from ..cards import render_card
@@ -17,10 +17,12 @@ from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from ..utils.names import is_local, public_name, relative_name
 from .model_cards import LIBRARIES, dataset_ids, hardware_of
-from .training_time import training_seconds
 
 
 logger = get_logger(__name__)
+
+
+TRAIN_SECONDS = "train_seconds"  # key of the log
 
 
 class PushesToHub(Trainer):
@@ -178,3 +180,9 @@ class PushesToHub(Trainer):
         """Wait for a running upload; failures are reported, not raised."""
         if self.pusher is not None:
             self.pusher.wait()
+
+
+def training_seconds(state: TrainerState, step: int | None = None) -> float | None:
+    """Return the seconds of training logged up to a step, or to the last one; `None` without training."""
+    logged = (entry for entry in reversed(state.log_history) if TRAIN_SECONDS in entry)
+    return next((entry[TRAIN_SECONDS] for entry in logged if step is None or entry["step"] <= step), None)

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixin of the trainers: atomic checkpoints, and runs that are stopped by a signal and resume exactly."""
 
+import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpointing.checkpoint_files import STATE, drop_old_checkpoints, staged_checkpoint
 from ..checkpointing.checkpoints import clear_staging
 from ..utils.processes import end_training
-from ..utils.random_state import preserve_rng_state, record_rng_state
 from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_request, stop_signals
-from .publishing import PushesToHub
+from .publishing import TRAIN_SECONDS, PushesToHub, training_seconds
 
 
 class RunCallback(TrainerCallback):
@@ -162,3 +165,48 @@ class ResumesExactly(PushesToHub):
                 name, saved, of = type(callback).__name__, callback.state(), state.stateful_callbacks
                 of[name] = [*of[name], saved] if isinstance(of[name], list) else saved
         state.save_to_json(str(folder / STATE))
+
+
+class TrainingTimeCallback(TrainerCallback):
+    """Log the seconds of training so far; a resumed run continues from its checkpoint's."""
+
+    def __init__(self):
+        self._started: float | None = None
+        self._before = 0.0  # seconds before resuming
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self._started, self._before = time.monotonic(), training_seconds(state) or 0.0
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        entry = state.log_history[-1]
+        if self._started is not None and {"loss", "train_loss"} & entry.keys():
+            entry[TRAIN_SECONDS] = round(self._before + time.monotonic() - self._started, 2)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self._started = None
+
+
+def record_rng_state(device: torch.device) -> Callable[[], None]:
+    """Record the state of the generators of Python, NumPy and torch, and return what restores it."""
+    is_cuda = device.type == "cuda"
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if is_cuda else None
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+    return restore
+
+
+@contextmanager
+def preserve_rng_state(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, NumPy and torch at the end."""
+    restore = record_rng_state(device)
+    try:
+        yield
+    finally:
+        restore()

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from ..rollout import RecordedStep, SDESettings
-from ..rollout.noise import STREAMS
+from ..rollout.sde import STREAMS
 from ..utils.devices import to_device
 
 
@@ -238,10 +238,6 @@ class RoundSchedule:
             steps = generator.choice(steps, args.num_sde_steps, replace=False).tolist()
         settings = (args.noise_level, args.sde_type, args.images_per_prefix, args.tail_steps)
         return SDESettings(tuple(sorted(steps)), *settings)
-
-    def noise_key(self, round_index: int, row: int, generation: int) -> tuple[int, ...]:
-        """Return the key of an image's noise."""
-        return (self.args.seed, STREAMS["training"], round_index, row, generation)
 
 
 @dataclasses.dataclass
