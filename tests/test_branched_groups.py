@@ -15,6 +15,7 @@ from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, tiny
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FAMILIES, FluxFamily, PipelinePolicy, SDESettings, keyed_generator, predict, replay
 from paco_trl.rollout import policy as policy_module
+from paco_trl.rollout.sde import STREAMS
 from test_families import NUM_STEPS, build_policy, encode, moved_adapter, pixels
 
 
@@ -302,7 +303,7 @@ class TestTrainer:
         for batch_size in (2, 4, 8):
             trainer = make_trainer(per_device_train_batch_size=batch_size, **settings)
             trainer.train()
-            assignment = trainer.schedule.assign(0, [(32, 32)] * 4)[0]
+            assignment = trainer.layout.assign([(32, 32)] * 4, (trainer.args.seed, STREAMS["batches"], 0))[0]
             starts = {}
             for batch, entry in zip(assignment, trainer.buffer.entries, strict=True):
                 for branch, sample in zip(batch[::2], entry["record"].sample, strict=True):

@@ -186,8 +186,8 @@ def aggregate_rewards(
         )
     if not torch.isfinite(weights).all() or not weights.any():
         raise ValueError(f"`weights` is {weights.tolist()}, but must be finite and not all 0.")
-    _refuse_where(
-        torch.isinf(rewards),
+    _check(
+        ~torch.isinf(rewards),
         rewards,
         "must be finite. A reward that could not be computed is missing: pass NaN (`None` from a reward function).",
     )
@@ -217,19 +217,19 @@ def aggregate_rewards(
     elif method == "log_tamed":
         candidates = used if tamable is None else used & torch.tensor(tamable, device=rewards.device)  # (K,)
         # Refused whether or not h_k exceeds the threshold: an error in the first round, not in a later one
-        _refuse_where(
-            (rewards <= -1) & candidates,
+        _check(
+            ~((rewards <= -1) & candidates),
             rewards,
             "must be greater than -1 for `method='log_tamed'`, because log(1 + R) does not exist there. Shift or "
             "rescale the reward (to [0, 1], for example), or use another method.",
         )
         tamed = [can and h_k is not None and h_k > limit for can, h_k in zip(candidates.tolist(), h, strict=True)]
-        rewards = log_tame(rewards, tamed)
+        rewards = log_tame(rewards, tamed) if any(tamed) else rewards
     elif method == "geometric_mean":
         if (weights < 0).any():
             raise ValueError(f"`weights` is {weights.tolist()}, but must be >= 0 for `method='geometric_mean'`.")
-        _refuse_where(
-            (rewards < 0) & used,
+        _check(
+            ~((rewards < 0) & used),
             rewards,
             "must be >= 0 for `method='geometric_mean'`. Shift or rescale the reward (to [0, 1], for example), or use "
             "another method.",
@@ -245,9 +245,7 @@ def aggregate_rewards(
     return aggregate, AggregationDetails(coefficient_of_variation=h, tamed=tamed, threshold=limit, share=share)
 
 
-def _refuse_where(wrong: torch.Tensor, rewards: torch.Tensor, reason: str) -> None:
-    if wrong.any():  # (N, K)
-        row, column = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"`rewards[{row}, {column}]` (reward {column}) is {rewards[row, column].item()}, but {reason}"
-        )
+def _check(is_good: torch.Tensor, rewards: torch.Tensor, rule: str) -> None:
+    if not is_good.all():  # (N, K)
+        row, column = (~is_good).nonzero()[0].tolist()
+        raise ValueError(f"`rewards[{row}, {column}]` (reward {column}) is {rewards[row, column].item()}, but {rule}")

@@ -208,7 +208,7 @@ class RewardRunner:
     def finish(self, state: TrainerState) -> Scores:
         """Wait for the rewards and gather them on every process; an image that was added twice counts once."""
         started = time.perf_counter()
-        groups = self._exchange_groups()
+        groups = self._exchange_groups() if self._grouped else []
         with placed(self.models, self.accelerator.device) if self.models else nullcontext():
             while self._waiting:
                 self._submit(self._sync, self._waiting[:IMAGES_PER_CALL], state)
@@ -321,8 +321,6 @@ class RewardRunner:
 
     def _exchange_groups(self) -> list[list[tuple[int, dict]]]:
         """Return the groups that this process scores whole, each in the order of its images. Collective: call on all ranks."""
-        if not self._grouped:
-            return []
         by_prompt: dict[int, list[tuple[int, dict]]] = defaultdict(list)
         for number, image in self._images:
             by_prompt[number // self.num_generations].append((number, image))

@@ -421,7 +421,7 @@ def _widen(rows: Any, copies: int) -> Any:
     """Repeat each row of a tensor or list for the images of its branch."""
     if isinstance(rows, list):
         return [row for row in rows for _ in range(copies)]
-    return rows if copies == 1 else rows.repeat_interleave(copies, dim=0)
+    return rows.repeat_interleave(copies, dim=0)
 
 
 def share_tensors(
@@ -479,7 +479,9 @@ def score_step(
     velocity: torch.Tensor, record: RecordedStep, sde: SDESettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Score a recorded step with a velocity `(B / images_per_prefix, ...)`, see [`replay`]."""
-    output, sample = (_widen(rows, record.images_per_prefix) for rows in (velocity, record.sample))
+    output, sample = velocity, record.sample
+    if record.images_per_prefix > 1:
+        output, sample = (_widen(rows, record.images_per_prefix) for rows in (output, sample))
     settings = (record.sigma, record.sigma_next, sde.noise_level, sde.sde_type)
     step = sde_step(output, sample, *settings, prev_sample=record.prev_sample, sigma_max=record.sigma_max)
     return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)

@@ -276,7 +276,9 @@ class FetchedRows:
         read = functools.lru_cache(8)(rows.row)  # decodes source images, which may be large
         self.read = read
         # Not `self.read`: a reference cycle would keep embeddings on the accelerator until garbage collection
-        self.source_images = functools.cache(lambda number: [prepare(image) for image in rows.images_in(read(number))])
+        self.source_images = functools.cache(
+            lambda number: [] if rows.sources is None else [prepare(image) for image in rows.images_in(read(number))]
+        )
 
 
 class Generated(NamedTuple):

@@ -32,12 +32,6 @@ class SDESettings:
     images_per_prefix: int = 1
     tail_steps: int | None = None
 
-    def __post_init__(self):
-        if self.tail_steps is not None and not self.steps:
-            raise ValueError(
-                f"`tail_steps` is {self.tail_steps}, but there is no stochastic step that it could follow."
-            )
-
     def num_steps(self, num_inference_steps: int) -> int:
         """Return the number of denoising steps in place of a full schedule's."""
         return num_inference_steps if self.tail_steps is None else max(self.steps) + 1 + self.tail_steps
@@ -140,7 +134,9 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
         if self.sde is None or self.sde.noise_level == 0 or index not in self.sde.steps:
             # Float32 in, so that the parent does not round the sample to a low-precision model's dtype
-            velocity = self._tail_velocity(model_output.float(), sample, index)
+            velocity = model_output.float()
+            if index >= self._tail_start:
+                velocity = self._second_order(velocity, sample, index)
             output = super().step(velocity, timestep, sample, return_dict=return_dict, **kwargs)
             if self.on_step is not None:
                 self.on_step(index, model_output, sample, SDEStep(output[0], None, None, None))
@@ -164,10 +160,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             return (prev_sample,)
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=prev_sample)
 
-    def _tail_velocity(self, velocity: torch.Tensor, sample: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the velocity of a step without noise: in a short tail that of DPM-Solver++(2M)."""
-        if index < self._tail_start:
-            return velocity
+    def _second_order(self, velocity: torch.Tensor, sample: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the velocity of a step of the short tail, by DPM-Solver++(2M)."""
         x0_previous, times = self._x0, self._sigma_values[index - 1 : index + 2]
         self._x0 = sample.float() - times[1] * velocity
         if x0_previous is None or times[2] == 0:  # the first and the last step of the tail are of first order

@@ -2,12 +2,11 @@
 """Settings of [`PaCoGRPOTrainer`]."""
 
 import copy
-import dataclasses
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.logging import get_logger
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -18,6 +17,7 @@ from ..rollout.hybrid_inference import check_adapter_fraction
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
+from ..utils.docstrings import help_from_docstring
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .refusals import REFUSED_GRPO_FIELDS, check_arguments, cpu_explained, name_checkpointing, refuse_fields
@@ -25,8 +25,6 @@ from .rounds import RoundLayout, lay_out_round, nearest_multiples
 
 
 logger = get_logger(__name__)
-
-LOSS_TYPES = ("grpo", "grpo_guard", "flow_dppo")
 
 # The paper's, for a round whose sizes are left out
 _NUM_PROMPTS, _NUM_OPTIMIZER_STEPS = 42, 2
@@ -65,6 +63,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 )
 
 
+@help_from_docstring
 @dataclass
 class PaCoGRPOConfig(GRPOConfig):
     # docstyle-ignore
@@ -266,136 +265,84 @@ class PaCoGRPOConfig(GRPOConfig):
     > is an error).
     """
 
+    loss_types: ClassVar[tuple[str, ...]] = ("grpo", "grpo_guard", "flow_dppo")
+
     # Parameters that control the resolution
-    height: int = field(default=1024, metadata={"help": "Inference height in pixels, for rows without a `height`."})
-    width: int = field(default=1024, metadata={"help": "Inference width in pixels, for rows without a `width`."})
-    resolution_scale: float = field(default=0.5, metadata={"help": "Factor per side from inference to training size."})
+    height: int = 1024
+    width: int = 1024
+    resolution_scale: float = 0.5
 
     # Parameters that control the sampler
-    num_inference_steps: int = field(default=10, metadata={"help": "Denoising steps of a rollout."})
-    num_inference_steps_eval: int = field(default=20, metadata={"help": "Denoising steps of `evaluate()`."})
-    guidance_scale: float = field(default=3.5, metadata={"help": "Guidance scale in training and evaluation."})
-    negative_prompt: str | None = field(default=None, metadata={"help": "Negative prompt of true guidance."})
-    detach_unconditional: bool = field(
-        default=False, metadata={"help": "Whether true guidance's unconditional prediction gets no gradient."}
-    )
-    sde_type: str = field(default="flow_sde", metadata={"help": "Stochastic step: 'flow_sde', 'dance_sde' or 'cps'."})
-    sde_steps: list[int] = field(
-        default_factory=lambda: [1],
-        metadata={"help": "Indices of the stochastic denoising steps, which are trained. Never the last step."},
-    )
-    num_sde_steps: int | None = field(default=None, metadata={"help": "Number of steps sampled from `sde_steps`."})
-    noise_level: float = field(default=0.7, metadata={"help": "Noise level `a` of the stochastic steps."})
-    images_per_prefix: int = field(default=1, metadata={"help": "Images that branch at the first stochastic step."})
-    tail_steps: int | None = field(default=None, metadata={"help": "Denoising steps after the last stochastic one."})
+    num_inference_steps: int = 10
+    num_inference_steps_eval: int = 20
+    guidance_scale: float = 3.5
+    negative_prompt: str | None = None
+    detach_unconditional: bool = False
+    sde_type: str = "flow_sde"
+    sde_steps: list[int] = field(default_factory=lambda: [1])
+    num_sde_steps: int | None = None
+    noise_level: float = 0.7
+    images_per_prefix: int = 1
+    tail_steps: int | None = None
 
     # Parameters that control the round
-    num_generations: int = field(default=16, metadata={"help": "Images per prompt: the compared group."})
-    num_prompts_per_generation: int | None = field(
-        default=None, metadata={"help": "Prompts of a round. If `None`, 42."}
-    )
-    optimizer_steps_per_generation: int | None = field(
-        default=None, metadata={"help": "Optimizer steps per round. If `None`, 2."}
-    )
-    generation_batch_size: int | None = field(default=None, metadata={"help": "Images of a round."})
-    steps_per_generation: int | None = field(default=None, metadata={"help": "Micro-steps of a process per round."})
-    gradient_accumulation_steps: int | None = field(default=None, metadata={"help": "Micro-steps per optimizer step."})
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "Images trained at a time."})
-    per_device_rollout_batch_size: int | None = field(default=None, metadata={"help": "Images generated at a time."})
-    num_generations_eval: int = field(default=1, metadata={"help": "Images per prompt of `evaluate()`."})
-    per_device_eval_batch_size: int = field(default=1, metadata={"help": "Images at a time in `evaluate()`."})
+    num_generations: int = 16
+    num_prompts_per_generation: int | None = None
+    optimizer_steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    gradient_accumulation_steps: int | None = None
+    per_device_train_batch_size: int = 1
+    per_device_rollout_batch_size: int | None = None
+    num_generations_eval: int = 1
+    per_device_eval_batch_size: int = 1
 
     # Parameters that control the rewards
-    multi_objective_aggregation: str = field(
-        default="log_tamed",
-        metadata={
-            "help": "Aggregation of several rewards: 'log_tamed' (a weighted sum, with log(1 + R) for a reward R that "
-            "varies too much), 'sum_then_normalize', 'normalize_then_sum', 'rank_then_sum' (of ranks) or "
-            "'geometric_mean'."
-        },
-    )
+    multi_objective_aggregation: str = "log_tamed"
     # `None` is in the type for argparse, which reads a union with it as a string: both 0.3 and "mean"
-    log_tame_threshold: float | str | None = field(
-        default=0.2, metadata={"help": "Coefficient of variation above which a reward is tamed: a number, or 'mean'."}
-    )
-    advantage_clip: float | None = field(default=5.0, metadata={"help": "Advantages are clipped to this magnitude."})
+    log_tame_threshold: float | str | None = 0.2
+    advantage_clip: float | None = 5.0
     # `str` is in the type for argparse, which would convert every word to True
-    reward_required: list[str] | None = field(
-        default=None, metadata={"help": "Whether each reward is required, in order. If `None`, all are."}
-    )
-    max_reward_failures: float = field(default=0.01, metadata={"help": "Largest fraction without a required reward."})
-    max_excluded_images: float = field(default=0.5, metadata={"help": "Largest fraction of images left out."})
-    max_excluded_groups: float = field(
-        default=0.5, metadata={"help": "Largest fraction of a round's prompts with fewer than two scored images."}
-    )
+    reward_required: list[str] | None = None
+    max_reward_failures: float = 0.01
+    max_excluded_images: float = 0.5
+    max_excluded_groups: float = 0.5
 
     # Parameters that control the training
-    learning_rate: float = field(default=3e-4, metadata={"help": "Initial learning rate of AdamW."})
-    lr_scheduler_type: str = field(default="constant", metadata={"help": "Learning-rate schedule."})
-    weight_decay: float = field(default=1e-4, metadata={"help": "Weight decay."})
-    epsilon: float = field(default=1e-4, metadata={"help": "Clip range of the probability ratio."})
-    ratio_tolerance: float | None = field(
-        default=None,
-        metadata={
-            "help": "Largest |ratio - 1| before the first update of a round. If `None`, `epsilon / 10`, or `epsilon` in bf16 "
-            "with a larger `per_device_rollout_batch_size`."
-        },
-    )
-    loss_type: str = field(
-        default="grpo",
-        metadata={
-            "help": "Loss: 'grpo', PPO's clipped objective, 'grpo_guard', with its steps balanced, or 'flow_dppo', with "
-            "`divergence_threshold` in place of a clip."
-        },
-    )
-    divergence_threshold: float = field(
-        default=1e-5, metadata={"help": "Mean divergence of a step, from which 'flow_dppo' leaves images out."}
-    )
-    reference: str = field(
-        default="initial",
-        metadata={
-            "help": "Reference model of `beta` and `norm_penalty` when an adapter is trained further: 'initial', that "
-            "adapter as it was loaded, or 'base', the base model without it."
-        },
-    )
-    norm_penalty: float = field(default=0.0, metadata={"help": "Weight of max(0, |v| / |v_ref| - 1) of the velocity."})
-    ema_decay: float | None = field(default=0.9, metadata={"help": "Decay of the average of the weights."})
-    ema_offload: bool = field(default=False, metadata={"help": "Whether the average is kept in CPU memory."})
-    enable_jit_checkpoint: bool = field(
-        default=True, metadata={"help": "Whether SIGTERM and SIGUSR1 write a checkpoint and end with code 75."}
-    )
-    jit_checkpoint_signals: list[str] = field(
-        default_factory=lambda: list(SIGNALS), metadata={"help": "Names of these signals."}
-    )
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Whether to delete the checkpoints of another run in `output_dir`."}
-    )
+    learning_rate: float = 3e-4
+    lr_scheduler_type: str = "constant"
+    weight_decay: float = 1e-4
+    epsilon: float = 1e-4
+    ratio_tolerance: float | None = None
+    loss_type: str = "grpo"
+    divergence_threshold: float = 1e-5
+    reference: str = "initial"
+    norm_penalty: float = 0.0
+    ema_decay: float | None = 0.9
+    ema_offload: bool = False
+    enable_jit_checkpoint: bool = True
+    jit_checkpoint_signals: list[str] = field(default_factory=lambda: list(SIGNALS))
+    overwrite_output_dir: bool = False
 
     # Parameters that control the memory and the kernels
-    quantization: str | None = field(default=None, metadata={"help": "Quantization of frozen weights, such as 'nf4'."})
-    offload_embeddings: bool = field(default=False, metadata={"help": "Whether a round's embeddings are on the CPU."})
-    offload_rewards: bool = field(default=False, metadata={"help": "Whether reward models are moved in to score."})
-    embeddings_dir: str | None = field(default=None, metadata={"help": "Directory of encoded prompts and images."})
-    vae_tiling: bool = field(default=False, metadata={"help": "Whether the VAE decodes in tiles: less memory."})
-    attention_backend: str | None = field(default=None, metadata={"help": "Attention backend of the transformer."})
-    compile_repeated_blocks: bool = field(default=False, metadata={"help": "Whether its blocks are compiled."})
+    quantization: str | None = None
+    offload_embeddings: bool = False
+    offload_rewards: bool = False
+    embeddings_dir: str | None = None
+    vae_tiling: bool = False
+    attention_backend: str | None = None
+    compile_repeated_blocks: bool = False
 
     # Parameters that control the evaluation
-    eval_baseline: bool = field(default=True, metadata={"help": "Whether the untrained model is evaluated, too."})
-    adapter_fraction: float = field(
-        default=1.0, metadata={"help": "Fraction of `evaluate()`'s steps with an adapter."}
-    )
-    resolution_transfer_prompts: int = field(
-        default=0, metadata={"help": "Prompts generated at training and inference size before training."}
-    )
-    tail_transfer_prompts: int = field(
-        default=0, metadata={"help": "Prompts generated with the short and the full tail before training."}
-    )
+    eval_baseline: bool = True
+    adapter_fraction: float = 1.0
+    resolution_transfer_prompts: int = 0
+    tail_transfer_prompts: int = 0
 
     # Parameters that control the logging
-    logging_steps: float = field(default=1, metadata={"help": "Optimizer steps between two logs."})
-    log_completions: bool = field(default=True, metadata={"help": "Whether to save a contact sheet of each round."})
-    plot_curves: bool = field(default=True, metadata={"help": "Whether to plot the logged metrics to `curves.png`."})
+    logging_steps: float = 1
+    log_completions: bool = True
+    plot_curves: bool = True
 
     def __post_init__(self):
         self._refuse_fields()
@@ -570,6 +517,26 @@ class PaCoGRPOConfig(GRPOConfig):
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
+            raise ValueError(
+                f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "
+                "and their sum by the batch, as in TRL. Unset it, or choose another `multi_objective_aggregation`."
+            )
+        if self.reference != "initial" and not self.has_reference:
+            raise ValueError("`reference` is 'base', but no loss compares with it. Set `beta` or `norm_penalty`.")
+        if self.reward_required is not None:
+            self.reward_required = [_parse_flag(value) for value in self.reward_required]
+        self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
+        method = self.multi_objective_aggregation
+        if method != "log_tamed" and self.log_tame_threshold != PaCoGRPOConfig.log_tame_threshold:
+            raise ValueError(
+                f"`log_tame_threshold` is {self.log_tame_threshold!r}, which {method!r} does not use. Unset it, or set "
+                "`multi_objective_aggregation='log_tamed'`."
+            )
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        """Check the stochastic steps and the loss on them."""
         if not self.sde_steps or len(set(self.sde_steps)) != len(self.sde_steps):
             raise ValueError(f"`sde_steps` is {self.sde_steps}; it must name at least one step, each once.")
         last = self.num_inference_steps - 1
@@ -593,36 +560,19 @@ class PaCoGRPOConfig(GRPOConfig):
             reason = "a step without noise has no log-probability for a policy gradient: it must be above 0"
             limit = ", and at most 1 for 'cps'" if self.sde_type == "cps" else " (the paper uses 0.7)"
             raise ValueError(f"`noise_level` is {self.noise_level}, but {reason}{limit}.")
-        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
+        if self.loss_type not in self.loss_types:
             raise ValueError(
-                f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "
-                "and their sum by the batch, as in TRL. Unset it, or choose another `multi_objective_aggregation`."
-            )
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(
-                f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, LOSS_TYPES))}: TRL's other "
+                f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, self.loss_types))}: TRL's other "
                 "losses are defined on tokens, and DiffusionNFT ('nft') has its own trainer, `PaCoNFTTrainer`."
             )
-        if self.reference != "initial" and not self.has_reference:
-            raise ValueError("`reference` is 'base', but no loss compares with it. Set `beta` or `norm_penalty`.")
         is_dppo = self.loss_type == "flow_dppo"
-        defaults = {f.name: f.default for f in dataclasses.fields(PaCoGRPOConfig)}
         for name in ("epsilon", "epsilon_high") if is_dppo else ("divergence_threshold",):
-            if (value := getattr(self, name)) != defaults[name]:
+            if (value := getattr(self, name)) != getattr(PaCoGRPOConfig, name):
                 remedy = "set `divergence_threshold`" if is_dppo else "set `epsilon`, or `loss_type='flow_dppo'`"
                 raise ValueError(f"`{name}` is {value}, which {self.loss_type!r} does not use. Unset it; {remedy}.")
-        if self.reward_required is not None:
-            self.reward_required = [_parse_flag(value) for value in self.reward_required]
         if self.tail_transfer_prompts and self.tail_steps is None:
             prompts = self.tail_transfer_prompts
             raise ValueError(f"`tail_transfer_prompts` is {prompts}, but there is no short tail. Set `tail_steps`.")
-        self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
-        method = self.multi_objective_aggregation
-        if method != "log_tamed" and self.log_tame_threshold != defaults["log_tame_threshold"]:
-            raise ValueError(
-                f"`log_tame_threshold` is {self.log_tame_threshold!r}, which {method!r} does not use. Unset it, or set "
-                "`multi_objective_aggregation='log_tamed'`."
-            )
 
 
 def _parse_flag(value: bool | str) -> Any:

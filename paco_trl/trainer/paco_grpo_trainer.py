@@ -107,7 +107,6 @@ from .model_cards import (
     reward_rows,
 )
 from .paco_grpo_config import PaCoGRPOConfig
-from .paco_nft_config import PaCoNFTConfig
 from .refusals import end_explained, memory_explained, refuse_methods
 from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
 from .rounds import RoundBuffer, RoundSchedule
@@ -221,8 +220,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             # A pipeline that was built in memory has no name
             name = model if isinstance(model, str) else model.name_or_path or type(model).__name__
             args = self._config_class(f"{Path(name).name}-{self._name}")
-        is_nft = issubclass(self._config_class, PaCoNFTConfig)
-        if not isinstance(args, self._config_class) or isinstance(args, PaCoNFTConfig) != is_nft:
+        if not isinstance(args, self._config_class) or args.loss_types != self._config_class.loss_types:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         args = own_config(args)
         if peft_config is not None:
@@ -371,10 +369,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def _add_callbacks(self) -> None:
         self.figure_thread = FigureThread()
-        events = {"on_optimizer_step": self._update_averages, "on_step_end": self._end_step}
         # The trackers, which get the sheets, close when training ends
-        events |= {"on_train_begin": self._begin_run, "on_epoch_end": self.figure_thread.wait}
-        self.add_callback(RunCallback(**events))
+        events = {"on_train_begin": self._begin_run, "on_epoch_end": self.figure_thread.wait}
+        self.add_callback(RunCallback(on_optimizer_step=self._update_averages, **events))
         self.add_callback(TrainingTimeCallback())
         self.add_callback(CurvesCallback(self.args.plot_curves, self.figure_thread.submit))
 
@@ -504,11 +501,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def _update_averages(self) -> None:
         """Update the average after each update of the weights."""
-        if self.ema is not None:
-            self.ema.step()
-
-    def _end_step(self) -> None:
-        """Finish an optimizer step, before its checkpoint is written."""
+        if EMA_WEIGHTS in self.averages:
+            self.averages[EMA_WEIGHTS].step()
 
     # ---- Rounds ----
 
@@ -553,8 +547,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         # 1. Encode the round's prompts, and assign its images to the processes
         row_numbers = self.schedule.rows(round_index)
         sizes = [self.train_rows.training_sizes[number] for number in row_numbers]
-        assignment = self.schedule.assign(round_index, sizes)  # (processes, batches, rollout_batch_size)
-        mine = assignment[self.accelerator.process_index]  # (batches, rollout_batch_size)
+        assignment = layout.assign(sizes, (args.seed, STREAMS["batches"], round_index))
+        mine = assignment[self.accelerator.process_index]  # of (processes, batches, rollout_batch_size)
         self.prompt_encoder.encode(self.train_rows, row_numbers, args.resolution_scale)  # what `_encode_run` has not
         fetched = self.sampler.fetch(self.train_rows, row_numbers, args.resolution_scale)
         encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
@@ -638,9 +632,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Put the weights where images are generated: on the accelerator, and under ZeRO-3 all of them."""
         if not self.is_deepspeed_enabled:
             self.model.to(self.accelerator.device)  # `evaluate()` may come before `train()`
-        if not self._is_zero3 or not self.args.ds3_gather_for_generation:
-            return nullcontext()
-        return gathered_weights(self.model, self.model_wrapped)
+        elif self._is_zero3 and self.args.ds3_gather_for_generation:
+            return gathered_weights(self.model, self.model_wrapped)
+        return nullcontext()
 
     def _save_sheet(
         self,
@@ -696,9 +690,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         ratio = metrics.pop("ratio", torch.exp(log_prob - record.log_prob).detach())
         if ref_velocity is not None:
             kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
-            norm_ratio = velocity_norm_ratio(velocity, ref_velocity).repeat_interleave(
-                record.images_per_prefix
-            )  # (B,)
+            norm_ratio = velocity_norm_ratio(velocity, ref_velocity)
+            norm_ratio = norm_ratio.repeat_interleave(record.images_per_prefix)  # (B,)
             loss = loss + self.beta * kl + self.args.norm_penalty * torch.relu(norm_ratio - 1)
             metrics |= {"kl": kl.detach(), "velocity_norm_ratio": norm_ratio.detach()}
         self._record_step(record, ratio, metrics, inputs["weights"])

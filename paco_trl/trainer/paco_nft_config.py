@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of [`PaCoNFTTrainer`]."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
+from ..utils.docstrings import help_from_docstring
 from .paco_grpo_config import PaCoGRPOConfig
 from .refusals import refuse_fields
 
@@ -21,6 +23,7 @@ _INSTEAD = {
 }
 
 
+@help_from_docstring
 @dataclass
 class PaCoNFTConfig(PaCoGRPOConfig):
     # docstyle-ignore
@@ -61,33 +64,17 @@ class PaCoNFTConfig(PaCoGRPOConfig):
             policy is kept.
     """
 
+    loss_types: ClassVar[tuple[str, ...]] = ("nft", "awm")
+
     # Parameters that control the training
-    loss_type: str = field(default="nft", metadata={"help": "Objective: 'nft' (DiffusionNFT) or 'awm' (AWM)."})
-    nft_beta: float = field(
-        default=1.0,
-        metadata={
-            "help": "Strength of the implicit policies: the fraction of the update by which the old velocity is moved "
-            "towards it and against it."
-        },
-    )
-    num_noise_levels: int | None = field(
-        default=None,
-        metadata={
-            "help": "Times at which each image is trained, sampled from the rollout's schedule except the last. If "
-            "`None`, all of them."
-        },
-    )
-    old_policy_decay_rate: float = field(
-        default=1e-3, metadata={"help": "Growth of the old policy's decay with each optimizer step."}
-    )
-    old_policy_max_decay: float = field(default=0.5, metadata={"help": "Upper limit of this decay, below 1."})
-    epsilon: float = field(default=1.0, metadata={"help": "Clip range of the probability ratio of AWM."})
-    awm_weighting: str = field(
-        default="ghuber", metadata={"help": "AWM's log-probability of a flow-matching loss l: 'ghuber' or 't'."}
-    )
-    old_policy_beta: float = field(
-        default=1.0, metadata={"help": "Weight in AWM of the squared difference to the old policy's velocity."}
-    )
+    loss_type: str = "nft"
+    nft_beta: float = 1.0
+    num_noise_levels: int | None = None
+    old_policy_decay_rate: float = 1e-3
+    old_policy_max_decay: float = 0.5
+    epsilon: float = 1.0
+    awm_weighting: str = "ghuber"
+    old_policy_beta: float = 1.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,7 +93,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
 
     def _refuse_fields(self) -> None:
         super()._refuse_fields()
-        if self.loss_type not in UNUSED_WITH:
+        if self.loss_type not in self.loss_types:
             raise ValueError(
                 f"`loss_type` is {self.loss_type!r}; it must be 'nft' or 'awm': 'grpo' and other losses of stochastic "
                 "steps have their own trainer, `PaCoGRPOTrainer`."
@@ -116,14 +103,8 @@ class PaCoNFTConfig(PaCoGRPOConfig):
             unused += ("old_policy_decay_rate", "old_policy_max_decay")
         refuse_fields(self, PaCoNFTConfig, unused, _INSTEAD)
 
-    def _check_values(self) -> None:
-        if self.num_inference_steps < 2:
-            reason = "it must be at least 2, since images are trained at the times of all steps but the last"
-            raise ValueError(f"`num_inference_steps` is {self.num_inference_steps}: {reason}.")
-        # The parent checks `sde_steps`, which are not used, against the schedule, and `loss_type` against its own
-        used, self.sde_steps, self.loss_type = (self.sde_steps, self.loss_type), [0], "grpo"
-        super()._check_values()
-        self.sde_steps, self.loss_type = used
+    def _check_objective(self) -> None:
+        """Check the loss and its old policy."""
         if self.num_noise_levels is not None and not 1 <= self.num_noise_levels < self.num_inference_steps:
             raise ValueError(
                 f"`num_noise_levels` is {self.num_noise_levels}, but there are {self.num_inference_steps - 1} times to "

@@ -25,6 +25,7 @@ from .losses import (
 )
 from .paco_grpo_trainer import PaCoGRPOTrainer
 from .paco_nft_config import PaCoNFTConfig
+from .resuming import RunCallback
 from .step_statistics import StepStatistics
 
 
@@ -131,7 +132,11 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             decays = {OLD_POLICY_WEIGHTS: decay} | decays
         return decays
 
-    def _end_step(self) -> None:
+    def _add_callbacks(self) -> None:
+        super()._add_callbacks()
+        self.add_callback(RunCallback(on_step_end=self._update_old_policy))
+
+    def _update_old_policy(self) -> None:
         """Update the old policy at the end of each round."""
         if self.args.keeps_old_policy and self.state.global_step % self.schedule.optimizer_steps_per_round == 0:
             self.old_policy.decay = self._average_decays()[OLD_POLICY_WEIGHTS]

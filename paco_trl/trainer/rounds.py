@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,12 @@ class RoundLayout:
             f"{' or '.join(str(number * self.num_generations) for number in (below, above) if number > 0)})."
         )
 
-    @property
+    @cached_property
     def num_images(self) -> int:
         """Images of a round over all processes (`generation_batch_size`)."""
         return self.num_prompts * self.num_generations
 
-    @property
+    @cached_property
     def rollout_batch_size(self) -> int:
         """Images that a process generates at a time."""
         return self.batch_size * self.num_merged
@@ -62,17 +63,17 @@ class RoundLayout:
         """A batch of generation on each process for each optimizer step, which must divide the images."""
         return self.num_processes * self.rollout_batch_size * self.num_optimizer_steps
 
-    @property
+    @cached_property
     def micro_batches_per_process(self) -> int:
         """Micro-batches of images that one process trains in a round."""
         return self.num_images // (self.num_processes * self.batch_size)
 
-    @property
+    @cached_property
     def steps_per_generation(self) -> int:
         """Training micro-steps of one process in a round: a micro-batch of images for each trained step."""
         return self.micro_batches_per_process * self.num_trained_steps
 
-    @property
+    @cached_property
     def gradient_accumulation_steps(self) -> int:
         """Training micro-steps of one process for each optimizer step."""
         return self.steps_per_generation // self.num_optimizer_steps
@@ -225,10 +226,6 @@ class RoundSchedule:
             if len(needed) == self.num_rows:
                 break
         return sorted(needed)
-
-    def assign(self, round_index: int, sizes: list[tuple[int, int]]) -> np.ndarray:
-        """Assign a round's images to processes and micro-batches: (processes, micro-batches, B)."""
-        return self.layout.assign(sizes, (self.args.seed, STREAMS["batches"], round_index))
 
     def sde(self, round_index: int) -> SDESettings:
         """Return the stochastic steps of a round, the same for every image and process."""
