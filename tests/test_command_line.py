@@ -16,7 +16,7 @@ from transformers import IntervalStrategy, TrainerCallback
 
 from launching import CPU_DDP, ROOT
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, __version__
-from paco_trl.checkpointing.checkpoint_files import CheckpointError
+from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import grpo, main
 from paco_trl.commands.options import option
 from paco_trl.commands.parser import CommandParser

@@ -26,19 +26,17 @@ from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity, use_adapter
 
 from ..cards import ImageModelCard, save_card
-from ..checkpointing.checkpoint_files import (
+from ..checkpointing.checkpoints import (
     EMA_WEIGHTS,
     POLICY_WEIGHTS,
-    check_weights,
-    load_round,
-    round_file,
-)
-from ..checkpointing.checkpoints import (
     check_output_folder,
     check_resumed_run,
+    check_weights,
     delete_run,
     find_checkpoint,
+    load_round,
     read_run,
+    round_file,
 )
 from ..checkpointing.export import save_trained
 from ..checkpointing.weights import (

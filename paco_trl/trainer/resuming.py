@@ -15,8 +15,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checkpointing.checkpoint_files import STATE, drop_old_checkpoints, staged_checkpoint
-from ..checkpointing.checkpoints import clear_staging
+from ..checkpointing.checkpoints import STATE, clear_staging, drop_old_checkpoints, staged_checkpoint
 from ..utils.processes import end_training
 from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_request, stop_signals
 from .publishing import TRAIN_SECONDS, PushesToHub, training_seconds
