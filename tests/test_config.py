@@ -490,20 +490,10 @@ class TestValues:
             make(**settings)
 
 
-def nearest_values(message, name=None):
-    """The numbers after "that work:", those of `name` where the message has several."""
-    text = message.split("that work:")[1]
-    if name is not None and f"`{name}` = " in text:
-        text = text.split(f"`{name}` = ")[1]
-    else:
-        text = text.split("(")[0]
-    return [int(number) for number in re.findall(r"\d+", text)]
-
-
 class TestRound:
     @pytest.mark.parametrize(("num_processes", "steps"), [(1, 672), (2, 336), (4, 168), (7, 96), (8, 84)])
     def test_the_defaults_fit_the_papers_machines(self, make, num_processes, steps):
-        layout = make()._lay_out(42, None, None, None, num_processes)
+        layout = make()._plan_round(42, 2, None, None, None, num_processes)
         assert (layout.num_prompts, layout.num_images, layout.num_optimizer_steps) == (42, 672, 2)
         assert (layout.steps_per_generation, layout.gradient_accumulation_steps) == (steps, steps // 2)
 
@@ -560,99 +550,11 @@ class TestRound:
         config = make(**base, num_sde_steps=2)
         assert config.num_trained_steps == 2 and config.steps_per_generation == 32
 
-    @pytest.mark.parametrize(
-        ("settings", "num_processes", "name", "texts"),
-        [
-            (
-                {"generation_batch_size": 100},
-                1,
-                "generation_batch_size",
-                ["100 / 16 = 6.25", "`num_generations` = 16"],
-            ),
-            (
-                {"generation_batch_size": 48, "per_device_train_batch_size": 16},
-                1,
-                "generation_batch_size",
-                ["3 prompts x 16 generations = 48 images", "48 / 32 is not an integer"],
-            ),
-            (
-                {"generation_batch_size": 16 * 42},
-                5,
-                "generation_batch_size",
-                ["5 processes x 1 images", "672 / 10 is"],
-            ),
-            ({"steps_per_generation": 25}, 1, "steps_per_generation", ["25 micro-steps x 1 processes", "= 25 images"]),
-            (
-                {"steps_per_generation": 33, "sde_steps": [1, 2]},
-                1,
-                "steps_per_generation",
-                ["/ 2 trained step(s) = 16.5 images a round"],
-            ),
-            ({"steps_per_generation": 5}, 8, "steps_per_generation", ["5 micro-steps x 8 processes", "40 images"]),
-            (
-                {"generation_batch_size": 672, "gradient_accumulation_steps": 100},
-                1,
-                "generation_batch_size",
-                ["672 images", "1 processes x 1 images in a micro-batch x 100 accumulated = 100 images"],
-            ),
-            (
-                {"gradient_accumulation_steps": 7, "sde_steps": [1, 2, 3]},
-                1,
-                "gradient_accumulation_steps",
-                ["multiple of 3", "6 or 9"],
-            ),
-            (
-                {"gradient_accumulation_steps": 1, "sde_steps": [1, 2]},
-                1,
-                "gradient_accumulation_steps",
-                ["multiple of 2"],
-            ),
-        ],
-        ids=str,
-    )
-    def test_errors_have_the_arithmetic_and_values_that_work(self, make, settings, num_processes, name, texts):
-        def lay_out(**changed):
-            values = {**settings, **changed}
-            names = ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps")
-            requested = [values.pop(each, None) for each in names]
-            config = make(**values)
-            config.optimizer_steps_per_generation = values.get("optimizer_steps_per_generation")
-            return config._lay_out(None, *requested, num_processes)
-
-        with pytest.raises(ValueError) as error:
-            lay_out()
-        for text in texts:
-            assert text in str(error.value)
-        values = nearest_values(str(error.value), name)
-        assert 1 <= len(values) <= 2
-        for value in values:
-            assert lay_out(**{name: value}).num_images > 0
-
-    @pytest.mark.parametrize(
-        ("settings", "num_processes", "name"),
-        [
-            ({"generation_batch_size": 100}, 7, "generation_batch_size"),
-            ({"generation_batch_size": 10, "num_generations": 3}, 1, "generation_batch_size"),
-            ({"steps_per_generation": 4, "num_generations": 12}, 4, "steps_per_generation"),
-            ({"steps_per_generation": 17, "optimizer_steps_per_generation": 3}, 1, "steps_per_generation"),
-        ],
-        ids=str,
-    )
-    def test_nearest_values_work_for_the_whole_arithmetic(self, make, settings, num_processes, name):
-        self.test_errors_have_the_arithmetic_and_values_that_work(make, settings, num_processes, name, [])
-
     @pytest.mark.parametrize("value", [0, -32])
     @pytest.mark.parametrize("name", ["generation_batch_size", "steps_per_generation", "gradient_accumulation_steps"])
     def test_nothing_or_less_is_refused(self, make, name, value):
         with pytest.raises(ValueError, match=f"`{name}` is {value}"):
             make(**{name: value})
-
-    def test_both_sizes_of_a_round_must_agree(self, make):
-        with pytest.raises(
-            ValueError, match="`steps_per_generation` is 32.*equal `generation_batch_size` = 64.*one of"
-        ):
-            make(steps_per_generation=32, generation_batch_size=64)
-        assert make(steps_per_generation=32, generation_batch_size=32).round_layout.num_images == 32
 
     def test_rounding_up_is_said(self, make, caplog):
         with caplog.at_level(logging.WARNING, logger="paco_trl"):
@@ -673,57 +575,28 @@ class TestRound:
             make(**settings)
         assert [record for record in caplog.records if record.name.startswith("paco_trl")] == []
 
-    @pytest.mark.parametrize("num_processes", [1, 2, 3, 5, 6, 7, 8, 12])
-    def test_rounds_up_to_the_next_number_that_divides(self, make, num_processes):
-        config = make(num_generations=6)
-        for prompts in (1, 5, 42, 43):
-            layout = config._lay_out(prompts, None, None, None, num_processes)
-            smallest = next(n for n in range(prompts, 1000) if n * 6 % (num_processes * 2) == 0)
-            assert layout.num_prompts == smallest
-
     def test_rounds_up_the_default_for_a_given_accumulation(self, make, caplog):
-        config = make(num_generations=6)
-        config.optimizer_steps_per_generation = None
-        layout = config._lay_out(None, None, None, 5, 2)
-        assert (layout.num_prompts, layout.num_optimizer_steps) == (45, 27)  # 270 images in steps of 2 x 5
-        assert layout.gradient_accumulation_steps == 5
         with caplog.at_level(logging.WARNING, logger="paco_trl"):
-            make(gradient_accumulation_steps=5)
-        assert "over 1 process(es) x 1 image(s) x 5 accumulation steps: `num_prompts_per_generation`" in caplog.text
+            config = make(num_generations=6, gradient_accumulation_steps=5)
+        assert (config.num_prompts_per_generation, config.optimizer_steps_per_generation) == (45, 54)
+        assert config.gradient_accumulation_steps == 5 and "rounded up to 45" in caplog.text
 
     @pytest.mark.parametrize(
-        ("settings", "name", "conflict", "fitting"),
+        ("settings", "fitting"),
         [
-            ({"num_prompts_per_generation": 8}, "num_prompts_per_generation", {"gradient_accumulation_steps": 7}, 14),
-            ({"num_prompts_per_generation": 8}, "num_prompts_per_generation", {"generation_batch_size": 64}, 4),
-            ({"num_prompts_per_generation": 8}, "num_prompts_per_generation", {"steps_per_generation": 32}, 2),
-            (
-                {"optimizer_steps_per_generation": 4},
-                "optimizer_steps_per_generation",
-                {"gradient_accumulation_steps": 84},
-                8,
-            ),
+            ({"num_prompts_per_generation": 8, "gradient_accumulation_steps": 7}, 14),
+            ({"num_prompts_per_generation": 8, "generation_batch_size": 64}, 4),
             # The values of a size that is left out are no exception
-            ({"num_prompts_per_generation": 42}, "num_prompts_per_generation", {"generation_batch_size": 320}, 20),
-            (
-                {"optimizer_steps_per_generation": 2, "num_prompts_per_generation": 8},
-                "optimizer_steps_per_generation",
-                {"gradient_accumulation_steps": 32},
-                4,
-            ),
+            ({"num_prompts_per_generation": 42, "generation_batch_size": 320}, 20),
         ],
         ids=str,
     )
-    def test_what_is_set_is_never_changed(self, make, settings, name, conflict, fitting):
-        ((other, value),) = conflict.items()
-        message = (
-            f"`{name}` is {settings[name]}, but a round with `{other}` = {value} on 1 .* has {fitting}. Leave one"
-        )
-        with pytest.raises(ValueError, match=message):
-            make(**settings, **conflict)
-        config = make(**{**settings, **conflict, name: fitting})  # what it says works, and neither is changed
-        assert (getattr(config, name), getattr(config, other)) == (fitting, value)
-        assert getattr(make(**{each: settings[each] for each in settings if each != name}, **conflict), other) == value
+    def test_what_is_set_is_never_changed(self, make, settings, fitting):
+        with pytest.raises(ValueError, match="do not fit together"):
+            make(**settings)
+        config = make(**{**settings, "num_prompts_per_generation": fitting})
+        assert config.num_prompts_per_generation == fitting
+        assert all(getattr(config, name) == value for name, value in settings.items() if name[:3] != "num")
 
     def test_processes_are_read_from_the_launcher(self, make, monkeypatch):
         """Not more processes than there are: the layout is that of the real ones."""

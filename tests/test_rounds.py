@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paco_trl.trainer.rounds import RoundLayout, prompts_multiple
+from paco_trl.trainer.rounds import RoundLayout, plan_round
 
 
 SQUARE, WIDE, TALL = (512, 512), (256, 1280), (768, 256)
@@ -37,15 +37,9 @@ class TestArithmetic:
         """42 prompts x 16 images, batch 1, 2 optimizer steps; on 8 processes 672 / 16 is whole too."""
         round_layout = RoundLayout(42, 16, 1, num_processes, 1, 2)
         assert round_layout.num_images == 672
-        assert round_layout.images_per_parallel_step == 2 * num_processes
         assert round_layout.micro_batches_per_process == 672 // num_processes
         assert round_layout.steps_per_generation == 672 // num_processes
         assert round_layout.gradient_accumulation_steps == 336 // num_processes
-
-    def test_a_process_more_does_not_divide(self):
-        """Twin of the above: 5 processes do not."""
-        with pytest.raises(ValueError, match="does not divide"):
-            RoundLayout(42, 16, 1, 5, 1, 2)
 
     def test_trained_steps_multiply_the_micro_steps_and_not_the_images(self):
         one, four = layout(num_trained_steps=1), layout(num_trained_steps=4)
@@ -76,57 +70,60 @@ class TestArithmetic:
             assert words in text
 
 
-class TestDoesNotDivide:
-    def test_message_has_the_arithmetic(self):
-        with pytest.raises(ValueError) as error:
-            RoundLayout(5, 3, 2, 4, 1, 2)
-        message = str(error.value)
-        assert "5 prompts x 3 generations = 15 images" in message
-        assert "4 processes x 2 images in a micro-batch x 2 optimizer steps = 16" in message
-        assert "15 / 16 is not an integer" in message
-        assert "work: 16 (`generation_batch_size` = 48)" in message  # nothing below 5 works
-
-    @pytest.mark.parametrize(
-        "arguments",
-        [(5, 3, 2, 1, 1, 2), (43, 16, 1, 7, 1, 3), (50, 16, 1, 8, 1, 3), (21, 5, 4, 2, 2, 2), (3, 7, 2, 1, 1, 2)],
-    )
-    def test_the_nearest_values_work_and_are_the_nearest(self, arguments):
-        num_prompts, num_generations = arguments[:2]
-        with pytest.raises(ValueError) as error:
-            RoundLayout(*arguments)
-        numbers, images = re.search(r"that work: (.*) \(`generation_batch_size` = (.*)\)", str(error.value)).groups()
-        numbers = [int(number) for number in numbers.split(" or ")]
-        assert [int(number) for number in images.split(" or ")] == [number * num_generations for number in numbers]
-
-        def works(number):
-            try:
-                RoundLayout(number, *arguments[1:])
-            except ValueError:
-                return False
-            return True
-
-        below = [number for number in range(1, num_prompts) if works(number)][-1:]
-        above = next(number for number in range(num_prompts, 10_000) if works(number))
-        assert numbers == [*below, above]
+def plan(num_processes=1, num_generations=4, batch_size=2, num_trained_steps=1, num_merged=1, **sizes):
+    names = (
+        "num_prompts", "num_optimizer_steps", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps"
+    )  # fmt: skip
+    return plan_round(
+        *(sizes.get(name) for name in names), num_processes=num_processes, num_generations=num_generations,
+        batch_size=batch_size, num_trained_steps=num_trained_steps, num_merged=num_merged,
+    )  # fmt: skip
 
 
-class TestPromptsMultiple:
-    def test_is_the_smallest_of_which_every_multiple_divides(self):
-        cases = list(product(range(2, 9), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3)))
+class TestPlan:
+    @pytest.mark.parametrize("num_merged", [1, 2])
+    def test_prompts_are_rounded_up_to_the_next_number_that_divides(self, num_merged):
         found = set()
-        for num_generations, batch_size, num_processes, num_optimizer_steps in cases:
-            images = batch_size * num_processes * num_optimizer_steps
-            brute_force = next(prompts for prompts in range(1, images + 1) if prompts * num_generations % images == 0)
-            multiple = prompts_multiple(num_generations, batch_size, num_processes, num_optimizer_steps)
-            assert multiple == brute_force, (num_generations, batch_size, num_processes, num_optimizer_steps)
-            assert all(prompts * num_generations % images == 0 for prompts in range(multiple, 5 * multiple, multiple))
-            found.add(multiple)
+        for G, B, processes, steps in product((3, 4, 6), (1, 2, 4), (1, 2, 5), (1, 2, 3)):
+            for prompts in (1, 5, 42):
+                batch = processes * B * num_merged * steps
+                smallest = next(n for n in range(prompts, 1000) if n * G % batch == 0)
+                planned = plan(processes, G, B, num_merged=num_merged, num_prompts=prompts, num_optimizer_steps=steps)
+                assert (planned.num_prompts, planned.num_optimizer_steps) == (smallest, steps)
+                found.add(smallest - prompts)
         assert len(found) > 10
 
-    def test_the_papers_round_needs_no_rounding(self):
+    def test_the_paper_needs_no_rounding(self):
         for num_processes in (1, 2, 4, 7, 8):
-            assert 42 % prompts_multiple(16, 1, num_processes, 2) == 0
-        assert 42 % prompts_multiple(16, 1, 5, 2) != 0
+            assert plan(num_processes, 16, 1).num_prompts == 42
+        assert plan(5, 16, 1).num_prompts == 45
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            {"generation_batch_size": 18},  # no full groups
+            {"generation_batch_size": 12, "num_processes": 2},  # no full batches
+            {"generation_batch_size": 32, "num_merged": 3},
+            {"steps_per_generation": 5},
+            {"steps_per_generation": 33, "num_trained_steps": 2},
+            {"generation_batch_size": 64, "gradient_accumulation_steps": 7},
+            {"gradient_accumulation_steps": 7, "num_trained_steps": 3},  # an image's steps are in one optimizer step
+            {"generation_batch_size": 32, "steps_per_generation": 32},
+            {"num_prompts": 4, "generation_batch_size": 32},
+            {"num_prompts": 8, "gradient_accumulation_steps": 7},
+            {"num_optimizer_steps": 4, "num_prompts": 8, "gradient_accumulation_steps": 8},
+        ],
+        ids=str,
+    )
+    def test_sizes_that_do_not_fit_are_refused_with_prompts_that_do(self, sizes):
+        with pytest.raises(ValueError, match="do not fit together") as error:
+            plan(**sizes)
+        for value in sizes.values():
+            assert str(value) in str(error.value)
+        (numbers,) = re.findall(r"`num_prompts_per_generation` to ([\d or]+),", str(error.value))
+        rest = {name: sizes[name] for name in ("num_processes", "num_merged", "num_trained_steps") if name in sizes}
+        for number in map(int, numbers.split(" or ")):
+            assert plan(num_prompts=number, **rest).num_prompts == number
 
 
 class TestAssign:
@@ -220,9 +217,6 @@ class TestAssign:
 
     def test_a_round_holds_full_batches_of_generation(self):
         assert "12 micro-batches of 2, generated 4 at a time, 1 trained" in layout(6, num_merged=2).describe()
-        layout(num_prompts=6, num_processes=3)
-        with pytest.raises(ValueError, match="3 processes x 8 images in a rollout batch x 2 .* = 48.*that work: 12"):
-            layout(num_prompts=6, num_processes=3, num_merged=4)
 
     def test_mixed_sizes_are_an_error_with_what_to_do(self):
         sizes = [SQUARE] * 7 + [WIDE]

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -21,13 +21,10 @@ from ..utils.docstrings import help_from_docstring
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .refusals import REFUSED_GRPO_FIELDS, check_arguments, cpu_explained, name_checkpointing, refuse_fields
-from .rounds import RoundLayout, lay_out_round, nearest_multiples
+from .rounds import RoundLayout, nearest_multiples, plan_round
 
 
 logger = get_logger(__name__)
-
-# The paper's, for a round whose sizes are left out
-_NUM_PROMPTS, _NUM_OPTIMIZER_STEPS = 42, 2
 
 _CHOICES = {
     "sde_type": SDE_TYPES,
@@ -265,7 +262,7 @@ class PaCoGRPOConfig(GRPOConfig):
     > is an error).
     """
 
-    loss_types: ClassVar[tuple[str, ...]] = ("grpo", "grpo_guard", "flow_dppo")
+    loss_types = ("grpo", "grpo_guard", "flow_dppo")  # of this trainer
 
     # Parameters that control the resolution
     height: int = 1024
@@ -353,13 +350,16 @@ class PaCoGRPOConfig(GRPOConfig):
             self.greater_is_better: bool | None = False
         if self.num_generations_eval is None:  # TRL's default: as many as in training
             self.num_generations_eval = self.num_generations
-        requested_prompts = self.num_prompts_per_generation
-        requested = (self.generation_batch_size, self.steps_per_generation, self.gradient_accumulation_steps)
+        num_prompts = self.num_prompts_per_generation
+        requested = (
+            num_prompts, self.optimizer_steps_per_generation, self.generation_batch_size, self.steps_per_generation,
+            self.gradient_accumulation_steps,
+        )  # fmt: skip
 
-        # TrainingArguments copies the accumulation into the DeepSpeed config, so the round is laid out before it
+        # TrainingArguments copies the accumulation into the DeepSpeed config, so the round is planned before it
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
         name_checkpointing(self)
-        layout = self._lay_out(requested_prompts, *requested, num_processes)
+        layout = self._plan_round(*requested, num_processes)
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
         eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
@@ -375,7 +375,7 @@ class PaCoGRPOConfig(GRPOConfig):
                     f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}, for which the "
                     "DeepSpeed config was filled in. Start the run with `accelerate launch` or `torchrun`."
                 )
-            layout = self._lay_out(requested_prompts, *requested, self.world_size)
+            layout = self._plan_round(*requested, self.world_size)
             self.gradient_accumulation_steps = layout.gradient_accumulation_steps
             self.steps_per_generation = layout.steps_per_generation
         self.generation_batch_size = layout.num_images
@@ -389,16 +389,12 @@ class PaCoGRPOConfig(GRPOConfig):
             self.ratio_tolerance = self.epsilon / 10 if rounds_alike else self.epsilon
         self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 
-        expected = _NUM_PROMPTS if requested_prompts is None else requested_prompts
-        if requested[:2] == (None, None) and layout.num_prompts != expected:
-            # Not one that is set along with the prompts: `_lay_out` refuses it
-            steps = f"{layout.num_optimizer_steps} optimizer steps"
-            if requested[2] is not None:
-                steps = f"{requested[2]} accumulation steps"
+        expected = 42 if num_prompts is None else num_prompts
+        if requested[2:4] == (None, None) and layout.num_prompts != expected:
             logger.warning(
-                f"{expected} prompts x {self.num_generations} generations do not divide over {self.world_size} "
-                f"process(es) x {layout.rollout_batch_size} image(s) x {steps}: `num_prompts_per_generation` is rounded "
-                f"up to {layout.num_prompts}."
+                f"{expected} prompts x {self.num_generations} generations do not divide over {self.world_size} process(es) x "
+                f"{layout.rollout_batch_size} image(s) x {layout.num_optimizer_steps} optimizer steps: "
+                f"`num_prompts_per_generation` is rounded up to {layout.num_prompts}."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -428,33 +424,18 @@ class PaCoGRPOConfig(GRPOConfig):
     @property
     def round_layout(self) -> RoundLayout:
         """Division of a round over processes, micro-batches and optimizer steps."""
-        return self._lay_out(None, self.generation_batch_size, None, None, self.world_size)
+        steps = self.optimizer_steps_per_generation
+        return self._plan_round(None, steps, self.generation_batch_size, None, None, self.world_size)
 
-    def _lay_out(self, num_prompts: int | None, *requested: Any) -> RoundLayout:
-        """Lay out a round of the requested sizes, see [`lay_out_round`]; refuse those that contradict each other."""
-        num_steps = self.optimizer_steps_per_generation
-        layout = lay_out_round(
-            _NUM_PROMPTS if num_prompts is None else num_prompts,
-            *requested,
-            num_generations=self.num_generations,
-            batch_size=self.per_device_train_batch_size,
+    def _plan_round(self, num_prompts: int | None, num_optimizer_steps: int | None, *sizes: Any) -> RoundLayout:
+        """Plan a round of the sizes that are set, the last of which is the number of processes; see [`plan_round`]."""
+        *requested, num_processes = sizes
+        return plan_round(
+            num_prompts, num_optimizer_steps, *requested, num_processes=num_processes,
+            num_generations=self.num_generations, batch_size=self.per_device_train_batch_size,
             num_trained_steps=self.num_trained_steps,
-            num_optimizer_steps=_NUM_OPTIMIZER_STEPS if num_steps is None else num_steps,
             num_merged=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
-        )
-        names = ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps")
-        given = {name: value for name, value in zip(names, requested, strict=False) if value is not None}
-        for name, value, found, others in (
-            ("num_prompts_per_generation", num_prompts, layout.num_prompts, names),
-            ("optimizer_steps_per_generation", num_steps, layout.num_optimizer_steps, names[2:]),
-        ):
-            conflict = " and ".join(f"`{other}` = {given[other]}" for other in others if other in given)
-            if conflict and value not in (None, found):
-                rest = f"a round with {conflict} on {layout.num_processes} process(es) has {found}"
-                raise ValueError(
-                    f"`{name}` is {value}, but {rest}. Leave one of them out, or set `{name}` to {found}."
-                )
-        return layout
+        )  # fmt: skip
 
     def _refuse_fields(self) -> None:
         refuse_fields(self, GRPOConfig, REFUSED_GRPO_FIELDS)

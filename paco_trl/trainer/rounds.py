@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -27,22 +28,6 @@ class RoundLayout:
     num_optimizer_steps: int  # in each iteration over the round
     num_merged: int = 1  # micro-batches that are generated as one batch
 
-    def __post_init__(self):
-        if self.num_images % self.images_per_parallel_step == 0:
-            return
-        sizes = (self.num_generations, self.rollout_batch_size, self.num_processes, self.num_optimizer_steps)
-        multiple = prompts_multiple(*sizes)
-        below, above = self.num_prompts // multiple * multiple, -(-self.num_prompts // multiple) * multiple
-        nearest = " or ".join(str(number) for number in (below, above) if number > 0)
-        raise ValueError(
-            f"A round does not divide: {self.num_prompts} prompts x {self.num_generations} generations = "
-            f"{self.num_images} images, but {self.num_processes} processes x {self.rollout_batch_size} images in a "
-            f"{'micro-batch' if self.num_merged == 1 else 'rollout batch'} x {self.num_optimizer_steps} optimizer steps = "
-            f"{self.images_per_parallel_step}, and {self.num_images} / {self.images_per_parallel_step} is not an integer. "
-            f"Nearest numbers of prompts that work: {nearest} (`generation_batch_size` = "
-            f"{' or '.join(str(number * self.num_generations) for number in (below, above) if number > 0)})."
-        )
-
     @cached_property
     def num_images(self) -> int:
         """Images of a round over all processes (`generation_batch_size`)."""
@@ -57,11 +42,6 @@ class RoundLayout:
     def rollout_batch_option(self) -> str:
         """Name of the option that sets it."""
         return f"per_device_{'rollout' if self.num_merged > 1 else 'train'}_batch_size"
-
-    @property
-    def images_per_parallel_step(self) -> int:
-        """A batch of generation on each process for each optimizer step, which must divide the images."""
-        return self.num_processes * self.rollout_batch_size * self.num_optimizer_steps
 
     @cached_property
     def micro_batches_per_process(self) -> int:
@@ -116,89 +96,74 @@ class RoundLayout:
         return dealt.reshape(-1, self.num_processes, self.rollout_batch_size).swapaxes(0, 1)
 
 
-def prompts_multiple(num_generations: int, batch_size: int, num_processes: int, num_optimizer_steps: int) -> int:
-    """Compute the smallest number of prompts whose multiples all divide evenly."""
-    images = num_processes * batch_size * num_optimizer_steps
-    return images // math.gcd(images, num_generations)
-
-
-def nearest_multiples(value: int, multiple: int, what: str = "values") -> str:
-    """Format the nearest multiples for an error."""
-    below = max(value // multiple, 1) * multiple
-    return f"Nearest {what} that work: {below} or {below + multiple}."
-
-
-def lay_out_round(
-    num_prompts: int,
+def plan_round(
+    num_prompts: int | None,
+    num_optimizer_steps: int | None,
     generation_batch_size: int | None,
     steps_per_generation: int | None,
     gradient_accumulation_steps: int | None,
-    num_processes: int,
     *,
+    num_processes: int,
     num_generations: int,
     batch_size: int,
     num_trained_steps: int,
-    num_optimizer_steps: int,
     num_merged: int = 1,
 ) -> RoundLayout:
-    """Lay out a round from the sizes that are set; `None` follows from the others."""
-    parallel = num_processes * batch_size
+    """
+    Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is.
 
-    accumulated = None  # micro-batches of images per optimizer step and process, if the accumulation is set
-    if gradient_accumulation_steps is not None:
-        multiple = num_trained_steps * num_merged
-        if gradient_accumulation_steps % multiple != 0:
-            merged = f" and generated in batches of {num_merged} micro-batches" if num_merged > 1 else ""
-            raise ValueError(
-                f"`gradient_accumulation_steps` is {gradient_accumulation_steps}, but each image is trained at "
-                f"{num_trained_steps} denoising steps{merged}, all of them in one optimizer step: it must be a multiple "
-                f"of {multiple}. {nearest_multiples(gradient_accumulation_steps, multiple)}"
-            )
-        accumulated = gradient_accumulation_steps // num_trained_steps
+    Raises:
+        ValueError: the sizes that are set do not divide a round, or contradict each other.
+    """
+    parallel = num_processes * batch_size  # images of a micro-batch on all processes
+    prompts, steps = num_prompts or 42, Fraction(num_optimizer_steps or 2)
+    images, per_step = Fraction(generation_batch_size or 0), Fraction(gradient_accumulation_steps or 0)
+    per_step *= Fraction(parallel, num_trained_steps)  # images of an optimizer step
+    if not images:
+        images = Fraction((steps_per_generation or 0) * parallel, num_trained_steps)
+    # A multiple of this is full groups, and a full batch of generation on each process for each optimizer step
+    batch = parallel * num_merged
+    unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
+    if not images:
+        images = Fraction(-(-prompts * num_generations // unit) * unit)
+    if per_step:
+        steps = images / per_step
+    trained = images * num_trained_steps / parallel  # micro-steps of a process
+    requested = {
+        "num_prompts_per_generation": (num_prompts, images / num_generations),
+        "optimizer_steps_per_generation": (num_optimizer_steps, steps),
+        "generation_batch_size": (generation_batch_size, images),
+        "steps_per_generation": (steps_per_generation, trained),
+        "gradient_accumulation_steps": (gradient_accumulation_steps, trained / steps),
+    }
+    given = {name: value for name, (value, _) in requested.items() if value is not None}
+    are_equal = all(value in (None, planned) for value, planned in requested.values())
+    if given.keys() <= {"num_prompts_per_generation", "optimizer_steps_per_generation"}:
+        are_equal = True  # the prompts may be rounded up
+    if not are_equal or steps.denominator > 1 or images % num_generations or images % (batch * steps):
+        below, above = int(images // unit * unit), int(-(-images // unit) * unit)
+        nearest = " or ".join(str(each // num_generations) for each in dict.fromkeys((below, above)) if each)
+        rollout = f" generated in batches of {num_merged} micro-batches," if num_merged > 1 else ""
+        raise ValueError(
+            f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in given.items())}, with "
+            f"`num_generations` = {num_generations}, {num_processes} process(es) x {batch_size} image(s),{rollout} and "
+            f"{num_trained_steps} trained denoising step(s) of each image, all in one optimizer step. They give "
+            f"{_number(images)} images in {_number(images / num_generations)} groups, for {_number(steps)} optimizer "
+            f"step(s). Set `num_prompts_per_generation` to {nearest}, `optimizer_steps_per_generation` if you want "
+            "another number than 2, and leave the others out."
+        )
+    sizes = (int(images) // num_generations, num_generations, batch_size, num_processes, num_trained_steps)
+    return RoundLayout(*sizes, int(steps), num_merged)
 
-    # The images of a round must be full groups, and a micro-batch on each process for each step or accumulation
-    divisor = num_optimizer_steps * num_merged if accumulated is None else accumulated
-    unit = math.lcm(num_generations, parallel * divisor)
 
-    if steps_per_generation is not None:
-        images, rest = divmod(steps_per_generation * parallel, num_trained_steps)
-        if rest or images % num_generations or (generation_batch_size not in (None, images)):
-            raise ValueError(
-                f"`steps_per_generation` is {steps_per_generation}: {steps_per_generation} micro-steps x "
-                f"{num_processes} processes x {batch_size} images / {num_trained_steps} trained step(s) = "
-                f"{steps_per_generation * parallel / num_trained_steps:g} images a round, which must be full "
-                f"groups of `num_generations` = {num_generations}"
-                + (
-                    f" and equal `generation_batch_size` = {generation_batch_size}. Set one of the two."
-                    if generation_batch_size is not None
-                    else f". {nearest_multiples(steps_per_generation, unit // parallel * num_trained_steps)}"
-                )
-            )
-        generation_batch_size = images
+def _number(value: Fraction) -> str:
+    return f"{float(value):g}"
 
-    if generation_batch_size is None:
-        multiple = prompts_multiple(num_generations, batch_size, num_processes, divisor)
-        num_prompts = -(-num_prompts // multiple) * multiple
-    else:
-        if generation_batch_size % num_generations != 0:
-            raise ValueError(
-                f"`generation_batch_size` is {generation_batch_size} images, not full groups of `num_generations` "
-                f"= {num_generations}: {generation_batch_size} / {num_generations} = "
-                f"{generation_batch_size / num_generations:g}. {nearest_multiples(generation_batch_size, unit)}"
-            )
-        num_prompts = generation_batch_size // num_generations
 
-    if accumulated is not None:
-        num_optimizer_steps, rest = divmod(num_prompts * num_generations, parallel * accumulated)
-        if rest:
-            raise ValueError(
-                f"A round does not divide: {num_prompts} prompts x {num_generations} generations = "
-                f"{num_prompts * num_generations} images, but {num_processes} processes x {batch_size} images in a "
-                f"micro-batch x {accumulated} accumulated = {parallel * accumulated} images for each optimizer "
-                f"step. {nearest_multiples(num_prompts * num_generations, unit, 'values of `generation_batch_size`')}"
-            )
-    sizes = (num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
-    return RoundLayout(*sizes, num_merged)
+def nearest_multiples(value: int, multiple: int) -> str:
+    """Format the nearest multiples for an error."""
+    below = max(value // multiple, 1) * multiple
+    return f"Nearest values that work: {below} or {below + multiple}."
 
 
 class RoundSchedule:
