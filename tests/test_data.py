@@ -3,8 +3,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -108,21 +106,12 @@ class TestParseImageSetPrompt:
         assert len(texts) == rows * cols
         assert parse_image_set_prompt(prompt) == ImageSetPrompt(theme, rows, cols, texts)
 
-    def test_one_prompt_by_hand(self):
-        parsed = parse_image_set_prompt(
-            "THREE-PANEL Images with a 1x3 grid layout of a blue kettle.All images share one stove. "
-            '[LEFT]:The kettle is cold. [MIDDLE]:It says "Soon." [RIGHT]:Steam rises'
-        )
-        assert parsed.theme == "THREE-PANEL Images with a 1x3 grid layout of a blue kettle.All images share one stove."
-        assert (parsed.rows, parsed.cols) == (1, 3)
-        assert parsed.panels == ["The kettle is cold.", 'It says "Soon."', "Steam rises"]
-
-    @pytest.mark.parametrize("layout", ["2x2", "2X2", "2×2", "2 x 2", "2x2-"])
+    @pytest.mark.parametrize("layout", ["2X2", "2×2", "2 x 2", "2x2-"])
     def test_ways_to_write_the_layout(self, layout):
         prompt, _, texts = write_prompt(layout, MARKERS["2x2"])
         assert parse_image_set_prompt(prompt)[1:] == (2, 2, texts)
 
-    @pytest.mark.parametrize("end", [".", "!", "?", '."', ".”", ".)", "!'", "…", ".\n", ".\n\n  ", "。"])
+    @pytest.mark.parametrize("end", ["!", '."', ".)", "…", ".\n\n  ", "。"])
     def test_sentence_ends(self, end):
         prompt, _, texts = write_prompt("1x2", MARKERS["1x2"], ["The fox bows" + end, "It leaves."])
         assert parse_image_set_prompt(prompt).panels == [text.strip() for text in texts]
@@ -132,54 +121,35 @@ class TestParseImageSetPrompt:
         [
             "A sign says [RIGHT]: and the fox obeys.",
             "The fox reads PANEL-2: in its script.",
-            "The label, [TOP]-[LEFT]:, is torn.",
             "Over it hangs [BOTTOM]. [RIGHT] is painted below.",  # no colon
             "The fox sees a 3x3 grid layout of mirrors.",
         ],
     )
-    @pytest.mark.parametrize("layout", ["2x2", "1x3", "1x5"])
-    def test_mention_inside_a_sentence_is_not_a_marker(self, layout, text):
-        texts = [f"Trick {number}." for number in range(len(MARKERS[layout]))]
-        for place in range(len(texts)):
-            mentioned = [*texts[:place], text, *texts[place + 1 :]]
-            prompt, theme, _ = write_prompt(layout, MARKERS[layout], mentioned)
-            assert parse_image_set_prompt(prompt).panels == mentioned
-        prompt, theme, _ = write_prompt(layout, MARKERS[layout])
+    def test_mention_inside_a_sentence_is_not_a_marker(self, text):
+        texts = ["Trick 0.", text, "Trick 2."]
+        prompt, theme, _ = write_prompt("1x3", MARKERS["1x3"], texts)
         prompt = prompt.replace(theme, f"{theme} {text}")
-        assert parse_image_set_prompt(prompt).theme == f"{theme} {text}"
+        assert parse_image_set_prompt(prompt)[0] == f"{theme} {text}" and parse_image_set_prompt(prompt)[3] == texts
 
     def test_no_sentence_end_is_not_a_marker(self):
         # The twin of the test above: the same marker text counts or not by what stands in front of it
         prompt, _, _ = write_prompt("1x2", MARKERS["1x2"], ["The fox bows", "It leaves."])
-        with pytest.raises(ValueError, match=r"has 1 panel markers.*1 more stand inside a sentence"):
+        with pytest.raises(ValueError, match="has 1 panel markers.*1 more"):
             parse_image_set_prompt(prompt)
 
     def test_no_layout(self):
         prompt, _, _ = write_prompt("2x2", MARKERS["2x2"])
-        with pytest.raises(ValueError, match=r"MANY-PANEL.*names no `RxC grid layout`.*Write for example"):
-            parse_image_set_prompt(prompt.replace("2x2 grid layout", "square layout"))
+        prompt = prompt.replace("2x2 grid layout", "square layout")
+        for text in (prompt, prompt.replace("trick number 4", "a 2x2 grid layout"), "A fox juggles. " * 500):
+            with pytest.raises(ValueError, match="names no `RxC grid layout`") as error:
+                parse_image_set_prompt(text)
+            assert len(str(error.value)) < 400
 
-    def test_layout_only_in_a_panel(self):
-        prompt, _, _ = write_prompt("2x2", MARKERS["2x2"])
-        prompt = prompt.replace("2x2 grid layout", "square layout").replace("trick number 4", "a 2x2 grid layout")
-        with pytest.raises(ValueError, match="names no `RxC grid layout`"):
-            parse_image_set_prompt(prompt)
-
-    @pytest.mark.parametrize("layout", ["0x2", "2x0"])
-    def test_layout_without_panels(self, layout):
-        prompt, _, _ = write_prompt(layout, [])
-        with pytest.raises(ValueError, match=f"{layout} grid, which has no panels"):
-            parse_image_set_prompt(prompt)
-
-    @pytest.mark.parametrize("layout, has, needs", [("2x3", 4, 6), ("1x2", 4, 2), ("900000x900000", 4, 810000000000)])
-    def test_number_of_markers(self, layout, has, needs):
+    @pytest.mark.parametrize("layout", ["2x3", "1x2", "900000x900000", "0x2"])
+    def test_number_of_markers(self, layout):
         prompt, _, _ = write_prompt(layout, MARKERS["2x2"])
-        with pytest.raises(ValueError, match=rf"has {has} panel markers, but its {layout} .* has {needs} panels"):
+        with pytest.raises(ValueError, match=f"{layout} grid"):
             parse_image_set_prompt(prompt)
-
-    def test_no_markers(self):
-        with pytest.raises(ValueError, match=r"has 0 panel markers.*found: none"):
-            parse_image_set_prompt("TWO-PANEL Images with a 1x2 grid layout of a fox. It bows.")
 
     @pytest.mark.parametrize(
         "markers",
@@ -188,31 +158,22 @@ class TestParseImageSetPrompt:
             ["[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[TOP]-[RIGHT]", "[BOTTOM]-[RIGHT]"],  # column by column
             ["[TOP]-[LEFT]", "[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[BOTTOM]-[RIGHT]"],  # duplicate
             ["PANEL-1", "PANEL-3", "PANEL-2", "PANEL-4"],
-            ["PANEL-1", "PANEL-2", "PANEL-2", "PANEL-4"],
             ["[TOP]-[LEFT]", "[TOP]-[RIGHT]", "PANEL-3", "PANEL-4"],  # two ways in one prompt
             ["[LEFT]", "[MIDDLE-LEFT]", "[MIDDLE-RIGHT]", "[RIGHT]"],  # of another layout
         ],
     )
     def test_order_of_markers(self, markers):
         prompt, _, _ = write_prompt("2x2", markers)
-        with pytest.raises(ValueError, match=r"duplicate, out of order or of another layout.*write `\[TOP\]-\[LEFT\]"):
+        with pytest.raises(ValueError, match=r"Write `\[TOP\]-\[LEFT\]"):
             parse_image_set_prompt(prompt)
 
     @pytest.mark.parametrize("place", range(3))
-    @pytest.mark.parametrize("empty", ["", "  "])
-    def test_empty_panel(self, place, empty):
+    def test_empty_panel(self, place):
         texts = ["One.", "Two.", "Three."]
-        texts[place] = empty
+        texts[place] = "  "
         prompt, _, _ = write_prompt("1x3", MARKERS["1x3"], texts)
-        name = MARKERS["1x3"][place].strip("[]")
-        with pytest.raises(ValueError, match=rf"The panel \[{name}\]: of the prompt .* is empty"):
+        with pytest.raises(ValueError, match=rf"panel \{MARKERS['1x3'][place]}: .* is empty"):
             parse_image_set_prompt(prompt)
-
-    def test_error_shortens_the_prompt(self):
-        prompt = "A fox juggles. " * 500
-        with pytest.raises(ValueError, match=r"A fox juggles") as error:
-            parse_image_set_prompt(prompt)
-        assert len(str(error.value)) < 400
 
 
 class TestConvertT2IS:
@@ -238,12 +199,8 @@ class TestConvertT2IS:
         }
         assert row == t2is_row()  # the input is left alone
 
-    @pytest.mark.parametrize("theme", [None, ""])
-    def test_theme_of_the_prompt_without_one(self, theme):
-        _, theme_of_prompt, _ = write_prompt("2x2", MARKERS["2x2"])
-        assert convert_t2is(t2is_row(theme=theme))["theme"] == theme_of_prompt
-
-    def test_number_as_idx(self):
+    def test_defaults(self):
+        assert convert_t2is(t2is_row(theme=""))["theme"] == write_prompt("2x2", MARKERS["2x2"])[1]
         assert convert_t2is(t2is_row(idx=7))["id"] == "7"
 
     def test_dataset_gives_the_same_as_its_rows(self):
@@ -261,21 +218,14 @@ class TestConvertT2IS:
         # Of the same column types as with criteria, so that the two can be concatenated
         assert converted.features == convert_t2is(Dataset.from_list([t2is_row()])).features
 
-    @pytest.mark.parametrize("layout", ["2x3", "4x1", "square"])
-    def test_layout_of_another_prompt(self, layout):
-        with pytest.raises(ValueError, match=rf"idx '0042': `layout` is '{layout}', but the prompt asks for a 2x2"):
-            convert_t2is(t2is_row(layout=layout))
-
-    def test_size_that_does_not_divide(self):
-        with pytest.raises(ValueError, match=r"idx '0042': An image of 1024x513 pixels"):
-            convert_t2is(t2is_row(width=513))
-
-    def test_prompt_that_does_not_parse(self):
-        with pytest.raises(ValueError, match=r"idx '0042': The prompt 'A fox.' names no"):
-            convert_t2is(t2is_row(prompt="A fox."))
-
-    def test_converted_row(self):
-        with pytest.raises(ValueError, match=r"\['idx', 'layout'\] are missing.*need no conversion"):
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [({"layout": "4x1"}, "layout"), ({"layout": "square"}, "layout"), ({"width": 513}, "1024x513"), ({"prompt": "A fox."}, "names no")],
+    )  # fmt: skip
+    def test_wrong_rows(self, changes, message):
+        with pytest.raises(ValueError, match=f"idx '0042': .*{message}"):
+            convert_t2is(t2is_row(**changes))
+        with pytest.raises(ValueError, match="need no conversion"):
             convert_t2is(convert_t2is(t2is_row()))
 
 
@@ -295,11 +245,6 @@ class TestCriteria:
         )
         loaded = load_image_set_prompts(tmp_path / "saved")
         assert [criteria_dict(criteria) for criteria in loaded["criteria"]] == [CRITERIA_1, CRITERIA_2]
-
-    def test_dictionaries_from_arrow(self):
-        column = Dataset.from_dict({"criteria": [CRITERIA_1, CRITERIA_2, None]})["criteria"]
-        assert column[0] != CRITERIA_1
-        assert [criteria_dict(criteria) for criteria in column] == [CRITERIA_1, CRITERIA_2, {}]
 
     def test_list_and_dictionary_are_the_same(self):
         as_list = convert_t2is(t2is_row(criteria=CRITERIA_1))["criteria"]
@@ -325,48 +270,30 @@ class TestCheckImageSetColumns:
             assert check_image_set_columns(data) is None
         check_image_set_columns([image_set_row(panels=("One.", "Two."))])
 
-    @pytest.mark.parametrize("name", ["prompt", "rows", "cols", "panels"])
-    def test_missing_column(self, name):
-        row = image_set_row()
-        del row[name]
-        for data in self.both([row]):
-            with pytest.raises(ValueError, match=rf"need the columns \['{name}'\], but there are only \[.*'theme'"):
-                check_image_set_columns(data)
-
-    def test_column_missing_in_one_row(self):
+    def test_missing_column(self):
         row = image_set_row()
         del row["cols"]
-        with pytest.raises(ValueError, match=r"need the columns \['cols'\]"):
-            check_image_set_columns([image_set_row(), row])
-
-    def test_hint_for_raw_rows_only(self):
-        for data in self.both([t2is_row()]):
-            with pytest.raises(ValueError, match=r"\['rows', 'cols', 'panels'\].*`paco_trl.data.convert_t2is"):
+        for data in [*self.both([row]), [image_set_row(), row]]:
+            with pytest.raises(ValueError, match=r"need the columns \['cols'\]"):
                 check_image_set_columns(data)
-        with pytest.raises(ValueError, match="need the columns") as error:
-            check_image_set_columns([{"prompt": "A fox."}])
-        assert "convert_t2is" not in str(error.value)
-
-    @pytest.mark.parametrize("data", [[], Dataset.from_list([])])
-    def test_no_rows(self, data):
-        with pytest.raises(ValueError, match="no rows"):
-            check_image_set_columns(data)
+        for data in self.both([t2is_row()]):
+            with pytest.raises(ValueError, match="convert_t2is"):
+                check_image_set_columns(data)
+        for data in ([], Dataset.from_list([])):
+            with pytest.raises(ValueError, match="no rows"):
+                check_image_set_columns(data)
 
     @pytest.mark.parametrize(
-        "changes, message",
+        ("changes", "message"),
         [
-            ({"prompt": ""}, "`prompt` of row 1 is ''"),
             ({"prompt": " \n"}, "`prompt` of row 1"),
-            ({"prompt": None}, "`prompt` of row 1 is None"),
+            ({"prompt": None}, "`prompt` of row 1"),
             ({"rows": 0}, "`rows` of row 1 is 0"),
-            ({"cols": -2}, "`cols` of row 1 is -2"),
-            ({"rows": None}, "`rows` of row 1 is None"),
-            ({"panels": ["One."]}, r"`panels` of row 1 has 1 texts, but its 1x2 grid .* has 2 panels"),
-            ({"rows": 2}, r"`panels` of row 1 has 2 texts, but its 2x2 grid .* has 4 panels"),
-            ({"panels": None}, "`panels` of row 1 is None"),
-            ({"panels": ["One.", " "]}, r"`panels\[1\]` of row 1 is ' '"),
-            ({"panels": [None, "Two."]}, r"`panels\[0\]` of row 1 is None"),
-            ({"rows": 2, "cols": 1}, "Row 1 has rows=2 and cols=1, but its prompt asks for a 1x2 grid"),
+            ({"cols": None}, "`cols` of row 1"),
+            ({"panels": ["One."]}, "`panels` of row 1 .* 1x2 grid"),
+            ({"panels": None}, "`panels` of row 1"),
+            ({"panels": ["One.", " "]}, "`panels` of row 1"),
+            ({"rows": 2, "cols": 1}, "Row 1 has rows=2 and cols=1, but .* 1x2 grid"),
             ({"prompt": "A 1x2 grid of foxes.", "rows": 2, "cols": 1}, "Row 1 .* 1x2 grid"),
             ({"prompt": "A 1x2 grid layout.", "cols": 1, "panels": ["One."]}, "Row 1 .* 1x2 grid"),
         ],
@@ -377,19 +304,11 @@ class TestCheckImageSetColumns:
                 check_image_set_columns(data)
 
     @pytest.mark.parametrize(
-        "changes, message",
-        [
-            ({"cols": 2.0}, "`cols` of row 1 is 2.0"),
-            ({"cols": "2"}, "`cols` of row 1 is '2'"),
-            ({"rows": True}, "`rows` of row 1 is True"),
-            ({"panels": "One. Two."}, "`panels` of row 1 is 'One. Two.'"),
-            ({"height": "32"}, "`height` of row 1 is '32'"),
-            ({"width": 0}, "`width` of row 1 is 0"),
-        ],
+        "changes", [{"cols": 2.0}, {"rows": True}, {"panels": "ab"}, {"height": "32"}, {"width": 0}]
     )
-    def test_wrong_type(self, changes, message):
+    def test_wrong_type(self, changes):
         # Rows only: in a dataset the whole column has one type
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"`{next(iter(changes))}` of row 1"):
             check_image_set_columns([image_set_row(), image_set_row(**changes)])
 
     @pytest.mark.parametrize(
@@ -403,21 +322,9 @@ class TestCheckImageSetColumns:
     def test_other_grids_in_a_prompt(self, changes):
         check_image_set_columns([image_set_row(**changes)])
 
-    @pytest.mark.slow
-    def test_many_rows_and_no_image_is_decoded(self):
-        row = image_set_row()
-        size = 100_000
-        columns = {name: [value] * size for name, value in row.items()}
-        # Not an image at all: reading this column would raise
-        dataset = Dataset.from_dict({**columns, "image": [{"bytes": b"broken", "path": None}] * size})
-        dataset = dataset.cast_column("image", ImageFeature())
-        with pytest.raises(Exception, match="cannot identify image"):
-            dataset[0]
-        check_image_set_columns(dataset)
-
-        columns["panels"] = [*columns["panels"][:-1], ["One."]]
-        with pytest.raises(ValueError, match=f"row {size - 1} has 1 texts"):
-            check_image_set_columns(Dataset.from_dict(columns))
+    def test_no_image_is_decoded(self):
+        rows = [image_set_row(image={"bytes": b"broken", "path": None}) for _ in range(3)]
+        check_image_set_columns(Dataset.from_list(rows).cast_column("image", ImageFeature()))
 
     def test_format_and_order_of_the_dataset(self):
         rows = [image_set_row(prompt=""), image_set_row(), image_set_row()]
@@ -443,10 +350,6 @@ class TestLoadImageSetPrompts:
         assert load_image_set_prompts(tmp_path / "list.json").to_list() == rows
         assert load_image_set_prompts(tmp_path / "lines.json").to_list() == rows
 
-    def test_optional_column_of_a_later_row(self, tmp_path):
-        rows = [image_set_row(), image_set_row(height=512)]
-        assert load_image_set_prompts(write_jsonl(tmp_path / "a.jsonl", rows))["height"][:] == [None, 512]
-
     def test_raw_rows_are_converted(self, tmp_path):
         rows = [t2is_row(criteria=CRITERIA_1), t2is_row(criteria=CRITERIA_2)]
         dataset = load_image_set_prompts(write_jsonl(tmp_path / "raw.jsonl", rows))
@@ -468,7 +371,7 @@ class TestLoadImageSetPrompts:
         assert sorted(load_image_set_prompts(tmp_path)["id"]) == sorted([names[0], names[1], "extra"])
         assert load_image_set_prompts(tmp_path, split="test")["id"][:] == ["test"]
         assert load_image_set_prompts(tmp_path, split="extra")["id"][:] == ["extra"]
-        with pytest.raises(ValueError, match=r"starts with the split 'dev', only \['extra.jsonl'"):
+        with pytest.raises(ValueError, match="dev"):
             load_image_set_prompts(tmp_path, split="dev")
 
     def test_saved_dataset_dict(self, tmp_path):
@@ -476,7 +379,7 @@ class TestLoadImageSetPrompts:
         DatasetDict(splits).save_to_disk(tmp_path / "saved")
         assert load_image_set_prompts(tmp_path / "saved")["id"][:] == ["train"]
         assert load_image_set_prompts(tmp_path / "saved", split="test")["id"][:] == ["test"]
-        with pytest.raises(ValueError, match=r"no split 'dev' in .*, only \['train', 'test'\]"):
+        with pytest.raises(ValueError, match="no split 'dev'"):
             load_image_set_prompts(tmp_path / "saved", split="dev")
 
     def test_other_directory(self, tmp_path, monkeypatch):
@@ -492,9 +395,7 @@ class TestLoadImageSetPrompts:
         load_image_set_prompts(write_jsonl(tmp_path / "raw.jsonl", [t2is_row()]))
         assert not cache.exists()
 
-    @pytest.mark.parametrize(
-        "name", ["prompts.jsonl", "prompts.json", "./prompts", "/nowhere/prompts", "~/no-prompts"]
-    )
+    @pytest.mark.parametrize("name", ["prompts.jsonl", "./prompts", "/nowhere/prompts", "~/no-prompts"])
     def test_missing_file(self, tmp_path, monkeypatch, name):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(FileNotFoundError, match=name):
@@ -512,11 +413,6 @@ class TestLoadImageSetPrompts:
         for name in ("user/prompts", "demo"):
             assert load_image_set_prompts(name, split="test").to_list() == [convert_t2is(t2is_row())]
         assert asked == [("user/prompts", "test"), ("demo", "test")]
-
-    def test_other_file(self, tmp_path):
-        (tmp_path / "prompts.xml").write_text("A fox.")
-        with pytest.raises(ValueError, match=r"prompts.xml'.*\.jsonl.*\.parquet"):
-            load_image_set_prompts(tmp_path / "prompts.xml")
 
     SINGLE = {
         "prompt": "A fox, in snow.",
@@ -562,53 +458,38 @@ class TestLoadImageSetPrompts:
         for name in ("a.parquet", "a.tsv", "a.jsonl.gz", "texts"):
             assert load_image_set_prompts(tmp_path / name).to_list() == [self.SINGLE], name
 
-    @pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
-    def test_other_encodings(self, tmp_path, encoding):
-        for name in ("a.txt", "a.csv", "a.jsonl"):
-            (tmp_path / name).write_text("Über", encoding=encoding)
-            with pytest.raises(ValueError, match=f"{name} .*UTF-8"):
-                load_image_set_prompts(tmp_path / name)
+    @pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl"])
+    def test_other_encodings(self, tmp_path, name):
+        (tmp_path / name).write_text("Über", encoding="latin1")
+        with pytest.raises(ValueError, match=f"{name} .*UTF-8"):
+            load_image_set_prompts(tmp_path / name)
 
     @pytest.mark.parametrize(
         ("name", "text", "message"),
         [
-            ("a.csv", "text\nA fox.\n", "need the columns .*'prompt'.* there are only .*'text'.*Rename"),
-            ("a.csv", "prompt,height\nA fox, in snow.,512\n", "Row 0 of .*a.csv has more cells than the header"),
-            ("a.csv", "prompt\n", "have no rows"),
-            ("a.jsonl", '{"prompt": "A fox.", "rows": 1}\n', r"need the columns \['cols', 'panels'\].*leave out"),
+            ("a.csv", "text\nA fox.\n", "need the columns .*Rename"),
+            ("a.csv", "prompt,height\nA fox, in snow.,512\n", "Row 0 of .*a.csv has more cells"),
+            ("a.csv", "prompt\n", "no rows"),
+            ("a.jsonl", '{"prompt": "A fox.", "rows": 1}\n', r"\['cols', 'panels'\]"),
             ("a.jsonl", '{"prompt": "Make it red.", "image": "a.png"}\n', "--edits"),
-            ("a.jsonl", '{"prompt": 3}\n', "`prompt` of row 0 is 3"),
-            ("a.jsonl", '{"prompt": [{"role": "user", "content": "A fox."}]}\n', "`prompt` of row 0 is .* a list.*content"),
-            ("a.txt", "A 1x2 grid layout of foxes. [LEFT]:One.\n", "has 1 panel markers, but its 1x2 grid layout has 2"),
+            ("a.jsonl", '{"prompt": [{"role": "user", "content": "A fox."}]}\n', "`prompt` of row 0 .*content"),
+            ("a.jsonl", '{"prompt": "A fox."}\n{"prompt": \n', "a.jsonl, line 2"),
+            ("a.jsonl", '{"prompt": "A fox."}\n"A fox."\n', "Row 1 of .*a.jsonl"),
+            ("a.txt", "A 1x2 grid layout of foxes. [LEFT]:One.\n", "1 panel markers"),
+            ("a.xml", "A fox.", r"a.xml.*\.jsonl.*\.parquet"),
         ],
-    )  # fmt: skip
-    def test_what_is_no_bare_prompt(self, tmp_path, name, text, message):
+    )
+    def test_wrong_files(self, tmp_path, name, text, message):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=message):
             load_image_set_prompts(tmp_path / name)
 
-    def test_invalid_json(self, tmp_path):
-        path = write_jsonl(tmp_path / "own.jsonl", [image_set_row()])
-        path.write_text(path.read_text() + '{"prompt": \n')
-        with pytest.raises(ValueError, match=r"own.jsonl, line 2 is not valid JSON"):
-            load_image_set_prompts(path)
-
-    def test_row_that_is_not_an_object(self, tmp_path):
-        with pytest.raises(ValueError, match=r"Row 1 of .*own.jsonl is 'A fox.'. It must be a JSON object"):
-            load_image_set_prompts(write_jsonl(tmp_path / "own.jsonl", [image_set_row(), "A fox."]))
-
     def test_rows_are_checked(self, tmp_path):
-        with pytest.raises(ValueError, match="row 1 has 1 texts"):
-            load_image_set_prompts(
-                write_jsonl(tmp_path / "own.jsonl", [image_set_row(), image_set_row(panels=["One."])])
-            )
-        Dataset.from_list([image_set_row(panels=["One."])]).save_to_disk(tmp_path / "saved")
-        with pytest.raises(ValueError, match="row 0 has 1 texts"):
-            load_image_set_prompts(tmp_path / "saved")
-
-    def test_empty_file(self, tmp_path):
-        with pytest.raises(ValueError, match="no rows"):
-            load_image_set_prompts(write_jsonl(tmp_path / "own.jsonl", []))
+        rows = [image_set_row(), image_set_row(panels=["One."])]
+        Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        for path in (write_jsonl(tmp_path / "own.jsonl", rows), tmp_path / "saved"):
+            with pytest.raises(ValueError, match="row 1"):
+                load_image_set_prompts(path)
 
 
 class TestCompleteImageSets:
@@ -634,14 +515,12 @@ class TestCompleteImageSets:
         unknown = Dataset.from_list([{**rows[0], "prompt": "Two foxes, left and right."}])
         assert "theme" not in complete_image_sets(unknown).column_names
 
-    @pytest.mark.parametrize("prompt", [3, None, [{"role": "user", "content": "A fox."}]])
-    def test_what_is_no_text(self, prompt):
-        with pytest.raises(ValueError, match="`prompt` of row 0"):
-            complete_image_sets(Dataset.from_list([{"prompt": prompt}]))
-
-    def test_what_has_no_prompt(self):
-        with pytest.raises(ValueError, match="Rename"):
-            complete_image_sets(Dataset.from_list([{"caption": "A fox."}]))
+    @pytest.mark.parametrize(
+        ("row", "message"), [({"prompt": 3}, "`prompt` of row 0"), ({"caption": "A fox."}, "prompt")]
+    )
+    def test_without_a_text(self, row, message):
+        with pytest.raises(ValueError, match=message):
+            complete_image_sets(Dataset.from_list([row]))
 
 
 class TestDemoPrompts:
@@ -716,7 +595,7 @@ class TestGrids:
             panels.append(panel)
         return panels
 
-    @pytest.mark.parametrize("rows, cols", [(2, 2), (1, 5), (1, 3), (2, 3), (1, 7), (1, 2), (2, 4), (3, 1), (1, 1)])
+    @pytest.mark.parametrize("rows, cols", [(2, 2), (1, 5), (2, 3), (3, 1), (1, 1)])
     def test_split_inverts_join(self, rows, cols):
         panels = self.panels(rows, cols)
         grid = join_grid(panels, rows, cols)
@@ -747,39 +626,19 @@ class TestGrids:
 
     @pytest.mark.parametrize(
         "height, width, rows, cols",
-        [(1024, 1000, 2, 3), (101, 90, 2, 3), (101, 100, 2, 3), (64, 2, 1, 3), (0, 64, 2, 2)],
+        [(1024, 1000, 2, 3), (101, 90, 2, 3), (64, 2, 1, 3), (0, 64, 2, 2), (64, 64, 0, 2)],
     )
     def test_size_that_does_not_divide(self, height, width, rows, cols):
-        message = rf"{height}x{width} pixels .* {rows}x{cols} grid"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="grid"):
             panel_size(height, width, rows, cols)
-        if height:
-            with pytest.raises(ValueError, match=message):
-                split_grid(Image.new("RGB", (width, height)), rows, cols)
+        with pytest.raises(ValueError, match="grid"):
+            split_grid(Image.new("RGB", (width, height)), rows, cols)
 
-    @pytest.mark.parametrize("rows, cols", [(0, 2), (2, 0), (-1, 2)])
-    def test_no_rows_or_columns(self, rows, cols):
-        for call in (
-            lambda: panel_size(64, 64, rows, cols),
-            lambda: split_grid(Image.new("RGB", (64, 64)), rows, cols),
-            lambda: join_grid([], rows, cols),
-        ):
-            with pytest.raises(ValueError, match=f"at least one row and one column, got rows={rows} and cols={cols}"):
-                call()
-
-    def test_join_wrong_number(self):
-        with pytest.raises(ValueError, match="2x2 grid .* has 4 panels, got 3 images"):
-            join_grid(self.panels(1, 3), 2, 2)
-
-    def test_join_other_size_or_mode(self):
+    def test_join_other_panels(self):
         panels = self.panels(1, 2)
-        with pytest.raises(ValueError, match="one size and one mode, got .* 4x6 RGB, 6x4 RGB"):
-            join_grid([panels[0], panels[1].transpose(Image.Transpose.ROTATE_90)], 1, 2)
-        with pytest.raises(ValueError, match="4x6 L, 4x6 RGB"):
-            join_grid([panels[0], panels[1].convert("L")], 1, 2)
-
-
-def test_import_is_light():
-    code = "import sys, paco_trl.data; print(sorted({'torch', 'datasets', 'PIL'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+        turned = panels[1].transpose(Image.Transpose.ROTATE_90)
+        for wrong in (panels[:1], [panels[0], turned], [panels[0], panels[1].convert("L")]):
+            with pytest.raises(ValueError, match="panels"):
+                join_grid(wrong, 1, 2)
+        with pytest.raises(ValueError, match="rows=0"):
+            join_grid([], 0, 2)

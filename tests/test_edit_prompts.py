@@ -85,16 +85,16 @@ class TestFormat:
     @pytest.mark.parametrize(
         "changes, message",
         [
-            ({"prompt": None}, "need `prompt`, but `dataset` has only"),
-            ({"image": None}, "need `image` or `images`"),
-            ({"images": [["a.png"]]}, "both `image` and `images`"),
-            ({"image": ["a.png"]}, r'`dataset.cast_column\("image", datasets.Image\(\)\)`'),
-            ({"image": None, "images": [["a.png"]]}, r'cast_column\("images", datasets.List\(datasets.Image\(\)\)\)'),
-            ({"prompt": [" "]}, "`prompt` of row 0 of `dataset` is ' '"),
-            ({"height": [64]}, "are 64 and None. Give both"),
-            ({"height": [64], "width": [0]}, "are 64 and 0"),
-            ({"rows": [1], "cols": [2]}, r"without \['panels'\]"),
-            ({"rows": [1], "cols": [2], "panels": [["one"]]}, "has 2 panels"),
+            ({"prompt": None}, "need `prompt`"),
+            ({"image": None}, "need .*`image`"),
+            ({"images": [["a.png"]]}, "either `image` or `images`"),
+            ({"image": ["a.png"]}, 'cast_column."image"'),
+            ({"image": None, "images": [["a.png"]]}, 'cast_column."images"'),
+            ({"prompt": [" "]}, "`prompt` of row 0"),
+            ({"height": [64]}, "64 and None"),
+            ({"height": [64], "width": [0]}, "64 and 0"),
+            ({"rows": [1], "cols": [2]}, "panels"),
+            ({"rows": [1], "cols": [2], "panels": [["one"]]}, "2 panels"),
             ({"prompt": None, "input_prompt": ["x"], "input_image": [["a"]]}, "convert_sharegpt_4o_image"),
             ({"prompt": None, "instruction": ["x"], "input_image": ["a"]}, "convert_gedit_bench"),
         ],
@@ -128,13 +128,13 @@ class TestFormat:
 
 
 class TestSizes:
-    @pytest.mark.parametrize("value", range(1, 9))
     @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
-    def test_sizes_are_those_of_the_decoded_image(self, kind, value):
-        dataset = with_bytes(encoded(picture(0, (40, 24)), kind, exif=orientation(value)))
-        sources = SourceImages(dataset, "the dataset")
-        assert sources.sizes(0) == [dataset[0]["image"].size] == [sources.load(0)[0].size]
-        assert sources.sizes(0) == [(24, 40) if value > 4 else (40, 24)]
+    def test_sizes_are_those_of_the_decoded_image(self, kind):
+        for value in range(1, 9):
+            dataset = with_bytes(encoded(picture(0, (40, 24)), kind, exif=orientation(value)))
+            sources = SourceImages(dataset, "the dataset")
+            assert sources.sizes(0) == [dataset[0]["image"].size] == [sources.load(0)[0].size]
+            assert sources.sizes(0) == [(24, 40) if value > 4 else (40, 24)]
 
     @pytest.mark.parametrize("value", [1, 6])
     def test_a_png_may_have_its_orientation_after_its_pixels(self, value):
@@ -168,13 +168,6 @@ class TestSizes:
         assert (sources.column, sources.max_count, sources.row_with_most, len(sources)) == ("images", 3, 1, 3)
         assert sources.sizes(1) == [(48, 32), (16, 8), (48, 32)]
         assert [image.size for image in sources.load(1)] == sources.sizes(1)
-
-    def test_more_than_a_thousand_rows_show_a_progress_bar(self, tmp_path, capfd):
-        path = write(tmp_path / "a.png", picture(0, (8, 8)))
-        SourceImages(with_paths([path] * 1000), "the dataset")
-        assert "headers" not in capfd.readouterr().err
-        SourceImages(with_paths([path] * 1001), "the dataset")
-        assert "headers of the source images of the dataset" in capfd.readouterr().err
 
 
 class TestSelectedRows:
@@ -244,13 +237,12 @@ class TestBadImages:
         (tmp_path / "text.png").write_text("no image", encoding="utf-8")
         return {
             "is None": None,
-            "there is no such file": str(tmp_path / "missing.png"),
+            "FileNotFoundError": str(tmp_path / "missing.png"),
             "Download it first": "https://example.com/a.png",
-            r"cut.png\): OSError": str(tmp_path / "cut.png"),
-            r"text.png\): UnidentifiedImageError": str(tmp_path / "text.png"),
-            "cannot be read: OSError": {"bytes": jpeg[:10], "path": None},
-            "cannot be read: ": {"bytes": b"", "path": None},
-            "no such file": str(tmp_path),
+            "cut.png.*OSError": str(tmp_path / "cut.png"),
+            "text.png.*UnidentifiedImageError": str(tmp_path / "text.png"),
+            "embedded.*OSError": {"bytes": jpeg[:10], "path": None},
+            "embedded.*cannot be read": {"bytes": b"", "path": None},
         }
 
     def test_each_fault_names_its_row_before_the_run(self, tmp_path):
@@ -259,15 +251,9 @@ class TestBadImages:
         for message, bad in self.faults(tmp_path).items():
             with pytest.raises(ValueError, match=f"Row 1 of the dataset: its source image.*{message}"):
                 SourceImages(with_paths([good, bad, good]), "the dataset")
-
-    def test_in_a_list_the_image_is_named_too(self, tmp_path):
-        good = write(tmp_path / "good.png", picture(0))
-        for message, bad in self.faults(tmp_path).items():
-            if isinstance(bad, dict):
-                continue
-            table = Dataset.from_dict({"images": [[good], [good, bad]]}).cast_column("images", List(ImageFeature()))
-            with pytest.raises(ValueError, match=f"Row 1 of the evaluation: its source image 1 .*{message}"):
-                SourceImages(table, "the evaluation")
+        table = Dataset.from_dict({"images": [[good], [good, None]]}).cast_column("images", List(ImageFeature()))
+        with pytest.raises(ValueError, match="Row 1 of the evaluation: its source image 1 "):
+            SourceImages(table, "the evaluation")
 
     @pytest.mark.parametrize("images", [[], None])
     def test_a_row_without_images(self, tmp_path, images):
@@ -283,7 +269,7 @@ class TestBadImages:
         sources = SourceImages(dataset, "the dataset")
         assert sources.sizes(1) == [(64, 64)]
         assert len(sources.load(0)) == 1
-        with pytest.raises(ValueError, match="Row 1 of the dataset: its source image cannot be read: .*leave the row"):
+        with pytest.raises(ValueError, match="Row 1 of the dataset: .*cannot be read"):
             sources.load(1)
 
     def test_a_mode_without_rgb(self):
@@ -297,9 +283,7 @@ class TestBadImages:
         sources = SourceImages(with_paths([path]), "the dataset")
         assert sources.load(0)[0].size == (8, 8)
         write(tmp_path / "a.png", picture(0, (16, 8)))
-        with pytest.raises(
-            ValueError, match="Row 0 of the dataset: .* has 16 x 8 pixels .* its header reported 8 x 8"
-        ):
+        with pytest.raises(ValueError, match="Row 0 of the dataset: .* 16 x 8 .* 8 x 8"):
             sources.load(0)
         (tmp_path / "a.png").unlink()
         with pytest.raises(ValueError, match="Row 0 of the dataset: .*FileNotFoundError"):
@@ -390,7 +374,7 @@ class TestLoader:
         assert load_edit_prompts(str(folder / "saved"), split="test")["prompt"][:] == ["B."]
         with pytest.raises(ValueError, match="no split 'dev'"):
             load_edit_prompts(folder / "saved", split="dev")
-        with pytest.raises(ValueError, match="`image_folder` is .*Leave `image_folder` out"):
+        with pytest.raises(ValueError, match="`image_folder`"):
             load_edit_prompts(folder / "saved", image_folder=folder)
 
     def test_other_directories_are_read_by_load_dataset(self, folder):
@@ -459,15 +443,10 @@ class TestGEditBench:
 
     def test_one_language(self):
         assert convert_gedit_bench(gedit_rows(), language="cn")["id"][:] == ["k2"]
-        with pytest.raises(ValueError, match=r"language 'fr', only in \['cn', 'en'\]"):
+        with pytest.raises(ValueError, match="fr"):
             convert_gedit_bench(gedit_rows(), language="fr")
-
-    def test_the_resized_image_where_there_is_no_other(self):
-        dataset = convert_gedit_bench(gedit_rows().remove_columns("input_image_raw"))
-        assert dataset[0]["image"].size == (24, 16)
-
-    def test_a_missing_column(self):
-        with pytest.raises(ValueError, match=r"\['key'\] are missing"):
+        assert convert_gedit_bench(gedit_rows().remove_columns("input_image_raw"))[0]["image"].size == (24, 16)
+        with pytest.raises(ValueError, match="key"):
             convert_gedit_bench(gedit_rows().remove_columns("key"))
 
     def test_the_loader_converts(self, tmp_path):
@@ -579,7 +558,7 @@ class TestDisjoint:
     def test_damaged_pixels_are_an_error_where_they_are_needed(self):
         whole = encoded(Image.effect_noise((64, 64), 50).convert("RGB"))
         assert len(disjoint_from(with_bytes(whole, encoded(picture(0, (64, 64)))), with_bytes(whole))) == 1
-        with pytest.raises(ValueError, match="Row 0 of the dataset: its source image cannot be read"):
+        with pytest.raises(ValueError, match="Row 0 of the dataset: .*cannot be read"):
             disjoint_from(with_bytes(whole[: len(whole) // 2], encoded(picture(0))), with_bytes(whole))
 
     def test_rows_of_other_sizes_and_instructions_are_not_decoded(self, benchmark):

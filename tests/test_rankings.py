@@ -79,10 +79,9 @@ class TestCheckRankingColumns:
         assert check_ranking_columns(dataset) is None
         check_ranking_columns(dataset.with_format("numpy").shuffle(seed=0))
 
-    @pytest.mark.parametrize("column", ["reference", "candidates", "ranking", "prompt"])
-    def test_missing_column(self, column):
-        with pytest.raises(ValueError, match=rf"need the columns \['{column}'\], but `bench` has only \['id'"):
-            check_ranking_columns(rankings_of(ranking_row()).remove_columns(column), "bench")
+    def test_missing_column(self):
+        with pytest.raises(ValueError, match="'ranking'.*`bench`"):
+            check_ranking_columns(rankings_of(ranking_row()).remove_columns("ranking"), "bench")
 
     def test_no_dataset_and_no_rows(self):
         with pytest.raises(TypeError, match="`dataset` is a `list`"):
@@ -94,37 +93,26 @@ class TestCheckRankingColumns:
         "column, feature, cast",
         [
             ("reference", Value("string"), ImageFeature()),
-            ("reference", ImageFeature(decode=False), ImageFeature()),
-            ("candidates", List(Value("string")), IMAGES),
             ("candidates", List(ImageFeature(decode=False)), IMAGES),
         ],
     )
     def test_type_of_images(self, tmp_path, column, feature, cast):
         dataset = rankings_of(ranking_row(tmp_path), features=Features({**FEATURES, column: feature}))
-        with pytest.raises(
-            ValueError, match=rf"column `{column}` of `dataset` has the type .*cast_column\(\"{column}\""
-        ):
+        with pytest.raises(ValueError, match=rf"cast_column\(\"{column}\""):
             check_ranking_columns(dataset)
         check_ranking_columns(dataset.cast_column(column, cast))
 
     @pytest.mark.parametrize(
         "changes, message",
         [
-            ({"ranking": [0, 1]}, r"`ranking` of row 1 of `bench` is \[0, 1\], but there are 3 candidates.*0 to 2"),
-            ({"ranking": [0, 1, 1]}, r"is \[0, 1, 1\]"),
-            ({"ranking": [1, 2, 3]}, r"is \[1, 2, 3\]"),
-            ({"ranking": [0, 1, 2, 3]}, r"is \[0, 1, 2, 3\]"),
-            ({"ranking": [0, 1, -1]}, r"is \[0, 1, -1\]"),
-            ({"ranking": [0, 1, None]}, r"is \[0, 1, None\]"),
-            ({"ranking": None}, "is None"),
-            (
-                {"ranking": [0], "candidates": [color(1)]},
-                "Row 1 of `bench` has 1 candidates, but a ranking needs at least 2",
-            ),
-            ({"ranking": [], "candidates": []}, "has 0 candidates"),
+            ({"ranking": [0, 1]}, "`ranking` of row 1 of `bench`"),
+            ({"ranking": [0, 1, 1]}, "`ranking`"),
+            ({"ranking": [1, 2, 3]}, "`ranking`"),
+            ({"ranking": [0, 1, None]}, "`ranking`"),
+            ({"ranking": None}, "`ranking`"),
+            ({"ranking": [0], "candidates": [color(1)]}, "Row 1 of `bench` has 1 candidates"),
             ({"candidates": None}, "has 0 candidates"),
-            ({"prompt": " "}, "`prompt` of row 1 of `bench` is ' '"),
-            ({"prompt": None}, "`prompt` of row 1 of `bench` is None"),
+            ({"prompt": " "}, "`prompt` of row 1 of `bench`"),
         ],
     )
     def test_rows(self, changes, message):
@@ -200,9 +188,7 @@ class TestLoadConsistencyRank:
         metadata = tmp_path / "bench" / ".cache" / "huggingface" / "download" / "images.zip.metadata"
         metadata.parent.mkdir(parents=True)
         metadata.touch()  # of `hf download --local-dir`, and no part of an archive
-        with pytest.raises(
-            ValueError, match=r"line 2: its image 'images/0001/9_9.png' is neither .*\['images.zip'\]\. C"
-        ):
+        with pytest.raises(ValueError, match=r"line 2: its image 'images/0001/9_9.png' .*\['images.zip'\]"):
             load_consistency_rank(tmp_path / "bench")
         dataset = load_consistency_rank(tmp_path / "bench", skip_broken=True)
         assert values_of(dataset[0]["candidates"]) == [1, 11, 21]
@@ -211,7 +197,7 @@ class TestLoadConsistencyRank:
         names = [".cache", "consistency_full_rank.jsonl", "images.zip", "prompt_data.jsonl"]
         assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == names
         (tmp_path / "bench" / "images.zip").write_bytes(b"version https://git-lfs.github.com/spec/v1")
-        with pytest.raises(zipfile.BadZipFile, match="images.zip is not a zip file, or an incomplete one .42 bytes"):
+        with pytest.raises(zipfile.BadZipFile, match="images.zip .42 bytes"):
             load_consistency_rank(tmp_path / "bench", skip_broken=True)
 
     def test_from_the_hub(self, tmp_path):
@@ -255,34 +241,20 @@ class TestLoadConsistencyRank:
     @pytest.mark.parametrize(
         "broken, message",
         [
-            (rank_record(folder="0002"), "its directory '0002' is not among the `idx` of prompt_data.jsonl"),
-            (rank_record(folder=...), "its directory None is not"),
-            (rank_record(ref_image="9_9.png"), "its image 'images/0001/9_9.png' is neither in .* nor in an archive"),
+            (rank_record(folder="0002"), "directory '0002'"),
+            (rank_record(ref_image="9_9.png"), "'images/0001/9_9.png' is neither in"),
             (rank_record(ref_image=...), "an image is None"),
-            (
-                rank_record(comp_images=["0_1.png", "3_1.png"], rank_images=["3_1.png", "0_1.png"]),
-                "its image 'images/0001/3_1.png' is neither in",
-            ),
-            (
-                rank_record(comp_images=["0_1.png"], rank_images=["0_1.png"]),
-                r"`comp_images` is \['0_1.png'\].*at least",
-            ),
-            (rank_record(comp_images=["0_1.png"] * 2, rank_images=["0_1.png"] * 2), "different file names"),
-            (rank_record(comp_images=...), "`comp_images` is None"),
-            (rank_record(rank_images=["0_1.png", "1_1.png"]), r"`rank_images` is \['0_1.png', '1_1.png'\], but"),
-            (rank_record(rank_images=["0_1.png", "1_1.png", "0_0.png"]), "must have the same names"),
-            (rank_record(rank_images=["0_1.png", "1_1.png", "1_1.png"]), "must have the same names"),
-            (rank_record(rank_images=...), "`rank_images` is None"),
-            (rank_record(ref_image="../../secret.png"), "path '../../secret.png' is absolute or leaves"),
-            (rank_record(ref_image="../0001/0_0.png"), "path '../0001/0_0.png' is absolute or leaves"),
+            (rank_record(comp_images=["0_1.png"], rank_images=["0_1.png"]), "`comp_images`"),
+            (rank_record(comp_images=["0_1.png"] * 2, rank_images=["0_1.png"] * 2), "`comp_images`"),
+            (rank_record(rank_images=["0_1.png", "1_1.png"]), "`rank_images`"),
+            (rank_record(rank_images=["0_1.png", "1_1.png", "1_1.png"]), "`rank_images`"),
+            (rank_record(ref_image="../../secret.png"), "leaves"),
         ],
     )
     def test_broken_record(self, tmp_path, caplog, broken, message):
         write_color(tmp_path / "secret.png", 1)
         folder = write_bench(tmp_path / "bench", [rank_record(), broken, rank_record()])
-        with pytest.raises(
-            ValueError, match=rf"^consistency_full_rank.jsonl, line 2: .*{message}.*with `skip_broken=True`\.$"
-        ):
+        with pytest.raises(ValueError, match=f"^consistency_full_rank.jsonl, line 2: .*{message}"):
             load_consistency_rank(folder)
         assert len(load_consistency_rank(folder, skip_broken=True)) == 2
         (warning,) = caplog.messages
@@ -296,62 +268,32 @@ class TestLoadConsistencyRank:
             with pytest.raises(ValueError, match="is absolute or leaves the directory"):
                 load_consistency_rank(write_bench(tmp_path / "bench", [record], prompts))
 
-    def test_nothing_left(self, tmp_path):
-        folder = write_bench(tmp_path, [rank_record(ref_image="9_9.png")] * 2)
-        with pytest.raises(ValueError, match="All 2 records are broken.*The first: .*line 1: its image"):
-            load_consistency_rank(folder, skip_broken=True)
-
     @pytest.mark.parametrize("name", ["consistency_full_rank.jsonl", "prompt_data.jsonl"])
     def test_files(self, tmp_path, name):
         folder = write_bench(tmp_path, [rank_record()])
         text = (folder / name).read_text()
-        for added, message in (
-            ('\n{"folder": ', rf"{name}, line 3 is not valid JSON .*Git LFS"),
-            ("[1]", rf"{name}, line 2 is \[1\], but it must be a JSON object"),
-        ):
-            (folder / name).write_text(text + added)
-            with pytest.raises(ValueError, match=message):
-                load_consistency_rank(folder, skip_broken=True)
         (folder / name).write_text("\n" + text + "\n\n")
         assert len(load_consistency_rank(folder)) == 1
-        (folder / name).write_text("\n")
-        with pytest.raises(ValueError, match=f"{name} has no records"):
-            load_consistency_rank(folder)
+        for content, message in ((text + '\n{"folder": ', "line 3"), (text + "[1]", "line 2"), ("\n", "no records")):
+            (folder / name).write_text(content)
+            with pytest.raises(ValueError, match=f"{name}.* {message}"):
+                load_consistency_rank(folder, skip_broken=True)
         (folder / name).unlink()
-        with pytest.raises(FileNotFoundError, match=f"no file '{name}' in .*only: .*images/"):
+        with pytest.raises(FileNotFoundError, match=name):
             load_consistency_rank(folder)
 
     @pytest.mark.parametrize(
-        "prompts, message",
+        "prompts",
         [
-            ([{"idx": "0001"}], "line 1 has the idx '0001' and the prompt None"),
-            ([{"idx": "0001", "prompt": " "}], "and the prompt ' '"),
-            ([{"prompt": "A fox."}], "has the idx None"),
-            ([{"idx": "1", "prompt": "A fox."}, {"idx": 1, "prompt": "A fox."}], "line 2 has the idx 1 of an earlier"),
-            ([{"idx": "1", "prompt": "A fox.", "criteria": {"Style": "Ink."}}], "criteria {'Style': 'Ink.'}"),
-            (
-                [{"idx": "1", "prompt": "A fox.", "criteria": "Ink."}],
-                "criteria 'Ink.'. They must be dimension -> name -> text",
-            ),
+            [{"idx": "1", "prompt": " "}],
+            [{"prompt": "A fox."}],
+            [{"idx": "1", "prompt": "A fox."}, {"idx": 1, "prompt": "A fox."}],
+            [{"idx": "1", "prompt": "A fox.", "criteria": {"Style": "Ink."}}],
         ],
     )
-    def test_prompts(self, tmp_path, prompts, message):
-        with pytest.raises(ValueError, match=f"prompt_data.jsonl, .*{message}"):
+    def test_prompts(self, tmp_path, prompts):
+        with pytest.raises(ValueError, match=f"prompt_data.jsonl, line {len(prompts)}"):
             load_consistency_rank(write_bench(tmp_path, [rank_record()], prompts), skip_broken=True)
-
-    def test_hub(self, tmp_path, monkeypatch):
-        asked = []
-
-        def snapshot_download(repo, repo_type, allow_patterns):
-            asked.append((repo, repo_type))
-            assert {"*.jsonl", "images/*"} <= set(allow_patterns)
-            return str(write_bench(tmp_path, [rank_record()]))
-
-        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-        assert len(load_consistency_rank("X-GenGroup/ConsistencyRank-Bench")) == 1
-        assert asked == [("X-GenGroup/ConsistencyRank-Bench", "dataset")]
-        with pytest.raises(FileNotFoundError, match="There is no directory"):
-            load_consistency_rank(tmp_path / "gone")
 
 
 class TestRankingsToPairs:
@@ -381,21 +323,17 @@ class TestRankingsToPairs:
             *((0, 4, "Yes"), (0, 2, "Yes")),
             *((0, 1, "No"), (0, 5, "No"), (0, 3, "No")),
         ]
-        assert len(rankings_to_pairs(dataset, num_positives=4)) == 5
-        with pytest.raises(
-            ValueError, match="`num_positives` is 3 and `num_negatives` is 3, together 6, but row 0 has 5"
-        ):
-            rankings_to_pairs(dataset, num_positives=3, num_negatives=3)
         dataset = rankings_of(ranking_row(None, 0, (3, 1, 0, 2)), ranking_row())
         assert len(rankings_to_pairs(dataset, num_positives=2)) == 6
-        with pytest.raises(ValueError, match="together 4, but row 1 has 3 candidates"):
+        with pytest.raises(ValueError, match="Row 1 has 3 candidates"):
             rankings_to_pairs(dataset, num_positives=3)
 
-    @pytest.mark.parametrize("value", [0, -1, 1.0, None, True])
-    def test_numbers(self, value):
-        for name in ("num_positives", "num_negatives"):
-            with pytest.raises(ValueError, match=f"`{name}` is {value}. It must be an int of at least 1"):
-                rankings_to_pairs(rankings_of(ranking_row()), **{name: value})
+    @pytest.mark.parametrize(
+        ("name", "value"), [("num_positives", 0), ("num_negatives", 1.0), ("num_negatives", True)]
+    )
+    def test_numbers(self, name, value):
+        with pytest.raises(ValueError, match=f"`{name}` is {value}"):
+            rankings_to_pairs(rankings_of(ranking_row()), **{name: value})
 
     def test_default_question(self):
         dataset = rankings_of(ranking_row(), ranking_row(prompt=SET_PROMPT))
@@ -441,10 +379,6 @@ class TestRankingsToPairs:
         Path("a.png").write_bytes(b"another")
         assert ImageFeature().encode_example(embedded) == {"bytes": None, "path": "a.png"}
         assert rankings_to_pairs(dataset).with_format("arrow")[:]["images"].to_pylist() == [[embedded] * 2] * 2
-
-    def test_is_checked(self):
-        with pytest.raises(ValueError, match=r"`ranking` of row 0 of `dataset` is \[0, 0, 0\]"):
-            rankings_to_pairs(rankings_of(ranking_row(ranking=[0, 0, 0])))
 
     def test_skip_broken_leaves_broken_rows_out(self, caplog):
         broken = [

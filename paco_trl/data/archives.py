@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of a published directory: unpacked, or in zip and tar archives."""
+"""Find the images of a published directory: unpacked, or in zip and tar archives."""
 
 import filecmp
 import hashlib
@@ -16,44 +16,39 @@ from pathlib import Path, PurePath
 from .dataset_files import image_file, path_inside
 
 
-# For `find_dataset_folder`
 ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*", "*.tgz", "*.tgz[._-]*"]
 
 _ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
-_PART = re.compile(r"\.(z\d+|(zip|tgz|tar)[._-].+)$")
-# Unpacked bytes for each byte of an archive, and in any case: images hardly compress, a bomb does by a thousand
+# Largest size after extraction, per byte of the archive and at least: images hardly compress, a bomb does by a thousand
 _MAX_RATIO, _MIN_LIMIT = 100, 10**9
-_DAMAGE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
+# `zipfile` raises `RuntimeError` for an encrypted archive
+_FAULTS = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
 
 
-class _TooLargeError(Exception):
-    pass
-
-
-def _extract_zip(archive: Path, folder: Path, limit: int) -> None:
-    with zipfile.ZipFile(archive) as file:
-        paths = {member: PurePath(member.filename) for member in file.infolist()}
-        if sum(member.file_size for member in paths) > limit:
-            raise _TooLargeError
-        # Not what would be written outside of the directory
-        file.extractall(folder, [one for one, path in paths.items() if not path.anchor and ".." not in path.parts])
-
-
-def _extract_tar(archive: Path, folder: Path, limit: int) -> None:
+def _extract_into(archive: Path, folder: Path) -> None:
+    """Extract an archive. No member is written outside of the directory: a zip's is moved inside, a tar's is an error."""
+    limit = min(shutil.disk_usage(folder).free, _MAX_RATIO * archive.stat().st_size + _MIN_LIMIT)
     total = 0
 
-    def keep(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+    def check_size(size: int) -> None:
         nonlocal total
-        total += member.size
+        total += size
         if total > limit:
-            raise _TooLargeError
-        try:
-            return tarfile.data_filter(member, path)
-        except tarfile.FilterError:
-            return None  # the same, or a device
+            raise RuntimeError(
+                f"it unpacks to more than {limit} bytes: more than images take, or than the disk has left"
+            )
 
-    with tarfile.open(archive) as file:
-        file.extractall(folder, filter=keep)
+    def check_member(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
+        check_size(member.size)
+        return tarfile.data_filter(member, path)
+
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as zip_file:
+            check_size(sum(member.file_size for member in zip_file.infolist()))
+            zip_file.extractall(folder)
+    else:
+        with tarfile.open(archive) as tar_file:
+            tar_file.extractall(folder, filter=check_member)
 
 
 def _extract(archive: Path) -> Path:
@@ -61,34 +56,24 @@ def _extract(archive: Path) -> Path:
     from datasets import config
     from huggingface_hub.utils import WeakFileLock
 
-    is_zip, stat = archive.suffix == ".zip", archive.stat()
-    # Not a ValueError, which would be taken for a defect of the record
-    error_type = zipfile.BadZipFile if is_zip else tarfile.ReadError
-    if not (zipfile.is_zipfile(archive) if is_zip else tarfile.is_tarfile(archive)):
-        raise error_type(
-            f"{archive} is not a {'zip' if is_zip else 'tar'} file, or an incomplete one ({stat.st_size} bytes). Download "
-            "it again; a clone without Git LFS has only pointers of about 130 bytes."
-        )
-    # An archive that replaces another one at its place gets a directory of its own
+    stat = archive.stat()  # an archive that replaces another one gets a new directory
     key = hashlib.sha256(f"{archive} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     folder = Path(config.EXTRACTED_DATASETS_PATH) / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(f"{folder}.lock"):
         if not folder.is_dir():
             partial = Path(f"{folder}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # that of a killed process
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             try:
                 partial.mkdir()
-                limit = min(shutil.disk_usage(partial).free, _MAX_RATIO * stat.st_size + _MIN_LIMIT)
-                (_extract_zip if is_zip else _extract_tar)(archive, partial, limit)
+                _extract_into(archive, partial)
                 partial.rename(folder)
-            except _TooLargeError as error:
-                raise error_type(
-                    f"{archive} ({stat.st_size} bytes) unpacks to more than {limit} bytes: more than the disk has "
-                    "left, or than images take. Free some space; if you trust it, unpack it in its directory."
+            except _FAULTS as error:
+                # Not a ValueError: `skip_broken` would leave out the records of the archive
+                raise (zipfile.BadZipFile if archive.suffix == ".zip" else tarfile.ReadError)(
+                    f"{archive} ({stat.st_size} bytes) cannot be extracted: {error}. Download it again (a clone without Git "
+                    "LFS has pointers of about 130 bytes), or unpack it in its directory."
                 ) from error
-            except _DAMAGE as error:
-                raise error_type(f"{archive} cannot be read ({error}). Download it again, or unpack it.") from error
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -101,22 +86,12 @@ class ImageFinder:
         self.folder = folder
         self.allow_remote_images = allow_remote_images
         self.num_proc = num_proc
-        self.found: dict[str, str] = {}
-        self.parts: list[str] = []  # of archives that were split, which are not opened
+        self.paths: dict[str, str] = {}
 
     @cached_property
     def extracted(self) -> list[tuple[PurePath, Path]]:
-        """Extract all archives; return the path of each and its directory in the cache."""
-        archives = []
-        for path in sorted(self.folder.rglob("*")):
-            # `hf download --local-dir` keeps `.cache/huggingface/download/images.zip.metadata`
-            if any(name.startswith(".") for name in path.relative_to(self.folder).parts):
-                continue
-            # The last part of a split zip file has the name of a complete one
-            if _ARCHIVE.search(path.name) and not path.with_suffix(".z01").is_file():
-                archives.append(path)
-            elif _PART.search(path.name) or _ARCHIVE.search(path.name):
-                self.parts.append(str(path.relative_to(self.folder)))
+        """Extract all archives; return their relative paths and their directories in the cache."""
+        archives = [path for path in sorted(self.folder.rglob("*")) if _ARCHIVE.search(path.name)]
         with ThreadPoolExecutor(self.num_proc or 1) as pool:
             folders = list(pool.map(_extract, archives))
         return [(path.relative_to(self.folder), folder) for path, folder in zip(archives, folders, strict=True)]
@@ -125,39 +100,32 @@ class ImageFinder:
         """Find the file of an image that a record names. The errors continue `<file>, record <number>: `."""
         is_address = isinstance(name, str) and "://" in name
         path = name if is_address else str(PurePath(below, path_inside(name)))
-        if path not in self.found:
+        if path not in self.paths:
             file = image_file(path, [self.folder], self.allow_remote_images)
-            self.found[path] = str(file if file.is_file() else self._find_in_archives(PurePath(path)))
-        return self.found[path]
+            self.paths[path] = str(file if file.is_file() else self._find_in_archives(PurePath(path)))
+        return self.paths[path]
 
     def _find_in_archives(self, path: PurePath) -> Path:
-        hits: dict[PurePath, Path] = {}
-        for name, folder in self.extracted:
-            # As if it were unpacked in the dataset's directory, next to itself, or into a directory of its name; its one
+        hits: dict[str, Path] = {}
+        for archive, folder in self.extracted:
+            # As if it were unpacked in the dataset's directory, next to itself, or into a directory of its name; its
             # top directory may have its name too, and not be part of the path
-            stem = _ARCHIVE.sub("", name.name)
-            places = [PurePath(), name.parent, name.parent / stem]
+            stem = _ARCHIVE.sub("", archive.name)
+            places = [PurePath(), archive.parent, archive.parent / stem]
             inside = [path.relative_to(place) for place in places if path.is_relative_to(place)]
-            for candidate in [*inside, *(PurePath(stem) / one for one in inside)]:
+            for candidate in [*inside, *(PurePath(stem) / rest for rest in inside)]:
                 if (folder / candidate).is_file():
-                    hits.setdefault(name, folder / candidate)
+                    hits.setdefault(str(archive), folder / candidate)
         if not hits:
-            raise ValueError(f"its image {str(path)!r} is neither in {self.folder} nor in {self._describe_archives()}")
+            raise ValueError(
+                f"its image {str(path)!r} is neither in {self.folder} nor in its archives "
+                f"{[str(archive) for archive, _ in self.extracted]}. Check the download. Join and unpack archives that are "
+                "split into parts there: `bash decompress.sh`, `cat <parts> | tar -xz`, or `zip -s 0`."
+            )
         first, *others = hits.values()
         if not all(filecmp.cmp(first, other, shallow=False) for other in others):
             raise ValueError(
-                f"its image {str(path)!r} is in the archives {[str(name) for name in hits]}, which have different "
-                f"files of this name. Put the right one at {self.folder / path}."
+                f"its image {str(path)!r} is in the archives {list(hits)}, which have different files of this name. Put "
+                f"the right one at {self.folder / path}."
             )
         return first
-
-    def _describe_archives(self) -> str:
-        archives = [str(name) for name, _ in self.extracted]
-        where = f"the archives {archives}" if archives else "an archive, of which there are none"
-        remedy = "Check that the download is complete."
-        if self.parts:
-            where += f"; {self.parts[:3]} look like parts of archives, which are not joined here"
-            remedy = f"Join and unpack them in {self.folder} (`cat <parts> | tar -xz`, or `zip -s 0`)."
-        if (self.folder / "decompress.sh").is_file():
-            remedy = f"Check that the download is complete, and unpack it: `cd {self.folder} && bash decompress.sh`."
-        return f"{where}. {remedy}"

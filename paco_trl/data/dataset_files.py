@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share code between the loaders of datasets: find and read files, refuse unsafe paths, skip broken rows."""
+"""Find, load and read the files of datasets, reject unsafe paths, and report broken rows."""
 
-import bz2
 import csv
-import gzip
 import hashlib
 import io
 import json
 import logging
-import lzma
 import os.path
 from collections.abc import Sequence
 from functools import cache, partial
@@ -30,7 +27,8 @@ logger = logging.getLogger(__name__)
 _MAX_LISTED = 20
 _SAVED = ("state.json", "dataset_dict.json")  # by `save_to_disk`
 _ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt")  # as they are, or compressed
-_COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_COMPRESSED = (".gz", ".bz2", ".xz")
+_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # of `datasets`
 
 
 def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
@@ -38,9 +36,7 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.absolute()
-    if folder.is_file():
-        raise ValueError(f"{str(path)!r} is a file, but a dataset is a directory. Give its directory.")
-    if isinstance(path, Path) or is_local(path):
+    if folder.is_file() or isinstance(path, Path) or is_local(path):
         raise FileNotFoundError(f"There is no directory {str(path)!r}. Check the path, or give a Hub id.")
     from huggingface_hub import snapshot_download
 
@@ -64,7 +60,6 @@ def find_prompts(name: str | Path, what: str) -> Path:
 
 
 def _file_type(path: Path) -> str:
-    """Return the suffix of a file, without that of its compression."""
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 
@@ -78,10 +73,6 @@ def is_saved(path: str | Path) -> bool:
     return any((Path(path).expanduser() / marker).is_file() for marker in _SAVED)
 
 
-# Of `datasets`, by the ending of a file
-_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-
-
 def load_split(path: str | Path, split: str, allow_remote_images: bool = False) -> "Dataset":
     """
     Load a split of a dataset: saved with `save_to_disk`, or anything that [`~datasets.load_dataset`] reads.
@@ -93,10 +84,7 @@ def load_split(path: str | Path, split: str, allow_remote_images: bool = False) 
     folder = Path(path).expanduser().absolute()
     if folder.is_file():
         if split != "train":
-            raise ValueError(
-                f"The split is {split!r}, but '{path}' is a file, whose rows are all in the split `train`. Put other rows "
-                "into a file of their own."
-            )
+            raise ValueError(f"'{path}' is a file, whose rows are all in the split `train`, not {split!r}.")
         builder = _BUILDERS.get(folder.suffix)
         if builder is None:
             raise ValueError(f"'{path}' is not a file of rows: it must end in {', '.join(_BUILDERS)}.")
@@ -167,17 +155,18 @@ def image_file(name: str, folders: Sequence[Path], allow_remote_images: bool = F
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    own = Path(datasets.config.HF_DATASETS_CACHE)
+    cache_folder = Path(datasets.config.HF_DATASETS_CACHE)
     if "://" in name:
         if not (allow_remote_images and name.startswith(("http://", "https://"))):
             refuse_address(name)
-        return _download(name, own / "paco_trl" / "images")
+        return _download(name, cache_folder / "paco_trl" / "images")
     path = Path(*folders[:1], name)
-    caches = [own, datasets.config.DOWNLOADED_DATASETS_PATH, datasets.config.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
+    config = datasets.config
+    caches = [cache_folder, config.DOWNLOADED_DATASETS_PATH, config.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
     # A download into a cache elsewhere: `snapshots/<commit>/` has links to `blobs/`
     caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
     target = path.resolve()
-    if not any(target.is_relative_to(_resolved(str(place))) for place in [*folders, *caches]):
+    if not any(target.is_relative_to(_resolved(str(allowed))) for allowed in [*folders, *caches]):
         raise ValueError(
             f"the path {name!r} is absolute or leaves the directory of the dataset, perhaps by a link. Put the images there, "
             "or name their real directory (`image_folder`) where a loader takes one."
@@ -213,75 +202,75 @@ def dataset_of_rows(rows: list[dict[str, Any]]) -> "Dataset":
 def find_dataset_file(folder: Path, name: str) -> Path:
     """Find a file of a dataset."""
     if not (folder / name).is_file():
-        there = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
-        listed = ", ".join(there[:_MAX_LISTED]) or "nothing"
-        if len(there) > _MAX_LISTED:
-            listed += f" and {len(there) - _MAX_LISTED} more"
-        raise FileNotFoundError(f"There is no file {name!r} in {folder}, only: {listed}. Check the download.")
+        raise FileNotFoundError(f"There is no file {name!r} in {folder}. Check the download.")
     return folder / name
 
 
-def parse_json(text: str, where: str | Path) -> Any:
-    """Parse a text as JSON; an error says where it is from."""
+def _read_text(path: Path) -> str:
+    import fsspec  # type: ignore[import-untyped]
+
+    try:
+        # Spreadsheets begin a file with a mark of UTF-8
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+            return file.read()
+    except (UnicodeDecodeError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read ({error}). Save it as UTF-8, or download it again.") from error
+
+
+def _parse_json(text: str, where: str | Path) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON ({error}). Correct it, or download it with Git LFS.") from error
 
 
-def read_text(path: Path) -> str:
-    """Read a text file, compressed or not."""
-    try:
-        # Spreadsheets put a mark of UTF-8 in front
-        with _COMPRESSED.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 (byte {error.start} is not valid). Save it with the encoding UTF-8."
-        ) from error
-    except EOFError as error:  # of compressed files
-        raise ValueError(f"{path} is incomplete. Download or compress it again.") from error
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    return _parse_json(_read_text(path), path)
 
 
 def read_json_lines(path: Path) -> list[tuple[str, Any]]:
     """Read the JSON of each line, with its place."""
     # Not `splitlines`, which would also cut at characters that JSON allows inside a string
-    lines = enumerate(read_text(path).split("\n"), start=1)
+    lines = enumerate(_read_text(path).split("\n"), start=1)
     places = [(f"{path.name}, line {number}", line) for number, line in lines if line.strip()]
-    return [(place, parse_json(line, place)) for place, line in places]
+    return [(place, _parse_json(line, place)) for place, line in places]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of one file: JSON, the cells of a table, or the lines of a text as prompts."""
     # Not `load_dataset`: it names no line of a broken file, and what it makes of T2IS's `criteria`, with other names in
     # every row, depends on its version
-    suffix, text = _file_type(path), read_text(path)
+    suffix = _file_type(path)
     if suffix == ".txt":
-        return [{"prompt": line.strip()} for line in text.split("\n") if line.strip()]
+        return [{"prompt": line.strip()} for line in _read_text(path).split("\n") if line.strip()]
     if suffix in (".csv", ".tsv"):
-        rows = list(csv.DictReader(io.StringIO(text), delimiter="\t" if suffix == ".tsv" else ","))
-    elif suffix == ".json" and text.lstrip().startswith("["):
-        rows = parse_json(text, path)
-    else:
-        rows = [row for _, row in read_json_lines(path)]
+        return _read_table(path, "\t" if suffix == ".tsv" else ",")
+    is_list = suffix == ".json" and _read_text(path).lstrip().startswith("[")
+    rows = read_json(path) if is_list else [row for _, row in read_json_lines(path)]
     for index, row in enumerate(rows):
         if type(row) is not dict:
             raise ValueError(f"Row {index} of {path} is {row!r}. It must be a JSON object with the columns as keys.")
+    return rows
+
+
+def _read_table(path: Path, delimiter: str) -> list[dict[str, Any]]:
+    rows = list(csv.DictReader(io.StringIO(_read_text(path)), delimiter=delimiter))
+    for index, row in enumerate(rows):
         if None in row:
             raise ValueError(
                 f"Row {index} of {path} has more cells than the header. Put a text with the separator in quotes."
             )
-        if suffix in (".csv", ".tsv"):  # which have no types
-            for name in row.keys() & {"height", "width"}:
-                row[name] = int(row[name]) if (row[name] or "").isdecimal() else row[name] or None
+        for name in row.keys() & {"height", "width"}:  # a table has no types
+            row[name] = int(row[name]) if (row[name] or "").isdecimal() else row[name] or None
     return rows
 
 
-def read_json_objects(path: Path, expected: str) -> dict[str, dict[str, Any]]:
+def read_json_objects(path: Path) -> dict[str, dict[str, Any]]:
     """Read a JSON object of objects."""
-    content = parse_json(read_text(path), path)
+    content = read_json(path)
     if not isinstance(content, dict) or not all(isinstance(value, dict) for value in content.values()):
-        raise ValueError(f"{path} must be a JSON object of objects: {expected}.")
+        raise ValueError(f"{path} must be a JSON object of objects.")
     return content
 
 
@@ -304,7 +293,7 @@ def report_broken(broken: list[str], total: int, what: str, skip_broken: bool) -
         raise ValueError(f"{broken[0]} Correct it, or leave such {what} out with `skip_broken=True`.{count}")
     if len(broken) == total:
         raise ValueError(f"All {total} {what} are broken, so `skip_broken=True` leaves none. The first: {broken[0]}")
-    lines = [f"Left out {len(broken)} of {total} {what} that are broken:", *broken[:_MAX_LISTED]]
-    if len(broken) > _MAX_LISTED:
-        lines.append(f"and {len(broken) - _MAX_LISTED} more.")
-    logger.warning("\n".join(lines))
+    more = [f"and {len(broken) - _MAX_LISTED} more."] * (len(broken) > _MAX_LISTED)
+    logger.warning(
+        "\n".join([f"Left out {len(broken)} of {total} {what} that are broken:", *broken[:_MAX_LISTED], *more])
+    )

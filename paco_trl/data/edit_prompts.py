@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from ..utils.text import shorten
-from .columns import check_image_column, check_is_dataset, column_types, list_lengths
+from .columns import check_image_column, check_is_dataset, column_types, list_lengths, typed_dataset
 from .dataset_files import dataset_of_rows, find_prompts, has_rows_as_text, image_file, load_split
 from .grids import pixels_sha256
 from .image_sets import check_row, read_prompt_rows
@@ -47,23 +47,19 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
             The dataset, and its name in errors.
 
     Raises:
-        TypeError: If it is not a [`~datasets.Dataset`].
         ValueError: If it has no rows, a column is missing or of the wrong type, there are both `image` and `images`,
         or a row has an empty instruction, half a size, or a grid that does not fit its panels.
     """
     check_is_dataset(dataset, name)
     names = dataset.column_names
     sources = [column for column in ("image", "images") if column in names]
-    if "prompt" not in names or not sources:
-        missing = ["`prompt`"] * ("prompt" not in names) + ["`image` or `images`"] * (not sources)
+    if "prompt" not in names or len(sources) != 1:
         hint = "Rename or add them."
         if _is_gedit(names):
             hint = "Convert GEdit-Bench with `paco_trl.data.convert_gedit_bench(dataset)`."
         elif _is_sharegpt(names):
             hint = "Convert ShareGPT-4o-Image with `paco_trl.data.convert_sharegpt_4o_image(dataset, image_folder)`."
-        raise ValueError(f"Editing prompts need {' and '.join(missing)}, but `{name}` has only {names}. {hint}")
-    if len(sources) == 2:
-        raise ValueError(f'`{name}` has both `image` and `images`. Remove one: `dataset.remove_columns("image")`.')
+        raise ValueError(f"Editing prompts need `prompt` and either `image` or `images`; `{name}` has {names}. {hint}")
     check_image_column(dataset, sources[0], name, decoded=False, is_list=sources == ["images"])
 
     plain = dataset.with_format(None)
@@ -117,7 +113,6 @@ def convert_gedit_bench(
         have `Intersection_exist`, `intersection` (bool): whether all models of the authors answered the row.
 
     Raises:
-        TypeError: If it is not a [`~datasets.Dataset`].
         ValueError: If a column is missing, an instruction is empty, no row is in this language, or a value of
         `Intersection_exist` is neither true nor false.
     """
@@ -179,34 +174,29 @@ def convert_sharegpt_4o_image(
     Raises:
         ValueError: If a text, a path or a file is missing (with the number of the row), or no row is left.
     """
-    from datasets import Dataset
-
     folder = Path(image_folder).expanduser().absolute()
-    ids, prompts, sources, left_out = [], [], [], 0
+    converted, left_out = [], 0
     for number, row in enumerate(rows):
         prompt, paths = row.get("input_prompt"), row.get("input_image")
         paths = [paths] if isinstance(paths, str) else paths
+        where = f"Row {number} of ShareGPT-4o-Image"
         if not is_text(prompt) or not isinstance(paths, list) or not paths:
             raise ValueError(
-                f"Row {number} of ShareGPT-4o-Image has the `input_prompt` {shorten(prompt)} and the `input_image` "
-                f"{shorten(paths)}. An editing prompt has an instruction and at least one path; leave out text alone."
+                f"{where} has the `input_prompt` {shorten(prompt)} and the `input_image` {shorten(paths)}. An editing prompt "
+                "has an instruction and at least one path; leave out text alone."
             )
         if max_images is not None and len(paths) > max_images:
             left_out += 1
             continue
-        ids.append(row.get("output_image"))
-        prompts.append(prompt)
-        where = f"Row {number} of ShareGPT-4o-Image"
-        sources.append([_find_image(path, folder, where, allow_remote_images) for path in paths])
+        images = [_find_image(path, folder, where, allow_remote_images) for path in paths]
+        converted.append((row.get("output_image"), prompt, images))
     _report_left_out(left_out, max_images)
-    if not prompts:
+    if not converted:
         raise ValueError("ShareGPT-4o-Image has no rows. Check the file and `max_images`.")
-    if all(len(paths) == 1 for paths in sources):
-        images, kinds = {"image": [path for (path,) in sources]}, {"image": "image"}
-    else:
-        images, kinds = {"images": sources}, {"images": ["image"]}
-    features = column_types(id="string", prompt="string", **kinds)
-    return Dataset.from_dict({"id": ids, "prompt": prompts, **images}, features=features)
+    if all(len(images) == 1 for *_, images in converted):
+        single = [(name, prompt, image) for name, prompt, (image,) in converted]
+        return typed_dataset(single, id="string", prompt="string", image="image")
+    return typed_dataset(converted, id="string", prompt="string", images=["image"])
 
 
 def _report_left_out(count: int, max_images: int | None) -> None:
@@ -215,18 +205,18 @@ def _report_left_out(count: int, max_images: int | None) -> None:
 
 
 def _find_image(path: Any, folder: Path, where: str, allow_remote_images: bool) -> str:
-    if not is_text(path):
-        raise ValueError(f"{where}: an image is {path!r}, but it must be a path relative to the directory.")
     try:
-        found = image_file(path, [folder], allow_remote_images)
+        if not is_text(path):
+            raise ValueError(f"an image is {path!r}, but it must be a path relative to the directory.")
+        file = image_file(path, [folder], allow_remote_images)
+        if not file.is_file():
+            raise ValueError(f"there is no image {file}. Check the path, `image_folder`, and the extraction.")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    if not found.is_file():
-        raise ValueError(f"{where}: there is no image {found}. Check the path, `image_folder`, and the extraction.")
-    return str(found)
+    return str(file)
 
 
-def _edit_rows_of_file(
+def _read_edits(
     path: Path, image_folder: str | Path | None, max_images: int | None, allow_remote_images: bool
 ) -> "Dataset":
     rows = read_prompt_rows(path)
@@ -283,35 +273,32 @@ def load_edit_prompts(
         [`~datasets.Dataset`]: the checked prompts.
 
     Raises:
-        FileNotFoundError: If `name_or_path` is a local path and does not exist.
         ValueError: If there is no such split, the rows are not editing prompts, an image is missing, or no row is
         left.
     """
     path, shown = find_prompts(name_or_path, "editing prompts"), repr(str(name_or_path))
     if has_rows_as_text(path):
-        dataset = _edit_rows_of_file(path, image_folder, max_images, allow_remote_images)
+        dataset = _read_edits(path, image_folder, max_images, allow_remote_images)
     else:
         dataset = load_split(name_or_path, split, allow_remote_images)
         if _is_sharegpt(dataset.column_names) and "prompt" not in dataset.column_names:
             if image_folder is None:
                 raise ValueError(f"{shown} has raw ShareGPT-4o-Image rows. Give their images as `image_folder`.")
-            needed = [name for name in ("input_prompt", "input_image", "output_image") if name in dataset.column_names]
-            rows = dataset.with_format(None).select_columns(needed)
+            rows = dataset.with_format(None)
             dataset = convert_sharegpt_4o_image(rows, image_folder, max_images, allow_remote_images)
         elif image_folder is not None:
-            given = f"`image_folder` is {str(image_folder)!r}"
-            raise ValueError(f"{given}, but {shown} does not have paths in it. Leave `image_folder` out.")
+            raise ValueError(f"`image_folder` is {str(image_folder)!r}, but {shown} names no paths. Leave it out.")
     if _is_gedit(dataset.column_names) and "prompt" not in dataset.column_names:
         dataset = convert_gedit_bench(dataset, source_column=source_column)
     elif source_column is not None:
         raise ValueError(f"`source_column` is {source_column!r}, but {shown} has no raw rows of GEdit-Bench.")
     check_edit_columns(dataset, str(name_or_path))
     if max_images is not None and "images" in dataset.column_names:
-        kept = (list_lengths(dataset, "images") <= max_images).nonzero()[0]
-        _report_left_out(len(dataset) - len(kept), max_images)
-        if len(kept) == 0:
+        rows_left = (list_lengths(dataset, "images") <= max_images).nonzero()[0]
+        _report_left_out(len(dataset) - len(rows_left), max_images)
+        if len(rows_left) == 0:
             raise ValueError(f"All rows have more than {max_images} source image(s) (`max_images`): none is left.")
-        dataset = dataset.select(kept)
+        dataset = dataset.select(rows_left)
     return dataset if exclude is None else disjoint_from(dataset, exclude)
 
 
@@ -321,8 +308,8 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
 
     A row is left out when
 
-    - one of its source images is one of the benchmark's: the same file, or the same pixels in RGB. The instruction
-      does not matter: a reward for keeping an image unchanged requires having seen it;
+    - one of its source images is one of the benchmark's: the same file, or the same pixels in RGB, whatever the
+      instruction: the model would have seen the image;
     - or it shares its instruction with the benchmark (ignoring case, punctuation, whitespace and forms of Unicode
       characters), and a source image that looks the same in another size or compression.
 
@@ -340,7 +327,6 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
         [`~datasets.Dataset`]: the other rows of `dataset`, in their order; no image is copied.
 
     Raises:
-        TypeError: If one of the two is not a [`~datasets.Dataset`].
         ValueError: If one does not have the format, an image cannot be read, or no row is left.
     """
     check_edit_columns(dataset, "dataset")
@@ -356,7 +342,7 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
         contents.update(held_out.digests(row), map(pixels_sha256, images))
         thumbnails.setdefault(instruction, []).extend(map(_thumbnail, images))
 
-    kept, same_image, same_edit = [], 0, 0
+    rows_left, same_image, same_edit = [], 0, 0
     for row, instruction in enumerate(_progress(dataset, "Comparing with the benchmark")):
         may_be_same = not sizes.isdisjoint(sources.sizes(row))
         if may_be_same and not contents.isdisjoint(sources.digests(row)):  # saves decoding
@@ -369,8 +355,8 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
         elif any(abs(_thumbnail(image) - other).mean() < _LOOKS_THE_SAME for other in others for image in images):
             same_edit += 1
         else:
-            kept.append(row)
-    if not kept:
+            rows_left.append(row)
+    if not rows_left:
         raise ValueError(f"All {len(dataset)} rows of the dataset are in the benchmark. Choose other data.")
     left_out = same_image + same_edit
     logger.log(
@@ -378,7 +364,7 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
         f"Left out {left_out} of {len(dataset)} rows that are in the benchmark: {same_image} with one of its source "
         f"images, {same_edit} with one of its instructions and an image that looks the same.",
     )
-    return dataset.select(kept)
+    return dataset.select(rows_left)
 
 
 def _progress(dataset: "Dataset", description: str) -> Iterable[str]:

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def check_layout(rows: int, cols: int) -> None:
-    """Refuse a grid without panels."""
+def _check_layout(rows: int, cols: int) -> None:
     if rows < 1 or cols < 1:
         raise ValueError(f"A grid needs at least one row and one column, got rows={rows} and cols={cols}.")
 
@@ -28,9 +27,9 @@ def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]
         `tuple[int, int]`: height and width of one panel.
 
     Raises:
-        ValueError: If the grid has no row or column, or the image does not divide into equal panels.
+        ValueError: If the image does not divide into equal panels.
     """
-    check_layout(rows, cols)
+    _check_layout(rows, cols)
     if height < 1 or width < 1 or height % rows or width % cols:
         raise ValueError(
             f"An image of {height}x{width} pixels (height x width) does not divide into a {rows}x{cols} grid (rows x "
@@ -49,9 +48,6 @@ def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:
 
     Returns:
         `list[PIL.Image.Image]`: the `rows * cols` panels, row by row from the upper left.
-
-    Raises:
-        ValueError: If the image does not divide into equal panels.
     """
     height, width = panel_size(image.height, image.width, rows, cols)
     return [
@@ -73,20 +69,16 @@ def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
 
     Returns:
         `PIL.Image.Image`: the grid.
-
-    Raises:
-        ValueError: If the number of panels is not `rows * cols`, or their sizes or modes differ.
     """
     from PIL import Image
 
-    check_layout(rows, cols)
+    _check_layout(rows, cols)
     if len(panels) != rows * cols:
         raise ValueError(f"A {rows}x{cols} grid (rows x cols) has {rows * cols} panels, got {len(panels)} images.")
     kinds = sorted({(panel.height, panel.width, panel.mode) for panel in panels})
     if len(kinds) > 1:
-        found = ", ".join(f"{height}x{width} {mode}" for height, width, mode in kinds)
-        raise ValueError(f"The panels of a grid must have one size and one mode, got (height x width mode) {found}.")
-    height, width, mode = kinds[0]
+        raise ValueError(f"The panels of a grid must have one size and mode, got (height, width, mode) {kinds}.")
+    ((height, width, mode),) = kinds
     image = Image.new(mode, (cols * width, rows * height))
     for index, panel in enumerate(panels):
         row, col = divmod(index, cols)

@@ -103,6 +103,10 @@ def _position_markers(rows: int, cols: int) -> list[str] | None:
     return ["-".join(f"[{name}]" for name in names) + ":" for names in positions]
 
 
+def _number_markers(count: int) -> list[str]:
+    return [f"PANEL-{number}:" for number in range(1, count + 1)]
+
+
 def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     """
     Parse an image-set prompt in the T2IS format.
@@ -123,7 +127,6 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     """
     markers = _find_markers(prompt)
     theme = prompt[: markers[0].start()].strip() if markers else prompt.strip()
-
     shown = shorten(prompt)
     layout = _LAYOUT_PHRASE.search(theme)
     if layout is None:
@@ -135,28 +138,22 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     if rows < 1 or cols < 1:
         raise ValueError(f"The prompt {shown} asks for a {rows}x{cols} grid, which has no panels.")
 
-    found = [marker[0] for marker in markers]
-    by_position = _position_markers(rows, cols)
-    expected = f"`PANEL-1:` to `PANEL-{rows * cols}:`"
-    if by_position is not None:
-        expected = f"`{' '.join(by_position)}` or {expected}"
-    if len(found) != rows * cols:
-        inside = len(_MARKER.findall(prompt)) - len(found)
+    names = [marker[0] for marker in markers]
+    # The number first: nothing is built for a grid of a billion panels
+    if len(names) != rows * cols or names not in (_position_markers(rows, cols), _number_markers(rows * cols)):
+        by_position = _position_markers(rows, cols)
+        expected = f"`{' '.join(by_position)}` or " if by_position is not None else ""
+        inside = len(_MARKER.findall(prompt)) - len(names)
         raise ValueError(
-            f"The prompt {shown} has {len(found)} panel markers, but its {rows}x{cols} grid layout has {rows * cols} "
-            f"panels. Markers found: {' '.join(found) or 'none'}; {inside} more stand inside a sentence and do not "
-            f"count. Write {expected}, each after the end of a sentence."
-        )
-    if found not in (by_position, [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]):
-        raise ValueError(
-            f"The panel markers of the prompt {shown} are duplicate, out of order or of another layout: "
-            f"{' '.join(found)}. For its {rows}x{cols} grid layout write {expected}."
+            f"The prompt {shown} has {len(names)} panel markers, which do not fit the {rows * cols} panels of its "
+            f"{rows}x{cols} grid layout: {' '.join(names) or 'none'}; {inside} more stand inside a sentence and do not "
+            f"count. Write {expected}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order, each after the end of a sentence."
         )
 
     ends = [marker.start() for marker in markers[1:]] + [len(prompt)]
     panels = [prompt[marker.end() : end].strip() for marker, end in zip(markers, ends, strict=True)]
     if "" in panels:
-        raise ValueError(f"The panel {found[panels.index('')]} of the prompt {shown} is empty. Describe it.")
+        raise ValueError(f"The panel {names[panels.index('')]} of the prompt {shown} is empty. Describe it.")
     return ImageSetPrompt(theme, rows, cols, panels)
 
 
@@ -179,7 +176,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
         `str`: the prompt, which parses into the same layout, panels and theme (with the layout in front).
 
     Raises:
-        ValueError: If the texts would not parse into what was given.
+        ValueError: If the prompt would be parsed into other texts.
     """
     if rows < 1 or cols < 1 or len(panels) != rows * cols:
         raise ValueError(f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Give {rows * cols}.")
@@ -189,7 +186,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     if _LAYOUT_PHRASE.search(theme) is None:
         number = _NUMBER_WORDS.get(rows * cols, str(rows * cols))
         theme = f"{number}-PANEL Images with a {rows}x{cols} grid layout: {theme}"
-    markers = _position_markers(rows, cols) or [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]
+    markers = _position_markers(rows, cols) or _number_markers(rows * cols)
     prompt = " ".join([theme, *map("".join, zip(markers, panels, strict=True))])
     for what, text in [("theme", theme), *((f"panel {index}", text) for index, text in enumerate(panels[:-1]))]:
         if not ends_sentence(text):
@@ -259,14 +256,11 @@ def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
         panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
     except ValueError as error:
         raise ValueError(f"T2IS row with idx {row['idx']!r}: {error}") from error
-    columns = {name: row[name] for name in ("prompt", "height", "width")}
-    columns |= {
-        "category": row.get("category"),
-        "subcategory": row.get("task_name"),
-        "case_id": row.get("original_idx"),
-    }
-    columns |= {"id": str(row["idx"]), "criteria": criteria_list(row.get("criteria"))}
-    return columns | parsed._asdict() | {"theme": row.get("theme") or parsed.theme}
+    columns = {name: row[name] for name in ("prompt", "height", "width")} | {"id": str(row["idx"])}
+    optional = {"category": "category", "subcategory": "task_name", "case_id": "original_idx"}
+    columns |= {name: row.get(raw_name) for name, raw_name in optional.items()}
+    columns |= {"criteria": criteria_list(row.get("criteria"))} | parsed._asdict()
+    return columns | {"theme": row.get("theme") or parsed.theme}
 
 
 def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, Any] | Dataset":
@@ -285,9 +279,6 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
 
     Returns:
         `dict` or [`~datasets.Dataset`]: the converted row or dataset.
-
-    Raises:
-        ValueError: If a column is missing, a prompt does not parse, or `layout` or the size does not fit it.
     """
     from datasets import Dataset
 
@@ -323,10 +314,7 @@ def read_t2is_bench(folder: Path) -> "Dataset":
     """Read T2IS-Bench's own files as [`convert_t2is`] does raw rows; a case without a grid prompt has no `panels`."""
     from datasets import Dataset
 
-    cases, criteria = (
-        read_json_objects(find_dataset_file(folder, name), "an object for each case, such as `0001_0003`")
-        for name in (_T2IS_BENCH, _T2IS_CRITERIA)
-    )
+    cases, criteria = (read_json_objects(find_dataset_file(folder, name)) for name in (_T2IS_BENCH, _T2IS_CRITERIA))
     lacking = [name for name in cases if name not in criteria]
     if lacking:
         raise ValueError(f"{folder / _T2IS_CRITERIA} lacks {len(lacking)} of {len(cases)} cases: {lacking[0]!r}, ...")
@@ -383,13 +371,12 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
     from datasets import Dataset
 
     if isinstance(dataset_or_rows, Dataset):
-        size, names = len(dataset_or_rows), dataset_or_rows.column_names
+        names = dataset_or_rows.column_names
         rows = list(_columns_of(dataset_or_rows, [*_NEEDED_COLUMNS, *_SIZE_COLUMNS]))
     else:
         rows = list(dataset_or_rows)
-        size = len(rows)
         names = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
-    if size == 0:
+    if len(rows) == 0:
         raise ValueError("The image-set prompts have no rows. Check the file or the split that they come from.")
     missing = [name for name in _NEEDED_COLUMNS if name not in names]
     if missing:
@@ -411,14 +398,10 @@ def _columns_of(dataset: "Dataset", names: list[str]) -> "Dataset":
 
 
 def _hint(missing: list[str], names: list[str]) -> str:
-    """Say what to do about missing columns."""
     if "layout" in names:
-        return "These look like raw T2IS rows: convert them with `paco_trl.data.convert_t2is(dataset)`."
+        return "Convert raw T2IS rows with `paco_trl.data.convert_t2is(dataset)`."
     if "image" in names or "images" in names:
-        return (
-            "Rows with images to edit are editing prompts: add `--edits`, or use `paco_trl.data.load_edit_prompts`. To "
-            "generate from the texts alone, remove the column."
-        )
+        return "Rows with images to edit are editing prompts: add `--edits`, or use `paco_trl.data.load_edit_prompts`."
     if "prompt" in missing:
         return "Rename the column of the texts to `prompt`."
     return f"Add them, or leave out {_GRID_COLUMNS}: the layout is then read from the prompt."
@@ -430,22 +413,19 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
     for name, value in (("rows", rows), ("cols", cols)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` of row {index} is {value!r}. It must be an int of at least 1.")
-    if type(panels) not in (list, tuple):
-        raise ValueError(f"`panels` of row {index} is {panels!r}. It must be a list with one text for each panel.")
-    if len(panels) != rows * cols:
-        grid = f"{rows}x{cols} grid (rows x cols) has {rows * cols} panels"
-        raise ValueError(f"`panels` of row {index} has {len(panels)} texts, but its {grid}.")
-    for number, panel in enumerate(panels):
-        if not is_text(panel):
-            raise ValueError(f"`panels[{number}]` of row {index} is {panel!r}. It must be a text that is not empty.")
+    if type(panels) not in (list, tuple) or len(panels) != rows * cols or not all(map(is_text, panels)):
+        raise ValueError(
+            f"`panels` of row {index} is {shorten(panels)}. It must be a list with one text for each of the {rows * cols} "
+            f"panels of its {rows}x{cols} grid (rows x cols)."
+        )
 
 
 def _check_prompt(index: int, prompt: Any) -> None:
-    if isinstance(prompt, list):  # of messages, as language models take them
-        cure = 'Image models take a text: `dataset.map(lambda row: {"prompt": row["prompt"][-1]["content"]})`.'
-        raise ValueError(f"The `prompt` of row {index} is {shorten(prompt)}, a list. {cure}")
     if not is_text(prompt):
-        raise ValueError(f"The `prompt` of row {index} is {prompt!r}. It must be a text that is not empty.")
+        problem = f"The `prompt` of row {index} is {shorten(prompt)}. It must be a text that is not empty."
+        if isinstance(prompt, list):  # of messages, as language models take them
+            problem += ' Take it from a chat: `dataset.map(lambda row: {"prompt": row["prompt"][-1]["content"]})`.'
+        raise ValueError(problem)
 
 
 def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None:
@@ -467,21 +447,21 @@ def _complete_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """Read what a row leaves out from its prompt: the layout and the panels, or the theme alone."""
     is_bare = all(row.get(name) is None for name in _GRID_COLUMNS)
     if "prompt" not in row or is_bare and not {"layout", "image", "images"}.isdisjoint(row):
-        return dict(row)  # of another format, which the check says
+        return dict(row)  # of another format, which the check reports
     prompt = row["prompt"]
     _check_prompt(index, prompt)
     if not is_bare and row.get("theme") is not None:
         return dict(row)
-    found = ImageSetPrompt(prompt, 1, 1, [prompt])
+    parsed = ImageSetPrompt(prompt, 1, 1, [prompt])
     try:
         if _LAYOUT_PHRASE.search(prompt) is not None:
-            found = parse_image_set_prompt(prompt)
+            parsed = parse_image_set_prompt(prompt)
     except ValueError as error:
         if is_bare:
             raise ValueError(f"Row {index}: {error}") from error
-    parts = found._asdict()
+    parts = parsed._asdict()
     if not is_bare:  # the theme, if the text is about this grid
-        parts = {"theme": found.theme} if (found.rows, found.cols) == (row.get("rows"), row.get("cols")) else {}
+        parts = {"theme": parsed.theme} if (parsed.rows, parsed.cols) == (row.get("rows"), row.get("cols")) else {}
     return {**row, **{name: part for name, part in parts.items() if row.get(name) is None}}
 
 
@@ -497,9 +477,8 @@ def complete_image_sets(dataset: "Dataset") -> "Dataset":
     for name in _SIZE_COLUMNS:  # pandas has no integers next to missing values
         if dataset.features.get(name) in (Value("float32"), Value("float64")):
             dataset = dataset.cast_column(name, Value("int64"))
-    read = [*_NEEDED_COLUMNS, "theme", *_SIZE_COLUMNS]
     marks = {name: None for name in ("layout", "image", "images") if name in dataset.column_names}
-    rows = list(_columns_of(dataset, read))
+    rows = list(_columns_of(dataset, [*_NEEDED_COLUMNS, "theme", *_SIZE_COLUMNS]))
     completed = [_complete_row(index, {**row, **marks}) for index, row in enumerate(rows)]
     for name in [*_GRID_COLUMNS, "theme"]:
         column = [row.get(name) for row in completed]
@@ -523,15 +502,12 @@ def read_prompt_rows(path: Path) -> list[dict[str, Any]]:
 
 def _json_lines_of_split(folder: Path, split: str) -> list[Path]:
     """Find a split's files as `load_dataset` does: by the start of the name; names of no split are `train`."""
-    splits = {"train", "validation", "test", split}
-    paths = sorted(folder.glob("*.jsonl"))
-    chosen = [path for path in paths if path.name.startswith(split)]
-    if split == "train":
-        chosen += [path for path in paths if not any(path.name.startswith(name) for name in splits)]
-    if paths and not chosen:
-        names = [path.name for path in paths]
-        raise ValueError(f"{folder} has no JSON lines file whose name starts with the split {split!r}, only {names}.")
-    return chosen
+    others = tuple({"train", "validation", "test"} - {split})
+    return [
+        path
+        for path in sorted(folder.glob("*.jsonl"))
+        if path.name.startswith(split) or split == "train" and not path.name.startswith(others)
+    ]
 
 
 def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dataset":
@@ -554,7 +530,6 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         [`~datasets.Dataset`]: the checked prompts.
 
     Raises:
-        FileNotFoundError: If `path_or_id` is a local path and does not exist.
         ValueError: If there is no such split, or the rows are not image-set prompts.
     """
     bench = find_t2is_bench(path_or_id)
@@ -562,8 +537,8 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         dataset = read_t2is_bench(bench)
         if not all(dataset["panels"]):
             raise ValueError(
-                f"{bench / _T2IS_BENCH} has cases with an instruction alone, which describes no panels. Give the copy of "
-                "the prompts in the PaCo-RL code, PaCo-GRPO/dataset/T2IS/all/test_metadata.jsonl."
+                f"{bench / _T2IS_BENCH} has cases with an instruction alone. Give the copy of the prompts in the PaCo-RL "
+                "code, PaCo-GRPO/dataset/T2IS/all/test_metadata.jsonl."
             )
         check_image_set_columns(dataset)
         return dataset
@@ -571,7 +546,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
     path = find_prompts(path_or_id, "image-set prompts")
     paths = [path] if has_rows_as_text(path) else [] if is_saved(path) else _json_lines_of_split(path, split)
     if paths:
-        rows = [row for each in paths for row in read_prompt_rows(each)]
+        rows = [row for file in paths for row in read_prompt_rows(file)]
         rows = [_complete_row(index, row) for index, row in enumerate(rows)]
         # Before Arrow sees the rows: its error for a wrong type names neither row nor column
         check_image_set_columns(rows)

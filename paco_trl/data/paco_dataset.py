@@ -10,10 +10,9 @@ from .columns import column_types
 from .dataset_files import (
     find_dataset_file,
     find_dataset_folder,
-    parse_json,
     path_inside,
+    read_json,
     read_json_objects,
-    read_text,
     report_broken,
 )
 from .pairs import decision_of, pair_features
@@ -60,43 +59,45 @@ def _read_question(text: str) -> str:
     if count not in (0, 2):
         raise ValueError(f"its question has {count} placeholders `{_PLACEHOLDER}` for 2 images: write 2 or none.")
     question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
-    if _PLACEHOLDER in question:
+    if _PLACEHOLDER in question or not question:
         raise ValueError(
-            f"its question is {text!r}, but the judge gets both images before the text. Put both placeholders "
+            f"its question is {text!r}, but the judge gets both images before a text. Put both placeholders "
             f"`{_PLACEHOLDER}` in front, and name the images in words: 'the first image'."
         )
-    if not question:
-        raise ValueError(f"its question is {text!r}, in which there is no text.")
     return question
-
-
-def _read_image_paths(record: dict[str, Any], columns: dict[str, str]) -> list[str]:
-    images = record.get(columns.get("images", "images"))
-    if not isinstance(images, list) or len(images) != 2:
-        given = f"{len(images)} images" if isinstance(images, list) else f"`images` {images!r}"
-        raise ValueError(f"it has {given}, but a pair has a list of exactly 2 paths.")
-    return images
-
-
-def _read_dataset_info(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read LLaMA-Factory's `dataset_info.json`, if there is one: name -> file, columns and tags."""
-    path = folder / "dataset_info.json"
-    return read_json_objects(path, "name -> `file_name`, `columns` and `tags`") if path.is_file() else {}
 
 
 def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
     """Find the file of a name, whose entry in `dataset_info.json` may be empty."""
     if entry.get("formatting", "sharegpt") != "sharegpt" or (entry and "file_name" not in entry):
-        where = f"{folder / 'dataset_info.json'} has for {name!r}: {entry}"
-        raise ValueError(f"{where}. It needs a `file_name` and the format `sharegpt`.")
+        raise ValueError(
+            f"{folder / 'dataset_info.json'} has for {name!r}: {entry}. It needs a `file_name` and the format `sharegpt`."
+        )
     return find_dataset_file(folder, str(path_inside(entry.get("file_name", f"{name}.json"))))
 
 
 def _read_records(path: Path) -> list[Any]:
-    records = parse_json(read_text(path), path)
+    records = read_json(path)
     if not isinstance(records, list) or not records:
         raise ValueError(f"{path} is not a list of JSON objects, or an empty one.")
     return records
+
+
+def _read_pair(record: Any, columns: dict[str, str], tags: dict[str, str], finder: ImageFinder) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise ValueError(f"it is {record!r}, but it must be a JSON object.")
+    texts = _read_turns(record, columns, tags)
+    question, answer = _read_question(texts["user"]), texts["assistant"].strip()
+    decision_of(answer)
+    images = record.get(columns.get("images", "images"))
+    if not isinstance(images, list) or len(images) != 2:
+        raise ValueError(f"its `images` are {images!r}, but a pair has a list of exactly 2 paths.")
+    system = [{"role": "system", "content": texts["system"]}] if "system" in texts else []
+    return {
+        "images": [finder.find(image) for image in images],
+        "prompt": [*system, {"role": "user", "content": question}],
+        "completion": [{"role": "assistant", "content": answer}],
+    }
 
 
 def load_paco_dataset(
@@ -135,7 +136,6 @@ def load_paco_dataset(
         [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name in `files`.
 
     Raises:
-        FileNotFoundError: If there is no such directory or file.
         ValueError: If a file is not a list of records, a record is broken, or `skip_broken` leaves none.
         zipfile.BadZipFile, tarfile.ReadError: If an archive is damaged, and an image is not in the directory itself.
     """
@@ -145,28 +145,18 @@ def load_paco_dataset(
         raise ValueError(f"`files` is {files!r}, but it must be a list of names, or None for the training files.")
     folder = find_dataset_folder(path, _PATTERNS)
     finder = ImageFinder(folder, num_proc, allow_remote_images)
-    rows, broken, total = [], [], 0
+    info_path = folder / "dataset_info.json"  # LLaMA-Factory's: name -> file, columns and tags
+    info = read_json_objects(info_path) if info_path.is_file() else {}
     names = [name.removesuffix(".json") for name in files or _TRAINING_FILES]
-    info = _read_dataset_info(folder)
     json_paths = [_find_records(folder, name, info.get(name, {})) for name in names]
+    rows, broken, total = [], [], 0
     for name, json_path in zip(names, json_paths, strict=True):
-        columns_of, tags = (info.get(name, {}).get(key) or {} for key in ("columns", "tags"))
+        columns, tags = (info.get(name, {}).get(key) or {} for key in ("columns", "tags"))
         for number, record in enumerate(_read_records(json_path)):
             total += 1
             try:
-                if not isinstance(record, dict):
-                    raise ValueError(f"it is {record!r}, but it must be a JSON object.")
-                texts = _read_turns(record, columns_of, tags)
-                question = _read_question(texts["user"])
-                answer = texts["assistant"].strip()
-                decision_of(answer)
-                images = [finder.find(image) for image in _read_image_paths(record, columns_of)]
+                rows.append(_read_pair(record, columns, tags, finder) | {"source": name})
             except ValueError as error:
                 broken.append(f"{json_path.name}, record {number}: {error}")
-                continue
-            system = [{"role": "system", "content": texts["system"]}] if "system" in texts else []
-            prompt = [*system, {"role": "user", "content": question}]
-            completion = [{"role": "assistant", "content": answer}]
-            rows.append({"images": images, "prompt": prompt, "completion": completion, "source": name})
     report_broken(broken, total, "records", skip_broken)
     return Dataset.from_list(rows, features=Features({**pair_features(), **column_types(source="string")}))

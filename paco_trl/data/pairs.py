@@ -8,11 +8,11 @@ turn with the question, with or without a system turn in front) and `completion`
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,8 +28,6 @@ from .texts import is_text
 if TYPE_CHECKING:
     from datasets import Dataset, Features, Image
 
-
-logger = logging.getLogger(__name__)
 
 _COLUMNS = ["images", "prompt", "completion"]
 _ORDINALS = ["first", "second"]
@@ -57,9 +55,6 @@ def make_pair(
     Returns:
         `dict`: the columns `images`, `prompt` and `completion`.
 
-    Raises:
-        ValueError: If `decision` is something else, or `question` or `reasons` is empty.
-
     Example:
 
     ```python
@@ -76,10 +71,9 @@ def make_pair(
         decision = "Yes" if decision else "No"
     if decision not in ("Yes", "No"):
         raise ValueError(f'`decision` is {decision!r}, but the judge answers Yes or No. Give "Yes", "No" or a `bool`.')
-    if not is_text(question):
-        raise ValueError(f"`question` is {question!r}. It must be a text that is not empty.")
-    if reasons is not None and not is_text(reasons):
-        raise ValueError(f"`reasons` is {reasons!r}. Give a text, or leave `reasons` out for a decision alone.")
+    for name, text in {"question": question, **({} if reasons is None else {"reasons": reasons})}.items():
+        if not is_text(text):
+            raise ValueError(f"`{name}` is {text!r}. It must be a text that is not empty.")
     answer = decision if reasons is None else f"{decision}. {reasons}"
     return {
         "images": [first, second],
@@ -154,35 +148,32 @@ def is_label_only(completion: str | list[dict[str, Any]]) -> bool:
     return _LABEL_ONLY.fullmatch(_completion_text(completion)) is not None
 
 
-def _problems(dataset: "Dataset") -> Iterator[tuple[int, str | None]]:
-    """Describe what is wrong with each row, or None, without reading images."""
-    lengths = list_lengths(dataset, "images")
-    for row, prompt, completion in iter_texts(dataset):
-        if lengths[row] != 2:
-            yield row, f"It has {max(lengths[row], 0)} images, but a pair has exactly 2."
-        else:
-            yield row, _problem_of_texts(prompt, completion)
-
-
-def _problem_of_texts(prompt: Any, completion: Any) -> str | None:
+def _check_texts(prompt: Any, completion: Any) -> None:
     roles = _roles(prompt)
     if roles not in (["user"], ["system", "user"]):
-        given = f"has the turns {roles}" if roles is not None else f"is {shorten(prompt)}"
-        return f"The prompt {given}. It must have exactly one user turn, with at most one system turn."
+        turns = f"has the turns {roles}" if roles is not None else f"is {shorten(prompt)}"
+        raise ValueError(f"The prompt {turns}. It must have exactly one user turn, with at most one system turn.")
     content = prompt[-1].get("content")
-    text = content_text(content)
-    if not is_text(text):
-        return f"The user turn of the prompt has the content {shorten(content)}. It must be a text that is not empty."
+    if not is_text(content_text(content)):
+        raise ValueError(f"The user turn of the prompt has the content {shorten(content)}. It must be a text.")
     if isinstance(content, list) and _count_image_parts(content) != 2:
-        return (
+        raise ValueError(
             f"The user turn of the prompt is a list with {_count_image_parts(content)} image parts, but there are 2 "
             'images. Give `{"type": "image"}` twice, or the question as a text.'
         )
-    try:
-        decision_of(completion)
-    except ValueError as error:
-        return str(error)
-    return None
+    decision_of(completion)
+
+
+def _find_problems(dataset: "Dataset") -> Iterator[tuple[int, str]]:
+    """Find the rows that are not valid pairs, without reading images."""
+    lengths = list_lengths(dataset, "images")
+    for row, prompt, completion in iter_texts(dataset):
+        try:
+            if lengths[row] != 2:
+                raise ValueError(f"It has {max(lengths[row], 0)} images, but a pair has exactly 2.")
+            _check_texts(prompt, completion)
+        except ValueError as error:
+            yield row, str(error)
 
 
 def _check_columns(dataset: Any, name: str) -> None:
@@ -190,15 +181,11 @@ def _check_columns(dataset: Any, name: str) -> None:
     missing = [column for column in _COLUMNS if column not in dataset.column_names]
     if missing:
         raise ValueError(f"Pairs need the columns {missing}, but `{name}` has only {dataset.column_names}.")
-    # TRL's collator takes these two before the columns of a pair
     extra = [column for column in ("image", "messages") if column in dataset.column_names]
     if extra:
-        raise ValueError(
-            f"`{name}` has the columns {extra} in addition to those of a pair, and TRL would train on them. Remove "
-            f"them: `dataset.remove_columns({extra})`."
-        )
+        raise ValueError(f"TRL would train on the columns {extra} of `{name}`: `dataset.remove_columns({extra})`.")
     if dataset.format["type"] == "custom":
-        raise ValueError(f"`{name}` has a transform of its own, which is not called. Apply it with `dataset.map`.")
+        raise ValueError(f"`{name}` has a transform, which is not called. Apply it with `dataset.map`.")
     check_image_column(dataset, "images", name, is_list=True)
 
 
@@ -220,18 +207,18 @@ def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
             The dataset, and its name in errors.
 
     Raises:
-        TypeError: If it is not a [`~datasets.Dataset`].
         ValueError: If it has no rows, a column is missing or of the wrong type, or a row does not have two images, one
         question, and a completion that begins with Yes or No.
     """
     _check_columns(dataset, name)
-    remedy = "Correct the row, or leave such rows out with `paco_trl.data.validate_pairs(dataset, skip_broken=True)`."
-    for row, problem in _problems(dataset):
-        if problem is not None:
-            raise ValueError(f"Row {row} of `{name}`: {problem} {remedy}")
+    for row, problem in _find_problems(dataset):
+        raise ValueError(
+            f"Row {row} of `{name}`: {problem} Correct the row, or leave such rows out with "
+            "`paco_trl.data.validate_pairs(dataset, skip_broken=True)`."
+        )
 
 
-def _problem_of_image(image: Mapping[str, Any] | None, feature: "Image") -> str | None:
+def _image_problem(image: Mapping[str, Any] | None, feature: "Image") -> str | None:
     """Describe why an image cannot be decoded, or None."""
     if image is None:
         return "is missing (None)"
@@ -246,61 +233,41 @@ def _problem_of_image(image: Mapping[str, Any] | None, feature: "Image") -> str 
     return None
 
 
-def _find_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
-    """Describe which images of each row cannot be decoded. An image that occurs in many rows is decoded once."""
-    feature = dataset.features["images"].feature
-    found: dict[Any, str | None] = {}
+def _decode_images(dataset: "Dataset", num_proc: int | None) -> list[str]:
+    """Describe which images of the rows cannot be decoded. An image that occurs in many rows is decoded once."""
+
+    def key_of(image: Mapping[str, Any] | None) -> Any:
+        return image and (image["path"], image["bytes"] and hashlib.blake2b(image["bytes"]).digest())
+
+    check = partial(_image_problem, feature=dataset.features["images"].feature)
+    by_key: dict[Any, str | None] = {}
     problems = []
     with ThreadPoolExecutor(num_proc or os.cpu_count()) as pool:  # Pillow releases the GIL while it decodes
         # As Arrow tables, which have the images as stored
         for batch in dataset.with_format("arrow").select_columns(["images"]).iter(batch_size=64):
-            rows = [[(_key(image), image) for image in images or []] for images in batch["images"].to_pylist()]
-            new = {key: image for row in rows for key, image in row if key not in found}
-            found.update(zip(new, pool.map(partial(_problem_of_image, feature=feature), new.values()), strict=True))
+            rows = [[(key_of(image), image) for image in images or []] for images in batch["images"].to_pylist()]
+            new = {key: image for row in rows for key, image in row if key not in by_key}
+            by_key.update(zip(new, pool.map(check, new.values()), strict=True))
             for row in rows:
-                texts = zip(_ORDINALS, (found[key] for key, _ in row), strict=False)
+                texts = zip(_ORDINALS, (by_key[key] for key, _ in row), strict=False)
                 problems.append(" ".join(f"The {name} image {text}." for name, text in texts if text))
     return problems
 
 
-def _key(image: Mapping[str, Any] | None) -> Any:
-    return image and (image["path"], image["bytes"] and hashlib.blake2b(image["bytes"]).digest())
-
-
-def _state_of_files(dataset: "Dataset") -> str:
-    """Compute a digest of paths, sizes and times of the image files."""
+def _cache_file(dataset: "Dataset") -> Path:
+    """Name the cached result of [`_decode_images`] by the dataset, and by the sizes and times of its image files."""
+    import datasets
     import pyarrow.compute as pc
 
     # The full column, also if rows are selected: the bytes of embedded images are not read
     images = pc.list_flatten(dataset.data.column("images"))
-    digest = hashlib.sha256(f"Pillow {version('pillow')}\n".encode())  # another one may decode more, or less
     is_file = pc.struct_field(images, "bytes").is_null()
+    # Another version of Pillow may decode more, or less
+    digest = hashlib.sha256(f"{dataset._fingerprint} Pillow {version('pillow')}\n".encode())
     for path in pc.unique(pc.struct_field(images, "path").filter(is_file).drop_null()).to_pylist():
         stat = os.stat(path) if os.path.exists(path) else None
-        state = "missing" if stat is None else f"{stat.st_size} {stat.st_mtime_ns}"
-        digest.update(f"{path!r} {state}\n".encode())
-    return digest.hexdigest()
-
-
-def _cached_image_problems(dataset: "Dataset", num_proc: int | None) -> list[str]:
-    """Run [`_find_image_problems`], or return its cached result if no file has changed since."""
-    import datasets
-
-    from ..utils.files import write_atomically
-
-    files = _state_of_files(dataset)
-    if not datasets.is_caching_enabled():
-        return _find_image_problems(dataset, num_proc)
-    path = Path(datasets.config.HF_DATASETS_CACHE) / "paco_trl" / f"images-{dataset._fingerprint}.json"
-    cached: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if cached.get("files") != files:
-        found = _find_image_problems(dataset, num_proc)
-        cached = {"files": files, "problems": {str(row): text for row, text in enumerate(found) if text}}
-        try:
-            write_atomically(path, json.dumps(cached))
-        except OSError as error:  # a cache that can only be read
-            logger.warning(f"The check of images is not cached: {path} cannot be written ({error}).")
-    return [cached["problems"].get(str(row), "") for row in range(len(dataset))]
+        digest.update(f"{path!r} {(stat.st_size, stat.st_mtime_ns) if stat else 'missing'}\n".encode())
+    return Path(datasets.config.HF_DATASETS_CACHE) / "paco_trl" / f"images-{digest.hexdigest()}.json"
 
 
 def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken: bool = False) -> "Dataset":
@@ -322,12 +289,21 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
         [`~datasets.Dataset`]: the valid rows, all of them unless `skip_broken`.
 
     Raises:
-        TypeError: If it is not a [`~datasets.Dataset`].
         ValueError: If the columns are not those of pairs, a row is broken, or `skip_broken` leaves none.
     """
+    import datasets
+
+    from ..utils.files import write_atomically
+
     _check_columns(dataset, "dataset")
-    of_images = _cached_image_problems(dataset, num_proc)
-    problems = [problem or of_images[row] for row, problem in _problems(dataset)]
-    broken = [f"Row {row}: {problem}" for row, problem in enumerate(problems) if problem]
-    report_broken(broken, len(dataset), "rows", skip_broken)
-    return dataset if not broken else dataset.select([row for row, problem in enumerate(problems) if not problem])
+    path = _cache_file(dataset) if datasets.is_caching_enabled() else None
+    if path is not None and path.is_file():
+        image_problems = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        image_problems = {str(row): text for row, text in enumerate(_decode_images(dataset, num_proc)) if text}
+        if path is not None:
+            with suppress(OSError):  # a cache that can only be read
+                write_atomically(path, json.dumps(image_problems))
+    problems = {int(row): text for row, text in image_problems.items()} | dict(_find_problems(dataset))
+    report_broken([f"Row {row}: {problems[row]}" for row in sorted(problems)], len(dataset), "rows", skip_broken)
+    return dataset.select([row for row in range(len(dataset)) if row not in problems]) if problems else dataset

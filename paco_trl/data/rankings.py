@@ -38,7 +38,6 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
             The dataset, and its name in errors.
 
     Raises:
-        TypeError: If it is not a [`~datasets.Dataset`].
         ValueError: If it has no rows, a column is missing or of the wrong type, or a row has fewer than two
         candidates, an empty prompt, or a `ranking` that does not name each candidate exactly once.
     """
@@ -70,15 +69,13 @@ def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
     counts = list_lengths(dataset, "candidates").tolist()
     texts = dataset.with_format(None).select_columns(["ranking", "prompt"])[:]
     for row, (count, ranking, prompt) in enumerate(zip(counts, texts["ranking"], texts["prompt"], strict=True)):
-        of_row = f"of row {row} of `{name}`"
+        where = f"row {row} of `{name}`"
         if count < 2:
             broken[row] = f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2."
         elif not is_order(ranking, count):
-            broken[row] = (
-                f"`ranking` {of_row} is {ranking}, but there are {count} candidates: name 0 to {count - 1} once."
-            )
+            broken[row] = f"`ranking` of {where} is {ranking}, but it must name 0 to {count - 1} exactly once."
         elif not is_text(prompt):
-            broken[row] = f"`prompt` {of_row} is {prompt!r}. It must be a text that is not empty."
+            broken[row] = f"`prompt` of {where} is {prompt!r}. It must be a text that is not empty."
     return broken
 
 
@@ -88,8 +85,8 @@ def ranking_features() -> "Features":
     return column_types(**texts, reference="image", candidates=["image"], ranking=["int64"])
 
 
-def _read_json_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Read each record, with its place."""
+def _read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Read the records of a file, each with its place."""
     records = read_json_lines(path)
     for place, record in records:
         if not isinstance(record, dict):
@@ -102,17 +99,14 @@ def _read_json_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
     """Read prompt and criteria by directory."""
     prompts: dict[str, dict[str, Any]] = {}
-    for place, record in _read_json_lines(path):
+    for place, record in _read_records(path):
         idx, prompt = record.get("idx"), record.get("prompt")
-        if idx is None or not is_text(prompt):
-            raise ValueError(f"{place} has the idx {idx!r} and the prompt {prompt!r}. It must have both.")
-        if str(idx) in prompts:
-            raise ValueError(f"{place} has the idx {idx!r} of an earlier line. Remove one of the two.")
+        if idx is None or not is_text(prompt) or str(idx) in prompts:
+            raise ValueError(f"{place} has the idx {idx!r}, which must be unique, and the prompt {prompt!r}.")
         try:
             criteria = criteria_list(record.get("criteria"))
         except (AttributeError, KeyError, TypeError) as error:
-            given = f"{place} has the criteria {record['criteria']!r}"
-            raise ValueError(f"{given}. They must be dimension -> name -> text.") from error
+            raise ValueError(f"{place}: `criteria` must be dimension -> name -> text.") from error
         prompts[str(idx)] = {"prompt": prompt, "criteria": criteria}
     return prompts
 
@@ -152,7 +146,6 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False, allow_rem
         reference), `group` (the directory), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
-        FileNotFoundError: If there is no such directory or file.
         ValueError: If a line is not a JSON object, a record is broken, or `skip_broken` leaves none.
         zipfile.BadZipFile: If `images.zip` is damaged.
     """
@@ -160,14 +153,14 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False, allow_rem
 
     folder = find_dataset_folder(path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
     finder = ImageFinder(folder, allow_remote_images=allow_remote_images)
-    records = _read_json_lines(find_dataset_file(folder, _RANK_FILE))
+    records = _read_records(find_dataset_file(folder, _RANK_FILE))
     prompts = _read_prompts(find_dataset_file(folder, _PROMPT_FILE))
 
     rows, broken = [], []
     counts: dict[str, int] = {}
     for place, record in records:
         group = str(record.get("folder"))
-        # Counted before anything is left out: the id of a record does not depend on other records
+        # Counted before anything is left out, so that the id of a record does not depend on other records
         prefix = f"{group}/{record.get('ref_image', record.get('ref_img'))}"
         number = counts[prefix] = counts.get(prefix, -1) + 1
         try:
@@ -236,7 +229,6 @@ def rankings_to_pairs(
         [`~datasets.Dataset`]: the pairs, the reference as the first image, and `group` if the rankings have it.
 
     Raises:
-        TypeError: If it is not a [`~datasets.Dataset`].
         ValueError: If it does not have the rankings format, a row has too few candidates, or `skip_broken` leaves
         none.
     """
@@ -254,8 +246,8 @@ def rankings_to_pairs(
     counts = list_lengths(dataset, "candidates")
     if counts.min() < num_positives + num_negatives:
         raise ValueError(
-            f"`num_positives` is {num_positives} and `num_negatives` is {num_negatives}, together "
-            f"{num_positives + num_negatives}, but row {counts.argmin()} has {counts.min()} candidates. Lower one."
+            f"Row {counts.argmin()} has {counts.min()} candidates, fewer than `num_positives` ({num_positives}) and "
+            f"`num_negatives` ({num_negatives}) together. Lower one."
         )
     features = pair_features()
     if "group" in dataset.column_names:

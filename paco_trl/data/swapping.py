@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 # "Answer "Yes" and "No" first": the one "first" that names no image, at the end of every question
 _ANSWER_FIRST = re.compile(r"answer\s+[\"'“‘]?yes[\"'”’]?\s+(?:and|or)\s+[\"'“‘]?no[\"'”’]?\s+first", re.IGNORECASE)
-# Rather too many than too few: a pair that is not swapped is lost, a pair that is swapped wrongly teaches a lie. The
-# letters only as capitals: "image a" is an article
-_PLACE = re.compile(
+# A match by mistake only costs a pair; one that is missed gives a pair a wrong label. The letters only as capitals:
+# "image a" is an article
+_POSITION = re.compile(
     r"\b(?:first|second|1st|2nd|left|right|former|latter)\b"
     r"|\b(?:original|edited|modified|source|reference|candidate)\s+(?:image|picture|photo|version|one)s?\b"
     r"|\b(?:image|img|picture|photo|(?:sub-?)?figure|panel)s?[\s_#(-]*(?:1|2|one|two|(?-i:[AB]))\b",
@@ -27,10 +27,9 @@ _PLACE = re.compile(
 )
 
 
-def _names_a_place(turns: Any) -> bool:
-    """Tell whether a text names one of the images by its place, or by what follows from its place."""
+def _names_a_position(turns: Any) -> bool:
     turns = [turns] if isinstance(turns, str) else [content_text(turn["content"]) or "" for turn in turns]
-    return any(_PLACE.search(_ANSWER_FIRST.sub("", text)) for text in turns)
+    return any(_POSITION.search(_ANSWER_FIRST.sub("", text)) for text in turns)
 
 
 def _swap_images(batch: "pa.Table") -> "pa.Table":
@@ -54,19 +53,15 @@ def swap_pairs(dataset: "Dataset") -> "Dataset":
 
     Returns:
         [`~datasets.Dataset`]: the pairs, and after them the swapped ones, with the same columns.
-
-    Raises:
-        TypeError: If it is not a [`~datasets.Dataset`].
-        ValueError: If it does not have the pair format.
     """
     from datasets import concatenate_datasets
 
     check_pair_columns(dataset, "dataset")
     free, by_question, by_answer = [], 0, 0
     for row, prompt, completion in iter_texts(dataset):
-        if _names_a_place(prompt):
+        if _names_a_position(prompt):
             by_question += 1
-        elif _names_a_place(completion):
+        elif _names_a_position(completion):
             by_answer += 1
         else:
             free.append(row)
