@@ -243,13 +243,11 @@ class TestRankingMetrics:
 
     @pytest.mark.parametrize("metrics", [ranking_metrics, list_order_metrics])
     def test_wrong_input(self, metrics):
-        for score in (NAN, math.inf, None):
-            with pytest.raises(ValueError, match=r"`scores\[1\]` is (nan|inf|None), but .* has no rank"):
-                metrics([0.1, score, 0.3], [0, 1, 2])
-        with pytest.raises(ValueError, match="`scores` has 1 items, but a ranking has at least two"):
-            metrics([0.1], [0])
-        for ranking in ([0, 1], [0, 1, 1], [1, 2, 3], [0, 1, None], [0, 1, 2, 3], [0, 1, 2, 2]):
-            with pytest.raises(ValueError, match=r"`human_ranking` is \[.*, but must list the indices of the 3 items"):
+        for scores in ([0.1, NAN, 0.3], [0.1, math.inf, 0.3], [0.1, None, 0.3], [0.1]):
+            with pytest.raises(ValueError, match="`scores`"):
+                metrics(scores, list(range(len(scores))))
+        for ranking in ([0, 1], [0, 1, 1], [1, 2, 3], [0, 1, None], [0, 1, 2, 2]):
+            with pytest.raises(ValueError, match="`human_ranking`"):
                 metrics([0.1, 0.2, 0.3], ranking)
         assert metrics(np.array([0.1, 0.2], dtype=np.float32), np.array([1, 0]))["accuracy"] == 1.0
 
@@ -399,18 +397,17 @@ class TestBinary:
 
     def test_wrong_input(self):
         for function in (auroc, calibration_bins, expected_calibration_error):
-            with pytest.raises(ValueError, match="`scores` has 2 entries and `labels` 1"):
-                function([0.1, 0.2], [1])
-            with pytest.raises(ValueError, match=r"`labels\[1\]` is 2, but must be 1"):
-                function([0.1, 0.2], [0, 2])
-            for score in (NAN, None, math.inf):
-                with pytest.raises(ValueError, match=r"`scores\[0\]` is (nan|None|inf), but must be a finite number"):
-                    function([score, 0.2], [0, 1])
+            for scores, labels, name in (
+                ([0.1, 0.2], [1], "labels"), ([0.1, 0.2], [0, 2], "labels"), ([0.1, NAN], [0, 1], r"scores\[1\]"),
+                ([None, 0.2], [0, 1], r"scores\[0\]"), ([math.inf, 0.2], [0, 1], r"scores\[0\]"),
+            ):  # fmt: skip
+                with pytest.raises(ValueError, match=name):
+                    function(scores, labels)
         for score in (-0.1, 1.1):
             assert auroc([score, 0.5], [0, 1]) in (0.0, 1.0)
-            with pytest.raises(ValueError, match=r"`scores\[1\]` is -?\d\.1, but calibration is about probabilities"):
+            with pytest.raises(ValueError, match="probabilities"):
                 calibration_bins([0.5, score], [0, 1])
-        with pytest.raises(ValueError, match="`num_bins` is 0, but must be at least 1"):
+        with pytest.raises(ValueError, match="num_bins"):
             calibration_bins([0.5], [1], num_bins=0)
 
 

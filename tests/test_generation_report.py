@@ -17,7 +17,7 @@ from PIL import Image
 from rich.console import Console
 
 from paco_trl.cards import load_reference_card, render_card
-from paco_trl.evaluation.published import published_tables, published_text
+from paco_trl.evaluation.report import published_tables, published_text
 from paco_trl.image_benchmarks.card_results import add_results_to_card, check_card
 from paco_trl.image_benchmarks.report import (
     choose_sets,

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from .binary import auroc, calibration_bins, expected_calibration_error
     from .edit_reward import evaluate_edit_reward
     from .grid_artifacts import grid_artifact_score
-    from .published import published_tables
     from .ranking import list_order_metrics, ranking_metrics
     from .ranking_benchmark import evaluate_rankings
-    from .report import report_tables, save_report
+    from .report import published_tables, report_tables, save_report
     from .transfer import resolution_transfer
 
 __all__ = [

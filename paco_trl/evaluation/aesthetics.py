@@ -36,9 +36,6 @@ class AestheticScorer:
     Attributes:
         name (`str`):
             Name for reports: of the head and of the CLIP.
-
-    Raises:
-        ValueError: If the file is not safetensors, or its layers do not lead from CLIP's embedding to one number.
     """
 
     def __init__(

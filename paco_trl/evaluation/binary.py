@@ -19,9 +19,6 @@ def auroc(scores: Sequence[float], labels: Sequence[int]) -> float:
 
     Returns:
         `float`: the area, in [0, 1], 0.5 for chance; NaN without pairs of both classes.
-
-    Raises:
-        ValueError: If the lengths differ, a label is not 0 or 1, or a score is missing or infinite.
     """
     scores, labels = _checked(scores, labels)
     positives, negatives = scores[labels], scores[~labels]
@@ -44,17 +41,14 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
     Returns:
         `dict[str, list[float]]`: `count`, `mean_score` and `share_consistent`, each with one entry per bin. The last
         two are NaN for an empty bin.
-
-    Raises:
-        ValueError: As [`auroc`], and if a score is not in [0, 1] or `num_bins` is less than 1.
     """
     scores, labels = _checked(scores, labels)
     if num_bins < 1:
         raise ValueError(f"`num_bins` is {num_bins}, but must be at least 1.")
-    outside = np.flatnonzero((scores < 0) | (scores > 1))
-    if len(outside):
-        value = f"`scores[{outside[0]}]` is {scores[outside[0]]}"
-        raise ValueError(f"{value}, but calibration is about probabilities in [0, 1]. Use `auroc` for other scores.")
+    if ((scores < 0) | (scores > 1)).any():
+        raise ValueError(
+            f"`scores` are from {scores.min()} to {scores.max()}, but calibration is about probabilities in [0, 1]."
+        )
     # b / num_bins, and not `linspace`, whose 0.3 is above the 0.3 that a score may be
     inner_edges = np.arange(1, num_bins) / num_bins  # (num_bins - 1,)
     bin_of = np.searchsorted(inner_edges, scores, side="right")  # (N,)
@@ -75,9 +69,6 @@ def expected_calibration_error(scores: Sequence[float], labels: Sequence[int], n
 
     Returns:
         `float`: the error, in [0, 1]; NaN without any pair.
-
-    Raises:
-        ValueError: As [`calibration_bins`].
     """
     bins = calibration_bins(scores, labels, num_bins)
     count = np.array(bins["count"])  # (num_bins,)
@@ -88,9 +79,10 @@ def expected_calibration_error(scores: Sequence[float], labels: Sequence[int], n
 def _checked(scores: Sequence[float], labels: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     if len(scores) != len(labels):
         raise ValueError(f"`scores` has {len(scores)} entries and `labels` {len(labels)}. Pass one of each per pair.")
-    for index, (score, label) in enumerate(zip(scores, labels, strict=True)):
-        if score is None or not math.isfinite(score):
-            raise ValueError(f"`scores[{index}]` is {score}, but must be a finite number. Leave the pair out.")
-        if label not in (0, 1):
-            raise ValueError(f"`labels[{index}]` is {label!r}, but must be 1 (consistent) or 0 (inconsistent).")
-    return np.asarray(scores, dtype=float), np.asarray(labels, dtype=bool)
+    values = np.asarray(scores, dtype=float)  # (N,), None becomes NaN
+    if not np.isfinite(values).all():
+        index = int((~np.isfinite(values)).argmax())
+        raise ValueError(f"`scores[{index}]` is {scores[index]}, but must be a finite number. Leave the pair out.")
+    if not set(labels) <= {0, 1}:
+        raise ValueError(f"`labels` has {list(set(labels))}, but must be 1 (consistent) or 0 (inconsistent).")
+    return values, np.asarray(labels, dtype=bool)

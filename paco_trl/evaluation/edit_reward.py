@@ -2,6 +2,7 @@
 """Evaluate judges on EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909)."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
-from tqdm.auto import tqdm
 
 from ..data.columns import check_image_column, check_is_dataset, list_lengths
 from ..data.questions import (
@@ -18,7 +18,6 @@ from ..data.questions import (
     edit_reward_bench_consistency_question,
     edit_reward_bench_following_question,
 )
-from ..utils.journals import Journal
 from . import runs
 
 
@@ -90,37 +89,33 @@ def evaluate_edit_reward(
 
     Raises:
         TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
-        ValueError: If `protocol` is unknown, the dataset does not have this form, an image cannot be read (the error names
-            the row), the file is of another run, or the scorer gives no finite score for a pair, or a negative one where
-            `overall` needs it.
+        ValueError: If the dataset does not have this form, an image cannot be read (the error names the row), the file is
+            of another run, or the scorer gives no finite score for a pair, or a negative one where `overall` needs it.
     """
     runs.check_scorer(scorer, protocol, batch_size)
     _check_rows(dataset)
     dataset = dataset.with_format(None)  # plain Python values
     settings = {"benchmark": "edit_reward", "protocol": protocol, "scorer": scorer.name}
     run = runs.Run(settings, scorer, dataset, TEXT_COLUMNS, IMAGE_COLUMNS, skip_broken, {})
-    rows, file = run.rows, Journal(output_path, run.settings, key="key")
+    work = _plan(run.rows)
 
-    work = _work(rows)
+    def num_questions(item: tuple[int, dict[str, list[str]]]) -> int:
+        return sum(map(len, item[1].values()))
+
+    def score(batch: list[tuple[int, dict[str, list[str]]]], finished: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return _score_keys(run, batch, finished)
+
     total = sum(len(keys) for _, keys in work)
-    progress = tqdm(total=total, initial=len(file.by_key), desc=f"EditReward-Bench, {scorer.name}", unit="image")
-    with progress:
-        for batch in runs.batches(work, lambda one: sum(map(len, one[1].values())), batch_size):
-            records = _score_keys(run, batch, set(file.by_key))
-            if records:
-                file.append(*records)
-                progress.update(len(records))
-
-    scores = {key: record["scores"] for key, record in file.by_key.items()}
-    groups = _groups(rows)
-    present = {row["dimension"] for row in rows}
-    return {
-        **run.head(),
-        "num_keys": len(scores),
-        "num_groups": len(set(groups)),
-        "num_unanswered": sum(record["unanswered"] for record in file.by_key.values()),
-        "dimensions": {name: _accuracies(name, rows, scores, groups) for name in QUESTIONS_OF if name in present},
-    }
+    records = run.finish(output_path, "key", total, work, num_questions, batch_size, score)
+    scores = {key: record["scores"] for key, record in records.items()}
+    groups = _groups(run.rows)
+    present = {row["dimension"] for row in run.rows}
+    return run.results(
+        records,
+        num_keys=len(scores),
+        num_groups=len(set(groups)),
+        dimensions={name: _accuracies(name, run.rows, scores, groups) for name in QUESTIONS_OF if name in present},
+    )
 
 
 def _check_rows(dataset: "Dataset") -> None:
@@ -143,8 +138,7 @@ def _check_rows(dataset: "Dataset") -> None:
             instruction = instruction_of.setdefault(key, row["instruction"])
             if instruction != row["instruction"]:
                 raise ValueError(
-                    f"The key {key!r} of row {index} has the instruction {row['instruction']!r}, but {instruction!r} in an "
-                    "earlier row. A key must name one edit: rename one of the two."
+                    f"The key {key!r} of row {index} has the instruction {row['instruction']!r}, but {instruction!r} before."
                 )
     counts = list_lengths(dataset, "output_images")
     if (counts != 2).any():
@@ -152,38 +146,40 @@ def _check_rows(dataset: "Dataset") -> None:
         raise ValueError(f"`output_images` of row {index} has {max(counts[index], 0)} images, but must have two.")
 
 
-def _work(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
+def _plan(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
     """List the keys to score at the first row that names them, with the questions that any row needs."""
     needed: dict[str, set[str]] = {}
-    work: dict[int, dict[str, list[str]]] = {}
+    plan: dict[int, dict[str, list[str]]] = {}
     for index, row in enumerate(rows):
         for key in row["key"]:
             if key not in needed:
-                work.setdefault(index, {})[key] = []
+                plan.setdefault(index, {})[key] = []
             needed.setdefault(key, set()).update(QUESTIONS_OF[row["dimension"]])
-    for keys in work.values():
+    for keys in plan.values():
         keys.update({key: [question for question in QUESTIONS["default"] if question in needed[key]] for key in keys})
-    return list(work.items())
+    return list(plan.items())
 
 
-def _score_keys(run: runs.Run, work, finished: set[str]) -> list[dict[str, Any]]:
-    pairs, asked, names, rows = [], [], [], run.rows
-    for index, keys in work:
-        places = [place for place, key in enumerate(rows[index]["key"]) if key in keys and key not in finished]
-        if not places:
+def _score_keys(run: runs.Run, batch, finished: Mapping[str, Any]) -> list[dict[str, Any]]:
+    pairs, prompts, names = [], [], []
+    for index, keys in batch:
+        row = run.rows[index]
+        missing = [place for place, key in enumerate(row["key"]) if key in keys and key not in finished]
+        if not missing:
             continue
         first, *outputs = run.images[index]
-        for place in places:
-            key, second = rows[index]["key"][place], outputs[place].resize(first.size)
+        for place in missing:
+            key, second = row["key"][place], outputs[place].resize(first.size)
             for question in keys[key]:
                 pairs.append((first, second))
-                asked.append(QUESTIONS[run.protocol][question](rows[index]["instruction"]))
+                prompts.append(QUESTIONS[run.protocol][question](row["instruction"]))
                 names.append((key, question))
     if not pairs:
         return []
     records: dict[str, dict[str, Any]] = {}
-    scores, unanswered = run.score(pairs, asked, PUBLISHED_YES, PUBLISHED_NO)
-    for (key, question), score, is_none in zip(names, scores, unanswered, strict=True):
+    for (key, question), score, is_none in zip(
+        names, *run.score(pairs, prompts, PUBLISHED_YES, PUBLISHED_NO), strict=True
+    ):
         record = records.setdefault(key, {"key": key, "scores": {}, "unanswered": 0})
         record["scores"][question] = score
         record["unanswered"] += is_none
@@ -209,16 +205,16 @@ def _accuracies(dimension: str, rows: list[dict], scores: dict[str, dict], group
     task_types = [row["task_type"] for row, _ in selected]
     groups = [group for _, group in selected]
 
-    def of_type(name: str) -> dict[str, float]:
-        places = [place for place, other in enumerate(task_types) if other == name]
+    by_type = {}
+    for name in sorted(set(task_types)):
+        places = [place for place, task_type in enumerate(task_types) if task_type == name]
         means = {kind: fmean(values[place] for place in places) for kind, values in hits.items()}
-        return {**means, "num_rows": len(places)}
-
+        by_type[name] = {**means, "num_rows": len(places)}
     return {
         **{kind: runs.mean_and_interval(values, groups, strata=task_types) for kind, values in hits.items()},
         "num_rows": len(selected),
         "num_ties": int(sum(hits["geq"]) - sum(hits["strict"])),
-        "task_types": {name: of_type(name) for name in sorted(set(task_types))},
+        "task_types": by_type,
     }
 
 
@@ -228,7 +224,6 @@ def _score(dimension: str, scores: dict[str, float]) -> float:
         return scores[dimension]
     if min(scores.values()) < 0:
         raise ValueError(
-            f"The scores are {scores}, but a geometric mean is of scores >= 0, such as probabilities. Leave the rows of "
-            "the dimension `overall` out for this scorer."
+            f"The scores are {scores}, but a geometric mean is of scores >= 0. Leave out the rows of `overall`."
         )
     return math.sqrt(scores["consistency"] * scores["prompt_following"])

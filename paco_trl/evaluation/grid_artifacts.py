@@ -49,13 +49,12 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
         `float`: the score, at least -1. Infinite where pixels differ across the lines of the grid alone.
 
     Raises:
-        ValueError: If `period` is less than 2, the image is smaller than two periods or does not divide into the panels, or
-            no line of the grid is left between the borders of its panels.
+        ValueError: If the image is too small to have a full period without a border between panels.
     """
     if period < 2:
         raise ValueError(
-            f"`period` is {period}, but lines that are less than 2 pixels apart leave nothing between them to compare "
-            "with. Pass the VAE's factor times the transformer's patch size, such as 16 for FLUX."
+            f"`period` is {period}, but lines less than 2 pixels apart leave nothing between them to compare with. Pass the "
+            "VAE's factor times the transformer's patch size, such as 16 for FLUX."
         )
     if min(image.height, image.width) < 2 * period:
         raise ValueError(

@@ -31,10 +31,6 @@ def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> di
             - `top1_bottom1`: mean of two hits (1 or 0): the human best has predicted rank 1, the human worst has
               predicted rank n.
 
-    Raises:
-        ValueError: If there are fewer than two items, `human_ranking` is not a permutation of the items, or a score is
-            missing (`None`, NaN) or infinite.
-
     Example:
 
     ```python
@@ -75,9 +71,6 @@ def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) ->
 
     Returns:
         `dict[str, float]`: `accuracy`, `kendall_tau`, `spearman_rho` and `top1_bottom1`.
-
-    Raises:
-        ValueError: As [`ranking_metrics`].
     """
     scores, human_ranking = _checked(scores, human_ranking)
     predicted_order = np.argsort(scores, kind="stable")[::-1]  # (n,)
@@ -98,12 +91,11 @@ def _top1_bottom1(predicted_ranks: np.ndarray, human_ranking: np.ndarray) -> flo
 def _checked(scores: Sequence[float], human_ranking: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     if len(scores) < 2:
         raise ValueError(f"`scores` has {len(scores)} items, but a ranking has at least two. Leave such rows out.")
-    for index, score in enumerate(scores):
-        if score is None or not math.isfinite(score):
-            raise ValueError(f"`scores[{index}]` is {score}, but must be finite: it has no rank. Leave the row out.")
+    values = np.asarray(scores, dtype=float)  # (n,), None becomes NaN
+    if not np.isfinite(values).all():
+        raise ValueError(f"`scores` is {list(scores)}, but a score must be finite to have a rank. Leave the row out.")
     if len(human_ranking) != len(scores) or set(human_ranking) != set(range(len(scores))):
         raise ValueError(
-            f"`human_ranking` is {list(human_ranking)}, but must list the indices of the {len(scores)} items, 0 to "
-            f"{len(scores) - 1}, each once and best first."
+            f"`human_ranking` is {list(human_ranking)}, but must list the indices of the {len(scores)} items, best first."
         )
-    return np.asarray(scores, dtype=float), np.asarray(human_ranking, dtype=int)
+    return values, np.asarray(human_ranking, dtype=int)

@@ -6,12 +6,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
 from ..data.image_sets import criteria_dict
 from ..data.questions import criterion_question, plain_question
 from ..data.rankings import check_ranking_types, default_question, find_broken_rankings
-from ..utils.journals import Journal
+from ..utils.statistics import without_nan
 from . import runs
 from .ranking import list_order_metrics, ranking_metrics
 
@@ -25,7 +23,7 @@ METRICS = ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")
 IMAGE_COLUMNS = ("reference", "candidates")
 
 
-def questions_of_row(row: Mapping[str, Any], template: str) -> list[list[str]]:
+def _questions(row: Mapping[str, Any], template: str) -> list[list[str]]:
     """List the questions about each pair of a row: the score is the mean over the lists of the mean within each."""
     if template == "theme":
         return [[default_question(row)]]  # the question that `rankings_to_pairs` trains on
@@ -101,9 +99,8 @@ def evaluate_rankings(
 
     Raises:
         TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
-        ValueError: If `protocol` or `template` is unknown, the protocol has another template, criteria are missing, the
-            dataset has no such columns, a row is broken (the error names it), the file is of another run, or the scorer
-            gives no finite score for a pair.
+        ValueError: If a row is broken (the error names it), the file is of another run, or the scorer gives no finite
+            score for a pair.
 
     Example:
 
@@ -133,60 +130,55 @@ def evaluate_rankings(
     run = runs.Run(settings, scorer, dataset, text_columns, IMAGE_COLUMNS, skip_broken, broken)
     # A column `id` takes the place of the number
     rows = [{"id": str(number), **row} for number, row in zip(run.numbers, run.rows, strict=True)]
-    questions = [questions_of_row(row, template) for row in rows]
-    file = Journal(output_path, run.settings, key="index")
+    questions = [_questions(row, template) for row in rows]
 
     def num_pairs(index: int) -> int:
         return len(rows[index]["ranking"]) * sum(map(len, questions[index]))
 
-    progress = tqdm(total=len(rows), initial=len(file.by_key), desc=f"Rankings, {scorer.name}", unit="row")
-    with progress:
-        # The batches of an uninterrupted run: the last bits of a score can depend on the batch
-        for batch in runs.batches(range(len(rows)), num_pairs, batch_size):
-            if remaining := [index for index in batch if index not in file.by_key]:
-                file.append(*_score_rows(run, rows, questions, remaining))
-                progress.update(len(remaining))
+    def score(batch: list[int], finished: Mapping[int, Any]) -> list[dict[str, Any]]:
+        return _score_rows(run, rows, questions, [index for index in batch if index not in finished])
 
-    records = [file.by_key[index] for index in range(len(rows))]
+    by_index = run.finish(output_path, "index", len(rows), range(len(rows)), num_pairs, batch_size, score)
+    records = [by_index[index] for index in range(len(rows))]
     groups = [row["group"] for row in rows] if "group" in text_columns else None
-    return {
-        **run.head(),
-        "num_groups": len(set(groups)) if groups is not None else len(rows),
-        "num_undefined_correlations": sum(record["metrics"]["kendall_tau"] is None for record in records),
-        "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
-        "num_unanswered": sum(record["unanswered"] for record in records),
+    return run.results(
+        by_index,
+        num_groups=len(set(groups)) if groups is not None else len(rows),
+        num_undefined_correlations=sum(record["metrics"]["kendall_tau"] is None for record in records),
+        num_ties=sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
         # None becomes NaN
-        "metrics": {
-            name: runs.mean_and_interval([one["metrics"][name] for one in records], groups) for name in METRICS
+        metrics={
+            name: runs.mean_and_interval([record["metrics"][name] for record in records], groups) for name in METRICS
         },
-    }
+    )
 
 
 def _score_rows(run: runs.Run, rows, questions, batch: list[int]) -> list[dict[str, Any]]:
-    pairs, asked = [], []
+    if not batch:
+        return []
+    pairs, prompts = [], []
     for index in batch:
         reference, *candidates = run.images[index]
         for candidate in candidates:
             for question in (question for part in questions[index] for question in part):
                 pairs.append((reference, candidate))
-                asked.append(question)
-    scores, unanswered = run.score(pairs, asked)
-    answers = zip(scores, unanswered, strict=True)
+                prompts.append(question)
+    answers = zip(*run.score(pairs, prompts), strict=True)
 
     metrics = list_order_metrics if run.protocol == "published" else ranking_metrics
     records = []
     for index in batch:
         ranking = rows[index]["ranking"]
-        of_candidates = [[[next(answers) for _ in part] for part in questions[index]] for _ in ranking]
-        of_row = [fmean(fmean(score for score, _ in part) for part in parts) for parts in of_candidates]
+        by_candidate = [[[next(answers) for _ in part] for part in questions[index]] for _ in ranking]
+        scores = [fmean(fmean(score for score, _ in part) for part in parts) for parts in by_candidate]
         records.append(
             {
                 "index": index,
                 "id": rows[index]["id"],
-                "scores": of_row,
+                "scores": scores,
                 "ranking": ranking,
-                "unanswered": sum(is_none for parts in of_candidates for part in parts for _, is_none in part),
-                "metrics": runs.without_nan(metrics(of_row, ranking)),
+                "unanswered": sum(is_none for parts in by_candidate for part in parts for _, is_none in part),
+                "metrics": without_nan(metrics(scores, ranking)),
             }
         )
     return records

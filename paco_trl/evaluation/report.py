@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write results of evaluations as JSON and as Markdown tables like the paper's."""
+"""Write results of evaluations as JSON and as Markdown tables, next to the figures of the paper but never mixed with them."""
 
 import json
 import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..utils.files import read_template, write_atomically
-from ..utils.tables import interval_text, markdown_table
-from .published import published_tables, published_text
-from .runs import PROTOCOLS, without_nan
+from ..utils.paper import PAPER
+from ..utils.statistics import without_nan
+from ..utils.tables import interval_text, markdown_table, number_text
+from .runs import PROTOCOLS
 
 
 PACKAGES = ("paco_trl", "torch", "transformers", "datasets", "scipy", "numpy", "pillow")
@@ -28,6 +33,55 @@ _PUBLISHED_NAMES = {"rankings": "ConsistencyRank", "edit_reward": "EditReward-Be
 _NOTES = yaml.safe_load(read_template("judge_report_notes.yaml"))
 
 
+@dataclass(frozen=True)
+class PublishedTable:
+    """A table of published figures; `scorers` has the scorer of each column for which it is known."""
+
+    benchmark: str
+    title: str
+    protocol: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | float | None, ...], ...]
+    source: str
+    remarks: tuple[str, ...]
+    scorers: Mapping[str, str]
+
+
+def published_tables(benchmark: str) -> tuple[PublishedTable, ...]:
+    """
+    Look up the published figures of a benchmark.
+
+    Args:
+        benchmark (`str`):
+            `"ConsistencyRank"`, `"EditReward-Bench"`, `"T2IS-Bench"` or `"GEdit-Bench"`.
+
+    Returns:
+        `tuple[PublishedTable, ...]`.
+    """
+    tables = tuple(table for table in _tables() if table.benchmark == benchmark)
+    if not tables:
+        names = ", ".join(dict.fromkeys(table.benchmark for table in _tables()))
+        raise ValueError(f"There are no published figures of {benchmark!r}. There are of: {names}.")
+    return tables
+
+
+def published_text(value: str | float | None) -> str:
+    """Write a cell of a published table, numbers with three decimals."""
+    return value if isinstance(value, str) else number_text(value, missing="-")
+
+
+@cache
+def _tables() -> tuple[PublishedTable, ...]:
+    content = json.loads((files("paco_trl") / "evaluation" / "published.json").read_text(encoding="utf-8"))
+    paper = f"{PAPER['title']} (arXiv {PAPER['id']}), Table"
+    tables = []
+    for table in content:
+        source, rows = f"{paper} {table.pop('number')}", tuple(map(tuple, table.pop("rows")))
+        lists: dict[str, Any] = {name: tuple(table.pop(name)) for name in ("columns", "remarks")}
+        tables.append(PublishedTable(**{"scorers": {}, **table}, **lists, rows=rows, source=source))
+    return tuple(tables)
+
+
 def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
     """
     Lay out results as tables, one for each benchmark and protocol.
@@ -40,19 +94,18 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
         `list[tuple[str, list[str], list[list[str]]]]`: title, names of the columns and rows of each table.
     """
     tables = []
-    for (benchmark, protocol), own in _grouped(entries).items():
+    for (benchmark, protocol), group in _grouped(entries).items():
         columns = ["scorer", "dataset", "rows", "rows with ties"]
         if benchmark == "rankings":
             columns = [*columns[:1], "template", *columns[1:], *RANKING_COLUMNS[protocol]]
         else:
             names = [name.replace("_", " ") for name in DIMENSIONS]
             columns += [*names, *(f"{name}, ties count" for name in names)]
-        tables.append((f"{_TITLES[benchmark]}, protocol: {protocol}", columns, list(map(_row, own))))
+        tables.append((f"{_TITLES[benchmark]}, protocol: {protocol}", columns, list(map(_row, group))))
     return tables
 
 
 def _grouped(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Group results by benchmark and protocol."""
     groups: dict = {(benchmark, protocol): [] for benchmark in _TITLES for protocol in PROTOCOLS}
     for entry in entries:
         groups[entry["settings"]["benchmark"], entry["settings"]["protocol"]].append(entry)
@@ -92,9 +145,6 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
 
     Returns:
         `list[dict[str, Any]]`: all results that are now in the directory, for [`report_tables`].
-
-    Raises:
-        ValueError: If `results.json` in the directory was not written by this function.
     """
     folder = Path(folder)
     path = folder / "results.json"

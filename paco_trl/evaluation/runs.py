@@ -4,15 +4,18 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
+from tqdm.auto import tqdm
 
 from ..data.dataset_files import report_broken
 from ..rewards.decision import yes_probability
 from ..utils.images import open_image, to_rgb
+from ..utils.journals import Journal
 from ..utils.statistics import bootstrap_interval
 
 
@@ -26,10 +29,10 @@ PUBLISHED_LABELS = ("<img1>: ", "<img2>: ")
 _ADVICE = " Replace it, or leave such rows out with `skip_broken=True`."
 
 
-def check_protocol(protocol: str) -> None:
-    """Refuse a protocol that does not exist."""
-    if protocol not in PROTOCOLS:
-        raise ValueError(f"`protocol` is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
+def _without_alpha(image: Image.Image, where: str) -> Image.Image:
+    image = image.convert("RGB")
+    image.info.pop("transparency", None)  # a color that `to_rgb` would still put on white
+    return image
 
 
 class RowImages:
@@ -44,42 +47,39 @@ class RowImages:
         (row,) = self.dataset[index].to_pylist()
         images = []
         for column in self.columns:
-            stored = row[column] if isinstance(row[column], list) else [row[column]]
-            for place, image in enumerate(stored):
-                name = f"{column}[{place}]" if isinstance(row[column], list) else column
-                images.append(_open_stored(image, f"`{name}` of row {index}", self.convert))
+            if isinstance(row[column], list):
+                names = [f"`{column}[{place}]` of row {index}" for place in range(len(row[column]))]
+                images += list(map(self._open, row[column], names))
+            else:
+                images.append(self._open(row[column], f"`{column}` of row {index}"))
         return images
 
+    def _open(self, stored: dict[str, Any] | None, where: str) -> Image.Image:
+        if stored is None:
+            raise ValueError(f"{where} is missing (None).{_ADVICE}")
+        try:
+            image = open_image(stored)
+            image.load()  # closes the file, and finds one that is cut off
+            return self.convert(image, "the image")
+        except Exception as error:  # Pillow raises half a dozen kinds, requests others
+            file = stored["path"] or "embedded"
+            raise ValueError(f"{where} ({file}) cannot be read: {type(error).__name__}: {error}.{_ADVICE}") from error
 
-def _without_alpha(image: Image.Image, where: str) -> Image.Image:
-    image = image.convert("RGB")
-    image.info.pop("transparency", None)  # a color that `to_rgb` would still put on white
-    return image
 
-
-def _open_stored(stored: dict[str, Any] | None, where: str, convert: Callable) -> Image.Image:
-    if stored is None:
-        raise ValueError(f"{where} is missing (None).{_ADVICE}")
-    try:
-        image = open_image(stored)
-        image.load()  # closes the file, and finds one that is cut off
-        return convert(image, "the image")
-    except Exception as error:  # Pillow raises half a dozen kinds, requests its own
-        file = stored["path"] or "embedded"
-        raise ValueError(f"{where} ({file}) cannot be read: {type(error).__name__}: {error}.{_ADVICE}") from error
+def check_protocol(protocol: str) -> None:
+    """Check that a protocol exists."""
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"`protocol` is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
 
 
 def check_scorer(scorer: Any, protocol: str, batch_size: int) -> None:
-    """Refuse an object that is not a scorer, or cannot follow the protocol, before anything is loaded."""
+    """Check that an object is a scorer and can follow the protocol, before anything is loaded."""
     check_protocol(protocol)
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     kind = f"`scorer` is a {type(scorer).__name__}"
     if not callable(getattr(scorer, "score", None)) or not isinstance(getattr(scorer, "name", None), str):
-        raise TypeError(
-            f"{kind}, but must have a method `score(images, prompts)` and a `name` (str). Pass a `PaCoReward`, a "
-            "`ClipIScorer`, or an object with the two."
-        )
+        raise TypeError(f"{kind}, but must have a method `score(images, prompts)` and a `name` (str).")
     if protocol == "published" and _reads_questions(scorer) and not callable(getattr(scorer, "top_logprobs", None)):
         raise TypeError(
             f"{kind}, which has no `top_logprobs`: the published protocol puts text in front of each image and reads the "
@@ -120,11 +120,37 @@ class Run:
         fingerprint = dataset_fingerprint(dataset, columns, image_columns)
         self.settings = settings | {"dataset_size": len(dataset), "dataset_fingerprint": fingerprint}
 
-    def head(self) -> dict[str, Any]:
+    def finish(
+        self,
+        output_path: str | Path | None,
+        key: str,
+        total: int,
+        items: Iterable[Any],
+        size: Callable[[Any], int],
+        batch_size: int,
+        score_items: Callable[[list[Any], Mapping[Any, Any]], list[dict[str, Any]]],
+    ) -> dict[Any, dict[str, Any]]:
+        """Score the items that the file has no records of, by `score_items(batch, records)`; return all by `key`."""
+        journal = Journal(output_path, self.settings, key=key)
+        name = f"{self.settings['benchmark']}, {self.scorer.name}"
+        with tqdm(total=total, initial=len(journal.by_key), desc=name, unit=key) as progress:
+            # The batches of an uninterrupted run: the last bits of a score can depend on the batch
+            for batch in batches(items, size, batch_size):
+                if records := score_items(batch, journal.by_key):
+                    journal.append(*records)
+                    progress.update(len(records))
+        return journal.by_key
+
+    def results(self, records: Mapping[Any, dict[str, Any]], **results: Any) -> dict[str, Any]:
         """Describe the run in its results, which are shared: without the address of a judge's server."""
         name = self.scorer.model_name if "://" in self.scorer.name else self.scorer.name
-        settings = self.settings | {"scorer": name}
-        return {"settings": settings, "num_instances": len(self.rows), "skipped": self.skipped}
+        return {
+            "settings": self.settings | {"scorer": name},
+            "num_instances": len(self.rows),
+            "skipped": self.skipped,
+            "num_unanswered": sum(record["unanswered"] for record in records.values()),
+            **results,
+        }
 
     def score(
         self, pairs: list, questions: list[str], yes: Sequence[str] = ("Yes",), no: Sequence[str] = ("No",)
@@ -134,9 +160,7 @@ class Run:
         labels = [PUBLISHED_LABELS] * by_tokens
         answers = list((scorer.top_logprobs if by_tokens else scorer.score)(pairs, questions, *labels))
         if len(answers) != len(pairs):
-            raise ValueError(
-                f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs. `score` must give one per pair."
-            )
+            raise ValueError(f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs.")
         for answer, question in zip(answers, questions, strict=True):
             if answer is None or (not by_tokens and not math.isfinite(answer)):
                 raise ValueError(
@@ -183,18 +207,9 @@ def mean_and_interval(
     values = np.asarray(values, dtype=float)
     if np.isnan(values).all():
         return {"mean": math.nan, "interval": [math.nan, math.nan]}
-    kept: dict[Hashable, list[float]] = {}
+    by_stratum: dict[Hashable, list[float]] = {}
     for value, stratum in zip(values, strata or [None] * len(values), strict=True):
         if not np.isnan(value):
-            kept.setdefault(stratum, []).append(value)
-    mean = float(np.mean([np.mean(part) for part in kept.values()]))
+            by_stratum.setdefault(stratum, []).append(value)
+    mean = float(np.mean([np.mean(part) for part in by_stratum.values()]))
     return {"mean": mean, "interval": list(bootstrap_interval(values, groups, strata=strata))}
-
-
-def without_nan(value: Any) -> Any:
-    """Copy a value with `None` for NaN, which JSON does not have, and lists for tuples."""
-    if isinstance(value, dict):
-        return {key: without_nan(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(part) for part in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from scipy.stats import pearsonr, rankdata
 
-from ..utils.statistics import bootstrap_sums
+from ..utils.statistics import bootstrap_sums, without_nan
 from ..utils.tables import interval_text, markdown_table, number_text
 
 
@@ -55,29 +55,12 @@ TAILS = Sides(
 
 @dataclass
 class ScorePairs:
-    """Scores of the same (prompt, generation) images on two sides. All lists have one entry per image."""
+    """Scores of the same (prompt, generation) images on two sides, by reward: one per image, NaN for a missing one."""
 
     prompts: Sequence[Hashable]
     training: dict[str, Sequence[float | None]]
     inference: dict[str, Sequence[float | None]]
     sides: Sides = RESOLUTIONS
-
-    def __post_init__(self):
-        if self.training.keys() != self.inference.keys():
-            raise ValueError(
-                f"`training` has the rewards {sorted(self.training)} and `inference` {sorted(self.inference)}. Score "
-                "both sides with the same rewards."
-            )
-        sides = {"training": self.training, "inference": self.inference}
-        for side, reward in ((side, reward) for side, scores in sides.items() for reward in scores):
-            values = np.asarray(sides[side][reward], dtype=float)
-            if len(values) != len(self.prompts):
-                raise ValueError(
-                    f"`{side}` has {len(values)} scores of {reward!r} for {len(self.prompts)} `prompts`. Pass one per image, "
-                    "NaN where it could not be scored."
-                )
-            if np.isinf(values).any():
-                raise ValueError(f"`{side}` has an infinite score of {reward!r}. Pass NaN for a missing one.")
 
     def scored(self, reward: str) -> tuple[np.ndarray, np.ndarray, list[Hashable]]:
         """Select the pairs in which both images have a score of a reward."""
@@ -103,8 +86,7 @@ class ResolutionTransfer:
 
     def to_dict(self) -> dict[str, Any]:
         """Copy the result with `None` for NaN, which JSON does not have."""
-        fields = asdict(self).items()
-        return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields}
+        return without_nan(asdict(self))
 
     def interval_text(self) -> str:
         """Format the correlation and its interval, as far as they exist."""
@@ -160,12 +142,12 @@ def resolution_transfer(
 def transfer_table(results: list[ResolutionTransfer], sides: Sides = RESOLUTIONS) -> str:
     """Lay out the results as a Markdown table."""
     means = [f"mean, {side.removesuffix(' resolution')}" for side in sides[:2]]
-    columns = ("reward", "correlation", "images", "prompts", *means, "note")
     rows = []
-    for one in results:
-        means = [number_text(mean, missing="-") for mean in (one.training_mean, one.inference_mean)]
-        rows.append((one.reward, one.interval_text(), one.num_images, one.num_prompts, *means, one.note or "-"))
-    return markdown_table(columns, rows)
+    for result in results:
+        row = [result.reward, result.interval_text(), result.num_images, result.num_prompts]
+        row += [number_text(mean, missing="-") for mean in (result.training_mean, result.inference_mean)]
+        rows.append([*row, result.note or "-"])
+    return markdown_table(("reward", "correlation", "images", "prompts", *means, "note"), rows)
 
 
 def transfer_warning(results: list[ResolutionTransfer], sides: Sides = RESOLUTIONS) -> str | None:
@@ -192,8 +174,6 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if not results:
-        raise ValueError("`results` is empty, so there is nothing to plot. Compare at least one reward.")
     columns = min(len(results), 2)  # legible on a model card
     rows = math.ceil(len(results) / columns)
     figure = Figure(figsize=(3.4 * columns, 3.5 * rows), dpi=110, facecolor="white", layout="constrained")
@@ -219,11 +199,16 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
     figure.savefig(path)
 
 
+def _group_numbers(prompts: Sequence[Hashable]) -> np.ndarray:
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    return np.array([numbers[prompt] for prompt in prompts], dtype=int)
+
+
 def _ranks_within(scores: np.ndarray, prompts: Sequence[Hashable]) -> np.ndarray:
     """Rank the scores of each prompt from -1 to 1; equal ones share their mean rank."""
-    ranks, group_of = np.zeros(len(scores)), np.array([prompts.index(prompt) for prompt in prompts])
-    for group in np.unique(group_of):
-        rows = group_of == group
+    ranks, groups = np.zeros(len(scores)), _group_numbers(prompts)
+    for group in np.unique(groups):
+        rows = groups == group
         ranks[rows] = (2 * rankdata(scores[rows]) - 1 - rows.sum()) / max(rows.sum() - 1, 1)
     return ranks
 
@@ -243,14 +228,13 @@ def _interval(
     training: np.ndarray, inference: np.ndarray, prompts: Sequence[Hashable], *bootstrap: Any
 ) -> tuple[float, float]:
     """Compute the percentile bootstrap interval of the correlation over prompts."""
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-    group_of = np.array([numbers[prompt] for prompt in prompts])  # (n,)
+    groups = _group_numbers(prompts)  # (n,)
     # Centered and scaled, which changes no correlation, so that the sums below do not cancel
     x = (training - training.mean()) / training.std()  # (n,)
     y = (inference - inference.mean()) / inference.std()  # (n,)
     # Per prompt, all that the correlation of a resample needs
     terms = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y])  # (6, n)
-    sums = np.stack([np.bincount(group_of, weights=term, minlength=len(numbers)) for term in terms])  # (6, groups)
+    sums = np.stack([np.bincount(groups, weights=term) for term in terms])  # (6, groups)
 
     def correlation(totals: np.ndarray) -> np.ndarray:
         n, sx, sy, sxx, syy, sxy = totals  # (resamples,) each
@@ -258,7 +242,7 @@ def _interval(
         # A resample can hold a single score many times: its variance is 0 but for rounding
         spread = (var_x > 1e-12 * sxx / n) & (var_y > 1e-12 * syy / n)
         with np.errstate(invalid="ignore", divide="ignore"):
-            found = (sxy / n - sx * sy / n**2) / np.sqrt(var_x * var_y)
-        return np.where(spread, np.clip(found, -1, 1), np.nan)
+            values = (sxy / n - sx * sy / n**2) / np.sqrt(var_x * var_y)
+        return np.where(spread, np.clip(values, -1, 1), np.nan)
 
     return bootstrap_sums(sums, correlation, *bootstrap)

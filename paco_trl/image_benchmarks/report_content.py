@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 
-from ..evaluation.published import PublishedTable, published_tables, published_text
+from ..evaluation.report import PublishedTable, published_tables, published_text
 from ..evaluation.runs import PROTOCOLS
 from ..utils.files import read_template
 from ..utils.names import public_name

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute bootstrap intervals over prompts."""
+"""Compute bootstrap intervals over prompts, and write undefined numbers."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -49,8 +50,8 @@ def bootstrap_interval(
     if len(defined) == 0:
         raise ValueError(f"None of the {len(values)} `values` is a number, so they have no mean and no interval.")
 
-    group_of = _numbered(groups, defined)  # (n,)
-    stratum_of = _numbered(strata, defined) if strata is not None else np.zeros(len(defined), dtype=int)  # (n,)
+    group_of = _number_labels(groups, defined)  # (n,)
+    stratum_of = _number_labels(strata, defined) if strata is not None else np.zeros(len(defined), dtype=int)  # (n,)
     shape = (stratum_of.max() + 1, group_of.max() + 1)
     if shape[1] == 1:
         return math.nan, math.nan
@@ -91,9 +92,18 @@ def mean_of_strata(totals: np.ndarray, num_parts: int = 1) -> np.ndarray:
         return np.where(present, means, 0.0).sum(axis=1) / present.sum(axis=1)
 
 
-def _numbered(labels: Sequence[Hashable] | None, rows: np.ndarray) -> np.ndarray:
-    """Number the labels of some rows by first appearance; without labels each row has its own."""
+def _number_labels(labels: Sequence[Hashable] | None, rows: np.ndarray) -> np.ndarray:
+    """Number the labels of some rows by first appearance; without labels no two rows share a number."""
     if labels is None:
         return np.arange(len(rows))
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(labels[row], len(numbers)) for row in rows])
+
+
+def without_nan(value: Any) -> Any:
+    """Copy a value with `None` for NaN, which JSON does not have, and lists for tuples."""
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
