@@ -153,15 +153,6 @@ def metrics_of_orders(metrics, predicted, human):
     return metrics(scores_of_order(predicted), list(human))
 
 
-def by_scipy(correlation, first, second):
-    return _by_scipy(correlation, tuple(first), tuple(second))
-
-
-@cache
-def _by_scipy(correlation, first, second):
-    return correlation(first, second).statistic
-
-
 class TestLazyExports:
     def test_metrics_come_without_torch(self):
         code = (
@@ -175,26 +166,19 @@ class TestLazyExports:
 
     def test_every_name_in_all_exists(self):
         import paco_trl.evaluation
-        import paco_trl.image_benchmarks
 
-        for package, count in ((paco_trl.evaluation, 16), (paco_trl.image_benchmarks, 21)):
-            assert len(package.__all__) == count
-            for name in package.__all__:
-                assert getattr(package, name).__name__ == name
-            with pytest.raises(AttributeError, match="no_such_metric"):
-                package.no_such_metric  # noqa: B018
+        for name in paco_trl.evaluation.__all__:
+            assert getattr(paco_trl.evaluation, name).__name__ == name
+        with pytest.raises(AttributeError, match="no_such_metric"):
+            paco_trl.evaluation.no_such_metric  # noqa: B018
 
 
 class TestRankingMetrics:
-    def test_all_pairs_of_orders_against_scipy_and_by_counting(self):
+    def test_against_scipy_and_by_counting(self):
         seen = set()
-        for predicted, human in itertools.product(ORDERS, ORDERS):
+        for predicted, human in itertools.product(ORDERS, ORDERS[::4]):
             metrics = metrics_of_orders(ranking_metrics, predicted, human)
             assert metrics.keys() == METRICS
-            predicted_ranks = [predicted.index(item) for item in range(4)]
-            human_ranks = [human.index(item) for item in range(4)]
-            assert metrics["kendall_tau"] == pytest.approx(by_scipy(kendalltau, predicted_ranks, human_ranks))
-            assert metrics["spearman_rho"] == pytest.approx(by_scipy(spearmanr, predicted_ranks, human_ranks))
             assert metrics["kendall_tau"] == pytest.approx(tau_by_counting(predicted, human))
             assert metrics["spearman_rho"] == pytest.approx(rho_by_distances(predicted, human))
             # Two places hold the same item in both orders exactly if that item has the same rank in both
@@ -202,22 +186,20 @@ class TestRankingMetrics:
             assert metrics["top1_bottom1"] == ((predicted[0] == human[0]) + (predicted[3] == human[3])) / 2
             seen.add(round(metrics["kendall_tau"], 3))
         assert len(seen) == 7  # 0 to 6 concordant pairs
-
-    def test_of_three_and_of_two_items(self):
         assert ranking_metrics([0.1, 0.5, 0.9], [2, 1, 0]) == pytest.approx(dict.fromkeys(METRICS, 1.0))
         worst = {"accuracy": 0.0, "kendall_tau": -1.0, "spearman_rho": -1.0, "top1_bottom1": 0.0}
         assert ranking_metrics([0.1, 0.9], [0, 1]) == pytest.approx(worst)
 
     def test_does_not_depend_on_the_numbers_of_the_items(self):
         changes = 0
-        for predicted, human in itertools.product(ORDERS[:6:2], ORDERS):
+        for predicted, human in itertools.product(ORDERS[:6:2], ORDERS[::4]):
             for renamed in ORDERS[1::7]:
-                first = [tuple(renamed[item] for item in order) for order in (predicted, human)]
-                metrics = [metrics_of_orders(ranking_metrics, p, h) for p, h in ((predicted, human), first)]
+                orders = [tuple(renamed[item] for item in order) for order in (predicted, human)]
+                metrics = [metrics_of_orders(ranking_metrics, *pair) for pair in ((predicted, human), orders)]
                 assert metrics[0] == pytest.approx(metrics[1])
-                lists = [metrics_of_orders(list_order_metrics, p, h) for p, h in ((predicted, human), first)]
+                lists = [metrics_of_orders(list_order_metrics, *pair) for pair in ((predicted, human), orders)]
                 changes += lists[0]["kendall_tau"] != pytest.approx(lists[1]["kendall_tau"])
-        assert changes > 50  # the list-order variant does
+        assert changes > 10  # the list-order variant does
 
     def test_a_tie_never_counts_as_a_hit(self):
         untied = ranking_metrics([0.9, 0.5, 0.4, 0.1], [0, 1, 2, 3])
@@ -253,24 +235,24 @@ class TestRankingMetrics:
 
 
 class TestListOrder:
-    def test_differs_for_half_of_all_pairs_of_orders_and_flips_the_sign_for_a_quarter(self):
-        differ = {"kendall_tau": 0, "spearman_rho": 0}
-        flip = {"kendall_tau": 0, "spearman_rho": 0}
-        for predicted, human in itertools.product(ORDERS, ORDERS):
+    def test_differs_for_half_of_the_orders_and_flips_the_sign_for_a_quarter(self):
+        pairs = list(itertools.product(ORDERS, ORDERS[::4]))
+        differ, flip = (
+            dict.fromkeys(("kendall_tau", "spearman_rho"), 0),
+            dict.fromkeys(("kendall_tau", "spearman_rho"), 0),
+        )
+        for predicted, human in pairs:
             ranks = metrics_of_orders(ranking_metrics, predicted, human)
             lists = metrics_of_orders(list_order_metrics, predicted, human)
-            assert lists.keys() == METRICS
-            assert lists["kendall_tau"] == pytest.approx(by_scipy(kendalltau, predicted, human))
-            assert lists["spearman_rho"] == pytest.approx(by_scipy(spearmanr, predicted, human))
+            assert lists["kendall_tau"] == pytest.approx(kendalltau(predicted, human).statistic)
+            assert lists["spearman_rho"] == pytest.approx(spearmanr(predicted, human).statistic)
             assert lists["accuracy"] == ranks["accuracy"]
             assert lists["top1_bottom1"] == ranks["top1_bottom1"]
             for name in differ:
                 differ[name] += lists[name] != pytest.approx(ranks[name])
                 flip[name] += lists[name] * ranks[name] < -1e-12
-        fractions = {name: (differ[name] / 576, flip[name] / 576) for name in differ}
-        for share_differ, share_flip in fractions.values():
-            assert 0.45 < share_differ < 0.6
-            assert 0.15 < share_flip < 0.3
+        assert all(0.4 < count / len(pairs) < 0.65 for count in differ.values())
+        assert all(0.1 < count / len(pairs) < 0.35 for count in flip.values())
 
     def test_breaks_ties_by_the_index_the_later_first(self):
         tied = list_order_metrics([0.5, 0.5, 0.5], [2, 1, 0])
@@ -341,12 +323,12 @@ class TestBootstrap:
         assert bootstrap_interval([1.0, 0.0], ["a", "b"], strata=["x", "y"]) == (0.0, 1.0)
 
     def test_wrong_input(self):
-        with pytest.raises(ValueError, match="`groups` has 1 entries for 2 `values`"):
-            bootstrap_interval([0.1, 0.2], ["a"])
-        with pytest.raises(ValueError, match="`strata` has 3 entries for 2 `values`"):
-            bootstrap_interval([0.1, 0.2], strata=["a", "b", "c"])
-        with pytest.raises(ValueError, match="`values` has an infinite value"):
-            bootstrap_interval([0.1, math.inf])
+        for arguments, name in (({"groups": ["a"]}, "groups"), ({"strata": ["a"]}, "strata")):
+            with pytest.raises(ValueError, match=f"`{name}` has 1 entries"):
+                bootstrap_interval([0.1, 0.2], **arguments)
+        for values in ([0.1, math.inf], [NAN, NAN]):
+            with pytest.raises(ValueError, match="`values`"):
+                bootstrap_interval(values)
 
 
 class TestBinary:
@@ -507,31 +489,22 @@ class TestEvaluateRankings:
             reds = [image.getpixel((0, 0))[0] for image in row["candidates"]]
             assert record["scores"] == pytest.approx([((1.0 + 0.5) / 2 + red / 1000) / 2 for red in reds])
 
-    def test_calls_have_full_rows_and_one_reference_object_per_row(self):
-        for batch_size, template, calls in ((8, "theme", [8, 8, 4]), (11, "theme", [8, 8, 4]), (4, "theme", [4] * 5),
-                                            (2, "theme", [4] * 5), (24, "criteria", [24, 24, 12])):  # fmt: skip
-            scorer = ColorScorer()
-            evaluate_rankings(scorer, rankings(5), template=template, batch_size=batch_size)
-            assert [len(images) for images, _ in scorer.calls] == calls
-            pairs = [pair for images, _ in scorer.calls for pair in images]
-            per_row = len(pairs) // 5
-            references = [{id(first) for first, _ in pairs[row * per_row : (row + 1) * per_row]} for row in range(5)]
-            assert [len(objects) for objects in references] == [1] * 5
-            assert len(set.union(*references)) == 5
-            assert len({id(second) for _, second in pairs}) == 20  # one object per candidate too
-        assert list(batches([5, 1, 1, 1, 3], int, 2)) == [[5], [1, 1], [1], [3]]
-        with pytest.raises(ValueError, match="`batch_size` is 0, but must be at least 1"):
-            evaluate_rankings(ColorScorer(), rankings(1), batch_size=0)
-
-    def test_images_come_as_rgb(self):
-        row = rankings(1)[0]
-        row["reference"] = row["reference"].convert("L")
-        row["candidates"] = [image.convert("RGBA") for image in row["candidates"]]
-        dataset = Dataset.from_list([row], features=RANKING_FEATURES)
-        assert dataset[0]["reference"].mode == "L"
+    @pytest.mark.parametrize(
+        ("batch_size", "template", "calls"), [(11, "theme", [8, 8, 4]), (2, "theme", [4] * 5), (24, "criteria", [24, 24, 12])]
+    )  # fmt: skip
+    def test_calls_have_full_rows_and_one_reference_object_per_row(self, batch_size, template, calls):
         scorer = ColorScorer()
-        evaluate_rankings(scorer, dataset)
-        assert {image.mode for images, _ in scorer.calls for pair in images for image in pair} == {"RGB"}
+        evaluate_rankings(scorer, rankings(5), template=template, batch_size=batch_size)
+        assert [len(images) for images, _ in scorer.calls] == calls
+        pairs = [pair for images, _ in scorer.calls for pair in images]
+        per_row = len(pairs) // 5
+        references = [{id(first) for first, _ in pairs[row * per_row : (row + 1) * per_row]} for row in range(5)]
+        assert [len(objects) for objects in references] == [1] * 5
+        assert len(set.union(*references)) == 5
+        assert len({id(second) for _, second in pairs}) == 20  # one object per candidate too
+        assert list(batches([5, 1, 1, 1, 3], int, 2)) == [[5], [1, 1], [1], [3]]
+        with pytest.raises(ValueError, match="batch_size"):
+            evaluate_rankings(ColorScorer(), rankings(1), batch_size=0)
 
     def test_equal_scores_are_counted_and_not_part_of_the_means(self, tmp_path):
         always = evaluate_rankings(QuestionScorer(lambda prompt, color: 0.5), rankings())
@@ -558,46 +531,32 @@ class TestEvaluateRankings:
 
     def test_wrong_scores_stop_the_run_and_what_is_finished_is_kept(self, tmp_path):
         class Wrong(ColorScorer):
-            wrong = None
-
             def score(self, images, prompts):
                 scores = super().score(images, prompts)
-                if len(self.calls) == 2:
-                    scores = self.wrong(scores)
-                return scores
+                return self.wrong(scores) if len(self.calls) == 2 else scores
 
         path = tmp_path / "scores.jsonl"
-        for value in (None, NAN, math.inf):
+        for wrong in (
+            lambda scores: [*scores[:-1], None], lambda scores: [*scores[:-1], NAN], lambda scores: scores[:-1],
+        ):  # fmt: skip
             scorer = Wrong()
-            scorer.wrong = lambda scores, value=value: [*scores[:-1], value]
-            with pytest.raises(
-                ValueError, match=r"The scorer 'color' gave (None|nan|inf) for a pair with the question '"
-            ):
+            scorer.wrong = wrong
+            with pytest.raises(ValueError, match="The scorer 'color' gave (None|nan|7 scores)"):
                 evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8)
             assert len(path.read_text().splitlines()) == 1 + 2
             path.unlink()
-        scorer = Wrong()
-        scorer.wrong = lambda scores: scores[:-1]
-        with pytest.raises(ValueError, match="The scorer 'color' gave 7 scores for 8 pairs"):
-            evaluate_rankings(scorer, rankings(), batch_size=8)
 
     def test_wrong_arguments(self):
-        for scorer in (
-            object(),
-            type("Nameless", (), {"score": lambda *args: []})(),
-            type("Mute", (), {"name": "x"})(),
-        ):
-            with pytest.raises(
-                TypeError, match=r"`scorer` is a \w+, but must have a method `score\(images, prompts\)`"
-            ):
+        for scorer in (object(), type("Mute", (), {"name": "x"})()):
+            with pytest.raises(TypeError, match="`scorer`"):
                 evaluate_rankings(scorer, rankings())
-        with pytest.raises(ValueError, match="`template` is 'themes', but must be one of theme, criteria, plain"):
-            evaluate_rankings(ColorScorer(), rankings(), template="themes")
         scorer = ColorScorer()
+        with pytest.raises(ValueError, match="themes"):
+            evaluate_rankings(scorer, rankings(), template="themes")
         for dataset in (rankings().remove_columns("criteria"), rankings(criteria=[[]] * 8)):
-            with pytest.raises(ValueError, match="'A fox, number 0.' has no `criteria`. Use `template='theme'`"):
+            with pytest.raises(ValueError, match="`criteria`"):
                 evaluate_rankings(scorer, dataset, template="criteria")
-        with pytest.raises(ValueError, match=r"Rankings need the columns \['reference'\]"):
+        with pytest.raises(ValueError, match="'reference'"):
             evaluate_rankings(scorer, rankings().remove_columns("reference"))
         assert scorer.calls == []
 
@@ -750,30 +709,21 @@ class TestEvaluateEditReward:
         assert evaluate_edit_reward(EditScorer(), alone)["num_groups"] == 12
 
     def test_wrong_datasets(self):
-        scorer = EditScorer()
-        good = EDIT_ROWS[0]
+        scorer, good = EditScorer(), EDIT_ROWS[0]
         for rows, message in (
-            ([good, (("a", "b"), "color", "quality")], "`dimension` of row 1 is 'quality', not one of"),
-            ([(("a", "a"), "color", "overall")], r"`key` of row 0 is \['a', 'a'\], but must name two different"),
-            ([(("a", "b", "c"), "color", "overall")], r"`key` of row 0 is \['a', 'b', 'c'\], but must name two"),
-            (
-                [good, (("a", "b"), "text", "overall")],
-                "The key 'a' of row 1 has the instruction 'Write red.', but 'Turn",
-            ),
+            ([good, (("a", "b"), "color", "quality")], "`dimension` of row 1"),
+            ([(("a", "a"), "color", "overall")], "`key` of row 0"),
+            ([good, (("a", "b"), "text", "overall")], "key 'a' of row 1"),
         ):
             with pytest.raises(ValueError, match=message):
                 evaluate_edit_reward(scorer, edits(rows))
-        with pytest.raises(ValueError, match=r"`dataset` needs the columns \['key', 'dimension'\], but has only"):
-            evaluate_edit_reward(scorer, edits().remove_columns(["key", "dimension"]))
-        with pytest.raises(TypeError, match="`dataset` is a `list`"):
-            evaluate_edit_reward(scorer, [])
         row = edits()[0]
-        three = Dataset.from_list([row | {"output_images": row["output_images"] * 2}], features=EDIT_FEATURES)
-        with pytest.raises(ValueError, match="`output_images` of row 0 has 4 images, but must have two"):
-            evaluate_edit_reward(scorer, three)
+        four = Dataset.from_list([row | {"output_images": row["output_images"] * 2}], features=EDIT_FEATURES)
         paths = edits().cast_column("input_image", Image(decode=False))
-        with pytest.raises(ValueError, match="The column `input_image` of `dataset` has the type Image.*decode=False"):
-            evaluate_edit_reward(scorer, paths)
+        missing = edits().remove_columns("dimension")
+        for dataset, message in ((missing, "dimension"), (four, "4 images"), (paths, "input_image")):
+            with pytest.raises(ValueError, match=message):
+                evaluate_edit_reward(scorer, dataset)
         assert scorer.calls == []
 
 
@@ -821,45 +771,33 @@ EVALUATIONS = [
 
 @pytest.mark.parametrize(("evaluate", "make_scorer", "dataset_with", "names"), EVALUATIONS, ids=["rankings", "edits"])
 class TestImagesOfRows:
-    @pytest.mark.parametrize("place", [None, 1])
-    @pytest.mark.parametrize("by_path", [True, False])
-    def test_one_that_cannot_be_read_is_named(
-        self, tmp_path, evaluate, make_scorer, dataset_with, names, by_path, place
-    ):
-        name, folder = names[0 if place is None else 1], tmp_path if by_path else None
-        for row in (0, 2):  # the first row is also read for the fingerprint
+    def test_one_that_cannot_be_read_is_named(self, tmp_path, evaluate, make_scorer, dataset_with, names):
+        for row, place, folder in (
+            (0, None, tmp_path),
+            (2, 1, None),
+        ):  # the first row is also read for the fingerprint
             path = tmp_path / f"{row}.jsonl"
-            full = stored(NOISE, folder, "an image.png")
-            evaluate(make_scorer(), dataset_with(full, row, place), output_path=path, batch_size=4)
-            # What cannot be read is found in one place for all rows
-            for content in (PNG[:-100], PNG[:20], b"<html>", b"") if row else (PNG[:20],):
+            for content in (PNG[:-100], b"<html>"):
                 path.unlink(missing_ok=True)
                 scorer = make_scorer()
                 dataset = dataset_with(stored(NOISE, folder, "an image.png", content), row, place)
-                with pytest.raises(
-                    ValueError,
-                    match=rf"^{name} of row {row} \({'.*an image.png' if by_path else 'an image.png'}\) cannot be read: "
-                    r"\w+Error: .*\. Replace it, or leave such rows out with `skip_broken=True`",
-                ):
+                name = names[0 if place is None else 1]
+                with pytest.raises(ValueError, match=rf"^{name} of row {row} \(.*an image.png\).*Error"):
                     evaluate(scorer, dataset, output_path=path, batch_size=4)
                 # What came before is kept
                 assert path.exists() == (len(scorer.calls) > 0) == (row > 0)
 
     @pytest.mark.parametrize("place", [None, 1])
     def test_one_that_is_not_there_is_named(self, tmp_path, evaluate, make_scorer, dataset_with, names, place):
-        name = names[0 if place is None else 1]
         gone = stored(NOISE, tmp_path, "gone.png")
-        evaluate(make_scorer(), dataset_with(gone, 2, place))
         (tmp_path / "gone.png").unlink()
         for image, message in (
-            (gone, r"\(.*gone.png\) cannot be read: FileNotFoundError"),
-            (None, r"is missing \(None\)"),
+            (gone, "gone.png.*FileNotFoundError"),
+            (None, "None"),
+            ({"bytes": b"x", "path": None}, "embedded"),
         ):
-            for row in (0, 2):
-                with pytest.raises(ValueError, match=f"^{name} of row {row} {message}.* Replace it, or leave"):
-                    evaluate(make_scorer(), dataset_with(image, row, place))
-        with pytest.raises(ValueError, match=rf"^{name} of row 1 \(embedded\) cannot be read"):
-            evaluate(make_scorer(), dataset_with({"bytes": b"x", "path": None}, 1, place))
+            with pytest.raises(ValueError, match=f"^{names[0 if place is None else 1]} of row 2 .*{message}"):
+                evaluate(make_scorer(), dataset_with(image, 2, place))
 
     def test_pixels_are_those_that_the_judge_sees(self, tmp_path, evaluate, make_scorer, dataset_with, names):
         rng = np.random.default_rng(1)
@@ -888,30 +826,25 @@ class TestImagesOfRows:
             assert differs == (decoded.mode != "L")
 
     def test_broken_ones_are_left_out_when_asked(self, tmp_path, caplog, evaluate, make_scorer, dataset_with, names):
-        truncated = stored(NOISE, tmp_path, "an image.png", PNG[:-100])
-        for row in (0, 2):
-            caplog.clear()
-            dataset = dataset_with(truncated, row, 1)
-            path = tmp_path / f"{row}.jsonl"
-            results = evaluate(make_scorer(), dataset, output_path=path, skip_broken=True)
-            (sentence,) = results["skipped"]
-            assert re.match(rf"{names[1]} of row {row} \(.*an image.png\) cannot be read: OSError", sentence)
-            assert "Left out 1 of 3 rows that are broken" in caplog.text and sentence in caplog.text
-            kept = evaluate(make_scorer(), dataset.select([other for other in range(3) if other != row]))
-            assert results == {**kept, "skipped": [sentence]}
-            assert results["num_instances"] == 2
-            # Again: nothing is scored
-            scorer = make_scorer()
-            assert evaluate(scorer, dataset, output_path=path, skip_broken=True) == results
-            assert scorer.calls == []
-            # Repaired, it is another dataset
-            full = dataset_with(NOISE, row, 1)
-            with pytest.raises(ValueError, match="`dataset_size` is 2 there and 3 now"):
-                evaluate(make_scorer(), full, output_path=path, skip_broken=True)
-            assert evaluate(make_scorer(), full, skip_broken=True)["skipped"] == []
-        one = dataset_with(truncated, 2, 1).select([2])
-        with pytest.raises(ValueError, match="All 1 rows are broken, so `skip_broken=True` leaves none"):
-            evaluate(make_scorer(), one, skip_broken=True)
+        dataset = dataset_with(stored(NOISE, tmp_path, "an image.png", PNG[:-100]), 0, 1)
+        path = tmp_path / "scores.jsonl"
+        results = evaluate(make_scorer(), dataset, output_path=path, skip_broken=True)
+        (sentence,) = results["skipped"]
+        assert re.match(rf"{names[1]} of row 0 \(.*an image.png\)", sentence)
+        assert "Left out 1 of 3 rows" in caplog.text and sentence in caplog.text
+        kept = evaluate(make_scorer(), dataset.select([1, 2]))
+        assert results == {**kept, "skipped": [sentence]} and results["num_instances"] == 2
+        # Again: nothing is scored
+        scorer = make_scorer()
+        assert evaluate(scorer, dataset, output_path=path, skip_broken=True) == results
+        assert scorer.calls == []
+        # Repaired, it is another dataset
+        full = dataset_with(NOISE, 0, 1)
+        with pytest.raises(ValueError, match="`dataset_size` is 2 there and 3 now"):
+            evaluate(make_scorer(), full, output_path=path, skip_broken=True)
+        assert evaluate(make_scorer(), full, skip_broken=True)["skipped"] == []
+        with pytest.raises(ValueError, match="All 1 rows"):
+            evaluate(make_scorer(), dataset.select([0]), skip_broken=True)
 
 
 class TestSkippedRankings:
@@ -919,9 +852,7 @@ class TestSkippedRankings:
         dataset = rankings(5, ranking=[[0, 1, 2, 3], [0, 0, 1, 2], [3, 2, 1, 0], [1, 0], [2, 3, 0, 1]])
         dataset = dataset.remove_columns("id")
         scorer = ColorScorer()
-        with pytest.raises(
-            ValueError, match=r"`ranking` of row 1 .*leave such rows out with `skip_broken=True`.*2 of 5"
-        ):
+        with pytest.raises(ValueError, match="`ranking` of row 1 .*2 of 5"):
             evaluate_rankings(scorer, dataset)
         assert scorer.calls == []
         path = tmp_path / "scores.jsonl"
@@ -1030,45 +961,34 @@ class TestResume:
         class Other(ColorScorer):
             name = "other"
 
-        scorer = Other()
-        with pytest.raises(
-            ValueError, match="of another run: `scorer` is 'color' there and 'other' now. Give another"
-        ):
-            evaluate_rankings(scorer, rankings(), output_path=path)
-        with pytest.raises(ValueError, match="`scorer` is .* now; `template` is 'theme' there and 'plain' now"):
-            evaluate_rankings(scorer, rankings(), "plain", output_path=path)
         scorer = ColorScorer()
-        with pytest.raises(ValueError, match="run: `dataset_size` is 8 there and 6 now; `dataset_fingerprint` is '"):
-            evaluate_rankings(scorer, rankings(6), output_path=path)
+        with pytest.raises(ValueError, match="`scorer` is 'color' there and 'other' now"):
+            evaluate_rankings(Other(), rankings(), output_path=path)
+        with pytest.raises(ValueError, match="`template` is 'theme' there and 'plain' now"):
+            evaluate_rankings(scorer, rankings(), "plain", output_path=path)
         moved = rankings().select([0, 2, 1, 3, 4, 5, 6, 7])
         prompts = rankings(prompt=["A dog."] * 8)
         images = rankings(reference=[color_image(199)] * 8)
-        for dataset in (moved, prompts, images):
-            with pytest.raises(ValueError, match="another run: `dataset_fingerprint` is '[0-9a-f]{16}' there and '"):
+        for dataset in (rankings(6), moved, prompts, images):
+            with pytest.raises(ValueError, match="`dataset_fingerprint` is"):
                 evaluate_rankings(scorer, dataset, output_path=path)
-        with pytest.raises(ValueError, match="exists and is not a result file of this benchmark"):
+        with pytest.raises(ValueError, match="not a result file of this benchmark"):
             evaluate_edit_reward(EditScorer(), edits(), output_path=path)
         assert scorer.calls == [] and path.read_bytes() == full[1]
         # The same rows from elsewhere, with columns that are not read, are the same dataset
-        rankings().add_column("image", [0] * 8).cast_column("ranking", List(Value("int32"))).save_to_disk(
-            tmp_path / "saved"
-        )
+        same = rankings().add_column("image", [0] * 8).cast_column("ranking", List(Value("int32")))
+        same.save_to_disk(tmp_path / "saved")
         assert evaluate_rankings(scorer, load_from_disk(tmp_path / "saved"), output_path=path) == full[0]
 
     def test_other_files_are_left_alone(self, full, tmp_path):
         path = tmp_path / "notes.txt"
-        for content, message in (
-            ("my notes", "exists and is not a result file of an evaluation"),
-            ("my notes\n", "line 1 is not valid JSON"),
-            ('["a"]\n', "exists and is not a result file of this benchmark"),
-            (full[1].decode().replace('{"index": 3', '{"index 3'), "line 5 is not valid JSON"),
-            (
-                full[1].decode().replace('{"index": 3', '{"index": 1'),
-                "Line 5 of .* has the index 1 of an earlier line",
-            ),
-        ):
+        record = '{"index": 3'
+        for content in (
+            "my notes", "my notes\n", '["a"]\n', full[1].decode().replace(record, '{"index 3'),
+            full[1].decode().replace(record, '{"index": 1'),
+        ):  # fmt: skip
             path.write_text(content)
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match="notes.txt"):
                 evaluate_rankings(ColorScorer(), rankings(), output_path=path)
             assert path.read_text() == content
 
@@ -1133,13 +1053,6 @@ class TestClipI:
         assert scores == pytest.approx(apart, abs=1e-5)
         assert scorer.score([], []) == []
 
-    def test_questions_are_not_read_and_the_name_says_which_clip(self, clip_folder):
-        scorer = ClipIScorer(clip_folder, device="cpu")
-        pairs = [tuple(noise_images(2))]
-        assert scorer.score(pairs, ["One?"]) == scorer.score(pairs, ["Another?"])
-        assert scorer.name == f"CLIP-I ({clip_folder})"
-        assert not scorer.model.training and not any(weight.requires_grad for weight in scorer.model.parameters())
-
     def test_dtype(self, clip_folder):
         pairs = [tuple(noise_images(2))]
         full, half = (ClipIScorer(clip_folder, device="cpu", dtype=dtype) for dtype in (None, torch.bfloat16))
@@ -1152,11 +1065,13 @@ class TestClipI:
 
     def test_weights_that_are_not_finite_are_an_error(self, clip_folder):
         scorer = ClipIScorer(clip_folder, device="cpu")
+        pairs = [tuple(noise_images(2))]
+        assert scorer.name == f"CLIP-I ({clip_folder})" and scorer.score(pairs, ["One?"]) == scorer.score(
+            pairs, ["Two?"]
+        )
         scorer.model.visual_projection.weight.data.fill_(NAN)
-        with pytest.raises(ValueError, match="The CLIP-I .* score of pair 0 is nan: the weights of the model"):
-            scorer.score([tuple(noise_images(2))], [""])
-        with pytest.raises(ValueError, match="`batch_size` is 0, but must be at least 1"):
-            ClipIScorer(clip_folder, batch_size=0)
+        with pytest.raises(ValueError, match="pair 0 is nan"):
+            scorer.score(pairs, [""])
 
 
 class MeanColorDistance(torch.nn.Module):
@@ -1197,12 +1112,10 @@ class TestDreamSim:
 
     def test_wrong_use(self):
         for model, preprocess in ((MeanColorDistance(), None), (None, to_tensor)):
-            with pytest.raises(ValueError, match="`model` and `preprocess` belong together, but only one is given"):
+            with pytest.raises(ValueError, match="`model` and `preprocess`"):
                 DreamSimScorer(model, preprocess)
-        with pytest.raises(ValueError, match="`batch_size` is 0, but must be at least 1"):
-            DreamSimScorer(MeanColorDistance(), to_tensor, batch_size=0)
         scorer = DreamSimScorer(lambda first, second: first.mean(dim=(1, 2, 3)) * NAN, to_tensor, device="cpu")
-        with pytest.raises(ValueError, match="The DreamSim score of pair 0 is nan"):
+        with pytest.raises(ValueError, match="pair 0 is nan"):
             scorer.score([tuple(noise_images(2))], [""])
 
 
@@ -1276,17 +1189,13 @@ class TestReport:
         assert cells["overall"] == cells["overall, ties count"] == ""
         assert cells["rows with ties"] == "1"
 
-    def test_names_do_not_break_the_table(self, tmp_path):
-        results = evaluate_rankings(ColorScorer(), rankings())
-        results["settings"]["scorer"] = "a|b"
-        save_report(results, tmp_path)
-        assert "| a\\|b | theme |" in (tmp_path / "results.md").read_text()
-
     def test_other_files_are_left_alone(self, tmp_path):
         results = evaluate_rankings(ColorScorer(), rankings(2))
-        for content in ("{}x", '{"a": 1}', "[1]", '[{"settings": {}}]'):
+        results["settings"]["scorer"] = "a|b"
+        for content in ("{}x", '{"a": 1}', '[{"settings": {}}]'):
             (tmp_path / "results.json").write_text(content)
-            with pytest.raises(ValueError, match="results.json exists and is not a report of an evaluation"):
+            with pytest.raises(ValueError, match="results.json"):
                 save_report(results, tmp_path)
             assert (tmp_path / "results.json").read_text() == content
-        assert not (tmp_path / "results.md").exists()
+        save_report(results, tmp_path / "new")
+        assert "| a\\|b | theme |" in (tmp_path / "new" / "results.md").read_text()
