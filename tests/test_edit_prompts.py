@@ -170,64 +170,26 @@ class TestSizes:
         assert [image.size for image in sources.load(1)] == sources.sizes(1)
 
 
-class TestSelectedRows:
+def test_selected_formatted_and_undecoded_datasets(tmp_path):
     """Rows are those of the dataset that was given, not those of the table that it selects from."""
-
-    def test_selected_formatted_and_undecoded_datasets(self, tmp_path):
-        dataset = edits(*[(f"{n}.", picture(n, (8 + n, 8))) for n in range(6)])
-        dataset.save_to_disk(tmp_path / "saved")
-        dataset = load_edit_prompts(tmp_path / "saved")
-        widths = [SourceImages(dataset, "it").sizes(row)[0][0] for row in range(6)]
-        assert widths == [8, 9, 10, 11, 12, 13]
-        chosen = dataset.select([4, 1])
-        for variant in (
-            chosen,
-            chosen.cast_column("image", ImageFeature(decode=False)),
-            chosen.with_format("numpy", columns=["prompt"]),
-            chosen.with_transform(lambda batch: {"nothing": [0] * len(batch["prompt"])}),
-        ):
-            format_before, features_before = variant.format, variant.features.copy()
-            sources = SourceImages(variant, "it")
-            assert [sources.sizes(row) for row in range(2)] == [[(12, 8)], [(9, 8)]]
-            assert sources.load(0)[0].tobytes() == picture(4, (12, 8)).tobytes()
-            assert (variant.format, variant.features) == (format_before, features_before)
-
-    def test_undecoded_lists(self):
-        dataset = Dataset.from_list([{"prompt": "Join.", "images": [picture(0), picture(1)]}])
-        undecoded = dataset.cast_column("images", List(ImageFeature(decode=False)))
-        check_edit_columns(undecoded)
-        assert SourceImages(undecoded, "it").sizes(0) == [(48, 32), (48, 32)]
-
-
-class TestLoad:
-    def test_every_mode_becomes_rgb(self, tmp_path):
-        alpha = Image.new("RGBA", (8, 4), (255, 0, 0, 0))
-        palette = Image.new("RGB", (8, 4), (10, 200, 30)).quantize(4)
-        grey16 = Image.fromarray(np.full((4, 8), 32768, dtype=np.uint16))
-        cmyk = Image.new("CMYK", (8, 4), (0, 255, 255, 0))
-        paths = [
-            write(tmp_path / "alpha.png", alpha),
-            write(tmp_path / "palette.png", palette),
-            write(tmp_path / "grey16.png", grey16),
-            write(tmp_path / "cmyk.jpg", cmyk, "JPEG", quality=100),
-        ]
-        sources = SourceImages(with_paths(paths), "the dataset")
-        images = [sources.load(row)[0] for row in range(4)]
-        assert [(image.mode, image.size) for image in images] == [("RGB", (8, 4))] * 4
-        expected = [(255, 255, 255), (10, 200, 30), (128, 128, 128), (255, 0, 0)]
-        for image, colour in zip(images, expected, strict=True):
-            assert np.abs(np.subtract(image.getpixel((3, 2)), colour)).max() <= 3
-
-    def test_the_mode_of_the_column_is_kept(self):
-        dataset = edits(("A.", Image.new("RGB", (8, 4), (255, 0, 0)))).cast_column("image", ImageFeature(mode="L"))
-        assert SourceImages(dataset, "it").load(0)[0].getpixel((0, 0)) == (76, 76, 76)
-
-    def test_a_turned_photo_is_upright(self):
-        image = Image.new("RGB", (40, 24), "blue")
-        image.paste("red", (0, 0, 20, 24))  # on the left, which orientation 6 turns to the top
-        sources = SourceImages(with_bytes(encoded(image, "JPEG", quality=100, exif=orientation(6))), "it")
-        (turned,) = sources.load(0)
-        assert turned.getpixel((12, 2))[0] > 200 and turned.getpixel((12, 37))[2] > 200
+    dataset = edits(*[(f"{n}.", picture(n, (8 + n, 8))) for n in range(6)])
+    dataset.save_to_disk(tmp_path / "saved")
+    dataset = load_edit_prompts(tmp_path / "saved")
+    assert [SourceImages(dataset, "it").sizes(row)[0][0] for row in range(6)] == [8, 9, 10, 11, 12, 13]
+    chosen = dataset.select([4, 1])
+    for variant in (
+        chosen,
+        chosen.cast_column("image", ImageFeature(decode=False)),
+        chosen.with_format("numpy", columns=["prompt"]),
+        chosen.with_transform(lambda batch: {"nothing": [0] * len(batch["prompt"])}),
+    ):
+        format_before, features_before = variant.format, variant.features.copy()
+        sources = SourceImages(variant, "it")
+        assert [sources.sizes(row) for row in range(2)] == [[(12, 8)], [(9, 8)]]
+        assert sources.load(0)[0].tobytes() == picture(4, (12, 8)).tobytes()
+        assert (variant.format, variant.features) == (format_before, features_before)
+    grey = edits(("A.", Image.new("RGB", (8, 4), (255, 0, 0)))).cast_column("image", ImageFeature(mode="L"))
+    assert SourceImages(grey, "it").load(0)[0].getpixel((0, 0)) == (76, 76, 76)
 
 
 class TestBadImages:
@@ -271,12 +233,6 @@ class TestBadImages:
         assert len(sources.load(0)) == 1
         with pytest.raises(ValueError, match="Row 1 of the dataset: .*cannot be read"):
             sources.load(1)
-
-    def test_a_mode_without_rgb(self):
-        values = Image.fromarray(np.linspace(0, 2, 12, dtype=np.float32).reshape(3, 4))
-        sources = SourceImages(with_bytes(encoded(values, "TIFF")), "the dataset")
-        with pytest.raises(ValueError, match="Row 0 of the dataset: its source image.*mode 'F'"):
-            sources.load(0)
 
     def test_a_file_that_changes_during_the_run(self, tmp_path):
         path = write(tmp_path / "a.png", picture(0, (8, 8)))
@@ -349,10 +305,10 @@ class TestLoader:
     @pytest.mark.parametrize(
         "bad, message",
         [
-            ({"prompt": "B.", "image": "images/9.png"}, "Row 1 of .*there is no image .*9.png"),
-            ({"prompt": "B.", "image": "../images/0.png"}, "Row 1 of .*leaves the directory"),
-            ({"prompt": "B.", "image": "http://x.org/a.png"}, "Row 1 of .*Download it first"),
-            ({"prompt": "B."}, "Row 1 of .*an image is None"),
+            ({"prompt": "B.", "image": "images/9.png"}, "Row 1 of .*9.png"),
+            ({"prompt": "B.", "image": "../images/0.png"}, "Row 1 of .*leaves"),
+            ({"prompt": "B."}, "Row 1 of .*None"),
+            ({"prompt": "B.", "image": "images/0.png", "images": []}, r"Row 0 of .*`images` is None"),
             ({"prompt": "", "image": "images/0.png"}, "`prompt` of row 1"),
         ],
     )
@@ -363,11 +319,6 @@ class TestLoader:
         with pytest.raises(ValueError, match=message):
             load_edit_prompts(path)
 
-    def test_an_empty_list_in_a_file(self, folder):
-        path = self.write_rows(folder / "edits.jsonl", [{"prompt": "A.", "images": []}])
-        with pytest.raises(ValueError, match="Row 0 of .*`images` is \\[\\]"):
-            load_edit_prompts(path)
-
     def test_saved_datasets_and_their_splits(self, folder):
         DatasetDict(train=edits(("A.", picture(0))), test=edits(("B.", picture(1)))).save_to_disk(folder / "saved")
         assert load_edit_prompts(folder / "saved")["prompt"][:] == ["A."]
@@ -376,19 +327,6 @@ class TestLoader:
             load_edit_prompts(folder / "saved", split="dev")
         with pytest.raises(ValueError, match="`image_folder`"):
             load_edit_prompts(folder / "saved", image_folder=folder)
-
-    def test_other_directories_are_read_by_load_dataset(self, folder):
-        (folder / "data").mkdir()
-        edits(("A.", picture(0))).to_parquet(folder / "data" / "train.parquet")
-        assert load_edit_prompts(folder / "data")[0]["image"].size == (48, 32)
-
-    def test_missing_files(self, tmp_path):
-        for missing in (tmp_path / "no", "missing.jsonl", "./no"):
-            with pytest.raises(FileNotFoundError, match="no file or directory"):
-                load_edit_prompts(missing)
-        (tmp_path / "a.xml").write_text("prompt", encoding="utf-8")
-        with pytest.raises(ValueError, match="a.xml.*parquet"):
-            load_edit_prompts(tmp_path / "a.xml")
 
     def test_tables(self, folder, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder / "cache"))
@@ -503,15 +441,15 @@ class TestShareGPT4oImage:
     @pytest.mark.parametrize(
         "changes, message",
         [
-            ({"input_image": None}, "Row 1 of ShareGPT-4o-Image .* text alone"),
-            ({"input_prompt": ""}, "Row 1 of ShareGPT-4o-Image"),
-            ({"input_image": ["image/no.png"]}, "Row 1 of ShareGPT-4o-Image: there is no image .*no.png"),
-            ({"input_image": ["/etc/hostname"]}, "Row 1 of ShareGPT-4o-Image: .*absolute"),
+            ({"input_image": None}, "text alone"),
+            ({"input_prompt": ""}, "text alone"),
+            ({"input_image": ["image/no.png"]}, "no.png"),
+            ({"input_image": ["/etc/hostname"]}, "absolute"),
         ],
     )
     def test_bad_rows(self, rows, tmp_path, changes, message):
         rows[1] |= changes
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"Row 1 of ShareGPT-4o-Image.*{message}"):
             convert_sharegpt_4o_image(rows, tmp_path)
 
     def test_the_loader_converts_a_file_and_a_dataset(self, rows, tmp_path):
@@ -585,27 +523,12 @@ class TestDisjoint:
 
     def test_the_log_counts(self, benchmark, caplog):
         rows = [("A.", picture(0)), ("Add a red hat.", picture(0, (96, 64))), ("Add a red hat.", picture(3))]
-        with caplog.at_level(logging.INFO, logger="paco_trl.data.edit_prompts"):
-            assert self.kept(benchmark, *rows) == [2]
-            (record,) = caplog.records
-            assert record.levelno == logging.WARNING
-            assert record.getMessage().startswith("Left out 2 of 3 rows that are in the benchmark: 1 with one of its")
-            assert ", 1 with one of its instructions" in record.getMessage()
-            caplog.clear()
-            assert self.kept(benchmark, rows[2]) == [0]
-            assert [r.levelno for r in caplog.records] == [logging.INFO]
-
-    def test_nothing_left_is_an_error(self, benchmark):
+        assert self.kept(benchmark, *rows) == [2]
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert "2 of 3" in record.message and ": 1 with" in record.message and ", 1 with" in record.message
         with pytest.raises(ValueError, match="All 2 rows"):
             disjoint_from(benchmark, benchmark)
-
-    def test_images_are_not_copied(self, benchmark, tmp_path):
-        edits(*[("A.", picture(seed)) for seed in (0, 7, 1, 8)]).save_to_disk(tmp_path / "saved")
-        dataset = Dataset.load_from_disk(str(tmp_path / "saved"))
-        left = disjoint_from(dataset, benchmark)
-        assert len(left) == 2
-        assert left.cache_files[0]["filename"] == dataset.cache_files[0]["filename"]
-        assert left.data.nbytes == dataset.data.nbytes
 
     def test_the_loader_leaves_a_benchmark_out(self, benchmark, tmp_path):
         edits(("A.", picture(0)), ("B.", picture(7))).save_to_disk(tmp_path / "saved")

@@ -46,7 +46,7 @@ class TestWithoutTransparency:
         assert to_rgb(image, "It") is image
         assert to_rgb(noise("L"), "It") is not image
 
-    @pytest.mark.parametrize("mode", ["L", "1", "P", "CMYK", "YCbCr", "HSV", "RGBX"])
+    @pytest.mark.parametrize("mode", ["L", "1", "P", "CMYK"])
     def test_other_modes_are_converted_by_pillow(self, mode):
         image = noise(mode)
         converted = to_rgb(image, "It")
@@ -54,16 +54,12 @@ class TestWithoutTransparency:
         assert np.array_equal(np.asarray(converted), np.asarray(image.convert("RGB")))
         assert np.asarray(converted).std() > 10
 
-    def test_a_mode_that_pillow_does_not_convert_is_refused(self):
-        with pytest.raises(ValueError, match="^It has the mode 'La', which Pillow does not convert .* Save it in RGB"):
+    def test_what_has_no_colors_is_refused(self):
+        with pytest.raises(ValueError, match="'La'"):
             to_rgb(noise("LA").convert("La"), "It")
-
-    @pytest.mark.parametrize(("size", "message"), [((0, 3), "0 x 3 pixels"), ((3, 0), "3 x 0 pixels")])
-    @pytest.mark.parametrize("mode", ["RGB", "L", "I;16", "RGBA"])
-    def test_without_pixels(self, size, message, mode):
-        with pytest.raises(ValueError, match=rf"^Panel 1 has {message} \(width x height\)"):
-            to_rgb(Image.new(mode, size), "Panel 1")
-        assert to_rgb(Image.new(mode, (1, 1)), "Panel 1").size == (1, 1)
+        for mode, size in (("RGB", (0, 3)), ("I;16", (3, 0))):
+            with pytest.raises(ValueError, match=f"^Panel 1 has {size[0]} x {size[1]} pixels"):
+                to_rgb(Image.new(mode, size), "Panel 1")
 
 
 class TestTransparency:
@@ -103,7 +99,7 @@ class TestTransparency:
 
 
 class TestSixteenBits:
-    @pytest.mark.parametrize("mode", ["I;16", "I;16L", "I;16B", "I;16N", "I"])
+    @pytest.mark.parametrize("mode", ["I;16", "I;16B", "I"])
     def test_is_scaled_to_eight(self, mode):
         image = Image.fromarray(GREY_16.astype(np.int32)) if mode == "I" else grey_16(mode)
         assert image.mode == mode
@@ -116,26 +112,17 @@ class TestSixteenBits:
         image = Image.fromarray(np.array([[128, 129, 65534]], dtype=np.uint16))
         assert np.asarray(to_rgb(image, "It"))[0, :, 0].tolist() == [0, 1, 255]
 
-    def test_a_png(self):
-        image = reopened(Image.fromarray(GREY_16))
-        assert image.mode in ("I;16", "I")
-        assert np.array_equal(np.asarray(to_rgb(image, "It"))[..., 0], GREY_8)
-
     def test_a_transparent_grey_is_white(self):
         image = Image.fromarray(GREY_16)
         image.info["transparency"] = 514
         assert np.asarray(to_rgb(image, "It"))[..., 0].tolist() == [[0, 1, 255], [100, 128, 255]]
 
     @pytest.mark.parametrize(
-        ("values", "message"),
-        [
-            (np.array([[0, 65536]], dtype=np.int32), "'I' with values from 0 to 65536"),
-            (np.array([[-1, 10]], dtype=np.int32), "'I' with values from -1 to 10"),
-            (np.array([[0.0, 0.5]], dtype=np.float32), r"'F' with values from 0\.0 to 0\.5"),
-        ],
+        "values",
+        [np.array([[0, 65536]], np.int32), np.array([[-1, 10]], np.int32), np.array([[0.0, 0.5]], np.float32)],
     )
-    def test_a_range_that_is_not_known_is_refused(self, values, message):
-        with pytest.raises(ValueError, match=f"^Panel 3 has the mode {message}.*Scale it to 0..255"):
+    def test_a_range_that_is_not_known_is_refused(self, values):
+        with pytest.raises(ValueError, match=f"^Panel 3 .* {values.min()} to {values.max()}"):
             to_rgb(Image.fromarray(values), "Panel 3")
 
 
@@ -144,15 +131,10 @@ class TestLoadImage:
         values = np.linspace(0, 65535, 56 * 56).astype(np.uint16).reshape(56, 56)
         loaded = np.asarray(load_image(Image.fromarray(values), 14, ""))
         assert np.array_equal(loaded[..., 0], np.rint(values / 257))
-        assert (np.asarray(Image.fromarray(values).convert("RGB")) == 255).mean() > 0.99
+        with pytest.raises(ValueError, match="Here cannot be read .data:image/png,nothing"):
+            load_image("data:image/png,nothing", 14, "Here")
 
-    def test_a_transparent_palette_is_on_white(self):
-        image = Image.new("P", (56, 56), 0)
-        image.putpalette([200, 0, 0])
-        assert load_image(reopened(image), 14, "").getpixel((0, 0)) == (200, 0, 0)
-        assert load_image(reopened(image, transparency=0), 14, "").getpixel((0, 0)) == WHITE
-
-    @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "CMYK"])
+    @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "CMYK"])
     def test_all_sources_give_the_same(self, mode, tmp_path):
         image, path = noise(mode, (90, 61)), tmp_path / ("a.png" if mode != "CMYK" else "a.tif")
         image.save(path)
@@ -174,15 +156,3 @@ class TestLoadImage:
                 patch_size = value
 
         assert patch_size_of(Processor) == expected
-
-    @pytest.mark.parametrize(
-        ("source", "message"),
-        [
-            (Image.new("F", (56, 56)), "Here cannot be read: ValueError: The image has the mode 'F'"),
-            (Image.new("RGB", (0, 56)), "Here cannot be read: ValueError: The image has 0 x 56 pixels"),
-            ("data:image/png,nothing", r"Here cannot be read \(data:image/png,nothing\): UnidentifiedImageError"),
-        ],
-    )
-    def test_what_is_refused(self, source, message):
-        with pytest.raises(ValueError, match=f"^{message}"):
-            load_image(source, 14, "Here")

@@ -72,7 +72,6 @@ class TestShort:
             ("Change the background to a city", "Change the background to a beach"),
             ("Change the color of the car on the left to red.", "Change the color of the car on the left to blue."),
             ("Add a hat to the man on the right.", "Remove a hat from the man on the right."),
-            ("Replace the sky with a sunset, keep the rest unchanged.", "Replace the car with a bus, keep the rest."),
             ("a photo of a cat", "A poster with a photo of a cat, a dog and two birds that sit in a tree in spring."),
             ("cat", "cats"),
             ("!?", "A cat."),
@@ -134,14 +133,6 @@ class TestLong:
         )  # 19 shared shingles: a set phrase may be so long
         assert near(" ".join(words(100)), " ".join([*words(40), *words(60, 500)])) == 36 / 96
         assert near(" ".join(words(100)), " ".join([*words(30), *words(70, 500)])) is None  # 26 of 96
-
-    def test_no_gap_between_short_and_long(self):
-        for count in (43, 44, 45, 60):
-            text = words(count)
-            changed = ["other" if n % 10 == 4 else word for n, word in enumerate(text)]
-            similarity = near(" ".join(text), " ".join(changed))
-            assert (similarity is None) == (count == 43)
-            assert near(" ".join(text), " ".join([*text[:20], "other", *text[21:]])) is not None
 
     def test_words_between_are_for_short_texts(self):
         for count in (43, 44):

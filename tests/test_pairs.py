@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import (
-    ClassLabel,
     Dataset,
     DatasetDict,
     Features,
@@ -355,13 +354,6 @@ class TestValidatePairs:
         assert [prompt[0]["content"] for prompt in kept["prompt"]] == ["Is this pair 0?", "Is this pair 2?"]
         assert kept.features == dataset.features
 
-    def test_embedded_image(self, tmp_path):
-        data = Path(write_image(tmp_path / "a.png")).read_bytes()
-        good, cut = {"bytes": data, "path": None}, {"bytes": data[: len(data) // 2], "path": "cut.png"}
-        assert validate_pairs(pairs_of([make_pair(good, good, QUESTION, "Yes")]))
-        with pytest.raises(ValueError, match=r"Row 1: The first image .*cut.png"):
-            validate_pairs(pairs_of([make_pair(good, good, QUESTION, "Yes"), make_pair(cut, good, QUESTION, "Yes")]))
-
     def test_missing_images(self, tmp_path):
         path = write_image(tmp_path / "a.png")
         for images, message in (
@@ -496,20 +488,13 @@ class TestSwapPairs:
 
     def test_indices_format_and_other_columns(self, tmp_path):
         dataset = pairs_of(pair_rows(tmp_path, 4)).add_column("source", list("abcd"))
-        dataset = dataset.cast_column("images", List(ImageFeature(mode="L"))).with_format("numpy")
-        dataset = dataset.add_column("kind", [0, 1, 0, 1], feature=ClassLabel(names=["theme", "editing"]))
-        swapped = swap_pairs(dataset.select([3, 1]))
-        assert swapped.format["type"] == "numpy" and swapped.features == dataset.features
-        assert swapped.with_format(None)["source"][:] == ["d", "b", "d", "b"]
-        numbers = [row["prompt"][0]["content"] for row in swapped.with_format(None)]
-        assert numbers == ["Is this pair 3?", "Is this pair 1?"] * 2
-
-    def test_fixed_and_large_lists(self, tmp_path):
-        dataset = pairs_of(pair_rows(tmp_path, 2))
-        for feature in (List(ImageFeature(), length=2), LargeList(ImageFeature())):
-            cast = dataset.cast_column("images", feature)
-            assert swap_pairs(cast).features == cast.features
-            assert self.pixels(swap_pairs(cast)) == self.pixels(swap_pairs(dataset))
+        for feature in (List(ImageFeature(mode="L")), List(ImageFeature(), length=2), LargeList(ImageFeature())):
+            given = dataset.cast_column("images", feature).with_format("numpy")
+            swapped = swap_pairs(given.select([3, 1]))
+            assert swapped.format["type"] == "numpy" and swapped.features == given.features
+            assert swapped.with_format(None)["source"][:] == ["d", "b", "d", "b"]
+            pixels = self.pixels(swapped.with_format(None))
+            assert pixels[2:] == [pair[::-1] for pair in pixels[:2]]
 
     @pytest.mark.parametrize(
         "question, answer",
@@ -559,10 +544,6 @@ class TestSwapPairs:
             row["prompt"] = [{"role": "system", "content": text}, user("Q?")]
             assert len(swap_pairs(Dataset.from_list([row]))) == count
 
-    def test_is_checked(self):
-        with pytest.raises(ValueError, match="Row 0 of `dataset`: .*'Maybe'"):
-            swap_pairs(pairs_of([{**make_pair("a", "b", QUESTION, "Yes"), "completion": [assistant("Maybe")]}]))
-
 
 def record(*images, question="<image><image>\nAre both foxes red?", answer="Yes. Both are red.", **changes):
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
@@ -610,13 +591,6 @@ class TestLoadPacoDataset:
         check_pair_columns(dataset)
         assert load_paco_dataset(str(folder), files=["own.json"]).to_list() == dataset.to_list()
         assert not own_cache.exists()
-
-    def test_relative_directory(self, tmp_path, monkeypatch):
-        self.folder(tmp_path, record("a.png", "sub/b.png"))
-        monkeypatch.chdir(tmp_path)
-        dataset = load_paco_dataset("data", files=["own"])
-        monkeypatch.chdir("/")
-        assert seeds_of(dataset) == [[1, 2]]
 
     def test_training_files_by_default(self, tmp_path):
         folder = self.folder(tmp_path, record("a.png", "a.png"), name="consistency_reward_cot_train")
@@ -666,7 +640,8 @@ class TestLoadPacoDataset:
         with pytest.raises(ValueError, match=message):
             load_paco_dataset(folder, files=["own"], skip_broken=True)
 
-    def test_shapes_of_records(self, tmp_path):
+    def test_shapes_of_records(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
         messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": " No\n"}]
         system = {"from": "system", "value": "Be strict."}
         folder = self.folder(
@@ -674,9 +649,12 @@ class TestLoadPacoDataset:
             {"messages": messages, "images": ["a.png", "a.png"]},
             record("a.png", "a.png", conversations=[system, *record()["conversations"]]),
             record("a.png", "a.png", system="Be kind."),
-            record("a.png", "a.png", system=""),
+            record("a.png", "a.png", system="", question=f" <image>\n<image>\n{QUESTION}\n"),
+            record("a.png", "a.png", question=QUESTION),
         )
-        dataset = load_paco_dataset(folder, files=["own"])
+        dataset = load_paco_dataset(folder.name, files=["own"])
+        monkeypatch.chdir("/")
+        assert seeds_of(dataset) == [[1, 1]] * 5
         assert dataset[0]["completion"] == [assistant("No")]
         turns = [[(turn["role"], turn["content"]) for turn in prompt] for prompt in dataset["prompt"]]
         assert turns == [
@@ -684,15 +662,8 @@ class TestLoadPacoDataset:
             [("system", "Be strict."), ("user", QUESTION)],
             [("system", "Be kind."), ("user", QUESTION)],
             [("user", QUESTION)],
+            [("user", QUESTION)],
         ]
-
-    @pytest.mark.parametrize(
-        "question",
-        [QUESTION, f"<image><image>{QUESTION}", f" <image>\n<image>\n{QUESTION}\n"],
-    )
-    def test_placeholders(self, tmp_path, question):
-        folder = self.folder(tmp_path, record("a.png", "a.png", question=question))
-        assert load_paco_dataset(folder, files=["own"])[0]["prompt"] == [user(QUESTION)]
 
     @pytest.mark.parametrize(
         "broken, message",
@@ -749,20 +720,6 @@ class TestLoadPacoDataset:
         for path in (folder / "own.json", tmp_path / "gone", "./gone", "~/gone-folder"):
             with pytest.raises(FileNotFoundError, match="no directory"):
                 load_paco_dataset(path)
-
-    def test_hub(self, tmp_path, monkeypatch):
-        asked = []
-
-        def snapshot_download(repo, repo_type, allow_patterns):
-            asked.append((repo, repo_type, allow_patterns))
-            return str(folder)
-
-        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-        folder = self.folder(tmp_path, record("a.png", "sub/b.png"))
-        assert seeds_of(load_paco_dataset("X-GenGroup/PaCo-Dataset", files=["own"])) == [[1, 2]]
-        ((repo, repo_type, patterns),) = asked
-        assert (repo, repo_type) == ("X-GenGroup/PaCo-Dataset", "dataset")
-        assert {"*.json", "*.zip", "*.png"} <= set(patterns)
 
 
 class TestZipFiles:
