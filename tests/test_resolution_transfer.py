@@ -221,7 +221,7 @@ class TestGridArtifactScore:
             with pytest.raises(ValueError, match=f"`period` is {period}, but lines .* leave nothing between them"):
                 grid_artifact_score(image, period)
         for size in ((31, 64), (64, 31)):
-            with pytest.raises(ValueError, match=f"has {size[1]}x{size[0]} pixels .* at least two periods of 16"):
+            with pytest.raises(ValueError, match=f"has {size[1]}x{size[0]} pixels"):
                 grid_artifact_score(Image.new("L", size), 16)
         assert grid_artifact_score(planted(32, on_line=8), 16) == pytest.approx(1.0)
         with pytest.raises(ValueError, match="does not divide into a 1x3 grid"):

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..data import load_consistency_rank
 from ..data.dataset_files import load_split
+from ..data.rankings import RANK_FILE
 from ..evaluation import (
     ClipIScorer,
     DreamSimScorer,
@@ -77,10 +77,9 @@ class RewardArguments(JudgeArguments):
 
 
 def _check_options(script_args: RewardArguments) -> None:
-    if script_args.benchmark not in BENCHMARKS:
-        raise ValueError(f"`--benchmark` is {script_args.benchmark!r}, but must be one of {', '.join(BENCHMARKS)}.")
-    if script_args.protocol not in PROTOCOLS:
-        raise ValueError(f"`--protocol` is {script_args.protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
+    for name, choices in (("benchmark", BENCHMARKS), ("protocol", PROTOCOLS)):
+        if (value := getattr(script_args, name)) not in choices:
+            raise ValueError(f"`--{name}` is {value!r}, but must be one of {', '.join(choices)}.")
     if script_args.benchmark != "rankings" and script_args.template is not None:
         raise ValueError(f"`--template` would do nothing with `--benchmark {script_args.benchmark}`. Leave it out.")
     if script_args.judge in ("dreamsim", "clip-i"):
@@ -106,13 +105,6 @@ def load_scorer(script_args: RewardArguments):
     return load_judge(script_args, script_args.judge, None)
 
 
-def _load_rankings(name: str, split: str, skip_broken: bool, allow_remote_images: bool) -> Dataset:
-    # The published benchmark is not in a form that `load_dataset` reads: JSON lines that name files
-    if (Path(name) / "consistency_full_rank.jsonl").is_file() or name == "X-GenGroup/ConsistencyRank-Bench":
-        return load_consistency_rank(name, skip_broken, allow_remote_images)
-    return load_split(name, split, allow_remote_images)
-
-
 def evaluate(script_args: RewardArguments) -> None:
     """Evaluate a judge, and report it next to those of the same directory."""
     _check_options(script_args)
@@ -121,10 +113,10 @@ def evaluate(script_args: RewardArguments) -> None:
     # Dataset
     ################
     dataset_name = script_args.dataset_name or BENCHMARKS[script_args.benchmark]
-    if script_args.benchmark == "rankings":
-        dataset = _load_rankings(
-            dataset_name, script_args.dataset_split, script_args.skip_broken, script_args.allow_remote_images
-        )
+    # The published rankings are not in a form that `load_dataset` reads: JSON lines that name files
+    is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name) / RANK_FILE).is_file()
+    if script_args.benchmark == "rankings" and is_published:
+        dataset = load_consistency_rank(dataset_name, script_args.skip_broken, script_args.allow_remote_images)
     else:
         dataset = load_split(dataset_name, script_args.dataset_split, script_args.allow_remote_images)
 
@@ -132,20 +124,16 @@ def evaluate(script_args: RewardArguments) -> None:
     # Evaluation
     ################
     judge = load_scorer(script_args)
-    own = (script_args.template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
-    parts = (judge.name, script_args.benchmark, *own)
+    options = (script_args.template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
+    parts = (judge.name, script_args.benchmark, *options)
     name = re.sub(r"[^\w.]+", "-", "-".join(part for part in parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
-    options: dict[str, Any] = {
-        "output_path": scores_path,
-        "batch_size": script_args.batch_size,
-        "skip_broken": script_args.skip_broken,
-        "protocol": script_args.protocol,
-    }
+    arguments: dict[str, Any] = {"output_path": scores_path}
+    arguments |= {name: getattr(script_args, name) for name in ("batch_size", "skip_broken", "protocol")}
     if script_args.benchmark == "rankings":
-        results = evaluate_rankings(judge, dataset, script_args.template, **options)
+        results = evaluate_rankings(judge, dataset, script_args.template, **arguments)
     else:
-        results = evaluate_edit_reward(judge, dataset, **options)
+        results = evaluate_edit_reward(judge, dataset, **arguments)
 
     ################
     # Report

@@ -124,8 +124,5 @@ class ImageFinder:
             )
         first, *others = hits.values()
         if not all(filecmp.cmp(first, other, shallow=False) for other in others):
-            raise ValueError(
-                f"its image {str(path)!r} is in the archives {list(hits)}, which have different files of this name. Put "
-                f"the right one at {self.folder / path}."
-            )
+            raise ValueError(f"its image {str(path)!r} differs between the archives {list(hits)}.")
         return first

@@ -28,16 +28,11 @@ def column_types(**kinds: Any) -> "Features":
 
 def check_is_dataset(dataset: Any, name: str) -> None:
     """Check that an object is a loaded dataset with rows."""
-    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+    from datasets import Dataset
 
-    if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
-        raise TypeError(f'`{name}` is a `{type(dataset).__name__}` of {list(dataset)}. Pass one: `dataset["train"]`.')
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(f"`{name}` is an `IterableDataset`. It is checked first: load it without `streaming=True`.")
     if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"`{name}` is a `{type(dataset).__name__}`. It must be a `datasets.Dataset`: `Dataset.from_list(rows)` makes one."
-        )
+        kind = type(dataset).__name__
+        raise TypeError(f"`{name}` is a `{kind}`. Pass a `datasets.Dataset`: one split, without `streaming=True`.")
     if len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows. Check the file, the split or the filter that it comes from.")
 
@@ -54,10 +49,8 @@ def check_image_column(
         inner = feature.feature if isinstance(feature, (List, LargeList)) else None
         kind, call = "a list of images", "datasets.List(datasets.Image())"
     if not isinstance(inner, Image) or decoded and not inner.decode:
-        raise ValueError(
-            f"The column `{column}` of `{name}` has the type {shorten(feature)}, but it must be {kind}. Convert it "
-            f'(paths become images): `dataset.cast_column("{column}", {call})`.'
-        )
+        problem = f"The column `{column}` of `{name}` has the type {shorten(feature)}, but must be {kind}"
+        raise ValueError(f'{problem}: `dataset.cast_column("{column}", {call})`.')
 
 
 def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> "Dataset":

@@ -48,10 +48,7 @@ def find_prompts(name: str | Path, what: str) -> Path:
     path = Path(name).expanduser()
     is_readable = _file_type(path) in _ROW_FILES or path.suffix == ".parquet"
     if not path.exists() and (isinstance(name, Path) or is_local(name) or is_readable):
-        raise FileNotFoundError(
-            f"There is no file or directory {str(name)!r} with {what}. Check the path; the demo prompts are at "
-            "`paco_trl.data.demo_prompts_path()`."
-        )
+        raise FileNotFoundError(f"There is no file or directory {str(name)!r} with {what}. Check the path.")
     if path.is_file() and not is_readable:
         raise ValueError(
             f"The file {str(path)!r} cannot be read as {what}. Save it as {', '.join(_ROW_FILES)} (also with .gz) or .parquet."

@@ -123,10 +123,7 @@ def convert_gedit_bench(
     renamed |= {"task_type": "task_type", "instruction_language": "language"}
     missing = [column for column in renamed if column not in names]
     if missing:
-        raise ValueError(
-            f"Raw GEdit-Bench rows need the columns {list(renamed)}, but {missing} are missing; there are {names}. "
-            "Rows that already have `prompt` and `image` need no conversion."
-        )
+        raise ValueError(f"Raw GEdit-Bench rows need the columns {list(renamed)}; {missing} are missing.")
     dataset = dataset.with_format(None)
     if language is not None:
         languages = list(dataset["instruction_language"])
@@ -181,10 +178,7 @@ def convert_sharegpt_4o_image(
         paths = [paths] if isinstance(paths, str) else paths
         where = f"Row {number} of ShareGPT-4o-Image"
         if not is_text(prompt) or not isinstance(paths, list) or not paths:
-            raise ValueError(
-                f"{where} has the `input_prompt` {shorten(prompt)} and the `input_image` {shorten(paths)}. An editing prompt "
-                "has an instruction and at least one path; leave out text alone."
-            )
+            raise ValueError(f"{where} has no instruction or no images: {shorten(dict(row))}. Leave out text alone.")
         if max_images is not None and len(paths) > max_images:
             left_out += 1
             continue

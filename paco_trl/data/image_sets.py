@@ -145,9 +145,8 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
         expected = f"`{' '.join(by_position)}` or " if by_position is not None else ""
         inside = len(_MARKER.findall(prompt)) - len(names)
         raise ValueError(
-            f"The prompt {shown} has {len(names)} panel markers, which do not fit the {rows * cols} panels of its "
-            f"{rows}x{cols} grid layout: {' '.join(names) or 'none'}; {inside} more stand inside a sentence and do not "
-            f"count. Write {expected}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order, each after the end of a sentence."
+            f"The prompt {shown} has {len(names)} panel markers ({' '.join(names)}) that do not fit its {rows}x{cols} grid. "
+            f"Write {expected}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order; {inside} more inside a sentence do not count."
         )
 
     ends = [marker.start() for marker in markers[1:]] + [len(prompt)]
@@ -196,10 +195,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     except ValueError as error:
         raise ValueError(f"These texts do not make an image-set prompt: {error}") from error
     if parsed != (theme, rows, cols, panels):
-        raise ValueError(
-            f"The texts of the prompt {shorten(prompt)} would be parsed differently: the theme names a "
-            f"{parsed.rows}x{parsed.cols} grid layout and not {rows}x{cols}, or a text has a panel marker. Remove it."
-        )
+        raise ValueError(f"The theme names another grid, or a text has a panel marker: {shorten(prompt)}.")
     return prompt
 
 
@@ -243,10 +239,7 @@ def criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
 def _convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name in _T2IS_COLUMNS if row.get(name) is None]
     if missing:
-        raise ValueError(
-            f"A raw T2IS row needs {_T2IS_COLUMNS}, but {missing} are missing or None; it has {list(row)}. Rows with "
-            "`rows`, `cols` and `panels` need no conversion."
-        )
+        raise ValueError(f"A raw T2IS row lacks {missing} of {_T2IS_COLUMNS}. Other rows need no conversion.")
     try:
         parsed = parse_image_set_prompt(row["prompt"])
         layout = _LAYOUT.fullmatch(row["layout"].strip())
@@ -414,10 +407,8 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` of row {index} is {value!r}. It must be an int of at least 1.")
     if type(panels) not in (list, tuple) or len(panels) != rows * cols or not all(map(is_text, panels)):
-        raise ValueError(
-            f"`panels` of row {index} is {shorten(panels)}. It must be a list with one text for each of the {rows * cols} "
-            f"panels of its {rows}x{cols} grid (rows x cols)."
-        )
+        expected = f"a text for each panel of its {rows}x{cols} grid (rows x cols)"
+        raise ValueError(f"`panels` of row {index} is {shorten(panels)}. It must be a list with {expected}.")
 
 
 def _check_prompt(index: int, prompt: Any) -> None:
@@ -438,8 +429,7 @@ def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None
     if named and (rows, cols) not in [(int(first), int(second)) for first, second in named]:
         asked = "x".join(named[0])
         raise ValueError(
-            f"Row {index} has rows={rows} and cols={cols}, but its prompt asks for a {asked} grid: {shorten(prompt)}. "
-            "Change one of the two: the image would be cut across its panels."
+            f"Row {index} has rows={rows} and cols={cols}, but its prompt asks for a {asked} grid: {shorten(prompt)}."
         )
 
 

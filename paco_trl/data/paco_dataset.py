@@ -60,10 +60,7 @@ def _read_question(text: str) -> str:
         raise ValueError(f"its question has {count} placeholders `{_PLACEHOLDER}` for 2 images: write 2 or none.")
     question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
     if _PLACEHOLDER in question or not question:
-        raise ValueError(
-            f"its question is {text!r}, but the judge gets both images before a text. Put both placeholders "
-            f"`{_PLACEHOLDER}` in front, and name the images in words: 'the first image'."
-        )
+        raise ValueError(f"its question is {text!r}. Put both placeholders before a text.")
     return question
 
 

@@ -157,10 +157,7 @@ def _check_texts(prompt: Any, completion: Any) -> None:
     if not is_text(content_text(content)):
         raise ValueError(f"The user turn of the prompt has the content {shorten(content)}. It must be a text.")
     if isinstance(content, list) and _count_image_parts(content) != 2:
-        raise ValueError(
-            f"The user turn of the prompt is a list with {_count_image_parts(content)} image parts, but there are 2 "
-            'images. Give `{"type": "image"}` twice, or the question as a text.'
-        )
+        raise ValueError(f"The user turn has {_count_image_parts(content)} image parts for 2 images.")
     decision_of(completion)
 
 
@@ -212,10 +209,7 @@ def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
     """
     _check_columns(dataset, name)
     for row, problem in _find_problems(dataset):
-        raise ValueError(
-            f"Row {row} of `{name}`: {problem} Correct the row, or leave such rows out with "
-            "`paco_trl.data.validate_pairs(dataset, skip_broken=True)`."
-        )
+        raise ValueError(f"Row {row} of `{name}`: {problem} Use `validate_pairs(dataset, skip_broken=True)`.")
 
 
 def _image_problem(image: Mapping[str, Any] | None, feature: "Image") -> str | None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = ["reference", "candidates", "ranking", "prompt"]
-_RANK_FILE = "consistency_full_rank.jsonl"
+RANK_FILE = "consistency_full_rank.jsonl"
 _PROMPT_FILE = "prompt_data.jsonl"
 
 
@@ -153,7 +153,7 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False, allow_rem
 
     folder = find_dataset_folder(path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
     finder = ImageFinder(folder, allow_remote_images=allow_remote_images)
-    records = _read_records(find_dataset_file(folder, _RANK_FILE))
+    records = _read_records(find_dataset_file(folder, RANK_FILE))
     prompts = _read_prompts(find_dataset_file(folder, _PROMPT_FILE))
 
     rows, broken = [], []
@@ -245,10 +245,7 @@ def rankings_to_pairs(
         dataset = dataset.select([row for row in range(len(dataset)) if row not in broken])
     counts = list_lengths(dataset, "candidates")
     if counts.min() < num_positives + num_negatives:
-        raise ValueError(
-            f"Row {counts.argmin()} has {counts.min()} candidates, fewer than `num_positives` ({num_positives}) and "
-            f"`num_negatives` ({num_negatives}) together. Lower one."
-        )
+        raise ValueError(f"Row {counts.argmin()} has {counts.min()} candidates, not {num_positives + num_negatives}.")
     features = pair_features()
     if "group" in dataset.column_names:
         features = Features({**features, "group": dataset.features["group"]})

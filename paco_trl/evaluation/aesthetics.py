@@ -50,10 +50,7 @@ class AestheticScorer:
         if not path.is_file():
             path = Path(cached_file(str(head), "model.safetensors"))
         if path.suffix != ".safetensors":
-            raise ValueError(
-                f"The head {str(head)!r} is not a safetensors file, and other formats can run code. Load it where you trust "
-                "it, and save its weights with `safetensors.torch.save_file`."
-            )
+            raise ValueError(f"The head {str(head)!r} is not a safetensors file; other formats can run code.")
         self.clip = ClipEmbedder(clip_model, device=device, dtype=dtype, batch_size=batch_size)
         self.head = _linear_layers(load_file(path), self.clip.model.config.projection_dim, str(head))
         self.name = f"{public_name(str(head))} on {public_name(str(clip_model))}"
@@ -79,10 +76,7 @@ def _linear_layers(weights: dict[str, torch.Tensor], width: int, where: str) -> 
     for name in names:
         rows, columns = weights[name].shape
         if columns != width:
-            raise ValueError(
-                f"`{name}` of {where} takes {columns} numbers, but CLIP's embedding or the previous layer has {width}. It is "
-                "the head of another CLIP, or not a sequence of linear layers."
-            )
+            raise ValueError(f"`{name}` of {where} takes {columns} numbers, but gets {width}. Is it of another CLIP?")
         layer = nn.Linear(columns, rows)
         layer.weight.data = weights[name].float()
         bias = weights.get(name.removesuffix("weight") + "bias")

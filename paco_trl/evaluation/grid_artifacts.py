@@ -57,10 +57,7 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
             "VAE's factor times the transformer's patch size, such as 16 for FLUX."
         )
     if min(image.height, image.width) < 2 * period:
-        raise ValueError(
-            f"The image has {image.height}x{image.width} pixels (height x width), but must have at least two periods of "
-            f"{period} pixels per side. Take a larger image."
-        )
+        raise ValueError(f"The image has {image.height}x{image.width} pixels, but needs two periods of {period}.")
     panel_height, panel_width = panel_size(image.height, image.width, rows, cols)
     luminance = np.asarray(image.convert("RGB"), dtype=float) @ LUMINANCE  # (height, width)
     across = _direction_score(luminance, period, panel_width, "column")

@@ -163,10 +163,7 @@ class Run:
             raise ValueError(f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs.")
         for answer, question in zip(answers, questions, strict=True):
             if answer is None or (not by_tokens and not math.isfinite(answer)):
-                raise ValueError(
-                    f"The scorer {scorer.name!r} gave {answer} for a pair with the question {question!r}. An evaluation "
-                    "cannot use a missing score: fix the scorer and re-run to resume."
-                )
+                raise ValueError(f"The scorer {scorer.name!r} gave {answer} for the question {question!r}.")
         if not by_tokens:
             return [float(answer) for answer in answers], [False] * len(pairs)
         scores = [yes_probability(tokens, yes, no) for tokens in answers]

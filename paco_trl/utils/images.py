@@ -31,10 +31,7 @@ def to_rgb(image: Image.Image, where: str) -> Image.Image:
     """Convert an image of any mode to RGB: transparency on white, 16 bits scaled to 8."""
     # Pillow's own conversion drops transparency and cuts off what is above 255
     if image.width == 0 or image.height == 0:
-        raise ValueError(
-            f"{where} has {image.width} x {image.height} pixels (width x height), so it is empty. Check how it was cut "
-            "or resized, or leave it out."
-        )
+        raise ValueError(f"{where} has {image.width} x {image.height} pixels (width x height): check how it was cut.")
     if image.mode == "F" or image.mode.startswith("I"):
         return _gray_16_to_rgb(image, where)
     try:
@@ -85,10 +82,8 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
         message = {"role": "user", "content": [{"type": "image", "image": opened}]}
         images, _ = process_vision_info([message], image_patch_size=patch_size)
     except Exception as error:  # Pillow raises half a dozen kinds, requests and base64 their own
-        raise ValueError(
-            f"{where} cannot be read{f' ({name})' if name else ''}: {type(error).__name__}: {error}. Replace the file, "
-            "or leave it out."
-        ) from error
+        what = f"{where} cannot be read{f' ({name})' if name else ''}"
+        raise ValueError(f"{what}: {type(error).__name__}: {error}. Replace the file.") from error
     return images[0]
 
 

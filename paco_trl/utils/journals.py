@@ -85,10 +85,7 @@ class Journal:
                 append_lines(self.path, [header])
         for number, record in lines:
             if key is not None and not self.by_key.get(record[key], {"incomplete": True}).get("incomplete"):
-                raise ValueError(
-                    f"Line {number} of {self.path} has the {key} {record[key]!r} of an earlier line: two runs wrote to the "
-                    "file at the same time. Delete it, and run one at a time."
-                )
+                raise ValueError(f"{self.path}, line {number} repeats the {key} {record[key]!r} of another run.")
             self._add(record)
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -103,16 +100,10 @@ class Journal:
         if self.key is not None:
             self.by_key[record[self.key]] = record
 
-    def _check_header(self, found: Any, wanted: dict[str, Any]) -> None:
-        if not isinstance(found, dict) or found.keys() != wanted.keys():
+    def _check_header(self, stored: Any, header: dict[str, Any]) -> None:
+        if not isinstance(stored, dict) or stored.keys() != header.keys():
             raise ValueError(f"{self.path} exists and is not a result file of this benchmark. Give another path.")
-        different = [
-            f"`{name}` is {found[name]!r} there and {value!r} now"
-            for name, value in wanted.items()
-            if found[name] != value
-        ]
+        names = [name for name in header if stored[name] != header[name]]
+        different = [f"`{name}` is {stored[name]!r} there and {header[name]!r} now" for name in names]
         if different:
-            raise ValueError(
-                f"{self.path} has the results of another run: {'; '.join(different)}. Give another path, or delete the file "
-                "to start over."
-            )
+            raise ValueError(f"{self.path} has the results of another run: {'; '.join(different)}. Give another path.")
