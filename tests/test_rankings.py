@@ -123,12 +123,6 @@ class TestCheckRankingColumns:
         with pytest.raises(ValueError, match="(R|r)ow 0 of"):
             check_ranking_columns(dataset.select([1, 0]))
 
-    def test_other_numbers(self):
-        dataset = rankings_of(ranking_row(), features=Features({**FEATURES, "ranking": List(Value("float32"))}))
-        with pytest.raises(ValueError, match=r"is \[2.0, 0.0, 1.0\]"):
-            check_ranking_columns(dataset)
-        check_ranking_columns(dataset.cast_column("ranking", List(Value("int32"))))
-
     def test_images_are_not_decoded(self):
         broken = {"bytes": b"broken", "path": None}
         dataset = rankings_of(ranking_row(reference=broken, candidates=[broken] * 3))
@@ -223,6 +217,12 @@ class TestLoadConsistencyRank:
         )
         assert load_consistency_rank(write_bench(tmp_path, [old])).to_list() == new.to_list()
 
+    def test_a_directory_that_leaves(self, tmp_path):
+        write_color(tmp_path / "secret" / "0_0.png", 1)
+        prompts = [{"idx": "../../secret", "prompt": "A fox."}]
+        with pytest.raises(ValueError, match="leaves"):
+            load_consistency_rank(write_bench(tmp_path / "bench", [rank_record(folder="../../secret")], prompts))
+
     def test_ids(self, tmp_path):
         broken = rank_record(rank_images=["0_1.png"])
         records = [rank_record(), broken, rank_record(), rank_record(ref_image="1_1.png")]
@@ -259,14 +259,6 @@ class TestLoadConsistencyRank:
         assert len(load_consistency_rank(folder, skip_broken=True)) == 2
         (warning,) = caplog.messages
         assert warning.startswith("Left out 1 of 3 records that are broken:\nconsistency_full_rank.jsonl, line 2: ")
-
-    def test_paths_that_leave(self, tmp_path):
-        path = write_color(tmp_path / "secret" / "0_0.png", 1)
-        for changes in ({"ref_image": path}, {"folder": "../../secret"}):
-            record = rank_record(**changes)
-            prompts = [{"idx": record["folder"], "prompt": "A fox."}]
-            with pytest.raises(ValueError, match="is absolute or leaves the directory"):
-                load_consistency_rank(write_bench(tmp_path / "bench", [record], prompts))
 
     @pytest.mark.parametrize("name", ["consistency_full_rank.jsonl", "prompt_data.jsonl"])
     def test_files(self, tmp_path, name):
