@@ -8,12 +8,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, Image, List, Value, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 from PIL import Image as PILImage
 
 from judge_server import JudgeServer
 from paco_trl.commands import evaluate_reward as script
 from paco_trl.commands.main import main
+from paco_trl.data.columns import typed_dataset
 from paco_trl.tiny import build_tiny_clip
 
 
@@ -28,46 +29,33 @@ def workspace(tmp_path_factory):
     build_tiny_clip(folder / "clip")
     rng = np.random.default_rng(0)
     rows = [
-        {
-            "reference": noise(rng),
-            "candidates": [noise(rng) for _ in range(4)],
-            "ranking": rng.permutation(4).tolist(),
-            "prompt": f"A fox, number {index // 2}.",
-            "group": f"g{index // 2}",
-        }
+        (
+            noise(rng),
+            [noise(rng) for _ in range(4)],
+            rng.permutation(4).tolist(),
+            f"A fox {index // 2}.",
+            f"g{index // 2}",
+        )
         for index in range(6)
     ]
-    features = {
-        "reference": Image(),
-        "candidates": List(Image()),
-        "ranking": List(Value("int64")),
-        "prompt": Value("string"),
-        "group": Value("string"),
+    types = {
+        "reference": "image",
+        "candidates": ["image"],
+        "ranking": ["int64"],
+        "prompt": "string",
+        "group": "string",
     }
-    rankings = Dataset.from_list(rows, features=Features(features))
+    rankings = typed_dataset(rows, **types)
     rankings.save_to_disk(folder / "rankings")
     DatasetDict({"test": rankings.select(range(4))}).save_to_disk(folder / "splits")
     source, near = noise(rng), noise(rng)
-    edits = [
-        {
-            "key": [f"{index}-a", f"{index}-b"],
-            "instruction": "Add a hat.",
-            "input_image": source,
-            "output_images": [source, near],  # CLIP-I prefers what did not change
-            "task_type": "subject-add",
-            "dimension": "consistency",
-        }
-        for index in range(2)
+    # CLIP-I prefers what did not change
+    rows = [
+        ([f"{n}-a", f"{n}-b"], "Add a hat.", source, [source, near], "subject-add", "consistency") for n in range(2)
     ]
-    features = {
-        "key": List(Value("string")),
-        "instruction": Value("string"),
-        "input_image": Image(),
-        "output_images": List(Image()),
-        "task_type": Value("string"),
-        "dimension": Value("string"),
-    }
-    Dataset.from_list(edits, features=Features(features)).to_parquet(folder / "edits" / "train.parquet")
+    types = {"key": ["string"], "instruction": "string", "input_image": "image", "output_images": ["image"]}
+    edits = typed_dataset(rows, **types, task_type="string", dimension="string")
+    edits.to_parquet(folder / "edits" / "train.parquet")
     published = folder / "published"  # as it is downloaded, the images in an archive
     (folder / "images" / "7").mkdir(parents=True)
     published.mkdir()
@@ -148,48 +136,27 @@ def test_datasets_of_other_kinds(workspace, tmp_path):
 
 def test_broken_rows(workspace, tmp_path):
     """An option leaves them out, and the report says so."""
-    rows = list(load_from_disk(workspace / "rankings"))
+    dataset = load_from_disk(workspace / "rankings")
+    rows = list(dataset)
     rows[1]["ranking"] = [0, 0, 1, 2]
     rows[4]["candidates"][3] = {"bytes": b"no image", "path": None}
-    features = load_from_disk(workspace / "rankings").features
-    Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "rankings")
-    options = {"dataset_name": str(tmp_path / "rankings")}
-    with pytest.raises(ValueError, match="`ranking` of row 1 "):
-        script.evaluate(arguments(workspace, tmp_path / "results", **options))
-    script.evaluate(arguments(workspace, tmp_path / "results", **options, skip_broken=True))
-    (results,) = json.loads((tmp_path / "results" / "results.json").read_text())
-    assert results["num_instances"] == 4
-    assert [sentence.partition(" of `dataset`")[0][:33] for sentence in results["skipped"]] == [
-        "`ranking` of row 1",
-        "`candidates[3]` of row 4 (embedde",
-    ]
-    name = f"{tmp_path / 'rankings'} (2 of 6 rows left out)"
-    assert f"| {name} | 4 |" in (tmp_path / "results" / "results.md").read_text()
-
+    Dataset.from_list(rows, features=dataset.features).save_to_disk(tmp_path / "rankings")
     # A record of the published layout whose image is not there is left out by the loader
-    published = tmp_path / "published"
-    shutil.copytree(workspace / "published", published)
-    record = json.loads((published / "consistency_full_rank.jsonl").read_text())
-    wrong = json.dumps({**record, "ref_image": "9_9.png"})
-    (published / "consistency_full_rank.jsonl").write_text(f"{json.dumps(record)}\n{wrong}\n")
-    options = {"dataset_name": str(published)}
-    with pytest.raises(ValueError, match="line 2: its image 'images/7/9_9.png' is neither in"):
-        script.evaluate(arguments(workspace, tmp_path / "published-results", **options))
-    script.evaluate(arguments(workspace, tmp_path / "published-results", **options, skip_broken=True))
-    (results,) = json.loads((tmp_path / "published-results" / "results.json").read_text())
-    assert results["num_instances"] == 1 and results["skipped"] == []
-
-    # Edits
-    rows = list(load_dataset(str(workspace / "edits"), split="train"))
-    rows[0]["input_image"] = {"bytes": b"no image", "path": None}
-    features = load_dataset(str(workspace / "edits"), split="train").features
-    Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "edits")
-    options = {"dataset_name": str(tmp_path / "edits"), "benchmark": "edit_reward"}
-    with pytest.raises(ValueError, match="`input_image` of row 0 .embedded. cannot be read"):
-        script.evaluate(arguments(workspace, tmp_path / "edit-results", **options))
-    script.evaluate(arguments(workspace, tmp_path / "edit-results", **options, skip_broken=True))
-    (results,) = json.loads((tmp_path / "edit-results" / "results.json").read_text())
-    assert results["num_instances"] == 1 and len(results["skipped"]) == 1
+    published = shutil.copytree(workspace / "published", tmp_path / "published")
+    record = (published / "consistency_full_rank.jsonl").read_text()
+    (published / "consistency_full_rank.jsonl").write_text(record + record.replace("0_0.png", "9_9.png"))
+    for name, message, count, num_skipped in (
+        ("rankings", "`ranking` of row 1 ", 4, 2),
+        ("published", "line 2", 1, 0),
+    ):
+        options = {"dataset_name": str(tmp_path / name)}
+        with pytest.raises(ValueError, match=message):
+            script.evaluate(arguments(workspace, tmp_path / f"{name}-results", **options))
+        script.evaluate(arguments(workspace, tmp_path / f"{name}-results", **options, skip_broken=True))
+        (results,) = json.loads((tmp_path / f"{name}-results" / "results.json").read_text())
+        assert results["num_instances"] == count and len(results["skipped"]) == num_skipped
+    table = (tmp_path / "rankings-results" / "results.md").read_text()
+    assert f"| {tmp_path / 'rankings'} (2 of 6 rows left out) | 4 |" in table
 
 
 def test_each_benchmark_has_its_own_dataset(workspace, tmp_path, monkeypatch):

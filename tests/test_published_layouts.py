@@ -299,31 +299,6 @@ class TestPipelines:
         pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, folder)
         assert np.array_equal(generate(pipeline, family), tuned)
 
-    def test_diffusers_does_not_load_it_but_takes_its_weights(self, published):
-        """
-        `load_lora_weights` wants diffusers' layout: of PEFT's it loads nothing, for FLUX with an error and for
-        Qwen-Image without one. And whatever loads the weights without the adapter's config takes the rank for
-        `lora_alpha`.
-        """
-        family, _, folder, tuned, untuned, load = published
-        pipeline = load()
-        if family == "qwen-image-edit":
-            pipeline.load_lora_weights(folder)
-            assert np.array_equal(generate(pipeline, family), untuned)
-        else:
-            with pytest.raises(KeyError, match="double_blocks"):
-                pipeline.load_lora_weights(folder)
-        weights = {
-            name.removeprefix("base_model.model."): value
-            for name, value in load_file(folder / "adapter_model.safetensors").items()
-        }
-        config = json.loads((folder / "adapter_config.json").read_text())
-        pipeline.transformer.load_lora_adapter(weights, prefix=None, metadata=config)
-        assert np.array_equal(generate(pipeline, family), tuned)
-        pipeline = load()
-        pipeline.transformer.load_lora_adapter(weights, prefix=None)
-        assert not np.array_equal(generate(pipeline, family), tuned)
-
 
 #########
 # The base model of an adapter
