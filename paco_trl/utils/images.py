@@ -83,7 +83,8 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
         images, _ = process_vision_info([message], image_patch_size=patch_size)
     except Exception as error:  # Pillow raises half a dozen kinds, requests and base64 their own
         what = f"{where} cannot be read{f' ({name})' if name else ''}"
-        raise ValueError(f"{what}: {type(error).__name__}: {error}. Replace the file.") from error
+        problem = f"{type(error).__name__}: {error}. Replace the file, or leave it out."
+        raise ValueError(f"{what}: {problem}") from error
     return images[0]
 
 
