@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     from ..rewards.baselines import ClipIScorer, DreamSimScorer
     from ..utils.statistics import bootstrap_interval
     from .aesthetics import AestheticScorer
-    from .binary import auroc, calibration_bins, expected_calibration_error
     from .edit_reward import evaluate_edit_reward
     from .grid_artifacts import grid_artifact_score
-    from .ranking import list_order_metrics, ranking_metrics
+    from .metrics import (
+        auroc,
+        calibration_bins,
+        expected_calibration_error,
+        list_order_metrics,
+        ranking_metrics,
+    )
     from .ranking_benchmark import evaluate_rankings
     from .report import published_tables, report_tables, save_report
     from .transfer import resolution_transfer

@@ -11,7 +11,7 @@ from ..data.questions import criterion_question, plain_question
 from ..data.rankings import check_ranking_types, default_question, find_broken_rankings
 from ..utils.statistics import without_nan
 from . import runs
-from .ranking import list_order_metrics, ranking_metrics
+from .metrics import list_order_metrics, ranking_metrics
 
 
 if TYPE_CHECKING:
