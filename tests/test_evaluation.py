@@ -225,7 +225,7 @@ class TestRankingMetrics:
     @pytest.mark.parametrize("metrics", [ranking_metrics, list_order_metrics])
     def test_wrong_input(self, metrics):
         for scores in ([0.1, NAN, 0.3], [0.1, math.inf, 0.3], [0.1, None, 0.3], [0.1]):
-            with pytest.raises(ValueError, match="`scores`"):
+            with pytest.raises(ValueError, match="scores"):
                 metrics(scores, list(range(len(scores))))
         for ranking in ([0, 1], [0, 1, 1], [1, 2, 3], [0, 1, None], [0, 1, 2, 2]):
             with pytest.raises(ValueError, match="`human_ranking`"):
