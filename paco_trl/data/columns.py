@@ -16,14 +16,14 @@ def column_types(**kinds: Any) -> "Features":
     """Return the types of columns: by the names of Arrow or `"image"`, a list of one for a list, or a dictionary."""
     from datasets import Features, Image, List, Value
 
-    def type_of(kind: Any) -> Any:
+    def feature_type(kind: Any) -> Any:
         if isinstance(kind, list):
-            return List(type_of(kind[0]))
+            return List(feature_type(kind[0]))
         if isinstance(kind, dict):
-            return {name: type_of(one) for name, one in kind.items()}
+            return {name: feature_type(part) for name, part in kind.items()}
         return Image() if kind == "image" else Value(kind)
 
-    return Features({name: type_of(kind) for name, kind in kinds.items()})
+    return Features({name: feature_type(kind) for name, kind in kinds.items()})
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:

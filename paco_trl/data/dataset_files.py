@@ -134,12 +134,12 @@ def _rename_images(batch: "pa.Table", column: str, files: dict[str, str]) -> "pa
 
     def rename(image: Any) -> Any:
         if isinstance(image, list):
-            return [rename(one) for one in image]
+            return [rename(part) for part in image]
         return image if image is None or image["bytes"] is not None else {**image, "path": files.get(image["path"])}
 
-    place = batch.schema.get_field_index(column)
-    renamed = pa.array(rename(batch[column].to_pylist()), batch.schema.field(place).type)
-    return batch.set_column(place, batch.schema.field(place), renamed)
+    index = batch.schema.get_field_index(column)
+    renamed = pa.array(rename(batch[column].to_pylist()), batch.schema.field(index).type)
+    return batch.set_column(index, batch.schema.field(index), renamed)
 
 
 def image_file(name: str, folders: Sequence[Path], allow_remote_images: bool = False) -> Path:

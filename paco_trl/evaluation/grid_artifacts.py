@@ -84,10 +84,10 @@ def _direction_score(luminance: np.ndarray, period: int, panel: int, name: str) 
         )
     stretches = np.stack([differences[s : s + period] for s in starts])  # (lines, period)
     means = stretches.mean(axis=1, keepdims=True)  # (lines, 1)
-    kept = means[:, 0] > 0  # a flat stretch has no differences to compare
-    if not kept.any():
+    has_detail = means[:, 0] > 0  # a flat stretch has no differences to compare
+    if not has_detail.any():
         return 0.0
-    medians = np.median(stretches[kept] / means[kept], axis=0)  # (period,)
+    medians = np.median(stretches[has_detail] / means[has_detail], axis=0)  # (period,)
     elsewhere = np.delete(medians, middle).mean()
     if elsewhere == 0:
         return float("inf") if medians[middle] > 0 else 0.0

@@ -135,11 +135,11 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
         )
     # b / num_bins, and not `linspace`, whose 0.3 is above the 0.3 that a score may be
     inner_edges = np.arange(1, num_bins) / num_bins  # (num_bins - 1,)
-    bin_of = np.searchsorted(inner_edges, scores, side="right")  # (N,)
-    count = np.bincount(bin_of, minlength=num_bins)
+    bin_numbers = np.searchsorted(inner_edges, scores, side="right")  # (N,)
+    count = np.bincount(bin_numbers, minlength=num_bins)
     with np.errstate(invalid="ignore"):  # 0 / 0 of an empty bin
         sums = {"mean_score": scores, "share_consistent": labels}
-        means = {name: np.bincount(bin_of, values, num_bins) / count for name, values in sums.items()}
+        means = {name: np.bincount(bin_numbers, values, num_bins) / count for name, values in sums.items()}
     return {"count": count.tolist()} | {name: values.tolist() for name, values in means.items()}
 
 

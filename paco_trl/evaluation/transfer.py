@@ -179,7 +179,9 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
     figure = Figure(figsize=(3.4 * columns, 3.5 * rows), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     colors = cast(Any, colormaps["tab20"]).colors
-    color_of = {prompt: colors[number % len(colors)] for number, prompt in enumerate(dict.fromkeys(pairs.prompts))}
+    prompt_colors = {
+        prompt: colors[number % len(colors)] for number, prompt in enumerate(dict.fromkeys(pairs.prompts))
+    }
     for index, result in enumerate(results):
         axes = figure.add_subplot(rows, columns, index + 1)
         training, inference, prompts = pairs.scored(result.reward)
@@ -189,7 +191,7 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
         if len(training):
             ends = [min(training.min(), inference.min()), max(training.max(), inference.max())]
             axes.plot(ends, ends, linestyle="--", linewidth=0.8, color="gray", zorder=1)
-            axes.scatter(training, inference, s=12, c=[color_of[prompt] for prompt in prompts], zorder=2)
+            axes.scatter(training, inference, s=12, c=[prompt_colors[prompt] for prompt in prompts], zorder=2)
         title = "no correlation" if math.isnan(result.correlation) else f"r {result.interval_text()}"
         axes.set_title(f"{result.reward}\n{title}", fontsize=9)
         axes.set_xlabel(f"{what} {pairs.sides.preposition} the {pairs.sides.training}", fontsize=8)

@@ -41,7 +41,7 @@ def describe_scorer(scorer: Any) -> dict[str, Any]:
     scorer = scorer.__self__ if inspect.ismethod(scorer) else scorer
     code: Any = scorer if inspect.isroutine(scorer) else type(scorer)
     description: dict[str, Any] = {"code": f"{code.__module__}.{code.__qualname__}"}
-    own = next((base for base in type(scorer).__mro__ if base.__module__.startswith("paco_trl.")), None)
+    package_class = next((base for base in type(scorer).__mro__ if base.__module__.startswith("paco_trl.")), None)
     if not str(code.__module__).startswith("paco_trl."):  # `None` after `exec`
         with suppress(OSError, TypeError):  # typed into an interpreter, or not written in Python
             description["source"] = digest(inspect.getsource(code))[:16]
@@ -49,12 +49,12 @@ def describe_scorer(scorer: Any) -> dict[str, Any]:
         description["model_name"] = public_name(str(name))
     if fingerprint := getattr(scorer, "fingerprint", None):
         description["fingerprint"] = str(fingerprint)
-    for name in inspect.signature(own).parameters if own is not None else ():
+    for name in inspect.signature(package_class).parameters if package_class is not None else ():
         value = getattr(scorer, name, None)
         if name not in _HARMLESS and isinstance(value, str | int | float):  # `None` is as good as left out
             description[name] = value
     attributes = getattr(scorer, "__dict__", {})
-    if own is None:  # of a user's own class, as a digest: one may be a secret
+    if package_class is None:  # of a user's own class, as a digest: one may be a secret
         values = {name: value for name, value in attributes.items() if isinstance(value, str | int | float)}
         values = {name: value for name, value in values.items() if not name.startswith("_")}
         description |= {"attributes": digest(values)[:16]} if values else {}

@@ -50,14 +50,16 @@ def bootstrap_interval(
     if len(defined) == 0:
         raise ValueError(f"None of the {len(values)} `values` is a number, so they have no mean and no interval.")
 
-    group_of = _number_labels(groups, defined)  # (n,)
-    stratum_of = _number_labels(strata, defined) if strata is not None else np.zeros(len(defined), dtype=int)  # (n,)
-    shape = (stratum_of.max() + 1, group_of.max() + 1)
+    group_numbers = _number_labels(groups, defined)  # (n,)
+    stratum_numbers = (
+        _number_labels(strata, defined) if strata is not None else np.zeros(len(defined), dtype=int)
+    )  # (n,)
+    shape = (stratum_numbers.max() + 1, group_numbers.max() + 1)
     if shape[1] == 1:
         return math.nan, math.nan
     sums, counts = np.zeros(shape), np.zeros(shape)  # (strata, groups)
-    np.add.at(sums, (stratum_of, group_of), values[defined])
-    np.add.at(counts, (stratum_of, group_of), 1)
+    np.add.at(sums, (stratum_numbers, group_numbers), values[defined])
+    np.add.at(counts, (stratum_numbers, group_numbers), 1)
 
     sums = np.concatenate([sums, counts])  # (2 * strata, groups)
     return bootstrap_sums(sums, lambda totals: mean_of_strata(totals)[0], confidence_level, n_resamples, seed)
