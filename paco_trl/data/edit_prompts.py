@@ -278,7 +278,8 @@ def load_edit_prompts(
         if _is_sharegpt(dataset.column_names) and "prompt" not in dataset.column_names:
             if image_folder is None:
                 raise ValueError(f"{shown} has raw ShareGPT-4o-Image rows. Give their images as `image_folder`.")
-            rows = dataset.with_format(None)
+            needed = [name for name in ("input_prompt", "input_image", "output_image") if name in dataset.column_names]
+            rows = dataset.with_format(None).select_columns(needed)  # no other image is decoded
             dataset = convert_sharegpt_4o_image(rows, image_folder, max_images, allow_remote_images)
         elif image_folder is not None:
             raise ValueError(f"`image_folder` is {str(image_folder)!r}, but {shown} names no paths. Leave it out.")
