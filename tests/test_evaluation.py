@@ -153,6 +153,7 @@ def metrics_of_orders(metrics, predicted, human):
     return metrics(scores_of_order(predicted), list(human))
 
 
+@pytest.mark.slow
 def test_metrics_come_without_torch():
     code = (
         "import sys; from paco_trl.evaluation import auroc, bootstrap_interval, ranking_metrics;"
