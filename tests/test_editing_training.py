@@ -583,7 +583,7 @@ class TestDataErrors:
         self.refuse(self.of_files(good, good, bad), folder, "Row 2 of the dataset", "cannot be read", bad)
         self.refuse(self.of_files(good, short), folder, "Row 1 of the dataset", "cannot be read", short)
         missing = str(tmp_path / "missing.png")
-        self.refuse(self.of_files(missing, good), folder, "Row 0 of the dataset", missing, "no such file")
+        self.refuse(self.of_files(missing, good), folder, "Row 0 of the dataset", missing, "FileNotFoundError")
         evaluation = {"eval_dataset": self.of_files(good, missing)}
         self.refuse(self.of_files(good, good), folder, "Row 1 of the dataset 'evaluation'", missing, **evaluation)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`protocol="published"` of ConsistencyRank and EditReward-Bench, against what the published scripts send and compute."""
 
+import io
 import json
 import math
 
@@ -14,6 +15,8 @@ from scipy.stats import kendalltau, spearmanr
 
 from paco_trl import PaCoReward
 from paco_trl.evaluation import evaluate_edit_reward, evaluate_rankings, published_tables, report_tables, save_report
+from paco_trl.evaluation.runs import RowImages
+from paco_trl.utils.images import to_rgb
 
 
 # The whole text that the published scripts give to the model
@@ -233,3 +236,13 @@ def test_published_figures_only_with_the_published_protocol(rankings, edits, tmp
             assert [shown in section for section in sections] == [number == place for number in range(4)]
     # Those of models that write a score are of another protocol
     assert "GPT-4.1" not in text and "GPT-4.1" in str(published_tables("EditReward-Bench"))
+
+
+def test_a_transparent_color_is_dropped():
+    """Judges put what is transparent on white; the published scripts show the color."""
+    buffer = io.BytesIO()
+    PILImage.new("RGB", (4, 4), (200, 0, 0)).save(buffer, "PNG", transparency=(200, 0, 0))
+    dataset = Dataset.from_list([{"image": {"bytes": buffer.getvalue(), "path": None}}]).cast_column("image", Image())
+    for protocol, color in (("default", (255, 255, 255)), ("published", (200, 0, 0))):
+        (shown,) = RowImages(dataset, ["image"], protocol)[0]
+        assert to_rgb(shown, "It").getpixel((0, 0)) == color
