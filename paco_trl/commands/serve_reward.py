@@ -10,13 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil  # type: ignore[import-untyped]
 import requests
 from safetensors import SafetensorError, safe_open
 
@@ -105,9 +105,9 @@ class Adapter(NamedTuple):
 def find_adapter(model: str) -> Adapter | None:
     """Read the LoRA adapter of a Hub id or directory; `None` for a whole model."""
     # Takes seconds to import
-    from ..rewards.paco_reward import PROCESSOR_FILES, below_adapter, safetensors_of
+    from ..rewards.paco_reward import PROCESSOR_FILES, resolve_base_model, safetensors_of
 
-    base, base_kwargs, is_adapter = below_adapter(model, {})
+    base, base_kwargs, is_adapter = resolve_base_model(model, {})
     if not is_adapter:
         return None
     weights = safetensors_of(model)
@@ -197,20 +197,18 @@ class Server:
             start_new_session=True,
         )
         self._tail = b""
-        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader = threading.Thread(target=self._forward_output, daemon=True)
         self._reader.start()
 
-    def _pass_on(self) -> None:
+    def _forward_output(self) -> None:
         # As it comes, not line by line: progress bars have no lines
         output = self.process.stdout.fileno()
         while chunk := os.read(output, 65536):
             self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-            try:
+            # If nobody reads it any more, the pipe must still be emptied, or the server would block
+            with suppress(OSError, ValueError):
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
-            except (OSError, ValueError):
-                # It is not read any more: the server would block if it were left in the pipe.
-                continue
 
     def last_lines(self) -> str:
         """Return the end of the output."""
@@ -219,30 +217,13 @@ class Server:
         return "\n".join(f"    {line}" for line in lines)
 
     def stop(self) -> None:
-        """End the process and its children, by force if they do not end by themselves."""
-        for number, seconds in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, 5.0)):
-            deadline = time.monotonic() + seconds
-            try:
+        """End the process, by force if it does not end by itself, and kill what is left of its group."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                break
-            while self._is_alive() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_GRACE)
         self._reader.join(timeout=1.0)
-
-    def _is_alive(self) -> bool:
-        """Tell whether a process of the group is alive."""
-        self.process.poll()
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return False
-        # One that has ended and that has no parent waiting for it, as in a container without an init, stays in the group
-        for process in psutil.process_iter(["status"]):
-            with suppress(ProcessLookupError):  # has ended meanwhile
-                if os.getpgid(process.pid) == self.process.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
-                    return True
-        return False
 
 
 class _Failure(RuntimeError):
@@ -253,56 +234,20 @@ class _Failure(RuntimeError):
         self.exit_code = exit_code
 
 
-def _find_executable(vllm: str) -> str:
-    executable = shutil.which(os.path.expanduser(vllm))
-    if executable is None:
-        raise _Failure(
-            f"There is no command {vllm!r} (`--vllm`): vLLM is not installed, or not on the PATH. It requires other "
-            "versions of its dependencies than this package, so install it in an environment of its own, and give its "
-            "path:\n"
-            "    python -m venv ~/vllm && ~/vllm/bin/pip install vllm\n"
-            f"    {_PROGRAM} --vllm ~/vllm/bin/vllm"
-        )
-    return os.path.abspath(executable)
-
-
-class _Stopped:
-    """Flag that signal handlers set. Not an `Event`, whose lock the wait that they interrupt may hold."""
-
-    is_set = False
-
-    def set(self, *_) -> None:
-        """Set the flag, as a signal handler."""
-        self.is_set = True
-
-    def after(self, seconds: float) -> bool:
-        """Wait, and return whether the flag is set."""
-        if not self.is_set:
-            time.sleep(seconds)
-        return self.is_set
-
-
 @contextmanager
-def _stop_signals():
-    """Provide a flag that is set when the command should stop."""
-    stopped = _Stopped()
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect the signals that should stop the command; those that are ignored (`nohup`) stay ignored."""
+    # A list, not an `Event`, whose lock the interrupted wait may hold
+    received: list[int] = []
     previous = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Those that are ignored (`nohup`) stay ignored
         if signal.getsignal(number) != signal.SIG_IGN:
-            previous[number] = signal.signal(number, stopped.set)
+            previous[number] = signal.signal(number, lambda number, frame: received.append(number))
     try:
-        yield stopped
+        yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _is_healthy(session: requests.Session, url: str) -> bool:
-    try:
-        return session.get(f"{url}/health", timeout=2.0).status_code == 200
-    except requests.RequestException:
-        return False
 
 
 class _Check(threading.Thread):
@@ -315,28 +260,32 @@ class _Check(threading.Thread):
 
     def run(self) -> None:
         try:
-            from ..rewards.served_judge import ServedJudge
+            from ..rewards import ServedJudge  # takes seconds
 
             with requests.Session() as session:
                 session.trust_env = False  # a proxy does not know this machine's own addresses
-                while not _is_healthy(session, self.url):
+                while not self._is_healthy(session):
                     time.sleep(_POLL)
-            # A server that calls itself healthy may fail at its first query
+            # A server that calls itself healthy may fail at its first query, and its answer may take longer
             judge = ServedJudge(base_url=f"{self.url}/v1", model=self.model)
-            # The first answer of a server that has just started may take longer than later ones
             judge.check(time_budget=judge.timeout)
             judge.close()
         except Exception as error:
             self.error = error
 
+    def _is_healthy(self, session: requests.Session) -> bool:
+        try:
+            return session.get(f"{self.url}/health", timeout=2.0).status_code == 200
+        except requests.RequestException:
+            return False
 
-def _wait_until_ready(server: Server, check: _Check, stopped: _Stopped, timeout: float) -> bool:
-    """Wait until the judge has answered; return `False` if the command should stop before."""
+
+def _wait_until_ready(server: Server, check: _Check, stop_signals: list[int], timeout: float) -> None:
+    """Wait until the judge has answered, or the command should stop."""
     deadline = time.monotonic() + timeout
     check.start()
-    while check.is_alive() and server.process.poll() is None:
-        if stopped.after(_POLL):
-            return False
+    while check.is_alive() and server.process.poll() is None and not stop_signals:
+        time.sleep(_POLL)
         if time.monotonic() > deadline:
             raise _Failure(
                 f"vLLM is not ready after {timeout:g} seconds (`--startup_timeout`; set it higher if a large model was "
@@ -344,16 +293,13 @@ def _wait_until_ready(server: Server, check: _Check, stopped: _Stopped, timeout:
             )
     if check.error is not None:
         # The query may have ended the server, whose exit shows only after the broken connection
-        deadline = time.monotonic() + _EXIT_WAIT
-        while server.process.poll() is None and time.monotonic() < deadline:
-            if stopped.after(_POLL):
-                return False
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(_EXIT_WAIT)
     if server.process.poll() is not None:
         raise _ended(server, "before it was ready")
     if check.error is not None:
         kind = "" if isinstance(check.error, JudgeUnavailableError) else f"{type(check.error).__name__}: "
         raise _Failure(f"The server runs, but not as a judge: {kind}{check.error}")
-    return True
 
 
 def _ended(server: Server, when: str) -> _Failure:
@@ -366,53 +312,54 @@ def _ended(server: Server, when: str) -> _Failure:
 
 
 def _serve(args: ServeArguments) -> None:
-    executable = _find_executable(args.vllm)
+    executable = shutil.which(os.path.expanduser(args.vllm))
+    if executable is None:
+        raise _Failure(
+            f"There is no command {args.vllm!r} (`--vllm`): vLLM is not installed, or not on the PATH. It requires other "
+            "versions of its dependencies than this package, so install it in an environment of its own, and give its "
+            "path:\n"
+            "    python -m venv ~/vllm && ~/vllm/bin/pip install vllm\n"
+            f"    {_PROGRAM} --vllm ~/vllm/bin/vllm"
+        )
     if find_spec("openai") is None:  # vLLM takes minutes to start
         raise _Failure('The first query of the server requires `openai`: pip install "paco_trl[served]".')
     check_port(args.host, args.port)
     adapter = find_adapter(args.model_name_or_path)
-    command = serve_command(args, executable, adapter)
+    command = serve_command(args, os.path.abspath(executable), adapter)
+    has_key = bool(os.environ.get(API_KEY_VARIABLE))
     if not is_loopback(args.host):
-        _warn_of_the_network(args.host)
+        guard = f"Without a key everyone there can use the server: put one into {API_KEY_VARIABLE}."
+        if has_key:
+            guard = "The key guards the addresses below /v1, and not all others that vLLM has."
+        say(
+            "serve-reward",
+            f"Warning: `--host` is {args.host}, which other machines may reach. {guard} Use it in a network that you trust.",
+        )
 
     # Wildcard addresses cannot be connected to
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(args.host, args.host)
     url = f"http://[{host}]:{args.port}" if ":" in host else f"http://{host}:{args.port}"
-    with _stop_signals() as stopped:
+    with _stop_signals() as stop_signals:
         server = Server(command)
         try:
-            check = _Check(url, args.served_model_name)
-            if not _wait_until_ready(server, check, stopped, args.startup_timeout):
-                return
-            _announce(args, url, adapter)
-            while not stopped.after(_POLL):
+            _wait_until_ready(server, _Check(url, args.served_model_name), stop_signals, args.startup_timeout)
+            if not stop_signals:
+                name = args.served_model_name
+                base = "" if adapter is None else f"The base model: {name + '-base'!r}\n"
+                key = f"    (with the same {API_KEY_VARIABLE} in the environment)\n" if has_key else ""
+                sys.stdout.write(
+                    f"\nThe judge is ready: {name!r} at {url}/v1\n{base}\n    from paco_trl.rewards import ConsistencyReward\n"
+                    f'    reward = ConsistencyReward(base_url="{url}/v1", model="{name}")\n{key}\nCtrl-C stops it.\n'
+                )
+                sys.stdout.flush()
+            while not stop_signals:
                 if server.process.poll() is not None:
                     raise _ended(server, "by itself")
+                time.sleep(_POLL)
         finally:
             if server.process.poll() is None:
                 say("serve-reward", "Stopping vLLM.")
             server.stop()
-
-
-def _warn_of_the_network(host: str) -> None:
-    guard = f"Without a key everyone there can use the server: put one into {API_KEY_VARIABLE}."
-    if os.environ.get(API_KEY_VARIABLE):
-        guard = "The key guards the addresses below /v1, and not all others that vLLM has."
-    say(
-        "serve-reward",
-        f"Warning: `--host` is {host}, which other machines may reach. {guard} Keep it in a network that you trust.",
-    )
-
-
-def _announce(args: ServeArguments, url: str, adapter: Adapter | None) -> None:
-    name = args.served_model_name
-    base = "" if adapter is None else f"The base model: {name + '-base'!r}\n"
-    key = f"    (with the same {API_KEY_VARIABLE} in the environment)\n" if os.environ.get(API_KEY_VARIABLE) else ""
-    sys.stdout.write(
-        f"\nThe judge is ready: {name!r} at {url}/v1\n{base}\n    from paco_trl.rewards import ConsistencyReward\n"
-        f'    reward = ConsistencyReward(base_url="{url}/v1", model="{name}")\n{key}\nCtrl-C stops it.\n'
-    )
-    sys.stdout.flush()
 
 
 def main(arguments: list[str]) -> int:

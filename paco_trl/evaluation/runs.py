@@ -13,7 +13,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from ..data.dataset_files import report_broken
-from ..rewards.decision import yes_probability
+from ..rewards import yes_probability
 from ..utils.images import open_image, to_rgb
 from ..utils.journals import Journal
 from ..utils.statistics import bootstrap_interval

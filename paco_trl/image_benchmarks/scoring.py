@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ..data.questions import shows_question, t2is_bench_question
 from ..evaluation.runs import batches, dataset_fingerprint
-from ..rewards.duplicates import panel_similarity
+from ..rewards.image_rewards import panel_similarity
 from ..utils.images import patch_size_of
 from ..utils.names import public_name
 from ..utils.text import some_of

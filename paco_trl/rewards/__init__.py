@@ -17,17 +17,11 @@ from ..utils.lazy import lazy_imports
 if TYPE_CHECKING:
     from .aggregation import AggregationDetails, aggregate_rewards
     from .baselines import ClipIReward, DreamSimReward
-    from .clip_t import ClipTReward
-    from .consistency import ConsistencyReward
-    from .decision import yes_probability
-    from .duplicates import DuplicateReward
-    from .edit import EditReward
-    from .judge import Answer, Judge, JudgeUnavailableError
-    from .layout import LayoutReward
-    from .ocr import OcrReward
-    from .pick_score import PickScoreReward
+    from .clip import ClipTReward, PickScoreReward
+    from .image_rewards import DuplicateReward, LayoutReward, OcrReward
+    from .judge import Answer, Judge, JudgeUnavailableError, ServedJudge, yes_probability
+    from .judge_rewards import ConsistencyReward, EditReward
     from .pixels import panel_similarity_reward, redness_reward
-    from .served_judge import ServedJudge
 
 __all__ = [
     "AggregationDetails", "Answer", "ClipIReward", "ClipTReward", "ConsistencyReward", "DreamSimReward",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Similarity of images as a measure of consistency: CLIP-I and DreamSim, the baselines of the PaCo-RL paper."""
 
+import math
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -10,7 +11,7 @@ from accelerate import PartialState
 from PIL import Image
 
 from ..utils.images import to_rgb
-from .clip import ClipEmbedder, check_finite
+from .clip import ClipEmbedder
 from .columns import panels_of
 
 
@@ -35,7 +36,7 @@ class ClipIScorer(ClipEmbedder):
         names = [f"An image of pair {index}" for index in range(len(images)) for _ in range(2)]
         embeds = self.embed_images([image for pair in images for image in pair], names)  # (2N, D)
         firsts, seconds = embeds[0::2], embeds[1::2]  # (N, D)
-        return check_finite((firsts * seconds).sum(dim=-1).tolist(), f"{self.name} score of pair")
+        return (firsts * seconds).sum(dim=-1).tolist()
 
 
 class DreamSimScorer:
@@ -72,14 +73,14 @@ class DreamSimScorer:
     ):
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
-        if model is None and preprocess is None and not trust_remote_code:
+        if (model is None) != (preprocess is None):
+            raise ValueError("`model` and `preprocess` belong together, but only one is given. Pass both or neither.")
+        if model is None and not trust_remote_code:
             raise ValueError(
                 "The package dreamsim runs code from GitHub (`torch.hub`, facebookresearch/dino) and downloads weights "
                 "that are not safetensors. If you trust it, pass `trust_remote_code=True`; or pass a built `model` with "
                 "its `preprocess`."
             )
-        if (model is None) != (preprocess is None):
-            raise ValueError("`model` and `preprocess` belong together, but only one is given. Pass both or neither.")
         self.name = "DreamSim"
         self.model_name = self.name if model is None else None  # for cards
         self.device = torch.device(device) if device is not None else PartialState().device
@@ -90,11 +91,11 @@ class DreamSimScorer:
 
     def score(self, images: list[tuple[Image.Image, Image.Image]], prompts: list[str]) -> list[float]:
         """Return 1 - distance for each pair."""
-        inputs = {}  # by the id of the image object
-        for index, pair in enumerate(images):
-            for image in pair:
-                if id(image) not in inputs:
-                    inputs[id(image)] = self.preprocess(to_rgb(image, f"An image of pair {index}"))
+        numbered = {id(image): (image, index) for index, pair in enumerate(images) for image in pair}
+        inputs = {
+            key: self.preprocess(to_rgb(image, f"An image of pair {index}"))
+            for key, (image, index) in numbered.items()
+        }
         similarities = []
         for start in range(0, len(images), self.batch_size):
             batch = images[start : start + self.batch_size]
@@ -103,7 +104,9 @@ class DreamSimScorer:
             with torch.no_grad():
                 distances = self.model(firsts, seconds)  # (B,)
             similarities += (1 - distances.float().reshape(len(batch))).tolist()
-        return check_finite(similarities, f"{self.name} score of pair")
+        if not all(map(math.isfinite, similarities)):
+            raise ValueError(f"Scores of {self.name} are not finite. Check the weights of the model.")
+        return similarities
 
 
 def _load_dreamsim(device):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP embeddings for the rewards and scorers that compare them."""
+"""CLIP embeddings, and the rewards that compare images with their texts by them: CLIP-T and PickScore."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,10 @@ from .columns import column_of
 
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+
+# PickScores of good images are about 20 to 23. Flow-GRPO and the published PaCo presets divide them by 26, which
+# brings them close to [0, 1]; their reward weights assume this divisor.
+PICK_SCORE_DIVISOR = 26.0
 
 
 class ClipEmbedder:
@@ -50,14 +53,10 @@ class ClipEmbedder:
         """Embed images as unit vectors `(len(images), D)` on the CPU, each object once; `names` are for errors."""
         return self.embed(images, names, [])[0]
 
-    def embed_texts(self, texts: list[str]) -> torch.Tensor:
-        """Embed texts, truncated to the model's length, as unit vectors `(len(texts), D)` on the CPU, each text once."""
-        return self.embed([], [], texts)[1]
-
     def embed(
         self, images: list[Image.Image], names: list[str], texts: list[str]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embed images and texts as [`embed_images`] and [`embed_texts`] do, with one wait for the device."""
+        """Embed images and texts, truncated to the model's length, as unit vectors, with one wait for the device."""
         objects = {id(image): (image, name) for image, name in zip(images, names, strict=True)}
         distinct = dict.fromkeys(texts)
         device = torch.device(self.device) if self.device is not None else PartialState().device
@@ -74,6 +73,11 @@ class ClipEmbedder:
             ]
         # One copy: indexing on the accelerator waits for it as well
         embeds = torch.cat(embeds).float().cpu() if embeds else torch.empty(0, self.model.config.projection_dim)
+        if not embeds.isfinite().all():
+            raise ValueError(
+                f"Embeddings of {self.model.name_or_path} are not finite: its weights are not, or overflow in their dtype. "
+                "Use `dtype=torch.float32`, or check the weights."
+            )
         embeds = torch.nn.functional.normalize(embeds, dim=-1)
         rows = {key: row for row, key in enumerate((*objects, *distinct))}
         return embeds[[rows[id(image)] for image in images]], embeds[[rows[text] for text in texts]]  # (..., D)
@@ -104,6 +108,30 @@ class ClipEmbedder:
             attention_mask=None if mask is None else to_device(mask, self.model.device),
         ).pooler_output  # (B, D)
 
+    def score_texts(
+        self,
+        images: list[list[Image.Image]],
+        texts: list[list[str]],
+        scale: float = 1.0,
+        log_metric: Callable[[str, float], None] | None = None,
+    ) -> list[float]:
+        """Average the cosine of each image with its text, times `scale`, over the images of a completion."""
+        distinct = list(dict.fromkeys(text for row in texts for text in row))
+        if log_metric is not None and distinct:
+            lengths = [len(ids) for ids in self.processor.tokenizer(distinct)["input_ids"]]
+            limit = self.model.config.text_config.max_position_embeddings
+            log_metric(f"{self.__name__}/truncated_texts", sum(length > limit for length in lengths) / len(lengths))
+        names = [
+            f"Completion {index}" if len(row) == 1 else f"Panel {number} of completion {index}"
+            for index, row in enumerate(images)
+            for number in range(len(row))
+        ]
+        image_embeds, text_embeds = self.embed(
+            [image for row in images for image in row], names, [text for row in texts for text in row]
+        )  # (images, D)
+        similarities = scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
+        return [row.mean().item() for row in similarities.split([len(row) for row in images])]
+
 
 def check_panels(
     metric: str,
@@ -115,54 +143,124 @@ def check_panels(
     panels = column_of(panels, "panels", len(completions), metric)
     panel_images = column_of(panel_images, "panel_images", len(completions), metric)
     for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
-        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        if not texts or not all(isinstance(text, str) and text.strip() for text in texts) or len(images) != len(texts):
             raise ValueError(
-                f"`panels` of completion {index} is {texts!r}, but {metric} requires a text for each panel. Fill it in."
-            )
-        if not images or len(images) != len(texts):
-            raise ValueError(
-                f"Completion {index} has {len(images or [])} panel images and {len(texts)} panel texts. Check "
-                "`rows`, `cols` and `panels` in the dataset."
+                f"`panels` of completion {index} is {texts!r}, but {metric} requires a text for each of its {len(images)} "
+                "panel images. Check `rows`, `cols` and `panels` in the dataset."
             )
     return panels, panel_images
 
 
-def score_texts(
-    embedder: ClipEmbedder,
-    metric: str,
-    images: list[list[Image.Image]],
-    texts: list[list[str]],
-    scale: float = 1.0,
-    log_metric: Callable[[str, float], None] | None = None,
-) -> list[float]:
-    """Average the cosine of each image with its text, times `scale`, over the images of a completion."""
-    distinct = list(dict.fromkeys(text for row in texts for text in row))
-    if log_metric is not None and distinct:
-        lengths = [len(ids) for ids in embedder.processor.tokenizer(distinct)["input_ids"]]
-        limit = embedder.model.config.text_config.max_position_embeddings
-        truncated = sum(length > limit for length in lengths) / len(lengths)
-        log_metric(f"{embedder.__name__}/truncated_texts", truncated)
+class ClipTReward(ClipEmbedder):
+    """
+    CLIP-T reward: cosine similarity of each panel's image and text embedding, averaged over the panels of a grid. This
+    is the prompt-following reward of PaCo-GRPO for text-to-image-set generation.
 
-    names = [
-        f"Completion {index}" if len(row) == 1 else f"Panel {number} of completion {index}"
-        for index, row in enumerate(images)
-        for number in range(len(row))
-    ]
-    image_embeds, text_embeds = embedder.embed(
-        [image for row in images for image in row], names, [text for row in texts for text in row]
-    )  # (images, D)
-    similarities = scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
+    - Range: [-1, 1], about 0.2 to 0.4 with real CLIP weights. Similarities are not scaled by CLIP's `logit_scale`.
+    - Columns: `panels`, the texts of the panels; `panel_images` from the trainer. It logs `clip_t/truncated_texts`,
+      the fraction of texts that are longer than CLIP's 77 tokens.
+    - Cost: per panel one forward pass of the vision tower (by default a ViT-H/14 at 224 x 224 pixels), and per
+      distinct text one of the text encoder.
+    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3; the model is that of its published code, a
+      [CLIP](https://arxiv.org/abs/2103.00020) trained by [OpenCLIP](https://arxiv.org/abs/2212.07143).
+    - License of the weights: see the model card.
 
-    scores = [row.mean().item() for row in similarities.split([len(row) for row in images])]
-    return check_finite(scores, f"{metric} score of completion")
+    The model is loaded at construction, frozen and in eval mode, and stays on the CPU until the first call.
+
+    Args:
+        model (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
+            Hub id or directory of a [`~transformers.CLIPModel`] with its [`~transformers.CLIPProcessor`].
+        device (`str` or `torch.device`, *optional*):
+            Device to score on. Defaults to this process's own: its accelerator, or the CPU if there is none.
+        dtype (`torch.dtype`, *optional*):
+            Dtype of the model. Defaults to float32, whatever the dtype of the file: the advantage comes from small
+            differences within a group.
+        batch_size (`int`, *optional*, defaults to `32`):
+            Panels, or texts, per forward pass.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.rewards import ClipTReward
+
+    >>> clip_t = ClipTReward()
+    >>> scores = clip_t(  # a list of one float
+    ...     prompts=["A cat's day, in 2 panels."],
+    ...     completions=[grid],
+    ...     panels=[["A cat wakes up.", "A cat sleeps."]],
+    ...     panel_images=[[left, right]],
+    ... )
+    ```
+    """
+
+    __name__ = "clip_t"  # names TRL's metrics, `rewards/clip_t/mean`
+
+    def __call__(
+        self,
+        prompts: list[str],
+        completions: list[Image.Image],
+        panels: list[list[str]] | None = None,
+        panel_images: list[list[Image.Image]] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **kwargs,
+    ) -> list[float]:
+        """Return one score per completion, the mean over its `panel_images`, each with its text in `panels`."""
+        texts, images = check_panels("CLIP-T", completions, panels, panel_images)
+        return self.score_texts(images, texts, log_metric=log_metric)
 
 
-def check_finite(scores: list[float], what: str) -> list[float]:
-    """Check that all scores are finite; `what` names one, followed by its index."""
-    for index, score in enumerate(scores):
-        if not math.isfinite(score):
-            raise ValueError(
-                f"The {what} {index} is {score}: the weights of the model are not finite, or overflow in its dtype. Use "
-                "`dtype=torch.float32`, or check the weights."
-            )
-    return scores
+class PickScoreReward(ClipEmbedder):
+    """
+    PickScore reward: a CLIP trained on which of two images people preferred for a prompt. It rewards the look of an
+    image as well as its content.
+
+    With the column `panels`, each panel is compared with its own text, and the score is the mean over the panels of a
+    grid; without it, the full image is compared with its prompt. The processor crops an image that is not square to
+    its central square. It logs `pick_score/truncated_texts` as [`ClipTReward`] does.
+
+    - Range: `exp(logit_scale)` * cosine / 26, mostly 0.7 to 0.9 with the published weights. The divisor is that of
+      Flow-GRPO and of the published PaCo presets.
+    - Cost: per panel or image one forward pass of a ViT-H/14 at 224 x 224 pixels, and per distinct text one of the
+      text encoder. The model has about 1 billion parameters, 4 GB in float32.
+    - Source: [Pick-a-Pic](https://arxiv.org/abs/2305.01569).
+    - License of the weights: see the model card.
+
+    Args:
+        model (`str` or `Path`, *optional*, defaults to `"yuvalkirstain/PickScore_v1"`):
+            Hub id or directory of a [`~transformers.CLIPModel`].
+        processor (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
+            Hub id or directory of its [`~transformers.CLIPProcessor`]. The default is the one that PickScore was
+            trained with.
+        device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
+            See [`ClipTReward`].
+    """
+
+    __name__ = "pick_score"  # names TRL's metrics, `rewards/pick_score/mean`
+
+    def __init__(
+        self,
+        model: str | Path = "yuvalkirstain/PickScore_v1",
+        processor: str | Path = CLIP_H,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        batch_size: int = 32,
+    ):
+        super().__init__(model, device, dtype, batch_size, processor=processor)
+
+    def __call__(
+        self,
+        prompts: list[str],
+        completions: list[Image.Image],
+        panels: list[list[str]] | None = None,
+        panel_images: list[list[Image.Image]] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **kwargs,
+    ) -> list[float]:
+        """Return one score per completion; with `panels`, the mean over its `panel_images`."""
+        if panels is None:
+            rows = list(zip(completions, prompts, strict=True))
+            images, texts = [[image] for image, _ in rows], [[prompt] for _, prompt in rows]
+        else:
+            texts, images = check_panels("PickScore", completions, panels, panel_images)
+        scale = self.model.logit_scale.float().exp().item() / PICK_SCORE_DIVISOR
+        return self.score_texts(images, texts, scale, log_metric)

@@ -1,20 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges: objects that answer questions about pairs of images."""
+"""Judges: objects that answer questions about pairs of images; one on an OpenAI-compatible server is here."""
 
-from collections.abc import Callable, Hashable, Sequence
+import asyncio
+import functools
+import logging
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 from PIL import Image
+from scipy.special import expit
 
-from ..utils.images import check_text
+from ..data.questions import plain_question
+from ..utils.chat import ChatClient, NoAnswerError
+from ..utils.images import check_text, data_url, load_image
+from ..utils.names import public_name
 
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+
+logger = logging.getLogger(__name__)
 
 # Forms of an image that judges take
 ImageSource = Image.Image | str | Path | bytes
 ImagePair = tuple[ImageSource, ImageSource]
-# What is read from an answer: P(Yes), the log-probabilities of tokens, or a text
-Score = TypeVar("Score")
 # Images of one question: a pair, or one image
 ImageGroup = ImagePair | tuple[ImageSource]
 # Why a question has no score: the server refuses it, does not answer it, or answers what cannot be read, or Yes and No
@@ -22,16 +38,28 @@ ImageGroup = ImagePair | tuple[ImageSource]
 NO_SCORE = ("refused", "unavailable", "unreadable", "undecided")
 # Log-probabilities that a judge reads: the most that OpenAI's API and vLLM return
 TOP_LOGPROBS = 20
+# vLLM's logarithm of 0
+_LOG_ZERO = -9999.0
+# A missing token is at most as likely as the last one returned. A score that this could change by more is `None`.
+_MAX_SCORE_ERROR = 1e-3
+# Of the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
+_CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
+_SAVE_OPTIONS = {
+    "png": {"compress_level": 1},  # higher levels cost more time than they save
+    "jpeg": {"quality": 95, "subsampling": 0},
+}
+# Retries end with the time budget
+_MAX_RETRIES = 10_000
 
 
 class JudgeUnavailableError(RuntimeError):
     """A judge cannot be queried at all: it is down, refuses the key, or lacks the model. It stops a run."""
 
 
-class Answer(NamedTuple, Generic[Score]):
+class Answer(NamedTuple):
     """Score of a pair by a judge, P(Yes) / (P(Yes) + P(No)), or why there is none: one of `NO_SCORE`."""
 
-    score: Score | None
+    score: Any  # or the log-probabilities of tokens, or a text
     reason: str | None = None
 
 
@@ -52,22 +80,18 @@ class Judge(Protocol):
         ...
 
 
+# ---- Questions, for all judges ----
+
+
 def image_key(image: ImageSource) -> Hashable:
     """Return what identifies an image without reading it: the object, or its name."""
     return str(image) if isinstance(image, (str, Path)) else id(image)
 
 
-def named_images(group: ImageGroup, index: int) -> list[tuple[Hashable, ImageSource, str]]:
+def images_with_labels(group: ImageGroup, index: int) -> list[tuple[Hashable, ImageSource, str]]:
     """Return the key of each image of a question, the image, and its name for errors: `Second image of pair 3`."""
     names = ("First image of pair", "Second image of pair") if len(group) == 2 else ("Image",)
     return [(image_key(image), image, f"{name} {index}") for image, name in zip(group, names, strict=True)]
-
-
-def single_images(images: list[ImageSource]) -> list[tuple[ImageSource]]:
-    """Make groups of one image, for questions about single images."""
-    if not isinstance(images, (list, tuple)):
-        raise ValueError(f"`images` is {type(images).__name__}, not a list of images. Pass `[image]` for one.")
-    return [(image,) for image in images]
 
 
 def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
@@ -87,13 +111,371 @@ def both_orders(pairs: list[tuple]) -> list[tuple]:
     return [order for first, second in pairs for order in ((first, second), (second, first))]
 
 
-def one_question_each(
+def broadcast_questions(
     prompts: str | list[str], count: int, what: str, find_control: Callable[[str], list[str]] = lambda text: []
 ) -> list[str]:
-    """Repeat a single question `count` times, or check that there is one for each; refuse control tokens in them."""
+    """Repeat a single question `count` times, or check that there is one for each; reject control tokens in them."""
     prompts = [prompts] * count if isinstance(prompts, str) else list(prompts)
     if len(prompts) != count:
         raise ValueError(f"{len(prompts)} questions for {count} {what}: `prompts` must be one text for all or each.")
     for index, prompt in enumerate(prompts):
         check_text(prompt, find_control(prompt), f"`prompts[{index}]`")
     return prompts
+
+
+def yes_probability(
+    logprobs: Mapping[str, float], yes: Sequence[str] = ("Yes",), no: Sequence[str] = ("No",)
+) -> float | None:
+    """
+    Compute the score of a judge from the log-probabilities of the first position: P(Yes) / (P(Yes) + P(No)).
+
+    Args:
+        logprobs (`Mapping[str, float]`):
+            Token -> log-probability.
+        yes (`Sequence[str]`, *optional*, defaults to `("Yes",)`), no (`Sequence[str]`, *optional*, defaults to `("No",)`):
+            Tokens of each answer; their probabilities are added. The published weights were trained on these two:
+            `yes` and ` Yes` are other tokens.
+
+    Returns:
+        `float` or `None`: the score. An answer without any of its tokens has probability 0, which gives 1 or 0. `None`
+        if both have probability 0 (absent, -inf, or vLLM's -9999).
+
+    Example:
+
+    ```python
+    >>> from paco_trl.rewards import yes_probability
+
+    >>> round(yes_probability({"Yes": -0.1, "No": -2.4, "Maybe": -5.0}), 4)
+    0.9089
+    ```
+    """
+    for token in (*yes, *no):
+        # A server may round 0 to a little more
+        if not logprobs.get(token, -math.inf) <= 1e-3:
+            raise ValueError(f"The log-probability of {token!r} is {logprobs[token]}, but must be at most 0.")
+    log_yes, log_no = (
+        float(np.logaddexp.reduce([logprobs.get(token, -math.inf) for token in tokens])) for tokens in (yes, no)
+    )
+    if max(log_yes, log_no) <= _LOG_ZERO:
+        return None
+    return float(expit(log_yes - log_no))
+
+
+# ---- A judge on a server ----
+
+
+@dataclass(eq=False)
+class ServedJudge:
+    """
+    Judge behind an OpenAI-compatible endpoint that returns log-probabilities, such as vLLM (`paco-trl serve-reward`).
+
+    The score is that of [`~paco_trl.PaCoReward`]: P(Yes) / (P(Yes) + P(No)) at the first position of the answer, from
+    the log-probabilities of its 20 likeliest tokens. Images are resized by the same function, so that the model sees
+    the same pixels, and are sent as PNG.
+
+    A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried by openai's client.
+    A question that has no answer after `time_budget` seconds has the score `None` if the server then answers a test
+    question, and the judge is considered down if not. A judge can be queried from any thread or event loop.
+
+    Args:
+        base_url (`str`):
+            Address of the API, for example `"http://127.0.0.1:8000/v1"`.
+        model (`str`):
+            Name of the model on the server (`--served-model-name` of vLLM, or the name of a LoRA module).
+        api_key (`str`, *optional*):
+            Key. If `None`, the environment variable `VLLM_API_KEY`, which vLLM reads too.
+        max_concurrency (`int`, *optional*, defaults to `32`):
+            Concurrent requests. Each process of a run has its own.
+        timeout (`float`, *optional*, defaults to `60.0`):
+            Seconds for a request.
+        time_budget (`float`, *optional*, defaults to `300.0`):
+            Seconds for a question with all its requests and waits, which is how long a server may take to restart. A
+            test question then tells whether the server is down; it has a tenth of the budget, at least five seconds
+            and at most `timeout`.
+        image_format (`str`, *optional*, defaults to `"png"`):
+            `"png"`, which is lossless, or `"jpeg"` (quality 95, full color resolution), which is smaller but changes
+            pixels and therefore scores; benchmarks/README.md has numbers for both.
+        system_prompt (`str`, *optional*):
+            System turn before each question, for a judge that was trained with one.
+        patch_size (`int`, *optional*, defaults to `14`):
+            Patch size of the model's vision tower in pixels. Images are resized to its multiples: 14 for Qwen2-VL and
+            Qwen2.5-VL, 16 for Qwen3-VL.
+
+    Example:
+
+    ```python
+    >>> from paco_trl.data import theme_question
+    >>> from paco_trl.rewards import ServedJudge
+
+    >>> judge = ServedJudge("http://127.0.0.1:8000/v1", "paco-reward")
+    >>> judge.check()
+    >>> judge.score([("spring.png", "summer.png")], theme_question("A fox through the four seasons"))  # one float
+    ```
+    """
+
+    base_url: str
+    model: str
+    api_key: InitVar[str | None] = None
+    max_concurrency: int = 32
+    timeout: float = 60.0
+    time_budget: float = 300.0
+    image_format: str = "png"
+    system_prompt: str | None = None
+    patch_size: int = 14
+
+    def __post_init__(self, api_key: str | None):
+        if not self.timeout <= self.time_budget:
+            raise ValueError(
+                f"`timeout` is {self.timeout} and `time_budget` is {self.time_budget}, but `timeout` (of a request) must be "
+                "at most `time_budget` (of a question with its retries)."
+            )
+        if self.image_format not in _SAVE_OPTIONS:
+            raise ValueError(f"`image_format` is {self.image_format!r}, but must be 'png' or 'jpeg'.")
+        self._client = ChatClient(
+            self.base_url,
+            self.model,
+            api_key or os.environ.get("VLLM_API_KEY"),
+            self.max_concurrency,
+            self.timeout,
+            _MAX_RETRIES,
+            "Pass `api_key`, or set VLLM_API_KEY.",
+            JudgeUnavailableError,
+        )
+        self.name = self._client.name
+        self.model_name = public_name(self.model)  # for cards, without the address
+        self._slots = asyncio.Semaphore(self.max_concurrency)
+        self._reported: set[str] = set()  # kinds of failures that have been logged with an example
+        self._is_waiting = False  # for a server that does not answer, which has been logged
+
+    def check(self, time_budget: float = 30.0) -> None:
+        """
+        Check by one real question that the server has the model and can be used as a judge, or raise a
+        `JudgeUnavailableError` with the reason.
+
+        Args:
+            time_budget (`float`, *optional*, defaults to `30.0`):
+                Seconds to wait for a server that does not answer, at most the judge's own `time_budget`.
+        """
+        self._client.run(self._check(min(self.time_budget, time_budget)))
+
+    def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
+        """
+        Score pairs of images. Arguments are those of [`~paco_trl.PaCoReward.score`], here and in the other methods.
+
+        Returns:
+            `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each pair. `None` without an answer; a warning has the
+            reasons.
+
+        Raises:
+            JudgeUnavailableError: If the server is down, refuses the key, or does not have the model.
+        """
+        return [answer.score for answer in self._client.run(self._answer(images, prompts, symmetric))]
+
+    async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
+        """Score pairs like [`~ServedJudge.score`], as a coroutine and with the reasons for missing scores."""
+        return await asyncio.wrap_future(self._client.start(self._answer(images, prompts, symmetric)))
+
+    def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
+        """Score questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does."""
+        return self._read_all([(image,) for image in images], prompts, _read_score)
+
+    def top_logprobs(
+        self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
+    ) -> list[dict[str, float] | None]:
+        """Return the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does."""
+        return self._read_all(check_pairs(images), prompts, _read_tokens, labels=image_labels)
+
+    def explain(
+        self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512
+    ) -> list[str | None]:
+        """Generate the full answers greedily, as [`~paco_trl.PaCoReward.explain`] does."""
+        return self._read_all(check_pairs(images), prompts, _read_text, max_new_tokens)
+
+    def close(self) -> None:
+        """Close the connections. The judge cannot be queried afterwards."""
+        self._client.close()
+
+    def _read_all(self, *args, **kwargs) -> list:
+        return [answer.score for answer in self._client.run(self._query_all(*args, **kwargs))]
+
+    # ---- On the event loop ----
+
+    async def _check(self, budget: float) -> None:
+        try:
+            await self._call(self._client.find_model, budget)
+            completion = await self._call(functools.partial(self._client.complete, self._test_body()), budget)
+            answer = _read_score(completion)
+            if answer.score is None:
+                tokens = ", ".join(map(repr, _read_tokens(completion).score or ())) or "none"
+                raise NoAnswerError("unreadable", f"its likeliest first tokens: {tokens}")
+        except NoAnswerError as failure:
+            if failure.kind == "unavailable":
+                raise JudgeUnavailableError(
+                    f"No judge answers at {self.base_url} ({failure}, for {budget:g} seconds). Start one with `paco-trl "
+                    "serve-reward` and wait until it reports that it is ready, or correct the address."
+                ) from None
+            raise JudgeUnavailableError(
+                f"{self.name} cannot be used as a judge. Asked '{plain_question()}' about two images, it gave no score "
+                f"({failure}). A judge must answer Yes or No first, and its server must return the log-probabilities of "
+                f"{TOP_LOGPROBS} tokens (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
+            ) from None
+
+    async def _answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool) -> list[Answer]:
+        pairs = check_pairs(images)
+        if not symmetric:
+            return await self._query_all(pairs, prompts, _read_score)
+        prompts = broadcast_questions(prompts, len(pairs), "pairs", _CONTROL_TOKEN.findall)
+        prompts = [prompt for prompt in prompts for _ in range(2)]
+        answers = await self._query_all(both_orders(pairs), prompts, _read_score)
+        means = []
+        for first, second in zip(answers[::2], answers[1::2], strict=True):
+            failed = next((answer for answer in (first, second) if answer.score is None), None)
+            means.append(failed or Answer((first.score + second.score) / 2))
+        return means
+
+    async def _query_all(
+        self,
+        groups: Sequence[ImageGroup],
+        prompts: str | list[str],
+        read: Callable[["ChatCompletion"], Answer],
+        max_tokens: int = 1,
+        labels: tuple[str, str] | None = None,
+    ) -> list[Answer]:
+        noun = "images" if groups and len(groups[0]) == 1 else "pairs"
+        prompts = broadcast_questions(prompts, len(groups), noun, _CONTROL_TOKEN.findall)
+        # Each image is encoded once; errors name its first question
+        sources = {
+            key: (image, where)
+            for index, group in reversed(list(enumerate(groups)))
+            for key, image, where in images_with_labels(group, index)
+        }
+        encoded = await asyncio.to_thread(self._encode, sources)
+        bodies = (
+            self._body([encoded[image_key(image)] for image in group], prompt, max_tokens, labels)
+            for group, prompt in zip(groups, prompts, strict=True)
+        )
+        try:
+            # If one finds the judge unavailable, the others are canceled
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._query(body, read)) for body in bodies]
+        except BaseExceptionGroup as problems:
+            raise problems.exceptions[0] from None
+        answers = [task.result() for task in tasks]
+        reasons = Counter(answer.reason for answer in answers if answer.reason is not None)
+        if reasons:
+            counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+            logger.warning(f"{reasons.total()} of {len(answers)} questions to {self.name} have no answer: {counted}.")
+        return answers
+
+    async def _query(self, body: dict, read: Callable[["ChatCompletion"], Answer]) -> Answer:
+        async with self._slots:
+            started = asyncio.get_running_loop().time()
+            try:
+                completion = await self._call(functools.partial(self._client.complete, body), self.time_budget)
+                self._is_waiting = False
+                return read(completion)
+            except NoAnswerError as failure:
+                if failure.kind == "unavailable":
+                    await self._check_is_up(failure, started)
+                if failure.kind not in self._reported:
+                    self._reported.add(failure.kind)
+                    logger.warning(f"{self.name} cannot answer a question: {failure}.")
+                return Answer(None, failure.kind)
+
+    async def _call(self, request: Callable[..., Coroutine], budget: float) -> Any:
+        """Send a request, again for `budget` seconds in all; a temporary failure is that of the first time."""
+        failure = NoAnswerError("unavailable", "timeout")
+        try:
+            async with asyncio.timeout(budget):
+                try:
+                    return await request(is_retried=False)
+                except NoAnswerError as error:
+                    if error.kind != "unavailable":
+                        raise
+                    failure = error
+                if not self._is_waiting:
+                    self._is_waiting = True
+                    logger.warning(
+                        f"{self.name} does not answer ({failure}). Trying again for up to {budget:g} seconds."
+                    )
+                return await request()
+        except TimeoutError:
+            raise failure from None
+
+    async def _check_is_up(self, failure: NoAnswerError, started: float) -> None:
+        """Tell a bad question from a server that is down by a test question."""
+        try:
+            async with asyncio.timeout(min(self.timeout, max(self.time_budget / 10, 5.0))):
+                await self._client.complete(self._test_body(), is_retried=False)
+        except (NoAnswerError, TimeoutError):
+            seconds = asyncio.get_running_loop().time() - started
+            raise JudgeUnavailableError(
+                f"{self.name} has not answered for {seconds:.0f} seconds (`time_budget`: {self.time_budget:g}): {failure}. Is "
+                "it still running?"
+            ) from None
+
+    # ---- Requests ----
+
+    def _body(
+        self, urls: list[str], prompt: str, max_tokens: int = 1, labels: tuple[str, str] | None = None
+    ) -> dict[str, Any]:
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        if labels is not None:
+            texts = [{"type": "text", "text": label} for label in labels]
+            content = [part for pair in zip(texts, content, strict=True) for part in pair]
+        return {
+            "messages": [*system, {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+            "logprobs": True,
+            "top_logprobs": TOP_LOGPROBS,
+        }
+
+    def _test_body(self) -> dict[str, Any]:
+        images = {color: (Image.new("RGB", (112, 112), color), "A test image") for color in ("white", "black")}
+        return self._body(list(self._encode(images).values()), plain_question())
+
+    def _encode(self, sources: Mapping[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
+        """Encode images as data URLs, with the pixels that a judge in the process would see."""
+        options = _SAVE_OPTIONS[self.image_format]
+        return {
+            key: data_url(load_image(source, self.patch_size, where), self.image_format, **options)
+            for key, (source, where) in sources.items()
+        }
+
+
+def _read_tokens(completion: "ChatCompletion") -> Answer:
+    """Read the likeliest first tokens with their log-probabilities, in place of a score."""
+    logprobs: dict[str, float] = {}
+    try:
+        choice: Any = completion.choices[0]
+        for entry in choice.logprobs.content[0].top_logprobs:
+            # Tokens may share a text (pieces of a character): the likelier one comes first
+            logprobs.setdefault(entry.token, float(entry.logprob))
+    except (AttributeError, IndexError, TypeError, ValueError):
+        logprobs = {}
+    return Answer(logprobs) if logprobs else Answer(None, "unreadable")
+
+
+def _read_score(completion: "ChatCompletion") -> Answer:
+    logprobs, reason = _read_tokens(completion)
+    if logprobs is None:
+        return Answer(None, reason)
+    try:
+        score = yes_probability(logprobs)
+    except ValueError:  # NaN
+        return Answer(None, "unreadable")
+    present = [logprobs[token] for token in ("Yes", "No") if token in logprobs]
+    # Negated, so that a NaN among the others gives no score
+    if len(present) == 1 and not math.exp(min(logprobs.values()) - present[0]) <= _MAX_SCORE_ERROR:
+        score = None
+    return Answer(score, "undecided" if score is None else None)
+
+
+def _read_text(completion: "ChatCompletion") -> Answer:
+    try:
+        text = completion.choices[0].message.content
+    except (AttributeError, IndexError, TypeError):
+        text = None
+    return Answer(text) if isinstance(text, str) and text else Answer(None, "unreadable")

@@ -5,8 +5,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,14 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image
 from safetensors import safe_open
 from tqdm.auto import tqdm
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -29,18 +35,16 @@ from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import find_control_tokens, load_image, patch_size_of
 from ..utils.names import check_model_name, public_name
 from ..utils.quantization import quantization_config
-from .decision import decision_direction, decision_token_ids, scales_logits
 from .judge import (
     TOP_LOGPROBS,
     ImageGroup,
     ImagePair,
     ImageSource,
     both_orders,
+    broadcast_questions,
     check_pairs,
     image_key,
-    named_images,
-    one_question_each,
-    single_images,
+    images_with_labels,
 )
 from .prefix_sharing import order_for_sharing, share_prefixes
 
@@ -54,6 +58,8 @@ _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
 _PIXELS_PER_FORWARD = 2**22
 # Prefix that PeftModel adds to the model's own names
 _PEFT_PREFIX = "base_model.model."
+# Configs of models that scale their logits after the head
+_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 # Layer names of adapters from before transformers 4.52 -> current names
 _OLD_LAYERS = {r"^model\.(?=layers|norm|embed_tokens)": "model.language_model.", r"^visual": "model.visual"}
 
@@ -64,8 +70,8 @@ class PaCoReward:
     and a question is P(Yes) / (P(Yes) + P(No)) at the first position of the model's answer.
 
     One forward pass scores a batch of pairs; nothing is generated. With a model of the Qwen2-VL or Qwen2.5-VL family,
-    the vision tower encodes each image once per call of [`~PaCoReward.score`], many in one forward, and questions of a batch that begin
-    with the same images share the language model's work on them.
+    the vision tower encodes each image once per call of [`~PaCoReward.score`], and questions of a batch that begin with
+    the same images share the language model's work on them.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -149,12 +155,9 @@ class PaCoReward:
                 Further arguments of [`~transformers.PreTrainedModel.from_pretrained`]; `revision` and `subfolder`
                 apply to the named repository, not to an adapter's base model.
 
-        Returns:
-            [`PaCoReward`].
-
         Raises:
-            ValueError: If weights are missing or unexpected, an adapter names no base model or does not fit it, or the
-                tokenizer does not encode Yes and No as one token each.
+            ValueError: If weights are missing or unexpected, an adapter does not fit its base model, or the tokenizer
+                does not encode Yes and No as one token each.
         """
         model = os.fspath(model)
         if quantization is not None:
@@ -163,7 +166,7 @@ class PaCoReward:
             kwargs = dict(quantization_config=config, **kwargs)  # an error with both
         # Before gigabytes are read: the tokenizer may lack Yes and No
         processor = cls.load_processor(model, trust_remote_code, **kwargs)
-        base, base_kwargs, is_adapter = below_adapter(model, kwargs)
+        base, base_kwargs, is_adapter = resolve_base_model(model, kwargs)
         # A live ZeRO-3 configuration would leave the weights empty
         with without_zero3_init():
             network, info = AutoModelForImageTextToText.from_pretrained(
@@ -184,7 +187,7 @@ class PaCoReward:
     def load_processor(model: str | Path, trust_remote_code: bool = False, **kwargs) -> ProcessorMixin:
         """Load the processor of a judge (or of an adapter's base model) without the weights; check its tokenizer."""
         model = os.fspath(model)
-        base, base_kwargs, is_adapter = below_adapter(model, kwargs)
+        base, base_kwargs, is_adapter = resolve_base_model(model, kwargs)
         if is_adapter and not has_processor(model, **_hub_arguments(kwargs)):
             model, kwargs = base, base_kwargs
         processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **_hub_arguments(kwargs))
@@ -228,9 +231,6 @@ class PaCoReward:
 
         Returns:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each pair.
-
-        Raises:
-            ValueError: If an image cannot be read, or a score is not finite.
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
         if not symmetric:
@@ -251,9 +251,8 @@ class PaCoReward:
             prompts (`str` or `list[str]`):
                 Question for each image, or one for all. See [`~paco_trl.data.shows_question`].
         """
-        groups = single_images(images)
-        prompts = self._check_prompts(prompts, len(groups), "images")
-        return self._query(groups, prompts, "image", self._probabilities, show_progress)
+        prompts = self._check_prompts(prompts, len(images), "images")
+        return self._query([(image,) for image in images], prompts, "image", self._probabilities, show_progress)
 
     def top_logprobs(
         self,
@@ -292,15 +291,10 @@ class PaCoReward:
             prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`), show_progress (`bool`, *optional*, defaults to `False`):
                 Question for each set, or one for all; see [`~PaCoReward.score`].
         """
-        prompts = one_question_each(prompts, len(image_sets), "sets")
+        prompts = broadcast_questions(prompts, len(image_sets), "sets")
         for index, images in enumerate(image_sets):
-            if not isinstance(images, (list, tuple)):
-                raise ValueError(
-                    f"`image_sets[{index}]` is {type(images).__name__}, not a list of images. Pass a list of sets, "
-                    "`[[first, second, third], ...]`."
-                )
-            if len(images) < 2:
-                raise ValueError(f"Set {index} has {len(images)} image(s); pass at least two.")
+            if not isinstance(images, (list, tuple)) or len(images) < 2:
+                raise ValueError(f"`image_sets[{index}]` is {images!r}, not a list of at least two images.")
         pairs = [pair for images in image_sets for pair in combinations(images, 2)]
         counts = [len(images) * (len(images) - 1) // 2 for images in image_sets]
         questions = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
@@ -324,7 +318,7 @@ class PaCoReward:
             loaded = [
                 load_image(image, patch_size_of(self.processor), where)
                 for index, pair in enumerate(pairs[start : start + self.batch_size], start)
-                for _, image, where in named_images(pair, index)
+                for _, image, where in images_with_labels(pair, index)
             ]
             inputs = self._inputs(prompts[start : start + self.batch_size], loaded)
             # The published generation configs sample and penalize repetitions; an explanation should match the score
@@ -339,7 +333,7 @@ class PaCoReward:
 
     def _check_prompts(self, prompts: str | list[str], count: int, what: str) -> list[str]:
         control_tokens = find_control_tokens(self.processor)
-        return one_question_each(prompts, count, what, lambda prompt: control_tokens)
+        return broadcast_questions(prompts, count, what, lambda prompt: control_tokens)
 
     def _keep_hidden_state(self, module: torch.nn.Module, args: tuple) -> None:
         self._hidden_state = args[0]
@@ -363,11 +357,11 @@ class PaCoReward:
         self._hidden_state = None
         values, ids = logits.float().log_softmax(dim=-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))  # (B, 20)
         rows = []
-        for of_row, tokens in zip(values.tolist(), ids.tolist(), strict=True):
+        for logprobs, tokens in zip(values.tolist(), ids.tolist(), strict=True):
             row: dict[str, float] = {}
-            for value, token in zip(of_row, tokens, strict=True):
+            for logprob, token in zip(logprobs, tokens, strict=True):
                 # Tokens may share a text: the likelier one comes first
-                row.setdefault(self.processor.tokenizer.decode([token]), value)
+                row.setdefault(self.processor.tokenizer.decode([token]), logprob)
             rows.append(row)
         return rows
 
@@ -385,14 +379,12 @@ class PaCoReward:
         keys = [tuple(image_key(image) for image in group) for group in groups]
         order = order_for_sharing(keys, prompts)
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        pixels = _PIXELS_PER_FORWARD if self._takes_encoded_images else 0
-        images = _Images(patch_size_of(self.processor), self._prepare, groups, batches, pixels)
         answers: list = [None] * len(groups)
         progress = tqdm(total=len(groups), desc=f"Scoring {noun}s", unit=noun, disable=not show_progress)
         # A surrounding autocast would change the scores
         with progress, torch.autocast(self.device.type, enabled=False):
-            for number, indices in enumerate(batches):
-                inputs = self._inputs([prompts[index] for index in indices], images.of_batch(number), labels)
+            for indices, images in zip(batches, self._image_batches(groups, batches), strict=True):
+                inputs = self._inputs([prompts[index] for index in indices], images, labels)
                 if self._takes_encoded_images:
                     inputs = share_prefixes(self._network, inputs, [keys[index] for index in indices])
                 for index, answer in zip(indices, read(inputs), strict=True):
@@ -404,6 +396,32 @@ class PaCoReward:
                     answers[index] = answer
                 progress.update(len(indices))
         return answers
+
+    def _image_batches(self, groups: list[ImageGroup], batches: list[list[int]]) -> Iterator[list]:
+        """Yield the images of each batch, loaded and encoded once and kept until the last batch that uses them."""
+        patch_size = patch_size_of(self.processor)
+        pixel_budget = _PIXELS_PER_FORWARD if self._takes_encoded_images else 0
+        batch_keys = [[image_key(image) for index in batch for image in groups[index]] for batch in batches]
+        last_use = {key: number for number, keys in enumerate(batch_keys) for key in keys}
+        ready: dict = {}
+        for number, keys in enumerate(batch_keys):
+            if not ready.keys() >= set(keys):
+                # Images of later batches are encoded along with those of this one, as far as the pixels go
+                missing: dict = {}
+                pixels = 0
+                indices = chain.from_iterable(batches[number:])
+                upcoming = (item for index in indices for item in images_with_labels(groups[index], index))
+                for place, (key, image, where) in enumerate(upcoming):
+                    if key in ready or key in missing:
+                        continue
+                    if place >= len(keys) and pixels >= pixel_budget:
+                        break
+                    missing[key] = load_image(image, patch_size, where)
+                    pixels += math.prod(missing[key].size)
+                ready.update(zip(missing, self._encode(list(missing.values())), strict=True))
+            images = [ready[key] for key in keys]
+            ready = {key: image for key, image in ready.items() if last_use[key] > number}
+            yield images
 
     def _inputs(
         self, prompts: list[str], images: list, labels: tuple[str, str] | None = None
@@ -440,7 +458,7 @@ class PaCoReward:
         encoded = BaseModelOutputWithPooling(pooler_output=tuple(features for features, _ in images))
         return {**inputs, "mm_encoder_outputs": {"image": encoded}}
 
-    def _prepare(self, images: list[Image.Image]) -> list:
+    def _encode(self, images: list[Image.Image]) -> list:
         """Encode images to features and patch grids in one forward pass if the model takes these."""
         if not self._takes_encoded_images:
             return images
@@ -452,52 +470,45 @@ class PaCoReward:
         return list(zip(outputs.pooler_output, grids, strict=True))
 
 
-@dataclass
-class _Images:
-    """Distinct images of a call, loaded and encoded before the first batch that uses them and kept until the last."""
+def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Look up the token ids of Yes and No, each of which must be one token."""
+    ids = []
+    for answer in ("Yes", "No"):
+        encoded = tokenizer.encode(answer, add_special_tokens=False)
+        if len(encoded) != 1:
+            raise ValueError(
+                f"The tokenizer {type(tokenizer).__name__} encodes {answer!r} as {len(encoded)} tokens "
+                f"({tokenizer.convert_ids_to_tokens(encoded)}). The score is the probability of Yes against No at one "
+                "position, so each must be one token: use a model whose tokenizer has both, such as Qwen2.5-VL."
+            )
+        ids += encoded
+    return ids[0], ids[1]
 
-    patch_size: int
-    prepare: Callable[[list[Image.Image]], list]
-    groups: list[ImageGroup]
-    batches: list[list[int]]
-    pixels: int = 0  # beyond those of a batch, images of later ones are encoded along with it up to this number
-    ready: dict = field(default_factory=dict)
 
-    def __post_init__(self):
-        batches = ((number, index) for number, batch in enumerate(self.batches) for index in batch)
-        self.last_use = {image_key(image): number for number, index in batches for image in self.groups[index]}
+def decision_direction(
+    head: torch.nn.Module, decision_ids: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Return direction `(D,)` and offset that give logit(Yes) - logit(No) from a hidden state, in float32."""
+    # One by one: a list of indices is copied to the device, which the host waits for
+    yes, no = (head.weight.detach()[token].float() for token in decision_ids)
+    if head.bias is None:
+        return yes - no, 0.0
+    bias_yes, bias_no = (head.bias.detach()[token].float() for token in decision_ids)
+    return yes - no, bias_yes - bias_no
 
-    def of_batch(self, number: int) -> list:
-        keys = [image_key(image) for index in self.batches[number] for image in self.groups[index]]
-        if any(key not in self.ready for key in keys):
-            missing = self._load(number)
-            self.ready.update(zip(missing, self.prepare(list(missing.values())), strict=True))
-        images = [self.ready[key] for key in keys]
-        self.ready = {key: image for key, image in self.ready.items() if self.last_use[key] > number}
-        return images
 
-    def _load(self, number: int) -> dict:
-        """Load what a batch and, as far as the pixels go, later ones lack."""
-        missing: dict = {}
-        pixels = 0
-        for later in range(number, len(self.batches)):
-            for index in self.batches[later]:
-                for key, image, where in named_images(self.groups[index], index):
-                    if key in self.ready or key in missing:
-                        continue
-                    if later > number and pixels >= self.pixels:
-                        return missing
-                    missing[key] = load_image(image, self.patch_size, where)
-                    pixels += math.prod(missing[key].size)
-        return missing
+def scales_logits(config: PreTrainedConfig) -> str | None:
+    """Return the name of a scaling of the logits after the head, with which [`decision_direction`] is not enough."""
+    text_config = config.get_text_config()
+    return next((name for name in _SCALES if getattr(text_config, name, None) not in (None, 1, 1.0)), None)
 
 
 def _hub_arguments(kwargs: dict) -> dict:
     return {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS}
 
 
-def below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
-    """Return an adapter's base model (or the model itself), its loading arguments, and whether it is a base."""
+def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
+    """Return the base model of an adapter, or the model itself; its loading arguments; and whether it is a base."""
     check_model_name(model)
     hub_kwargs = _hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:
@@ -517,19 +528,12 @@ def below_adapter(model: str, kwargs: dict) -> tuple[str, dict, bool]:
 
 def _check_loading(model: str, info: dict) -> None:
     # transformers only reports these: missing weights are then random, unexpected ones ignored
-    faults = {
-        "are missing": info["missing_keys"],
-        "are unexpected": info["unexpected_keys"],
-        "have another shape": info["mismatched_keys"],
-    }
-    found = [
-        f"{len(names)} weights {what} ({sorted(map(str, names))[0]}, ...)" for what, names in faults.items() if names
-    ]
-    if found:
+    faults = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
+    if any(faults.values()):
+        counts = "; ".join(f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in faults.items() if names)
         raise ValueError(
-            f"The weights of {model!r} do not match its config.json: {'; '.join(found)}. Such a judge would score at "
-            "random. The files are incomplete, or from another version of transformers: save the model again with a "
-            "current version."
+            f"The weights of {model!r} do not match its config.json: {counts}. Such a judge would score at random. The "
+            "files are incomplete, or from another version of transformers: save the model again with a current version."
         )
 
 
@@ -565,27 +569,23 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
     config = PeftConfig.from_pretrained(adapter, **hub_kwargs)
     if not isinstance(config.target_modules, str):  # a pattern, or a list which may be of whole names
         config.target_modules = set(rename_old_layers(config.target_modules or [], model_type))
-    fault = None
-    with warnings.catch_warnings():
-        # PEFT loads an adapter whose names do not match as an untrained one, with this warning
-        warnings.filterwarnings("error", message="Found missing adapter keys")
-        try:
+    try:
+        with warnings.catch_warnings():
+            # PEFT loads an adapter whose names do not match as an untrained one, with this warning
+            warnings.filterwarnings("error", message="Found missing adapter keys")
             options = {"key_mapping": _OLD_LAYERS if model_type in _ENCODED_IMAGES else None, **hub_kwargs}
             model = PeftModel.from_pretrained(network, adapter, config=config, torch_device="cpu", **options)
-        except (UserWarning, ValueError, RuntimeError) as problem:
-            fault = problem
-    if fault is None:
         # PEFT silently ignores weights of layers that the configuration does not name
         with safe_open(weights, "pt") as file:
-            names = set(rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in file.keys()), model_type))
-        placed = {
-            name.removeprefix(_PEFT_PREFIX) for name in get_peft_model_state_dict(model, save_embedding_layers=False)
-        }
-        if names <= placed:
-            return model
-        fault = f"unexpected weights {sorted(names - placed)}."
-    raise ValueError(
-        f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(fault)[:300]} It "
-        "was trained on another model, or with another version of transformers that names layers differently: merge it "
-        "with that version and pass the merged model."
-    )
+            names = rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in file.keys()), model_type)
+        loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
+        unexpected = set(names) - {name.removeprefix(_PEFT_PREFIX) for name in loaded}
+        if unexpected:
+            raise ValueError(f"unexpected weights {sorted(unexpected)}.")
+    except (UserWarning, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(error)[:300]} "
+            "It was trained on another model, or with another version of transformers that names layers differently: "
+            "merge it with that version and pass the merged model."
+        ) from error
+    return model

@@ -16,11 +16,6 @@ def token_weights(
     length = length.float()
     if first_token_weight is None:
         return torch.ones_like(length), torch.ones_like(length)
-    if not 0 <= first_token_weight <= 1:
-        raise ValueError(
-            f"`first_token_weight` is {first_token_weight}; it is the decision token's fraction of the loss and must be "
-            "in [0, 1] (the paper uses 0.1), or `None` for plain likelihood."
-        )
     first = torch.full_like(length, first_token_weight)
     others = (1 - first_token_weight) / (length - 1).clamp(min=1)
     if variant == "released":
@@ -71,9 +66,6 @@ def first_token_weighted_loss(
 
     Returns:
         `torch.Tensor`: the loss, a scalar; 0 for a batch without a token.
-
-    Raises:
-        ValueError: If `first_token_weight` is outside of [0, 1], or the variant is unknown.
     """
     weights = first_token_weights(mask, first_token_weight, variant)
     log_probs = torch.where(mask.bool(), log_probs, 0.0)  # -inf * 0 would be NaN

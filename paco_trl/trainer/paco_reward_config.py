@@ -73,11 +73,6 @@ class PaCoRewardConfig(SFTConfig):
             the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
         jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
             Names of these signals.
-
-    > [!NOTE]
-    > These parameters have default values different from [`~trl.SFTConfig`]: `max_length` (`16384`), `learning_rate`
-    > (`2e-4`), `lr_scheduler_type` (`"cosine"`), `warmup_steps` (`0.1`), `num_train_epochs` (`2.0`),
-    > `dataloader_num_workers` (`None`), `ddp_find_unused_parameters` (`False`), `enable_jit_checkpoint` (`True`).
     """
 
     # Parameters that control the loss
@@ -105,6 +100,7 @@ class PaCoRewardConfig(SFTConfig):
         refuse_fields(self, SFTConfig, REFUSED_SFT_FIELDS, INSTEAD_FOR_PAIRS)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
+        check_arguments(self)
         self._check_values()
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
@@ -117,16 +113,14 @@ class PaCoRewardConfig(SFTConfig):
         check_gradient_accumulation(self)
 
     def _check_values(self) -> None:
-        check_arguments(self)
-        # `not` instead of a reversed comparison: it refuses NaN as well
+        # `not` instead of a reversed comparison: it rejects NaN as well
         if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
             raise ValueError(
-                f"`first_token_weight` is {self.first_token_weight}; the decision token's fraction of the loss must be in "
-                "(0, 1] (the paper uses 0.1), or None for plain likelihood. At 0 the decision would not be trained."
+                f"`first_token_weight` is {self.first_token_weight}; it must be in (0, 1] (the paper uses 0.1), or None for "
+                "plain likelihood. At 0 the decision would not be trained."
             )
         if self.loss_variant not in LOSS_VARIANTS:
-            choices = ", ".join(map(repr, LOSS_VARIANTS))
-            raise ValueError(f"`loss_variant` is {self.loss_variant!r}; it must be one of {choices}.")
+            raise ValueError(f"`loss_variant` is {self.loss_variant!r}; it must be one of {LOSS_VARIANTS}.")
         if self.train_sampling_strategy == "batch_rebalance":
             raise ValueError(
                 "`train_sampling_strategy` is 'batch_rebalance', whose order does not depend on `seed` alone. "

@@ -2,9 +2,11 @@
 """PaCo-Reward: fine-tuning of a vision-language model to judge whether two images are consistent, and why."""
 
 import copy
-from functools import partial
+import re
+from collections.abc import Callable
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -13,7 +15,15 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from PIL import Image
 from torch import nn
-from transformers import AutoProcessor, BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+    TrainerCallback,
+)
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
@@ -21,23 +31,24 @@ from ..cards import JudgeCard, render_card
 from ..checkpointing.checkpoints import find_checkpoint
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
 from ..data import check_pair_columns
+from ..evaluation import auroc, expected_calibration_error
 from ..hub.files import JUDGE_ADAPTER
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
-from ..rewards.decision import decision_direction, decision_token_ids, scales_logits
+from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
+from ..utils.deepspeed import without_zero3_init
+from ..utils.devices import tower_arguments
 from ..utils.files import sole_writer
 from ..utils.images import limit_pixels, pixel_limit
 from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop, stop_request
-from .first_token_loss import first_token_weights, num_loss_items
-from .judge_metrics import METRICS, Decisions, decision_sums, evaluation_metrics, training_metrics
-from .judge_model import complete_peft_config, cut_graph_behind_tower
+from ..utils.target_modules import check_lora_alpha, check_target_modules
+from .data_collator import PairCollator, PairRows, PairSampler, can_count_tokens, check_pairs
+from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import judge_settings, lora_of
 from .paco_reward_config import PaCoRewardConfig
-from .pair_checks import check_label_only, check_rows, datasets_by_name, has_lengths, warn_of_one_label
-from .pair_collator import PairCollator, PairRows, PairSampler, check_lengths_are_known
 from .refusals import end_explained, memory_explained, refuse_methods
 from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
 from .starting import check_best_metric, own_config
@@ -52,12 +63,166 @@ _BATCHES_PER_AGREEMENT = 8
 REFUSED_METHODS = ("call_model_init", "hyperparameter_search")
 
 
-class _EvaluateAtTheEnd(TrainerCallback):
-    """Request an evaluation at the last step, while the trackers still run."""
+# ---- Model ----
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step >= state.max_steps:
-            control.should_evaluate = True
+
+def language_model_targets(model: PreTrainedModel) -> str:
+    """Match the linear layers of the language model for `LoraConfig.target_modules`; all else stays frozen."""
+    decoder = model.get_decoder()
+    names = [name for name, module in model.named_modules() if module is decoder]
+    if not names or not names[0]:
+        raise ValueError(
+            f"The language model of {type(model).__name__} is not a named module of it. Name the layers to train in "
+            "`peft_config`, as `LoraConfig(target_modules=...)`."
+        )
+    layers = {name.split(".")[-1] for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
+    return rf"{re.escape(names[0])}\..*\.({'|'.join(sorted(layers))})"
+
+
+def disable_vision_tower_grad(model: PreTrainedModel, grids: list[list[int]]) -> None:
+    """Run the vision tower without gradients as long as nothing in it trains; `grids` has the patch grids, or nothing."""
+    tower = model.get_encoder("image")
+    if model.get_decoder() not in tower.modules():  # else the model has no separate tower
+        forward = tower.forward
+        tower.forward = update_wrapper(partial(_forward_tower, tower, forward, grids), forward)
+
+
+def _forward_tower(tower: PreTrainedModel, forward: Callable, grids: list[list[int]], *args, **kwargs):
+    if grids:
+        kwargs |= tower_arguments(tower, torch.tensor(grids), tower.device)
+        grids.clear()  # another call has other images
+    # With gradient checkpointing, transformers makes the tower's patches require gradients
+    # (`enable_input_require_grads`), so that frozen blocks would be recomputed and differentiated for nothing
+    trains = any(parameter.requires_grad for parameter in tower.parameters())
+    with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+
+
+def complete_peft_config(
+    peft_config: LoraConfig | None, model: str | PreTrainedModel, revision: str | None, trust_remote_code: bool
+) -> LoraConfig:
+    """Fill in the paper's adapter, the task type and the layers of the language model where left out; check the layers."""
+    if peft_config is None:
+        peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
+    if not isinstance(peft_config, LoraConfig):
+        raise TypeError(f"`peft_config` is a {type(peft_config).__name__}; it must be a `LoraConfig`, or None.")
+    check_lora_alpha(peft_config)
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
+    if isinstance(peft_config.target_modules, str):  # a pattern
+        return peft_config
+    if isinstance(model, str):
+        # SFTTrainer loads it later: build it without weights for the names of its layers
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        with without_zero3_init(), torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
+    if peft_config.target_modules is None:
+        peft_config.target_modules = language_model_targets(model)
+    check_target_modules(peft_config, model)
+    return peft_config
+
+
+# ---- Metrics ----
+
+# Summed over the training steps between two logs
+_SUMMED = (
+    "pairs", "decision_loss", "reasoning_loss", "num_reasoning", "correct", "consistent", "p_yes_consistent",
+    "p_yes_inconsistent", "entropy", "top1", "attended", "positions",
+)  # fmt: skip
+
+
+class Decisions(NamedTuple):
+    """Decisions on a batch of pairs: detached float32 tensors of shape (B,)."""
+
+    p_yes: torch.Tensor  # P(Yes) / (P(Yes) + P(No))
+    is_yes: torch.Tensor  # 1 where the completion starts with Yes
+    decision_loss: torch.Tensor  # -log p of the decision token in the full vocabulary
+    reasoning_loss: torch.Tensor  # sum of -log p over the other tokens of the completion
+    num_reasoning: torch.Tensor  # number of these
+
+
+def decision_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Sum what `_SUMMED` names over a batch, as a tensor that stays on the accelerator until the next log."""
+    p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
+    return torch.stack(
+        [
+            torch.ones_like(p_yes).sum(),
+            decision_loss.sum(),
+            reasoning_loss.sum(),
+            num_reasoning.sum(),
+            ((p_yes > 0.5) == (is_yes == 1)).float().sum(),
+            is_yes.sum(),
+            (p_yes * is_yes).sum(),
+            (p_yes * (1 - is_yes)).sum(),
+            outputs.entropy.detach().float().sum(),
+            outputs.is_top1.float().sum(),
+            attention_mask.float().sum().to(p_yes.device),
+            p_yes.new_full((), attention_mask.numel()),
+        ]
+    )
+
+
+# All metrics of an evaluation
+METRICS = (
+    "loss", "decision_loss", "decision_accuracy", "ece", "reasoning_loss", "p_yes/consistent", "p_yes/inconsistent",
+    "auroc",
+)  # fmt: skip
+
+
+def training_metrics(totals: torch.Tensor) -> tuple[dict[str, float], int]:
+    """Compute the metrics between two logs from the sums of their steps; also return the number of tokens."""
+    sums = dict(zip(_SUMMED, totals.tolist(), strict=True))
+    tokens = sums["pairs"] + sums["num_reasoning"]
+    metrics = {
+        "decision_loss": (sums["decision_loss"], sums["pairs"]),
+        "reasoning_loss": (sums["reasoning_loss"], sums["num_reasoning"]),
+        "decision_accuracy": (sums["correct"], sums["pairs"]),
+        "p_yes/consistent": (sums["p_yes_consistent"], sums["consistent"]),
+        "p_yes/inconsistent": (sums["p_yes_inconsistent"], sums["pairs"] - sums["consistent"]),
+        "entropy": (sums["entropy"], tokens),
+        "mean_token_accuracy": (sums["top1"], tokens),
+    }
+    metrics = {name: total / count for name, (total, count) in metrics.items() if count > 0}
+    padding = 1 - sums["attended"] / sums["positions"]
+    return {**metrics, "padding": padding}, int(sums["attended"])
+
+
+def evaluation_metrics(decisions: Decisions, first_token_weight: float | None, loss_variant: str) -> dict[str, float]:
+    """Compute the metrics of an evaluation; AUROC is left out when all pairs have the same answer."""
+    p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
+    length = num_reasoning + 1
+    first, others = token_weights(length, first_token_weight, loss_variant)
+    by_completion = first_token_weight is not None and loss_variant == "paper"
+    num_items = len(length) if by_completion else length.sum().item()
+    metrics = {
+        "loss": (first * decision_loss + others * reasoning_loss).sum().item() / num_items,
+        "decision_loss": decision_loss.mean().item(),
+        "decision_accuracy": ((p_yes > 0.5) == (is_yes == 1)).double().mean().item(),
+        "ece": expected_calibration_error(p_yes.numpy(), is_yes.numpy()),
+    }
+    if num_reasoning.sum() > 0:
+        metrics["reasoning_loss"] = (reasoning_loss.sum() / num_reasoning.sum()).item()
+    for name, is_kind in (("consistent", is_yes == 1), ("inconsistent", is_yes == 0)):
+        if is_kind.any():
+            metrics[f"p_yes/{name}"] = p_yes[is_kind].mean().item()
+    if 0 < is_yes.sum() < len(is_yes):
+        metrics["auroc"] = auroc(p_yes.numpy(), is_yes.numpy())
+    else:
+        logger.warning(
+            f"All {len(is_yes)} evaluation pairs have the same answer, so AUROC is undefined and left out. "
+            "Evaluate on consistent and inconsistent pairs."
+        )
+    return metrics
+
+
+# ---- Trainer ----
+
+
+def _by_name(eval_dataset: Dataset | dict[str, Dataset] | None) -> dict[str, Dataset]:
+    """Return the evaluation datasets by their names in errors."""
+    if eval_dataset is None:
+        return {}
+    return eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
 
 
 @refuse_methods(*REFUSED_METHODS)
@@ -106,9 +271,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             Adapter to train. If `None`, the paper's: rank 32, alpha 64. `target_modules` default to all linear layers
             of the language model; the vision tower and its projector stay frozen.
 
-    Raises:
-        TypeError: If `args` is not a `PaCoRewardConfig`, or `peft_config` is not a `LoraConfig`.
-        ValueError: If data, settings or model cannot work. Data and settings are checked before the model is loaded.
     """
 
     # The loss is divided by the completions (or tokens) of the full optimizer step, see `compute_loss`
@@ -138,11 +300,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         elif not isinstance(args, PaCoRewardConfig):
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
         args = own_config(args)
-        check_pair_columns(train_dataset, "train_dataset")
-        check_label_only(train_dataset, args)
-        warn_of_one_label(train_dataset)
-        eval_datasets = {} if eval_dataset is None else datasets_by_name(eval_dataset)
-        for key, dataset in eval_datasets.items():
+        datasets: dict[str, Any] = {"train_dataset": train_dataset} | _by_name(eval_dataset)
+        for key, dataset in datasets.items():
             check_pair_columns(dataset, key)
         check_best_metric(args, METRICS, eval_dataset if isinstance(eval_dataset, dict) else ())
         with sole_writer(args.output_dir, "checkpoints", is_inside=True):
@@ -158,21 +317,21 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         if processing_class is None:
             check_model_name(name)
             processing_class = AutoProcessor.from_pretrained(name, **source)
-        if not isinstance(processing_class, ProcessorMixin):
-            raise TypeError(
-                f"`processing_class` is a {type(processing_class).__name__}; a judge of images requires a processor "
-                "(tokenizer and image processor), see `AutoProcessor.from_pretrained`."
-            )
         processing_class = copy.deepcopy(processing_class)  # the caller's own keeps its size limit
         tokenizer = processing_class.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        decision_ids = decision_token_ids(tokenizer)
         if args.max_pixels is not None:
             limit_pixels(processing_class, args.max_pixels)
-        if args.train_sampling_strategy == "group_by_length" and not has_lengths(train_dataset, args):
-            check_lengths_are_known(processing_class)
-        for key, dataset in [("train_dataset", train_dataset), *eval_datasets.items()]:
-            check_rows(dataset, key, processing_class, args.max_length)
+        has_lengths = args.length_column_name in datasets["train_dataset"].column_names
+        if args.train_sampling_strategy == "group_by_length" and not (
+            has_lengths or can_count_tokens(processing_class)
+        ):
+            raise ValueError(
+                f"`train_sampling_strategy` is 'group_by_length', but a {type(processing_class).__name__} cannot report how "
+                "many tokens an image takes. Add a column of lengths, named by `length_column_name`, or use 'random'."
+            )
+        for key, dataset in datasets.items():
+            check_pairs(dataset, key, processing_class, args, is_training=key == "train_dataset")
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         if not isinstance(model, PeftModel):
@@ -185,12 +344,11 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             args=args,
             data_collator=PairCollator(
                 processing_class,
+                max_length=args.max_length,
                 completion_only_loss=True,
-                decision_ids=decision_ids,
-                cut_at=args.max_length,
                 # Tokens without weight in the loss are left out
-                decision_only=args.first_token_weight == 1 and args.loss_variant == "paper",
-                labels_alone=args.first_token_weight is not None and args.loss_variant == "paper",
+                decision_only_loss=args.first_token_weight == 1 and args.loss_variant == "paper",
+                label_only_without_eos=args.first_token_weight is not None and args.loss_variant == "paper",
             ),
             train_dataset=cast(Any, train_dataset).with_format(None),  # SFTTrainer looks at its first row
             eval_dataset=eval_dataset,
@@ -202,10 +360,14 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         )
         args.enable_jit_checkpoint = stops
         parallelism = self.accelerator.parallelism_config
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled or parallelism.tp_enabled):
-            reason = "Context, sequence and tensor parallelism would split a completion, whose tokens are weighted together."
-            raise ValueError(f"{reason} Use data parallelism or DeepSpeed ZeRO.")
-
+        is_split = parallelism is not None and (
+            parallelism.cp_enabled or parallelism.sp_enabled or parallelism.tp_enabled
+        )
+        if is_split or self.is_fsdp_enabled:
+            # They would split a completion, whose tokens are weighted together, or shard the weights that are saved
+            raise ValueError(
+                "FSDP and context, sequence or tensor parallelism are not supported. Use data parallelism or DeepSpeed ZeRO."
+            )
         config = self._inner_model().config
         scale = scales_logits(config)
         if scale is not None:
@@ -213,11 +375,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
                 f"The model changes its logits (`{scale}` = {getattr(config.get_text_config(), scale)}), which P(Yes) in "
                 "training does not support. Such a model can be used as a judge, but not be trained here."
             )
-        if self.is_fsdp_enabled:
-            raise ValueError("FSDP is not supported: weights are read and saved that it shards. Use DeepSpeed ZeRO-3.")
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            remedy = "Load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`."
-            raise ValueError(f"Nothing of the model is trainable. {remedy}")
+            raise ValueError(
+                "Nothing of the model is trainable. Load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`."
+            )
 
         if describe_quantization(self.model) is not None and args.deepspeed_plugin is None:
             for parameter in trained_parameters(self.model).values():
@@ -227,7 +388,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self.base_model_name = name
         self.evaluations: dict[str, dict] = {}  # the last one of each dataset
         self.pictures: dict[str, Image.Image] = {}
-        self.decision_ids = decision_ids
+        self.decision_ids = decision_token_ids(tokenizer)
         self._sums: torch.Tensor | None = None  # since the last log, see `decision_sums`
         self._evaluated: list[torch.Tensor] = []
         self._is_evaluating = False
@@ -236,12 +397,17 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self.add_callback(TrainingTimeCallback())
         self.add_callback(RunCallback(on_train_begin=self._begin_run, on_prediction_step=self._give_up_evaluation))
         if self.eval_dataset is not None:
-            self.add_callback(_EvaluateAtTheEnd())
+            self.add_callback(RunCallback(on_step_end=self._evaluate_last_step))
         self._grids: list[list[int]] = []  # of the micro-batch's images
-        cut_graph_behind_tower(self._inner_model(), self._grids)
+        disable_vision_tower_grad(self._inner_model(), self._grids)
         self.data_collator.get_rope_index = getattr(self._inner_model().base_model, "get_rope_index", None)
         # The fused head returns the label's log-probability only; the other answer's needs the hidden state
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
+
+    def _evaluate_last_step(self) -> None:
+        # Before the end of training, while the trackers still run
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_evaluate = True
 
     def _inner_model(self) -> PreTrainedModel:
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
@@ -256,7 +422,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         args = self.args
         if args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
-        if has_lengths(self.train_dataset, args):
+        if args.length_column_name in self.train_dataset.column_names:
             lengths = self.train_dataset[args.length_column_name][:]
         else:
             lengths = self.data_collator.lengths(self.train_dataset, "train_dataset")
@@ -297,8 +463,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Compute the loss of a micro-batch: its fraction of the mean over the optimizer step."""
-        if return_outputs:
-            raise ValueError("`return_outputs=True` requires logits, which the fused head never builds.")
         args = self.args
         inputs = dict(inputs)
         rows, self._grids[:] = inputs.pop("rows"), inputs.pop("grids", ())
@@ -324,17 +488,17 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     def _decide(self, hidden_state: torch.Tensor, labels: torch.Tensor, outputs) -> Decisions:
         mask, log_probs = outputs.label_mask, outputs.log_probs.detach().float()
         position = mask.int().argmax(dim=1)  # (B,), where the decision is predicted
-        each = torch.arange(len(position), device=position.device)
-        is_yes = labels.to(position.device)[each, position] == self.decision_ids[0]
+        rows = torch.arange(len(position), device=position.device)
+        is_yes = labels.to(position.device)[rows, position] == self.decision_ids[0]
         direction, offset = self._decision_direction()
-        hidden = hidden_state.to(direction.device)[each, position].float()  # (B, D)
+        hidden = hidden_state.to(direction.device)[rows, position].float()  # (B, D)
         p_yes = torch.sigmoid(hidden @ direction + offset)
-        decision_loss = -log_probs[each, position]
+        decision_loss = -log_probs[rows, position]
         reasoning_loss = -(log_probs * mask).sum(dim=1) - decision_loss
         return Decisions(p_yes, is_yes.float(), decision_loss, reasoning_loss, mask.sum(dim=1).float() - 1)
 
     def _decision_direction(self) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """Return a direction (D,) and an offset: logit(Yes) - logit(No) of a hidden state. Every process calls it."""
+        """Return a direction (D,) and an offset: logit(Yes) - logit(No) of a hidden state. Collective."""
         if self._frozen_direction is not None:
             return self._frozen_direction
         head = self._inner_model().get_output_embeddings()
@@ -345,7 +509,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         return direction
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the metrics of the decisions since the last log. Every process calls it."""
+        """Add the metrics of the decisions since the last log. Collective: call on all ranks."""
         if not self._is_evaluating and self._sums is not None:
             metrics, num_tokens = training_metrics(self.accelerator.reduce(self._sums, "sum"))
             self._sums = None
@@ -363,15 +527,11 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         Evaluate the judge on pairs, as [`~transformers.Trainer.evaluate`] does: losses, accuracy, AUROC, calibration
         error, and two figures in `output_dir/evaluation`. AUROC is left out when all pairs have the same answer.
         """
-        if eval_dataset is None and self.eval_dataset is None:
-            raise ValueError(
-                "There is nothing to evaluate on: pass an `eval_dataset` to the trainer or to `evaluate`."
-            )
         was_evaluating = self._is_evaluating  # a dictionary of datasets calls this recursively
-        if eval_dataset is not None and not was_evaluating:
-            for name, dataset in datasets_by_name(eval_dataset).items():
+        if not was_evaluating:
+            for name, dataset in _by_name(eval_dataset).items():
                 check_pair_columns(dataset, name)
-                check_rows(dataset, name, self.processing_class, self.args.max_length)
+                check_pairs(dataset, name, self.processing_class, self.args)
         self._is_evaluating = True
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -420,7 +580,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             self.pictures[f"{file_name}_{kind}.png"] = picture
 
     def _give_up_evaluation(self) -> None:
-        """Stop in an evaluation if a process has received a signal."""
+        """Stop an evaluation if a process has received a signal."""
         if self.accelerator.num_processes == 1 or len(self._evaluated) % _BATCHES_PER_AGREEMENT == 0:
             (stop,) = agree(self.accelerator, stop_request())
             if stop:
@@ -439,15 +599,15 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             with self._resumable(checkpoint), memory_explained():
                 output = super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
                 # The callback has evaluated the last model, which may not be the best
+                evaluated_steps = [evaluation["step"] for evaluation in self.evaluations.values()]
                 if self.eval_dataset is not None and (
-                    self.args.load_best_model_at_end
-                    or not any(one["step"] == self.state.global_step for one in self.evaluations.values())
+                    self.args.load_best_model_at_end or self.state.global_step not in evaluated_steps
                 ):
                     self.evaluate()
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save adapter, processor, figures of the last evaluation and card. Every process calls it."""
+        """Save adapter, processor, figures of the last evaluation and card. Collective: call on all ranks."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         zero_stage = zero_stage_of(self.accelerator, self.model, self.model_wrapped)
         local = local_weights(self.model, zero_stage)

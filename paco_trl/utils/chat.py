@@ -57,14 +57,10 @@ class ChatClient:
             raise ImportError('A model on a server requires `openai`: pip install "paco_trl[served]".') from error
 
         host = check_base_url(base_url)
-        for name, value, is_valid in (
-            ("model", model, bool(model)),
-            ("max_concurrency", max_concurrency, max_concurrency >= 1),
-            ("max_retries", max_retries, max_retries >= 0),
-            ("timeout", timeout, timeout > 0),
-        ):
-            if not is_valid:
-                raise ValueError(f"`{name}` is {value!r}, which is empty or too small.")
+        if max_concurrency < 1 or not timeout > 0:
+            raise ValueError(
+                f"`max_concurrency` is {max_concurrency} and `timeout` {timeout}: one of them is too small."
+            )
         self.base_url, self.model, self.max_concurrency = base_url, model, max_concurrency
         self.name = f"{model} at {base_url}"
         self._key, self._key_remedy, self._unavailable = api_key or _NO_KEY, key_remedy, unavailable
@@ -84,23 +80,16 @@ class ChatClient:
         )
         self._openai_once = self._openai.with_options(max_retries=0)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.model!r} at {self.base_url!r})"
-
     # ---- From any thread ----
 
     def start(self, coroutine: Coroutine) -> Future:
         """Start a coroutine on the client's event loop."""
-        problem = None
-        if os.getpid() != self._process:
-            problem = (
-                "was made in another process, whose connections cannot be used in this one. Create it again here."
-            )
-        elif self._openai.is_closed():
-            problem = "was closed. Create another."
-        if problem is not None:
+        if self._openai.is_closed() or os.getpid() != self._process:
             coroutine.close()
-            raise RuntimeError(f"The client of {self.name} {problem}")
+            raise RuntimeError(
+                f"The client of {self.name} was closed, or made in another process, whose connections cannot be used in this "
+                "one. Create another here."
+            )
         return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
 
     def run(self, coroutine: Coroutine) -> Any:
@@ -125,8 +114,8 @@ class ChatClient:
         try:
             with self._failures():
                 names = [model.id for model in (await client.models.list()).data]
-        except (NoAnswerError, AttributeError, TypeError) as failure:
-            if isinstance(failure, NoAnswerError) and failure.kind == "unavailable":
+        except NoAnswerError as failure:
+            if failure.kind == "unavailable":
                 raise
             raise self._unavailable(
                 f"{self.base_url}/models gives no list of models ({failure}): {self.base_url} is not the address of an "
@@ -148,10 +137,9 @@ class ChatClient:
             try:
                 return await client.chat.completions.create(model=self.model, **request)
             except openai.NotFoundError as error:
-                await self.find_model()
                 raise self._unavailable(
-                    f"{self.base_url} has the model {self.model!r}, but does not answer queries with it "
-                    f"({self._describe(error)}). It requires the interface for chat, /chat/completions."
+                    f"{self.base_url} does not answer queries with the model {self.model!r} ({self._describe(error)}): it "
+                    "lacks the model, or the interface for chat, /chat/completions."
                 ) from None
 
     @contextmanager
@@ -172,7 +160,7 @@ class ChatClient:
             raise NoAnswerError("unavailable", "timeout") from None
         except openai.APIConnectionError as error:
             raise NoAnswerError("unavailable", f"no connection: {error.__cause__ or error}") from None
-        except (openai.APIError, ValueError):
+        except (openai.APIError, AttributeError, TypeError, ValueError):
             raise NoAnswerError("unreadable", "the answer cannot be read") from None
 
     def _describe(self, error: Any) -> str:
@@ -221,10 +209,6 @@ class ChatEndpoint(ChatClient):
         max_retries (`int`, *optional*, defaults to `5`):
             Maximum number of retries of a request, after waits of 0.5, 1, 2, 4, 8, 8, ... seconds, or as the server asks.
 
-    Raises:
-        ValueError: If the address is not a single one or has a secret in it, if the variable of the key is not set, or
-            if a number is too small.
-
     Example:
 
     ```python
@@ -246,7 +230,12 @@ class ChatEndpoint(ChatClient):
     ):
         key, remedy = None, "Name the environment variable that holds one, as `api_key_variable`."
         if api_key_variable is not None:
-            key, remedy = _read_key(api_key_variable), f"The variable {api_key_variable} holds another one."
+            key, remedy = os.environ.get(api_key_variable, "").strip(), f"It is that of {api_key_variable}."
+            if not key.isascii() or not key.isprintable() or not key:
+                raise ValueError(
+                    f"The environment variable {api_key_variable!r} (`api_key_variable`) is not set, or does not hold a "
+                    "key. Set it to the key; the argument is the name of the variable, not the key itself."
+                )
         super().__init__(base_url, model, key, max_concurrency, timeout, max_retries, remedy)
 
     def check(self) -> None:
@@ -293,16 +282,6 @@ class ChatEndpoint(ChatClient):
             f"{self.name} does not answer ({failure}). Start the server, wait until it is less busy, or correct the "
             "address; then rerun the same command to resume."
         )
-
-
-def _read_key(variable: str) -> str:
-    key = os.environ.get(variable, "").strip()
-    if not key.isascii() or not key.isprintable() or not key:
-        raise ValueError(
-            f"The environment variable {variable!r} (`api_key_variable`) is not set, or does not hold a key. Set it to the "
-            "key; the argument is the name of the variable, not the key itself."
-        )
-    return key
 
 
 def _read(completion: "ChatCompletion", max_tokens: int) -> Reply:
