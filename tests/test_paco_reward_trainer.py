@@ -1515,6 +1515,7 @@ class TestBadInput:
         model.config.get_text_config().logit_scale = 30.0
         with pytest.raises(ValueError, match="`logit_scale`"):
             make_reward_trainer(model)
+        model = base_of(tiny_qwen)
         model.config.get_text_config().logit_scale = 1.0
         make_reward_trainer(model)
 
