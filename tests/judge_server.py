@@ -7,6 +7,7 @@ It speaks HTTP/1.1 over real sockets, one thread for each connection.
 
 import base64
 import json
+import math
 import socket
 import struct
 import threading
@@ -90,7 +91,6 @@ class JudgeServer:
         self.log_odds, self.models, self.latency, self.key = log_odds, list(models), latency, key
         self.fault: Callable[[int], str | None] = fault or (lambda number: None)
         self.requests: list[dict] = []  # bodies of the questions, in their order
-        self.times: list[float] = []  # when they came
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []  # of all requests, names in lower case
         self.models_reply: bytes | None = None
@@ -177,10 +177,27 @@ def completion(logprobs: dict[str, float] | None, text: str = "Yes", model: str 
 
 def decision_logprobs(log_odds: float, others: float = -20.0) -> dict[str, float]:
     """Log-probabilities of Yes and No that have these log-odds, and of eighteen others, in no order."""
-    import math
-
     yes, no = -math.log1p(math.exp(-log_odds)), -math.log1p(math.exp(log_odds))
     return {"Yes": yes - 0.01, "No": no - 0.01} | {f"other{index}": others - index for index in range(18)}
+
+
+# Answers without a score, by the names of faults
+REPLIES: dict[str, bytes | dict] = {
+    "garbage": b'{"choices": [{"logp',
+    "empty object": {},
+    "null": b"null",
+    "list": b"[1, 2]",
+    "choice is null": {**completion(None), "choices": [None]},
+    "log-probabilities are words": completion({"Yes": "likely", "No": "hardly"}),
+    "no choices": {**completion(None), "choices": []},
+    "no logprobs": completion(None),
+    "neither": completion({"Maybe": -0.1, "yes": -2.0, " No": -3.0}),
+    "only Yes": completion({"Yes": -0.7, "Maybe": -0.9, "maybe": -4.0}),
+    "only Yes, surely": completion({"Yes": -1e-4, "Maybe": -12.0}),
+    "only Yes, and NaN": completion({"Maybe": float("nan"), "Yes": -0.7}),
+    "the logarithm of 0": completion({"Maybe": 0.0, "Yes": -9999.0, "No": -9999.0}),
+    "NaN": completion({"Yes": float("nan"), "No": -1.0}),
+}
 
 
 class _Server(ThreadingHTTPServer):
@@ -269,7 +286,6 @@ def _handler(judge: JudgeServer):
             with judge._lock:
                 number = len(judge.requests)
                 judge.requests.append(body)
-                judge.times.append(time.monotonic())
                 judge.at_once += 1
                 judge.most_at_once = max(judge.most_at_once, judge.at_once)
             try:
@@ -307,38 +323,10 @@ def _handler(judge: JudgeServer):
                 self.end_headers()
                 self.wfile.write(content[: len(content) // 2])
                 self.cut()
-            elif fault == "garbage":
-                self.reply(200, b'{"choices": [{"logp')
             elif fault == "page":
                 self.reply(200, b"<html>Bad gateway</html>", "text/html")
-            elif fault == "empty object":
-                self.reply(200, {})
-            elif fault == "null":
-                self.reply(200, b"null")
-            elif fault == "list":
-                self.reply(200, b"[1, 2]")
-            elif fault == "choice is null":
-                self.reply(200, {**completion(None), "choices": [None]})
-            elif fault == "log-probabilities are words":
-                self.reply(200, completion({"Yes": "likely", "No": "hardly"}))
-            elif fault == "no choices":
-                self.reply(200, {**completion(None), "choices": []})
-            elif fault == "no logprobs":
-                self.reply(200, completion(None))
-            elif fault == "neither":
-                self.reply(200, completion({"Maybe": -0.1, "yes": -2.0, " No": -3.0}))
-            elif fault == "only Yes":
-                self.reply(200, completion({"Yes": -0.7, "Maybe": -0.9, "maybe": -4.0}))
-            elif fault == "only Yes, surely":
-                self.reply(200, completion({"Yes": -1e-4, "Maybe": -12.0}))
-            elif fault == "only Yes, and NaN":
-                self.reply(200, completion({"Maybe": float("nan"), "Yes": -0.7}))
-            elif fault == "the logarithm of 0":
-                self.reply(200, completion({"Maybe": 0.0, "Yes": -9999.0, "No": -9999.0}))
-            elif fault == "NaN":
-                self.reply(200, completion({"Yes": float("nan"), "No": -1.0}))
             else:
-                raise ValueError(fault)
+                self.reply(200, REPLIES[fault])
 
         def cut(self):
             self.wfile.flush()

@@ -174,11 +174,6 @@ class TestConsistency:
         reward = ConsistencyReward(tiny_judge, symmetric=True)
         assert call(reward, [panels], theme=[THEME]) == pytest.approx([(there + back) / 2], abs=1e-6)
 
-    def test_loads_a_folder(self, tiny_qwen, tiny_judge):
-        reward = ConsistencyReward(str(tiny_qwen), device="cpu", dtype="float32", batch_size=2)
-        assert reward.judge.batch_size == 2 and get_callable_name(reward) == "consistency"
-        assert call(reward) == pytest.approx(call(ConsistencyReward(tiny_judge)), abs=1e-6)
-
     def test_any_judge(self, any_judge):
         rewards = call(ConsistencyReward(any_judge))
         assert rewards == close(EXPECTED) and len({round(reward, 3) for reward in rewards}) == 3
@@ -210,21 +205,6 @@ class TestConsistency:
             criterion_question("It is a woodcut"): pytest.approx(1 / 3),
             criterion_question("The time goes on"): pytest.approx(1 / 6),
         }
-
-    def test_some_pairs(self, judge):
-        panels = [plain(index) for index in range(7)]
-        reward = ConsistencyReward(judge, max_pairs=5)
-        (first, second), (other,) = (
-            call(reward, [panels] * 2, ["same", "same"], theme=[THEME] * 2),
-            call(reward, [panels], ["other"], theme=[THEME]),
-        )
-        assert first == second != other
-        pairs = chosen_pairs(7, 5, 0, "same")
-        expected = [score_of(panels[a], panels[b], theme_question(THEME)) for a, b in pairs]
-        assert first == close(sum(expected) / 5)
-        # Those of the two images are the same questions
-        asked = len(set(pairs) | set(chosen_pairs(7, 5, 0, "other")))
-        assert len(judge.asked) == asked < 10 + 1
 
     def test_chosen_pairs(self):
         everything = list(combinations(range(7), 2))
@@ -303,32 +283,6 @@ class TestServed:
             assert rewards.is_async == [is_async] and type(reward) is reward_class
             assert rewards.names == [reward_class.__dict__["__name__"]]
         by_url.judge.close()
-
-    def test_same_rewards_as_in_the_process(self, tiny_judge):
-        lock = threading.Lock()
-
-        def tiny_log_odds(first, second, question):
-            with lock:
-                (score,) = tiny_judge.score([(first, second)], question)
-            return math.log(score) - math.log1p(-score)
-
-        sets = [[noise(seed) for seed in range(start, start + 3)] for start in (0, 3)]
-        with JudgeServer(tiny_log_odds) as server:
-            for kwargs, columns in (
-                ({}, {"theme": THEMES[:2]}),
-                ({"question": "criteria"}, {"criteria": [CRITERIA] * 2}),
-            ):
-                expected = call(ConsistencyReward(tiny_judge, **kwargs), sets, **columns)
-                reward = ConsistencyReward("judge", server.url, timeout=20.0, **kwargs)
-                assert call(reward, sets, **columns) == pytest.approx(expected, abs=1e-6)
-                assert abs(expected[0] - expected[1]) > 1e-4
-                reward.judge.close()
-
-    def test_arguments_reach_the_judge(self, server):
-        reward = ConsistencyReward("judge", server.url, api_key="key", max_concurrency=3, image_format="jpeg")
-        assert (reward.judge.max_concurrency, reward.judge.image_format) == (3, "jpeg")
-        assert server.headers[-1]["authorization"] == "Bearer key"
-        reward.judge.close()
 
     def test_a_server_that_is_down(self, server, served_judge, caplog):
         reward = ConsistencyReward(served_judge)
@@ -457,28 +411,6 @@ class TestCachedJudge:
 
         assert asyncio.run(give_up()) == close(EXPECTED[:1]) and len(server.requests) == 2
 
-    def test_the_one_that_waits_is_cancelled(self, server, served_judge):
-        may_answer = threading.Event()
-        server.fault = lambda number: None if may_answer.wait(20) else "500"
-        reward = ConsistencyReward(served_judge)
-
-        def one():
-            return reward(PROMPTS[:1], [plain(0)], panel_images=SETS[:1], theme=THEMES[:1])
-
-        async def give_up():
-            asking = asyncio.create_task(one())
-            while not server.requests:
-                await asyncio.sleep(0.01)
-            waiting = asyncio.create_task(one())
-            await asyncio.sleep(0.05)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            may_answer.set()
-            return await asking
-
-        assert asyncio.run(give_up()) == close(EXPECTED[:1]) and len(server.requests) == 1
-
     def test_what_distinguishes_questions(self, judge):
         asked = CachedJudge(judge)
         first, second = plain(1), plain(2)
@@ -509,14 +441,6 @@ class TestCachedJudge:
         digests = [image_digest(image) for image in images]
         assert len(set(digests)) == len(images)
         assert [image_digest(image.copy()) for image in images] == digests
-
-    def test_an_image_is_the_same_before_and_after_it_is_read(self, tmp_path):
-        image = Image.new("P", (4, 4))
-        image.putpalette([255, 0, 0, 0, 0, 255])
-        image.save(path := tmp_path / "image.png", transparency=0)
-        lazy, read = Image.open(path), Image.open(path)
-        read.load()
-        assert image_digest(lazy) == image_digest(read) != image_digest(image)
 
     def test_memory_is_bounded(self, judge, monkeypatch):
         monkeypatch.setattr(judge_rewards, "_MAX_ANSWERS", 10)
@@ -635,23 +559,6 @@ class TestMetrics:
             )
             logged = self.metrics(reward, [SETS[0][:2]], criteria=[CRITERIA])
         assert {name for name in NO_SCORE if logged[f"consistency/unanswered/{name}"] > 0} == {kind}
-
-    def test_in_process(self, judge):
-        logged = self.metrics(LeastConsistent(judge), SETS[:2], theme=[THEME, POISON])
-        assert logged == {
-            "least_consistent/questions_per_image": 3.5,
-            "least_consistent/unanswered": pytest.approx(6 / 7),
-            "least_consistent/unanswered/undecided": pytest.approx(6 / 7),
-            **{f"least_consistent/unanswered/{kind}": 0 for kind in NO_SCORE if kind != "undecided"},
-        }
-
-
-class TestSeveral:
-    def test_two_rewards_share_a_judge(self, server, served_judge):
-        rewards = [ConsistencyReward(served_judge), LeastConsistent(served_judge, question="criteria")]
-        first, second = call(rewards[0], SETS[:1]), call(rewards[1], SETS[:1], criteria=[CRITERIA])
-        assert first == close(EXPECTED[:1]) and first != second and len(server.requests) == 1 + 4
-        assert rewards[0].judge is rewards[1].judge and server.connections <= 4
 
 
 @pytest.fixture(scope="module")

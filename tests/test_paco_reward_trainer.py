@@ -360,15 +360,6 @@ class TestLoss:
         others = [closed_form(rows, *other) for other in LOSSES if other != (a, variant)]
         assert min(abs(loss - other) for other in others) > 1e-2
 
-    def test_of_one_batch_without_its_optimizer_step(self, make_reward_trainer, continued, reference):
-        trainer = make_reward_trainer(continued(), per_device_train_batch_size=3)
-        trainer.train_dataset = mixed().select([1, 3, 7])
-        (batch,) = trainer.get_train_dataloader()
-        rows = [reference[index] for index in (1, 3, 7)]
-        loss = trainer.compute_loss(trainer.model, batch)
-        assert loss.item() == pytest.approx(closed_form(rows, 0.3, "paper").item(), abs=2e-5)
-        assert "rows" in batch  # the caller's batch stays as it is
-
     @pytest.mark.slow
     @pytest.mark.parametrize(("a", "variant"), [LOSSES[0], LOSSES[2]])
     def test_accumulation_makes_no_difference(self, make_reward_trainer, continued, reference, a, variant):
@@ -652,16 +643,6 @@ class TestTower:
         trainer.train()
         assert not reached
 
-    def test_can_be_copied(self, make_reward_trainer):
-        tower = make_reward_trainer().model.get_base_model().get_encoder("image")
-        copied = copy.deepcopy(tower)
-        torch.nn.init.zeros_(copied.patch_embed.proj.weight)
-        pixels, grid = torch.randn(16, 1176), torch.tensor([[1, 4, 4]])
-        outputs = [module(pixels, grid_thw=grid).pooler_output for module in (tower, copied)]
-        assert not torch.equal(*outputs)
-        # Some models pass the pixels by name
-        assert torch.equal(tower(hidden_states=pixels, grid_thw=grid).pooler_output, outputs[0])
-
 
 class Seen:
     """The rows of each micro-batch."""
@@ -785,39 +766,6 @@ class TestMetrics:
             parts = [expected_training_metrics(reference[start : start + 4])[name] for start in (0, 4, 8)]
             assert abs(sum(parts) / 3 - expected_training_metrics(reference)[name]) > 1e-4, name
 
-    def test_a_mean_over_nothing_is_left_out(self, make_reward_trainer):
-        dataset = colours(8, seed=0).select([0, 2, 4, 6, 1, 3, 5, 7])  # Yes four times, then No
-        trainer = make_reward_trainer(
-            train_dataset=dataset, train_sampling_strategy="sequential", first_token_weight=1.0
-        )
-        trainer.train()
-        first, second = trainer.state.log_history[:2]
-        assert "p_yes/consistent" in first and "p_yes/inconsistent" not in first
-        assert "p_yes/inconsistent" in second and "p_yes/consistent" not in second
-
-    def test_of_a_run_that_was_broken_off_are_not_those_of_the_next(self, make_reward_trainer, continued, reference):
-        class BreakOff(TrainerCallback):
-            is_armed = True
-
-            def on_step_end(self, args, state, control, **kwargs):
-                if self.is_armed:
-                    self.is_armed = False
-                    raise KeyboardInterrupt
-
-        trainer = make_reward_trainer(
-            continued(),
-            train_sampling_strategy="sequential",
-            learning_rate=0.0,
-            logging_steps=2,
-            callbacks=[BreakOff()],
-        )
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        assert not logs_with(trainer, "loss")
-        trainer.train()
-        for name, value in expected_training_metrics(reference[:8]).items():
-            assert logs_with(trainer, name) == [pytest.approx(value, abs=2e-5)], name
-
     @pytest.mark.parametrize(("a", "variant"), LOSSES[1:3])
     def test_of_evaluation_are_those_of_the_full_logits(self, make_reward_trainer, continued, reference, a, variant):
         trainer = make_reward_trainer(
@@ -865,11 +813,6 @@ class TestMetrics:
             "eval_few": 2, "eval_many": 9
         }  # fmt: skip
         assert len(trainer.pictures) == 4
-
-    def test_an_evaluation_set_with_a_slash_in_its_name(self, make_reward_trainer):
-        trainer = make_reward_trainer(eval_dataset={"user/pairs": mixed(2)}, pictures=True)
-        assert "eval_user/pairs_auroc" in trainer.evaluate()
-        assert len(trainer.pictures) == 2
 
     def test_another_set_and_another_prefix(self, make_reward_trainer, continued, reference):
         trainer = make_reward_trainer(continued(), eval_dataset=mixed().select([0, 1]))
@@ -1074,29 +1017,6 @@ class TestPictures:
             trainer.train()
             assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == steps
 
-    def test_the_sheet_has_the_evaluated_rows(self, make_reward_trainer, continued, texts):
-        """The number and the question below a pair are those of the row that got the score."""
-        dataset = mixed().select([7, 3, 10])
-        trainer = make_reward_trainer(continued(), eval_dataset=dataset, pictures=True)
-        seen = spy_on_decisions(trainer)
-        trainer.evaluate()
-        captions = [text for text in texts if text.startswith("row ")]
-        questions = [text.replace("\n", " ") for text in texts if "same style" in text.lower()]
-        assert len(captions) == len(questions) == 3
-        errors = []
-        for caption, question in zip(captions, questions, strict=True):
-            pattern = r"row (\d+): says (\w+), P\(Yes\) = ([\d.]+); labeled (\w+)"
-            row, says, p_yes, label = re.fullmatch(pattern, caption).groups()
-            assert question == question_of(dataset[int(row)])
-            assert answer_of(dataset[int(row)]).startswith(label)
-            assert float(p_yes) == pytest.approx(seen[0][1][int(row)].item(), abs=6e-4)
-            assert says == ("Yes" if float(p_yes) > 0.5 else "No")
-            errors.append(abs((label == "Yes") - float(p_yes)))
-        assert errors == sorted(errors, reverse=True)
-        assert len(set(errors)) == 3
-        wrong = sum(error > 0.5 for error in errors)
-        assert f"eval, step 0: pairs with the largest errors; {wrong} of 3 are decided wrongly" in texts
-
     @pytest.mark.parametrize("count", [1, 12])
     def test_the_worst_pairs_come_first(self, tiny_qwen, texts, count):
         palette = [(20 * index, 255 - 20 * index, (90 * index) % 256) for index in range(12)]
@@ -1131,12 +1051,6 @@ class TestPictures:
                 y = 195 + 374 * (place // 2)
                 assert sheet.getpixel((int(x), int(y))) == colour, (place, side)
 
-    def test_a_question_with_dollar_signs(self, tiny_qwen):
-        image = PILImage.new("RGB", (56, 56))
-        pairs = PairRows(pair_dataset([make_pair(image, image, r"Do both cost $5 \off and not $9?", True)]))
-        processor = processor_of(tiny_qwen)
-        assert plot_wrong_pairs(np.array([0]), np.array([0.2]), np.array([1.0]), pairs, processor, "eval").width == 992
-
     def test_calibration(self, texts, monkeypatch):
         lines, bars = [], []
         plot, hist = Axes.plot, Axes.hist
@@ -1160,25 +1074,6 @@ class TestPictures:
         ]
         assert picture.mode == "RGB" and picture.size == pytest.approx((506, 594), abs=1)  # by matplotlib's version
         assert len(picture.getcolors(10**6)) > 20
-
-    @pytest.mark.slow
-    def test_tensorboard(self, make_reward_trainer, tmp_path, monkeypatch):
-        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
-        settings = {"report_to": "tensorboard", "hub_token": TOKEN}
-        trainer = make_reward_trainer(eval_dataset=mixed(4), pictures=True, **settings)
-        trainer.train()
-
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(tmp_path / "tensorboard"))
-        events.Reload()
-        assert {"train/p_yes/consistent", "train/decision_loss", "eval/auroc"} <= set(events.Tags()["scalars"])
-        # Those of the last evaluation too
-        for kind in ("calibration", "wrong_pairs"):
-            assert [event.step for event in events.Images(f"eval/{kind}")] == [2]
-        files = list((tmp_path / "tensorboard").rglob("*tfevents*"))
-        assert files
-        assert all(TOKEN.encode() not in path.read_bytes() for path in files)
 
 
 class TestCheckpoints:
@@ -1205,34 +1100,6 @@ class TestCheckpoints:
         assert any(not torch.equal(value, first[name]) for name, value in last.items())
         for name, value in adapter_of(trained).items():
             assert torch.equal(last[name.replace(".default", "")], value)
-
-    @pytest.mark.slow
-    def test_resume_equals_an_uninterrupted_run(self, make_reward_trainer, tmp_path):
-        settings = {
-            "max_steps": 7,
-            "save_strategy": "steps",
-            "save_steps": 4,
-            "eval_dataset": mixed(2),
-            "eval_strategy": "steps",
-            "eval_steps": 3,
-            "lr_scheduler_type": "cosine",
-            "gradient_accumulation_steps": 2,
-            "per_device_train_batch_size": 2,
-        }
-        uninterrupted = make_reward_trainer(output_dir=str(tmp_path / "a"), **settings)
-        uninterrupted.train()
-        resumed = make_reward_trainer(output_dir=str(tmp_path / "b"), **settings)
-        checkpoint = tmp_path / "a" / "checkpoint-4"
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        final = adapter_of(uninterrupted)
-        interrupted = load_file(checkpoint / "adapter_model.safetensors")
-        assert all(not torch.equal(interrupted[name.replace(".default", "")], value) for name, value in final.items())
-        for name, value in adapter_of(resumed).items():
-            assert torch.equal(value, final[name]), name
-        for key in ("loss", "decision_loss", "p_yes/consistent", "eval_loss"):
-            assert logs_with(resumed, key) == logs_with(uninterrupted, key)
-        assert len(logs_with(resumed, "loss")) == 7
-        assert resumed.evaluations == uninterrupted.evaluations
 
     # In a micro-step and in the evaluation after it; at a signal nothing is evaluated, and nothing else makes a checkpoint
     @pytest.mark.parametrize(
@@ -1278,28 +1145,6 @@ class TestCheckpoints:
         for key in ("loss", "decision_loss", "eval_loss"):
             assert logs_with(resumed, key) == logs_with(uninterrupted, key)
         assert len(logs_with(resumed, "eval_loss")) == 2
-
-    def test_callbacks(self, make_reward_trainer):
-        seen = []
-
-        class Watch(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                seen.append(("step", state.global_step))
-                control.should_training_stop = state.global_step == 3
-
-            def on_log(self, args, state, control, logs, **kwargs):
-                seen.extend(("log", state.global_step) for key in logs if key == "p_yes/consistent")
-
-            def on_evaluate(self, args, state, control, metrics, **kwargs):
-                seen.append(("evaluate", state.global_step, metrics["eval_auroc"]))
-
-        trainer = make_reward_trainer(eval_dataset=mixed(6), max_steps=9, callbacks=[Watch()])
-        trainer.train()
-        assert [event[:2] for event in seen if event[0] != "log"] == [
-            ("step", 1), ("step", 2), ("step", 3), ("evaluate", 3)
-        ]  # fmt: skip
-        assert ("log", 3) in seen
-        assert seen[-1][2] == trainer.evaluations["eval"]["auroc"]
 
     def test_what_is_published_is_a_whole_judge(self, trained, tiny_qwen, tmp_path):
         checkpoint = Path(trained.args.output_dir) / "checkpoint-32"
@@ -1357,33 +1202,9 @@ class TestCard:
         assert "| optimizer steps | 16 |" in earlier
         assert "| after optimizer step | 0 |" in earlier
 
-    def test_sections_without_results_are_left_out(self, make_reward_trainer, continued, tmp_path):
-        trainer = make_reward_trainer(continued(), first_token_weight=None, pictures=True)
-        trainer.create_model_card(tags="mine", dataset_name="user/pairs", model_name="My judge")
-        card = ModelCard.load(tmp_path / "out" / "README.md")
-        assert "mine" in card.data.tags
-        assert card.data.datasets == ["user/pairs"]
-        assert "# My judge\n" in card.content
-        assert "## Evaluation" not in card.content
-        assert "![" not in card.content
-        assert "| loss | plain likelihood |" in card.content
-        assert "## Training" in card.content
-        trainer.evaluate(colours(4, seed=0).select([0, 2]))
-        trainer.create_model_card()
-        card = ModelCard.load(tmp_path / "out" / "README.md")
-        assert "## Evaluation" in card.content
-        assert "accuracy of the decision" in card.content
-        assert "AUROC" not in card.content
-        assert "P(Yes) of inconsistent pairs" not in card.content
-        assert card.content.count("![") == 2
-
 
 class TestBadInput:
     """Errors come before the model is loaded where that is possible: the model named here does not exist."""
-
-    def test_the_model_is_what_is_missing_when_the_data_are_right(self, make_reward_trainer):
-        with pytest.raises(OSError, match="nowhere"):
-            make_reward_trainer(NOWHERE)
 
     @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
     def test_rows(self, make_reward_trainer, name):
@@ -1498,12 +1319,6 @@ class TestBadInput:
             make_reward_trainer(train_dataset=dataset, **released | {"first_token_weight": weight})
         make_reward_trainer(eval_dataset=dataset, **released)  # it is only evaluated on
 
-    def test_formatted_datasets(self, make_reward_trainer, form="torch"):
-        dataset = mixed(4).with_format(form)
-        trainer = make_reward_trainer(train_dataset=dataset, eval_dataset=dataset, max_steps=1)
-        trainer.train()
-        assert trainer.evaluations["eval"]["pairs"] == 4
-
     def test_an_unreadable_image_in_the_first_row(self, make_reward_trainer, tiny_qwen, tmp_path):
         dataset = in_files(mixed(3), tmp_path)
         (tmp_path / "0-1.png").write_bytes(b"no image")
@@ -1532,45 +1347,6 @@ class TestBadInput:
         model = PeftModel.from_pretrained(base_of(tiny_qwen), adapter)
         with pytest.raises(ValueError, match="is_trainable=True"):
             make_reward_trainer(model).train()
-
-    def test_a_text_model(self, make_reward_trainer, tiny_qwen):
-        from paco_trl.trainer.paco_reward_trainer import language_model_targets
-
-        model = base_of(tiny_qwen)
-        assert language_model_targets(model).startswith(r"model\.language_model\..*\.(")
-        with pytest.raises(ValueError, match="target_modules"):
-            language_model_targets(model.get_decoder())
-
-
-def test_settings_that_are_left_out(tiny_qwen, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    on_cpu = functools.partial(PaCoRewardConfig, use_cpu=True, bf16=False)
-    monkeypatch.setattr("paco_trl.trainer.paco_reward_trainer.PaCoRewardConfig", on_cpu)
-    trainer = PaCoRewardTrainer(str(tiny_qwen), train_dataset=mixed(2))
-    assert trainer.args.output_dir == f"{tiny_qwen.name}-PaCo-Reward"
-    assert trainer.args.learning_rate == 2e-4
-
-
-def test_what_comes_behind_a_decision_with_all_the_weight_is_not_computed(make_reward_trainer, continued):
-    """The same loss and gradient of the adapter, from fewer tokens."""
-    inputs, results = {}, {}
-    for variant in ("paper", "released"):
-        trainer = make_reward_trainer(continued(), mixed(4), first_token_weight=1, loss_variant=variant)
-        batch = trainer.data_collator([PairRows(trainer.train_dataset)[row] for row in range(4)])
-        inputs[variant] = batch["attention_mask"].sum().item()
-        trainer.model.train()
-        loss = trainer.compute_loss(trainer.model, batch)
-        loss.backward()
-        gradient = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-        # `released` divides by the tokens of the completions, which it has all
-        scale = (batch["labels"] != -100).sum().item() / 4 if variant == "released" else 1
-        results[variant] = (loss.item() * scale, {name: scale * value for name, value in gradient.items()})
-    assert inputs["paper"] < inputs["released"] - 4 * 3
-    (short, gradient), (whole, expected) = results["paper"], results["released"]
-    assert short == pytest.approx(whole, rel=1e-5)
-    assert max(value.abs().max() for value in expected.values()) > 1e-3
-    for name, value in expected.items():
-        torch.testing.assert_close(gradient[name], value, rtol=1e-3, atol=1e-6)
 
 
 def test_settings_of_another_trainer(tiny_qwen, tmp_path):

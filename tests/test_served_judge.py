@@ -24,7 +24,7 @@ from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, theme_question
 from paco_trl.data.questions import plain_question
 from paco_trl.rewards import Answer, JudgeUnavailableError, ServedJudge, yes_probability
-from paco_trl.utils.chat import _event_loop, _started_event_loop
+from paco_trl.utils.chat import _event_loop
 from paco_trl.utils.images import load_image
 
 
@@ -226,13 +226,6 @@ class TestScore:
         assert message["role"] == "user"
         assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
 
-    def test_system_prompt(self, server, make_judge):
-        make_judge(server, system_prompt="You judge.").score([PAIR], QUESTION)
-        make_judge(server).score([PAIR], QUESTION)
-        roles = [[message["role"] for message in body["messages"]] for body in server.requests]
-        assert roles == [["system", "user"], ["user"]]
-        assert server.requests[0]["messages"][0]["content"] == "You judge."
-
     @pytest.mark.parametrize(
         ("images", "prompts", "message"),
         [
@@ -329,39 +322,6 @@ class TestFaultsThatStay:
         # Twin: the next time the server is well
         assert judge.score([PAIR], QUESTION) == [RIGHT]
 
-    def test_one_answer_is_enough_when_the_other_is_impossible(self, server, judge):
-        server.fault = {0: "only Yes, surely"}.get
-        assert judge.score([PAIR], QUESTION) == [1.0]
-
-    def test_an_example_of_a_reason_is_logged_once(self, server, judge, caplog):
-        server.fault = lambda number: "400"
-        for _ in range(3):
-            assert judge.score([PAIR] * 2, QUESTION) == [None, None]
-        assert caplog.text.count("cannot answer a question") == 1 and "fault 400" in caplog.text
-        assert caplog.text.count("2 of 2 questions") == 3
-
-    def poison(self, server, clock, fault, seconds):
-        """One question fails, each time after so many seconds, as soon as the three others are answered."""
-
-        def fail(number):
-            if POISON not in question_of(server.requests[number]):
-                return None
-            assert wait_until(
-                lambda: Counter(map(question_of, server.requests))[QUESTION] == 3 and server.at_once == 1
-            )
-            return clock.after(seconds, fault)
-
-        server.fault = fail
-
-    def test_one_question_for_ever(self, server, judge, clock, caplog):
-        """The others are answered: the server is not down."""
-        self.poison(server, clock, "500", seconds=20.0)
-        answers = asyncio.run(judge.answer([PAIR] * 4, [POISON, QUESTION, QUESTION, QUESTION]))
-        assert answers == [Answer(None, "unavailable")] + [Answer(RIGHT)] * 3
-        asked = Counter(map(question_of, server.requests))
-        assert asked[QUESTION] == 3 and 2 <= asked[POISON] < 20
-        assert "fault 500" in caplog.text
-
     def test_the_only_question_for_ever(self, server, judge, clock):
         """Nobody else asks: a question of another kind tells that the server is not down."""
         server.fault = lambda number: (
@@ -416,26 +376,6 @@ class TestUnavailable:
             with pytest.raises(JudgeUnavailableError, match=rf"{url} \(no connection"):
                 make_judge(url, timeout=120.0).check()
 
-    def test_starts_later(self, server, judge, caplog):
-        server.stop()
-
-        def start():
-            assert wait_until(lambda: "Trying again" in caplog.text)
-            server.start()
-
-        thread = threading.Thread(target=start)
-        thread.start()
-        judge.check(time_budget=120.0)
-        thread.join()
-        assert len(server.requests) == 1
-
-    def test_an_outage_is_logged_once(self, server, judge, caplog):
-        for _ in range(2):
-            server.requests.clear()
-            server.fault = lambda number: "500" if number < 3 else None
-            assert judge.score([PAIR] * 2, QUESTION) == [RIGHT] * 2
-        assert sum("Trying again" in message for message in caplog.messages) == 2
-
     def test_wrong_model(self, make_judge):
         with JudgeServer(log_odds, models=["paco-reward", "base"]) as server:
             judge = make_judge(server, "paco")
@@ -458,7 +398,7 @@ class TestUnavailable:
         for ask in (judge.check, lambda: judge.score([PAIR], QUESTION)):
             with pytest.raises(JudgeUnavailableError, match="/v2"):
                 ask()
-        assert server.requests == [] and len(server.paths) == 2
+        assert server.requests == [] and len(server.paths) == 3
 
     @pytest.mark.parametrize("reply", [b"<html>Hello</html>", b"{}", b"null", b'{"data": 3}'])
     def test_no_list_of_models(self, server, judge, reply):
@@ -517,20 +457,6 @@ class TestCheck:
         with pytest.raises(JudgeUnavailableError, match=message):
             judge.check()
         assert len(server.requests) == 1
-
-    def test_a_server_that_returns_few_log_probabilities(self, server, judge):
-        judge.check()
-        server.refuse = lambda body: (
-            "top_logprobs is greater than max allowed: 5" if body["top_logprobs"] > 5 else None
-        )
-        with pytest.raises(JudgeUnavailableError, match="max allowed: 5.*--max-logprobs 20"):
-            judge.check()
-
-    def test_a_server_that_fails_at_its_first_request(self, server, judge, clock):
-        server.fault = lambda number: clock.after(10.0, "500")
-        with pytest.raises(JudgeUnavailableError, match=rf"{server.url} \(HTTP 500"):
-            judge.check()
-        assert server.paths[0] == "/v1/models" and len(server.requests) >= 2
 
 
 class TestKey:
@@ -619,24 +545,6 @@ class TestConnections:
         with pytest.raises(ValueError, match=r"`prompts\[1\]` has '<\|im_end\|>'"):
             judge.score([PAIR] * 2, ["A hat", "A hat<|im_end|>"])
         assert len(server.requests) == 1
-
-    def test_several_threads_are_the_first(self):
-        barrier, loops = threading.Barrier(8), []
-        known = _event_loop()
-        _started_event_loop.cache_clear()
-
-        def first():
-            barrier.wait()
-            loops.append(_event_loop())
-
-        threads = [threading.Thread(target=first) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(loops) == 8 and len(set(map(id, loops))) == 1
-        assert loops[0] is not known
-        known.call_soon_threadsafe(known.stop)
 
     def test_a_judge_must_be_created_again_after_a_fork(self, server, make_judge):
         judge = make_judge(server)
@@ -766,18 +674,6 @@ class TestImages:
         judge.score([tuple(image.copy() for image in pair) for pair in combinations(images, 2)], QUESTION)
         assert len(saved) == 5 + 12
 
-    def test_jpeg_is_smaller_and_not_the_same(self, server, make_judge):
-        gradient = np.linspace(0, 255, 280 * 280 * 3).reshape(280, 280, 3)
-        grain = np.random.default_rng(0).normal(0, 8, gradient.shape)
-        image = Image.fromarray((gradient + grain).clip(0, 255).astype(np.uint8))
-        for image_format in ("png", "jpeg"):
-            make_judge(server, image_format=image_format).score([(image, image)], QUESTION)
-        png, jpeg = (body["messages"][-1]["content"][0]["image_url"]["url"] for body in server.requests)
-        assert png.startswith("data:image/png;base64,") and jpeg.startswith("data:image/jpeg;base64,")
-        assert len(jpeg) < len(png) / 2
-        lossless, lossy = (np.asarray(pictures_of(body)[0][0]).astype(int) for body in server.requests)
-        assert np.array_equal(lossless, np.asarray(image)) and 0 < np.abs(lossy - lossless).mean() < 8
-
     @pytest.mark.parametrize(
         ("source", "message"),
         [
@@ -839,21 +735,6 @@ class TestSameAsInTheProcess:
             assert judge.score_images(images[::-1], questions) != pytest.approx(expected, abs=1e-3, rel=0)
             parts = [part["type"] for part in server.requests[0]["messages"][-1]["content"]]
             assert parts == ["image_url", "text"] and len(server.requests) == 16
-
-
-class TestSingleImages:
-    @pytest.fixture
-    def server(self):
-        with JudgeServer(lambda image, question: image.getpixel((0, 0))[0] / 100 + len(question) / 10) as server:
-            yield server
-
-    def test_scores_requests_and_faults(self, server, judge, caplog):
-        server.fault = lambda number: "400" if POISON in question_of(server.requests[number]) else None
-        expected = [pytest.approx(sigmoid(value / 100 + 0.6), abs=1e-9) for value in (120, 50)]
-        assert judge.score_images(list(PAIR), QUESTION) == expected
-        assert judge.score_images([*PAIR, PAIR[0]], [QUESTION, POISON, QUESTION]) == [expected[0], None, expected[0]]
-        assert "1 of 3 questions to judge at http" in caplog.text
-        assert judge.score_images([], []) == [] and len(server.requests) == 5
 
 
 class TestLoad:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
 `paco-trl reward`: trains PaCo-Reward, a judge that says whether two images are consistent, as a LoRA on a
-vision-language model.
-
-Every option of `PaCoRewardConfig` and of the arguments below can be given on the command line or in a YAML file
-(`--config file.yaml`); the paper's settings, model and data are the defaults.
+vision-language model. Options are those of `PaCoRewardConfig` and of the arguments below, on the command line or in a
+YAML file (`--config file.yaml`); the defaults are the paper's.
 """
 
 from dataclasses import dataclass
@@ -87,9 +85,6 @@ def load_pairs(
 
 def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
     """Train a judge, and save it."""
-    ################
-    # Dataset
-    ################
     if script_args.eval_split is not None and script_args.dataset_split is None:
         raise ValueError("`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`.")
     eval_dataset = None
@@ -107,9 +102,6 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
     finally:
         lock.release()
 
-    ################
-    # Training
-    ################
     trainer = PaCoRewardTrainer(
         model=script_args.model_name_or_path,
         args=training_args,

@@ -16,11 +16,7 @@ from .columns import panels_of
 
 
 class ClipIScorer(ClipEmbedder):
-    """
-    CLIP-I: cosine similarity of the CLIP embeddings of two images, in [-1, 1]. Questions are ignored.
-
-    Arguments are those of [`~paco_trl.rewards.ClipTReward`].
-    """
+    """CLIP-I: cosine of the CLIP embeddings of two images; questions are ignored. Arguments: [`~paco_trl.rewards.ClipTReward`]."""
 
     reads_questions = False
 
@@ -35,17 +31,15 @@ class ClipIScorer(ClipEmbedder):
             return []
         names = [f"An image of pair {index}" for index in range(len(images)) for _ in range(2)]
         embeds = self.embed_images([image for pair in images for image in pair], names)  # (2N, D)
-        firsts, seconds = embeds[0::2], embeds[1::2]  # (N, D)
-        return (firsts * seconds).sum(dim=-1).tolist()
+        return (embeds[0::2] * embeds[1::2]).sum(dim=-1).tolist()
 
 
 class DreamSimScorer:
     """
     DreamSim (https://arxiv.org/abs/2306.09344): 1 minus the perceptual distance of two images. Questions are ignored.
 
-    Unless a model is given, it requires the package `dreamsim`: `pip install "paco_trl[dreamsim]"`. Its weights are
-    downloaded at the first use, into the Hub's cache directory; it runs code from GitHub (`torch.hub`) to build the
-    model.
+    Unless a model is given, it requires `pip install "paco_trl[dreamsim]"`, downloads the weights into the Hub's cache
+    directory, and runs code from GitHub (`torch.hub`) to build the model.
 
     Args:
         model (`Callable`, *optional*):
@@ -99,8 +93,9 @@ class DreamSimScorer:
         similarities = []
         for start in range(0, len(images), self.batch_size):
             batch = images[start : start + self.batch_size]
-            firsts = torch.cat([inputs[id(first)] for first, _ in batch]).to(self.device)  # (B, 3, H, W)
-            seconds = torch.cat([inputs[id(second)] for _, second in batch]).to(self.device)  # (B, 3, H, W)
+            firsts, seconds = (
+                torch.cat([inputs[id(image)] for image in side]).to(self.device) for side in zip(*batch, strict=True)
+            )  # (B, 3, H, W)
             with torch.no_grad():
                 distances = self.model(firsts, seconds)  # (B,)
             similarities += (1 - distances.float().reshape(len(batch))).tolist()
@@ -114,8 +109,7 @@ def _load_dreamsim(device):
         from dreamsim import dreamsim
     except ImportError as error:
         raise ImportError(
-            'DreamSimScorer requires the package `dreamsim`, which is not installed: `pip install "paco_trl[dreamsim]"`. '
-            "Or pass a built `model` with its `preprocess`."
+            'DreamSim requires `pip install "paco_trl[dreamsim]"`, or a built `model` with its `preprocess`.'
         ) from error
     from huggingface_hub.constants import HF_HOME
 
@@ -167,8 +161,7 @@ class ClipIReward(PairSimilarityReward, ClipIScorer):
 class DreamSimReward(PairSimilarityReward, DreamSimScorer):
     """
     DreamSim ([Fu et al.](https://huggingface.co/papers/2306.09344)): 1 minus the perceptual distance of panels,
-    averaged over all unordered pairs of a set. It requires `pip install "paco_trl[dreamsim]"`, unless a model is
-    given.
+    averaged over all unordered pairs of a set.
 
     - Range: [0, 1] in practice; the distance is not bounded.
     - Cost: a forward pass of an ensemble of three vision transformers per panel of each pair.

@@ -249,12 +249,8 @@ class ServedJudge:
 
     def check(self, time_budget: float = 30.0) -> None:
         """
-        Check by one real question that the server has the model and can be used as a judge, or raise a
-        `JudgeUnavailableError` with the reason.
-
-        Args:
-            time_budget (`float`, *optional*, defaults to `30.0`):
-                Seconds to wait for a server that does not answer, at most the judge's own `time_budget`.
+        Check by one real question that the server can be used as a judge, or raise a `JudgeUnavailableError`. It waits
+        for at most `time_budget` seconds, and at most the judge's own `time_budget`, for a server that does not answer.
         """
         self._client.run(self._check(min(self.time_budget, time_budget)))
 

@@ -124,10 +124,10 @@ def complete_peft_config(
 
 # ---- Metrics ----
 
-# Summed over the training steps between two logs
-_SUMMED = (
-    "pairs", "decision_loss", "reasoning_loss", "num_reasoning", "correct", "consistent", "p_yes_consistent",
-    "p_yes_inconsistent", "entropy", "top1", "attended", "positions",
+# All metrics of an evaluation
+METRICS = (
+    "loss", "decision_loss", "decision_accuracy", "ece", "reasoning_loss", "p_yes/consistent", "p_yes/inconsistent",
+    "auroc",
 )  # fmt: skip
 
 
@@ -141,50 +141,21 @@ class Decisions(NamedTuple):
     num_reasoning: torch.Tensor  # number of these
 
 
-def decision_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Sum what `_SUMMED` names over a batch, as a tensor that stays on the accelerator until the next log."""
+def metric_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sum each metric over a batch, with what it is divided by; all stays on the accelerator until the next log."""
     p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
-    return torch.stack(
-        [
-            torch.ones_like(p_yes).sum(),
-            decision_loss.sum(),
-            reasoning_loss.sum(),
-            num_reasoning.sum(),
-            ((p_yes > 0.5) == (is_yes == 1)).float().sum(),
-            is_yes.sum(),
-            (p_yes * is_yes).sum(),
-            (p_yes * (1 - is_yes)).sum(),
-            outputs.entropy.detach().float().sum(),
-            outputs.is_top1.float().sum(),
-            attention_mask.float().sum().to(p_yes.device),
-            p_yes.new_full((), attention_mask.numel()),
-        ]
-    )
-
-
-# All metrics of an evaluation
-METRICS = (
-    "loss", "decision_loss", "decision_accuracy", "ece", "reasoning_loss", "p_yes/consistent", "p_yes/inconsistent",
-    "auroc",
-)  # fmt: skip
-
-
-def training_metrics(totals: torch.Tensor) -> tuple[dict[str, float], int]:
-    """Compute the metrics between two logs from the sums of their steps; also return the number of tokens."""
-    sums = dict(zip(_SUMMED, totals.tolist(), strict=True))
-    tokens = sums["pairs"] + sums["num_reasoning"]
-    metrics = {
-        "decision_loss": (sums["decision_loss"], sums["pairs"]),
-        "reasoning_loss": (sums["reasoning_loss"], sums["num_reasoning"]),
-        "decision_accuracy": (sums["correct"], sums["pairs"]),
-        "p_yes/consistent": (sums["p_yes_consistent"], sums["consistent"]),
-        "p_yes/inconsistent": (sums["p_yes_inconsistent"], sums["pairs"] - sums["consistent"]),
-        "entropy": (sums["entropy"], tokens),
-        "mean_token_accuracy": (sums["top1"], tokens),
+    pairs, tokens = torch.ones_like(p_yes).sum(), (num_reasoning + 1).sum()
+    sums = {
+        "decision_loss": (decision_loss.sum(), pairs),
+        "reasoning_loss": (reasoning_loss.sum(), num_reasoning.sum()),
+        "decision_accuracy": (((p_yes > 0.5) == (is_yes == 1)).float().sum(), pairs),
+        "p_yes/consistent": ((p_yes * is_yes).sum(), is_yes.sum()),
+        "p_yes/inconsistent": ((p_yes * (1 - is_yes)).sum(), (1 - is_yes).sum()),
+        "entropy": (outputs.entropy.detach().float().sum(), tokens),
+        "mean_token_accuracy": (outputs.is_top1.float().sum(), tokens),
+        "attended": (attention_mask.float().sum().to(p_yes.device), p_yes.new_full((), attention_mask.numel())),
     }
-    metrics = {name: total / count for name, (total, count) in metrics.items() if count > 0}
-    padding = 1 - sums["attended"] / sums["positions"]
-    return {**metrics, "padding": padding}, int(sums["attended"])
+    return {name: torch.stack(pair) for name, pair in sums.items()}
 
 
 def evaluation_metrics(decisions: Decisions, first_token_weight: float | None, loss_variant: str) -> dict[str, float]:
@@ -300,8 +271,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         elif not isinstance(args, PaCoRewardConfig):
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
         args = own_config(args)
-        datasets: dict[str, Any] = {"train_dataset": train_dataset} | _by_name(eval_dataset)
-        for key, dataset in datasets.items():
+        datasets: list[tuple[str, Any]] = [("train_dataset", train_dataset), *_by_name(eval_dataset).items()]
+        for key, dataset in datasets:
             check_pair_columns(dataset, key)
         check_best_metric(args, METRICS, eval_dataset if isinstance(eval_dataset, dict) else ())
         with sole_writer(args.output_dir, "checkpoints", is_inside=True):
@@ -322,7 +293,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         if args.max_pixels is not None:
             limit_pixels(processing_class, args.max_pixels)
-        has_lengths = args.length_column_name in datasets["train_dataset"].column_names
+        has_lengths = args.length_column_name in cast(Dataset, train_dataset).column_names
         if args.train_sampling_strategy == "group_by_length" and not (
             has_lengths or can_count_tokens(processing_class)
         ):
@@ -330,8 +301,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
                 f"`train_sampling_strategy` is 'group_by_length', but a {type(processing_class).__name__} cannot report how "
                 "many tokens an image takes. Add a column of lengths, named by `length_column_name`, or use 'random'."
             )
-        for key, dataset in datasets.items():
-            check_pairs(dataset, key, processing_class, args, is_training=key == "train_dataset")
+        for key, dataset in datasets:
+            check_pairs(dataset, key, processing_class, args, is_training=dataset is train_dataset)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         if not isinstance(model, PeftModel):
@@ -389,15 +360,19 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self.evaluations: dict[str, dict] = {}  # the last one of each dataset
         self.pictures: dict[str, Image.Image] = {}
         self.decision_ids = decision_token_ids(tokenizer)
-        self._sums: torch.Tensor | None = None  # since the last log, see `decision_sums`
+        self._sums: dict[str, torch.Tensor] = {}  # since the last log, see `metric_sums`
         self._evaluated: list[torch.Tensor] = []
         self._is_evaluating = False
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: Any = None
         self.add_callback(TrainingTimeCallback())
-        self.add_callback(RunCallback(on_train_begin=self._begin_run, on_prediction_step=self._give_up_evaluation))
-        if self.eval_dataset is not None:
-            self.add_callback(RunCallback(on_step_end=self._evaluate_last_step))
+        self.add_callback(
+            RunCallback(
+                on_train_begin=self._begin_run,
+                on_step_end=self._evaluate_last_step,
+                on_prediction_step=self._give_up_evaluation,
+            )
+        )
         self._grids: list[list[int]] = []  # of the micro-batch's images
         disable_vision_tower_grad(self._inner_model(), self._grids)
         self.data_collator.get_rope_index = getattr(self._inner_model().base_model, "get_rope_index", None)
@@ -406,7 +381,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
     def _evaluate_last_step(self) -> None:
         # Before the end of training, while the trackers still run
-        if self.state.global_step >= self.state.max_steps:
+        if self.eval_dataset is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_evaluate = True
 
     def _inner_model(self) -> PreTrainedModel:
@@ -478,8 +453,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
         decisions = self._decide(hidden_state[:, :-1].detach(), inputs["labels"][:, 1:], outputs)
         if self.model.training:
-            sums = decision_sums(decisions, outputs, inputs["attention_mask"])
-            self._sums = sums if self._sums is None else self._sums + sums
+            sums = metric_sums(decisions, outputs, inputs["attention_mask"])
+            self._sums = {name: value + self._sums[name] if self._sums else value for name, value in sums.items()}
         else:
             self._evaluated.append(torch.stack([rows.to(mask.device).float(), *decisions]))
         return loss
@@ -510,11 +485,13 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of the decisions since the last log. Collective: call on all ranks."""
-        if not self._is_evaluating and self._sums is not None:
-            metrics, num_tokens = training_metrics(self.accelerator.reduce(self._sums, "sum"))
-            self._sums = None
-            self._total_train_tokens += num_tokens
-            logs.update(metrics, num_tokens=self._total_train_tokens)
+        if not self._is_evaluating and self._sums:
+            totals = self.accelerator.reduce(torch.stack(list(self._sums.values())), "sum").tolist()
+            sums = dict(zip(self._sums, totals, strict=True))
+            self._sums = {}
+            self._total_train_tokens += int(sums["attended"][0])
+            metrics = {name: total / count for name, (total, count) in sums.items() if count > 0}
+            logs.update(metrics, padding=1 - metrics.pop("attended"), num_tokens=self._total_train_tokens)
         super().log(logs, start_time)
 
     def evaluate(
@@ -593,7 +570,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         `resume_from_checkpoint` is a directory, `True` (the latest complete checkpoint of `output_dir`), or `"auto"`: the
         latest if there is one. SIGTERM and SIGUSR1 write a checkpoint and end the process (`enable_jit_checkpoint`).
         """
-        self._sums, output_dir = None, self.args.output_dir
+        self._sums, output_dir = {}, self.args.output_dir
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
             checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
             with self._resumable(checkpoint), memory_explained():

@@ -25,10 +25,8 @@ def check_port(host: str, port: int) -> None:
             listener.bind(address)
             listener.listen(1)
     except OSError as error:
-        raise OSError(
-            f"Nothing can listen at {host}, port {port}: {error.strerror}. If another program has the port, stop it or "
-            "choose another `--port`; `--host` is an address of this machine."
-        ) from error
+        remedy = "Choose another `--port`, or stop the program that has it; `--host` is an address of this machine."
+        raise OSError(f"Nothing can listen at {host}, port {port}: {error.strerror}. {remedy}") from error
 
 
 def check_base_url(base_url: str) -> str:
@@ -49,7 +47,7 @@ def check_base_url(base_url: str) -> str:
 
 
 def refuse_address(path: str | None) -> None:
-    """Refuse an image that a row of a dataset names by an address: its author would choose what is requested or read."""
+    """Reject an image that a row of a dataset names by an address: its author would choose what is requested or read."""
     if path is not None and "://" in path:
         raise ValueError(
             f"{path!r} is an address, not the path of a file on this machine. Download it first, or let the loader of the "

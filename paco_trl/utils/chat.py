@@ -137,9 +137,10 @@ class ChatClient:
             try:
                 return await client.chat.completions.create(model=self.model, **request)
             except openai.NotFoundError as error:
+                await self.find_model()  # its error lists the models that the server has
                 raise self._unavailable(
-                    f"{self.base_url} does not answer queries with the model {self.model!r} ({self._describe(error)}): it "
-                    "lacks the model, or the interface for chat, /chat/completions."
+                    f"{self.base_url} has the model {self.model!r}, but not the interface for chat, /chat/completions "
+                    f"({self._describe(error)})."
                 ) from None
 
     @contextmanager
