@@ -23,7 +23,7 @@ from paco_trl.rewards.image_rewards import (
 
 BACKDROPS = ["plain", "night", "sky", "room", "texture"]
 GRIDS = [(1, 2), (2, 1), (2, 2), (2, 3), (3, 3), (1, 4)]
-SIZES = [(256, 256), (1024, 1024), (510, 768)]  # width x height
+SIZES = [(256, 256), (510, 768)]  # width x height
 
 
 def backdrop(kind, size):

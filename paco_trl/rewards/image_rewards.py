@@ -98,10 +98,10 @@ def edge_profile(image: Image.Image, bands: int) -> np.ndarray:
     return maximum_filter1d(is_edge.astype(float), 3, axis=1, mode="constant").mean(axis=0)
 
 
-def line_strength(profile: np.ndarray, place: float, tolerance: float, begun: float, complete: float) -> float:
-    """Return how complete a line is (0 up to `begun`, 1 from `complete`) at the best position near its place."""
+def line_strength(profile: np.ndarray, position: float, tolerance: float, begun: float, complete: float) -> float:
+    """Return how complete a line is (0 up to `begun`, 1 from `complete`) at the best column near its position."""
     width = len(profile) + 1
-    center, reach = place * width - 0.5, max(tolerance * width, 1.5)
+    center, reach = position * width - 0.5, max(tolerance * width, 1.5)
     fraction = profile[max(round(center - reach), 0) : round(center + reach) + 1].max()
     return float(np.clip((fraction - begun) / (complete - begun), 0, 1))
 
@@ -117,9 +117,11 @@ def _extra_lines(profile: np.ndarray, count: int) -> float:
     strengths = []
     for parts in (2, 3, 4):
         finer = count * parts
-        places = [k / finer for k in range(1, finer) if k % parts]
+        positions = [k / finer for k in range(1, finer) if k % parts]
         # The faintest counts, so that a single straight edge of the content costs nothing
-        strengths.append(min(line_strength(profile, place, LINE_TOLERANCE / finer, *EXTRA_LINE) for place in places))
+        strengths.append(
+            min(line_strength(profile, position, LINE_TOLERANCE / finer, *EXTRA_LINE) for position in positions)
+        )
     return max(strengths)
 
 
@@ -272,8 +274,8 @@ def readability(text: str, recognized: str) -> float:
     row = [0] * (len(letters) + 1)
     for count, letter in enumerate(expected, start=1):
         above, row = row, [count]
-        for place, other in enumerate(letters, start=1):
-            row.append(min(above[place - 1] + (letter != other), above[place] + 1, row[-1] + 1))
+        for column, other in enumerate(letters, start=1):
+            row.append(min(above[column - 1] + (letter != other), above[column] + 1, row[-1] + 1))
     return 1 - min(row) / len(expected)
 
 

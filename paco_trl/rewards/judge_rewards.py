@@ -190,9 +190,9 @@ class JudgedReward:
             # All kinds in each call: the trainer averages over the calls that logged a metric
             for kind in NO_SCORE:
                 log_metric(f"{name}/unanswered/{kind}", kinds[kind] / len(answers))
-        rest, rewards = iter(answers), []
+        remaining, rewards = iter(answers), []
         for row in questions:
-            scores: list = [next(rest).score for _ in row]
+            scores: list = [next(remaining).score for _ in row]
             # The mean of the answered pairs would not be comparable with other images of the prompt
             rewards.append(None if None in scores else self._combine(row, scores))
         return rewards

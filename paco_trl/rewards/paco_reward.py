@@ -411,10 +411,10 @@ class PaCoReward:
                 pixels = 0
                 indices = chain.from_iterable(batches[number:])
                 upcoming = (item for index in indices for item in images_with_labels(groups[index], index))
-                for place, (key, image, where) in enumerate(upcoming):
+                for number_seen, (key, image, where) in enumerate(upcoming):
                     if key in ready or key in missing:
                         continue
-                    if place >= len(keys) and pixels >= pixel_budget:
+                    if number_seen >= len(keys) and pixels >= pixel_budget:
                         break
                     missing[key] = load_image(image, patch_size, where)
                     pixels += math.prod(missing[key].size)

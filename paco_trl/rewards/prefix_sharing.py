@@ -55,7 +55,7 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
     ] + [list(range(len(ids)))]
 
     num_seen = 0  # images of earlier parts
-    cache, owner, past_mask = None, mask, mask  # the latter are set with the cache
+    cache, cache_rows, past_mask = None, mask, mask  # the latter are set with the cache
     for level, (ends, labels) in enumerate(zip(cuts, beginnings, strict=True)):
         distinct = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         if level < count and len(distinct) == len(set(beginnings[level + 1])):
@@ -69,9 +69,9 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
             ),
         }
         if cache is not None:
-            kept = owner[rows]
-            cache.batch_select_indices(to_device(kept, model.device))
-            part["attention_mask"] = torch.cat([past_mask[kept], part["attention_mask"]], dim=1)
+            selected = cache_rows[rows]
+            cache.batch_select_indices(to_device(selected, model.device))
+            part["attention_mask"] = torch.cat([past_mask[selected], part["attention_mask"]], dim=1)
         past_mask = part["attention_mask"]
         part = {name: to_device(tensor, model.device) for name, tensor in part.items()}
         if cache is not None:
@@ -81,7 +81,7 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
             part["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=tuple(encoded))}
         if level < count:
             cache = model.model(**part, use_cache=True).past_key_values
-            owner = torch.tensor([distinct[label] for label in labels])  # (B,)
+            cache_rows = torch.tensor([distinct[label] for label in labels])  # (B,)
             starts, num_seen = ends, level + 1
     return part
 

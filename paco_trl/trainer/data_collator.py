@@ -26,11 +26,14 @@ from .paco_reward_config import PaCoRewardConfig
 
 logger = get_logger(__name__)
 
-_PLACES = ("First", "Second")
 # More tokens than a chat template writes around a question
 _MAX_TEMPLATE_TOKENS = 256
 # Tensors of shape (batch, tokens) in a batch of TRL's collator
 TOKEN_TENSORS = {"input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"}
+
+
+def _named_images(images: list, where: str) -> list[tuple[Any, str]]:
+    return list(zip(images, (f"First image of {where}", f"Second image of {where}"), strict=True))
 
 
 class PairRows(torch.utils.data.Dataset):
@@ -64,8 +67,8 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
         patch_size = patch_size_of(self.processor)
         pairs = []
         for row, example in zip(rows, examples, strict=True):
-            places = zip(_PLACES, example["images"], strict=True)
-            images = [load_image(image, patch_size, f"{place} image of row {row}") for place, image in places]
+            named = _named_images(example["images"], f"row {row}")
+            images = [load_image(image, patch_size, name) for image, name in named]
             pairs.append({"images": images, "prompt": example["prompt"], "completion": example["completion"]})
         batch = super().torch_call(pairs)
         is_completion = batch["labels"] != -100
@@ -124,8 +127,8 @@ def check_pairs(
 ) -> None:
     """Check texts, decision and length of each pair in one pass, without decoding all of its images."""
     rows, tokenizer = PairRows(dataset), processor.tokenizer
-    for place, image in zip(_PLACES, rows[0]["images"], strict=True):
-        load_image(image, patch_size_of(processor), f"{place} image of row 0 of `{name}`")
+    for image, image_name in _named_images(rows[0]["images"], f"row 0 of `{name}`"):
+        load_image(image, patch_size_of(processor), image_name)
     control_tokens, decision_ids = find_control_tokens(processor), decision_token_ids(tokenizer)
     max_length = args.max_length if can_count_tokens(processor) else None
     largest = _largest_number_of_tokens(processor)
@@ -213,13 +216,13 @@ def _count_tokens(
 ) -> tuple[int, int]:
     """Count the tokens of a pair before its decision, and of its completion, using image headers only."""
     sizes = []
-    for place, stored in zip(_PLACES, images, strict=True):
+    for stored, name in _named_images(images, where):
         try:
             with open_image(stored) as image:
                 width, height = image.size
             sizes.append(smart_resize(height, width, factor=patch_size_of(processor) * SPATIAL_MERGE_SIZE))
         except Exception:
-            load_image(stored, patch_size_of(processor), f"{place} image of {where}")  # its error has the reason
+            load_image(stored, patch_size_of(processor), name)  # its error has the reason
             raise
     image_tokens = sum(processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
     texts = _apply_template(prompt, completion, processor)

@@ -282,8 +282,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             self._prepare_hub(args)
 
         # 2. The processor, with the size limit of images, and the adapter
-        own_kwargs = args.model_init_kwargs or {}
-        init_kwargs = {"dtype": "bfloat16" if args.bf16 else "float32", "use_safetensors": True, **own_kwargs}
+        init_kwargs = {"dtype": "bfloat16" if args.bf16 else "float32", "use_safetensors": True}
+        init_kwargs |= args.model_init_kwargs or {}
         source = {"revision": init_kwargs.get("revision"), "trust_remote_code": args.trust_remote_code}
         if processing_class is None:
             check_model_name(name)
@@ -445,8 +445,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         hidden_state, self._last_hidden_state = self._last_hidden_state, None
         mask = outputs.label_mask  # (B, T - 1), at the positions that predict a token of the completion
         weights = first_token_weights(mask, args.first_token_weight, args.loss_variant)
-        own_items = num_loss_items(mask, args.first_token_weight, args.loss_variant)
-        loss = -(weights * outputs.log_probs).sum() / (own_items if num_items_in_batch is None else num_items_in_batch)
+        num_items = num_items_in_batch
+        if num_items is None:
+            num_items = num_loss_items(mask, args.first_token_weight, args.loss_variant)
+        loss = -(weights * outputs.log_probs).sum() / num_items
         # DDP averages the gradients over the processes, and `num_items_in_batch` counts the items of all
         if args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
