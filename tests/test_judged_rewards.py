@@ -38,6 +38,7 @@ from paco_trl.rewards.judge_rewards import (
 )
 from paco_trl.rewards.runner import RewardRunner
 from paco_trl.tiny.clip import build_tiny_clip
+from testing_utils import noise, plain
 
 
 # In a theme: the judge has no answer
@@ -48,14 +49,6 @@ CRITERIA = {
     "style": {"paint": "It is a woodcut"},
     "logic": {"time": "The time goes on", "fur": "The fur is red"},
 }
-
-
-def plain(value, size=(28, 28)):
-    return Image.new("RGB", size, (value, 0, 255 - value))
-
-
-def noise(seed, size=(56, 56)):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
 def log_odds(first, second, question):

@@ -7,7 +7,6 @@ import functools
 import http.server
 import importlib.util
 import inspect
-import io
 import json
 import shutil
 import threading
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from PIL import Image
 from qwen_vl_utils import process_vision_info
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
@@ -41,18 +39,12 @@ from paco_trl.rewards.paco_reward import decision_token_ids
 from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
+from testing_utils import noise, png
 
 
 SHORT, LONG = "Alike?", theme_question("A fox through the four seasons, in the style of a woodcut")
 QUESTIONS = [SHORT, criterion_question("the fox is red"), LONG]
 PROCESSOR_FILES = ("processor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-def noise(seed, size=(56, 56), mode="RGB"):
-    """An image that differs from seed to seed; with transparency where the mode has it."""
-    values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
-    image = Image.fromarray(values, "RGBA")
-    return image if mode == "RGBA" else image.convert("RGB").convert(mode)
 
 
 def usage(model, processor, *images_and_question):
@@ -468,12 +460,6 @@ class TestOrderForSharing:
         # Within a pair by length
         lengths = [len(prompts[index]) for index in order_for_sharing(images, prompts)]
         assert all(lengths[start : start + 4] == sorted(lengths[start : start + 4]) for start in range(0, 60, 4))
-
-
-def png(image):
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 @pytest.fixture

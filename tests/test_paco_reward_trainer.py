@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
+from datasets import Dataset, Image, List, concatenate_datasets
 from huggingface_hub import ModelCard
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -37,6 +37,7 @@ from paco_trl.data import make_pair
 from paco_trl.hub.files import JUDGE_ADAPTER
 from paco_trl.plots.reward_report import plot_calibration, plot_wrong_pairs
 from paco_trl.trainer.data_collator import PairRows
+from testing_utils import pair_dataset
 
 
 NOWHERE = "/nowhere/at/all"
@@ -47,11 +48,6 @@ LONG = "The two images show the same thing, in the same style and with the same 
 
 # a, variant
 LOSSES = [(0.3, "paper"), (0.3, "released"), (None, "paper"), (1.0, "paper")]
-
-
-def pair_dataset(rows: list[dict]) -> Dataset:
-    turns = List({"role": Value("string"), "content": Value("string")})
-    return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
 
 
 @functools.cache

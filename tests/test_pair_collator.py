@@ -7,13 +7,14 @@ import io
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset
 from PIL import Image as PILImage
 from transformers import AutoProcessor
 
 from paco_trl.data import make_pair
 from paco_trl.rewards.paco_reward import decision_token_ids
 from paco_trl.trainer.data_collator import PairCollator, PairRows, PairSampler
+from testing_utils import pair_dataset, png
 
 
 QUESTIONS = ["Same style?", "Do the two images have the same style, the same colours and the same subject?", "Same?"]
@@ -28,17 +29,6 @@ def processor(tiny_qwen):
     return AutoProcessor.from_pretrained(tiny_qwen)
 
 
-def png(image: PILImage.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def dataset_of(rows: list[dict]) -> Dataset:
-    turns = List({"role": Value("string"), "content": Value("string")})
-    return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
-
-
 @pytest.fixture
 def pairs() -> Dataset:
     rng = np.random.default_rng(0)
@@ -48,7 +38,7 @@ def pairs() -> Dataset:
         decision, _, reasons = answer.partition(". ")
         row = make_pair(*images, question, decision[:3].strip("."), reasons or None)
         rows.append({**row, "completion": [{"role": "assistant", "content": answer}]})
-    return dataset_of(rows)
+    return pair_dataset(rows)
 
 
 def collator(processor, **kwargs) -> PairCollator:
@@ -73,7 +63,7 @@ class TestPairRows:
 
     def test_images_are_not_decoded(self, pairs):
         broken = {"bytes": b"no image", "path": "a.png"}
-        dataset = dataset_of([make_pair(broken, broken, "Same?", True)])
+        dataset = pair_dataset([make_pair(broken, broken, "Same?", True)])
         assert PairRows(dataset)[0]["images"] == [broken, broken]
         with pytest.raises(OSError, match="cannot identify"):
             dataset[0]
@@ -114,7 +104,7 @@ class TestBatch:
 
     def test_images_are_in_order(self, processor):
         red, blue = PILImage.new("RGB", (56, 56), "red"), PILImage.new("RGB", (56, 56), "blue")
-        dataset = dataset_of([make_pair(red, blue, "Same?", False), make_pair(blue, red, "Same?", False)])
+        dataset = pair_dataset([make_pair(red, blue, "Same?", False), make_pair(blue, red, "Same?", False)])
         first, second = (collator(processor)(rows_of(dataset, number))["pixel_values"] for number in range(2))
         half = len(first) // 2
         assert not torch.equal(first[:half], first[half:])
@@ -208,13 +198,13 @@ class TestLengths:
         data = [png(image) for image in pairs[1]["images"]]
         images = [{"bytes": content[: len(content) // 2], "path": None} for content in data]
         question, answer = pairs[1]["prompt"], pairs[1]["completion"]
-        cut = dataset_of([{"images": images, "prompt": question, "completion": answer}])
+        cut = pair_dataset([{"images": images, "prompt": question, "completion": answer}])
         with pytest.raises(OSError, match="truncated"):
             cut[0]
         assert collator(processor).lengths(cut, "cut") == collator(processor).lengths(pairs, "pairs")[1:2]
         with pytest.raises(ValueError, match="^Second image of row 0 of `pairs` cannot be read"):
             bad = [images[0], {"bytes": b"<html>", "path": None}]
-            dataset = dataset_of([{"images": bad, "prompt": question, "completion": answer}])
+            dataset = pair_dataset([{"images": bad, "prompt": question, "completion": answer}])
             collator(processor).lengths(dataset, "pairs")
 
 
@@ -258,7 +248,7 @@ class TestBadRows:
         path = tmp_path / "image.png"
         stored = {"bytes": png(image), "path": None}
         rows = [make_pair(stored, stored, "Same?", True)] * 3
-        dataset = dataset_of([*rows, make_pair(stored, {"bytes": None, "path": str(path)}, "Same?", True)])
+        dataset = pair_dataset([*rows, make_pair(stored, {"bytes": None, "path": str(path)}, "Same?", True)])
         image.save(path)
         collator(processor)(rows_of(dataset, 1, 3))
         path.unlink() if kind == "missing" else path.write_bytes(png(image)[:2000])

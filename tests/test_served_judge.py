@@ -26,6 +26,7 @@ from paco_trl.data.questions import plain_question
 from paco_trl.rewards import Answer, JudgeUnavailableError, ServedJudge, yes_probability
 from paco_trl.utils.chat import _event_loop
 from paco_trl.utils.images import load_image
+from testing_utils import noise, plain
 
 
 KEY = "key-that-nobody-may-see"
@@ -51,16 +52,6 @@ FINAL_FAULTS = {
     "the logarithm of 0": "undecided",
 }
 PASSING_FAULTS = ["408", "429", "500", "502", "503", "cut before", "cut in the middle", "hang"]
-
-
-def plain(value, size=(28, 28)):
-    return Image.new("RGB", size, (value, 0, 255 - value))
-
-
-def noise(seed, size=(56, 56), mode="RGB"):
-    values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
-    image = Image.fromarray(values, "RGBA")
-    return image if mode == "RGBA" else image.convert("RGB").convert(mode)
 
 
 def log_odds(first, second, question):

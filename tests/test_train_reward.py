@@ -20,6 +20,7 @@ from launching import CPU_ZERO3, ROOT
 from paco_trl import PaCoReward
 from paco_trl.commands import reward as script
 from paco_trl.data import make_pair, rankings_to_pairs
+from testing_utils import pair_dataset
 
 
 SCRIPT = ROOT / "examples" / "train_reward.py"
@@ -64,8 +65,7 @@ def pairs(count: int, seed: int) -> Dataset:
             PILImage.new("RGB", tuple(map(int, size)), tuple(map(int, rng.integers(0, 256, 3)))) for size in sizes
         ]
         rows.append(make_pair(*images, f"Same colour? ({index})", bool(rng.integers(2)), REASONS[index % 3]))
-    turns = List({"role": Value("string"), "content": Value("string")})
-    return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
+    return pair_dataset(rows)
 
 
 @pytest.fixture(scope="module")
