@@ -487,8 +487,9 @@ class TestKey:
         caplog.set_level(logging.DEBUG)
         judge = make_judge(locked, api_key=KEY)
         judge.check()
-        locked.fault = lambda number: "400" if number == 1 else clock.after(30.0, "500")
-        assert judge.score([PAIR], QUESTION) == [None]
+        locked.refuse = lambda body: f"The key {KEY} may not ask this."
+        assert judge.score([PAIR], QUESTION) == [None] and "*** may not ask" in caplog.text
+        locked.refuse, locked.fault = lambda body: None, lambda number: clock.after(30.0, "500")
         with pytest.raises(JudgeUnavailableError) as unavailable:
             judge.score([PAIR], QUESTION)
         locked.key = "another"

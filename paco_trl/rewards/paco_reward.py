@@ -530,10 +530,11 @@ def _check_loading(model: str, info: dict) -> None:
     # transformers only reports these: missing weights are then random, unexpected ones ignored
     faults = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
     if any(faults.values()):
-        counts = "; ".join(f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in faults.items() if names)
+        counts = [f"{len(names)} weights are {kind} ({names[0]}, ...)" for kind, names in faults.items() if names]
         raise ValueError(
-            f"The weights of {model!r} do not match its config.json: {counts}. Such a judge would score at random. The "
-            "files are incomplete, or from another version of transformers: save the model again with a current version."
+            f"The weights of {model!r} do not match its config.json: {'; '.join(counts)}. Such a judge would score at "
+            "random. The files are incomplete, or from another version of transformers: save the model again with a "
+            "current version."
         )
 
 
