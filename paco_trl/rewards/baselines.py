@@ -99,8 +99,11 @@ class DreamSimScorer:
             with torch.no_grad():
                 distances = self.model(firsts, seconds)  # (B,)
             similarities += (1 - distances.float().reshape(len(batch))).tolist()
-        if not all(map(math.isfinite, similarities)):
-            raise ValueError(f"Scores of {self.name} are not finite. Check the weights of the model.")
+        for index, similarity in enumerate(similarities):
+            if not math.isfinite(similarity):
+                raise ValueError(
+                    f"The {self.name} score of pair {index} is {similarity}. Check the weights of the model."
+                )
         return similarities
 
 
@@ -109,7 +112,8 @@ def _load_dreamsim(device):
         from dreamsim import dreamsim
     except ImportError as error:
         raise ImportError(
-            'DreamSim requires `pip install "paco_trl[dreamsim]"`, or a built `model` with its `preprocess`.'
+            'DreamSim requires its package, which is not installed: `pip install "paco_trl[dreamsim]"`. Or pass a built '
+            "`model` with its `preprocess`."
         ) from error
     from huggingface_hub.constants import HF_HOME
 
