@@ -1012,6 +1012,7 @@ class TestPictures:
             trainer = make_reward_trainer(eval_dataset=mixed(4), eval_strategy=strategy, eval_steps=1)
             trainer.train()
             assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == steps
+            assert "train_loss" in trainer.state.log_history[-1]  # the trackers still ran
 
     @pytest.mark.parametrize("count", [1, 12])
     def test_the_worst_pairs_come_first(self, tiny_qwen, texts, count):
