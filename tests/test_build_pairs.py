@@ -33,12 +33,10 @@ from paco_trl.dataset_building import (
     read_annotations,
     untrusted_annotators,
 )
-from paco_trl.dataset_building.agreement import count_agreement, kendalls_w
+from paco_trl.dataset_building.agreement import count_agreement, kendalls_w, majority_vote
 from paco_trl.dataset_building.annotations import check_annotator, format_ranking, instance_digest, parse_ranking
-from paco_trl.dataset_building.annotators import construction_ranks, ranks_of_scores
 from paco_trl.dataset_building.build_pairs import decide_pairs, vote_on_instances
 from paco_trl.dataset_building.split import check_no_leak, connected_prompts, split_prompts
-from paco_trl.dataset_building.voting import majority_vote
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.utils.files import file_name, write_atomically
 from paco_trl.utils.journals import append_lines, read_lines
@@ -114,13 +112,6 @@ class TestStageFolder:
         with pytest.raises(ValueError, match=r"done\.jsonl, line 1 is not valid JSON"):
             read_lines(path)
 
-    def test_journal(self, tmp_path):
-        folder = StageFolder(tmp_path)
-        folder.journal("done").append({"id": 1})
-        journal = folder.journal("done")
-        journal.append({"id": 2})
-        assert journal.records == folder.journal("done").records == [{"id": 1}, {"id": 2}]
-
     def test_files_are_complete_or_missing(self, tmp_path):
         write_atomically(tmp_path / "new" / "a.txt", "one")
         with pytest.raises(TypeError):
@@ -184,29 +175,29 @@ class TestAnnotations:
         assert [a.annotator for a in read_annotations(annotation_files(tmp_path, ["ben"]), instances)] == ["ben"] * 2
 
     @pytest.mark.parametrize(
-        ("record", "message"),
+        ("record", "token"),
         [
-            ({"instance": "z", "ranking": [0, 1, 2]}, "there is no instance 'z'; the first is 'x'"),
-            ({"instance": "x", "ranking": [0, 1]}, "it ranks 2 candidates, but the instance has 3"),
-            ({"instance": "x", "ranking": [0, 1, 1]}, "does not name each of 3 candidates exactly once"),
-            ({"instance": "x", "ranking": [1, 2, 3]}, "does not name each of 3 candidates exactly once"),
-            ({"instance": "x", "ranking": [True, 0, 2]}, "does not name each of 3 candidates"),
-            ({"instance": "x", "ranks": [1, 2]}, "it ranks 2 candidates"),
+            ({"instance": "z", "ranking": [0, 1, 2]}, "no instance 'z'"),
+            ({"instance": "x", "ranking": [0, 1]}, "2 candidates"),
+            ({"instance": "x", "ranking": [0, 1, 1]}, "exactly once"),
+            ({"instance": "x", "ranking": [True, 0, 2]}, "exactly once"),
+            ({"instance": "x", "ranks": [1, 2]}, "2 candidates"),
             ({"instance": "x", "ranks": [0, 1, 2]}, "integers from 1"),
-            ({"instance": "x"}, "must have one of `ranking`, `ranks` and `skipped: true`"),
-            ({"instance": "x", "ranking": [0, 1, 2], "annotator": "../a"}, "The annotator's name is '../a'"),
-            ({"instance": "x", "ranking": 7}, "`ranking` is 7, but must be a list"),
-            ([], "is \\[\\], but must be an object"),
+            ({"instance": "x"}, "must have one of"),
+            ({"instance": "x", "ranking": [0, 1, 2], "annotator": "../a"}, "'../a'"),
+            ({"instance": "x", "ranking": [0, 1, 2], "annotator": ".hidden"}, "'.hidden'"),
+            ({"instance": "x", "ranking": [0, 1, 2], "annotator": "x" * 41}, "name"),
+            ({"instance": "x", "ranking": [0, 1, 2], "annotator": None}, "None"),
+            ({"instance": "x", "ranking": 7}, "must be a list"),
         ],
     )
-    def test_broken_ones_are_named(self, tmp_path, record, message):
+    def test_broken_ones_are_named(self, tmp_path, record, token):
         instances, path = tasks({"x": 3}), tmp_path / "all.jsonl"
-        good = {"annotator": "anna", "instance": "x", "ranking": [2, 0, 1]}
+        good = {"annotator": "Anna_2.b-c", "instance": "x", "ranking": [2, 0, 1]}
         path.write_text(json.dumps(good) + "\n")
         assert len(read_annotations([path], instances)) == 1
-        broken = {"annotator": "anna", **record} if isinstance(record, dict) else record
-        path.write_text(json.dumps(good) + "\n" + json.dumps(broken) + "\n")
-        with pytest.raises(ValueError, match=rf"all\.jsonl, line 2.*{message}"):
+        path.write_text(json.dumps(good) + "\n" + json.dumps({"annotator": "anna", **record}) + "\n")
+        with pytest.raises(ValueError, match=rf"all\.jsonl, line 2.*{token}"):
             import_annotations(path, tmp_path / "annotations", instances)
         assert not (tmp_path / "annotations").exists()
 
@@ -242,14 +233,13 @@ class TestAnnotations:
     def test_names_that_are_taken(self, world, tmp_path):
         arguments = (world.instances, world.panels, world.prompts)
         append_annotation(tmp_path, {"annotator": "anna", "instance": "p000/0/0/1", "ranking": [0, 1, 2, 3]})
-        with pytest.raises(ValueError, match="'anna' is 'a person' already, not 'user/colour-judge'"):
-            rank_with_judge(*arguments, ColorJudge(), "anna", tmp_path)
-        with pytest.raises(ValueError, match="'automatic' is the name of rankings by construction"):
-            rank_with_judge(*arguments, ColorJudge(), "automatic", tmp_path)
+        for name in ("anna", "automatic"):
+            with pytest.raises(ValueError, match=f"'{name}'"):
+                rank_with_judge(*arguments, ColorJudge(), name, tmp_path)
         rank_with_judge(*arguments, ColorJudge(), "judge", tmp_path)
         other = ColorJudge()
         other.name = "other/colour-judge"
-        with pytest.raises(ValueError, match="'judge' is 'user/colour-judge' already, not 'other/colour-judge'"):
+        with pytest.raises(ValueError, match="'user/colour-judge' already"):
             rank_with_judge(*arguments, other, "judge", tmp_path)
         (tmp_path / "in.csv").write_text("annotator,instance,ranking\nautomatic,p000/0/0/1,0>1>2>3\n")
         with pytest.raises(ValueError, match="annotations by 'automatic'"):
@@ -258,6 +248,9 @@ class TestAnnotations:
         rank_automatically(world.instances, world.panels, tmp_path)
         assert annotator_kinds(tmp_path, ["automatic"]) == {"automatic": "automatic"}
         assert annotator_kinds(tmp_path / "nobody") == {}
+        for folder, names in ((tmp_path / "nobody", None), (tmp_path, ["ben"])):
+            with pytest.raises(FileNotFoundError, match="no annotations"):
+                annotation_files(folder, names)
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),
@@ -265,9 +258,8 @@ class TestAnnotations:
             ("in.jsonl", b'{"annotator": "anna", "instance": "x", "rank', "The last line of .* is not valid JSON"),
             ("in.csv", b'annotator,instance,ranking\nanna,"x,1>0>2\n', r"cannot be read"),
             ("in.csv", "annotator,instance,ranking\nannä,x,1>0>2\n".encode("latin-1"), r"cannot be read"),
+            ("in.csv", b"annotator,instance\nanna,x\n", r"lacks the columns \['ranking'\]"),
             ("in.csv", b"annotator,instance,ranking\nanna,x\n", "line 2 has another number of cells"),
-            ("in.csv", b"annotator,instance,ranking\nanna,x,1>0>2,3\n", "line 2 has another number of cells"),
-            ("in.json", b'[{"annotator": "anna", "instance": ["x"], "ranking": [0, 1, 2]}]', r"no instance \['x'\]"),
             ("in.json", b'[{"annotator": "anna", "instance": "x", "skipped": "no"}]', "must have one of `ranking`"),
             ("in.txt", b"", "not a file of annotations"),
         ],
@@ -277,17 +269,6 @@ class TestAnnotations:
         with pytest.raises(ValueError, match=message):
             import_annotations(tmp_path / name, tmp_path / "folder", tasks({"x": 3}))
         assert not (tmp_path / "folder").exists()
-
-    def test_a_column_of_another_tool_is_not_read(self, tmp_path):
-        (tmp_path / "in.csv").write_text("annotator,instance,ranking,skipped\nanna,x,1>0>2,no\n")
-        import_annotations(tmp_path / "in.csv", tmp_path, tasks({"x": 3}))
-        assert read_annotations(annotation_files(tmp_path), tasks({"x": 3}))[0].ranks == (2, 1, 3)
-
-    @pytest.mark.parametrize("name", ["", "a b", "../x", ".", ".hidden", "ä", "a/b", "x" * 41, None])
-    def test_names(self, name):
-        assert check_annotator("Anna_2.b-c") == "Anna_2.b-c"
-        with pytest.raises(ValueError, match="annotator's name"):
-            check_annotator(name)
 
     @pytest.mark.parametrize("suffix", ["csv", "json"])
     def test_other_tools(self, tmp_path, suffix):
@@ -312,12 +293,6 @@ class TestAnnotations:
         path = tmp_path / "in.csv"
         path.write_bytes("\ufeffannotator,instance,ranking,note\r\nanna,x,1>0>2,ok\r\nben,x,,\r\n".encode())
         assert import_annotations(path, tmp_path, tasks({"x": 3})) == {"anna": 1, "ben": 1}
-        path.write_text("annotator,instance\nanna,x\n")
-        with pytest.raises(ValueError, match=r"lacks the columns \['ranking'\]"):
-            import_annotations(path, tmp_path, tasks({"x": 3}))
-        path.write_text("annotator,instance,ranking\nanna,x,1>0\n")
-        with pytest.raises(ValueError, match=r"in\.csv, line 2: it ranks 2 candidates"):
-            import_annotations(path, tmp_path, tasks({"x": 3}))
 
     def test_tasks_for_other_tools(self, world, tmp_path):
         export_tasks(world.instances, world.panels, world.prompts, tmp_path / "tasks.csv")
@@ -332,43 +307,28 @@ class TestAnnotations:
         with pytest.raises(ValueError, match=r"must end in \.csv or \.json"):
             export_tasks(world.instances, world.panels, world.prompts, tmp_path / "tasks.xls")
 
-    def test_nobody(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="no annotations in"):
-            annotation_files(tmp_path)
-        append_annotation(tmp_path, {"annotator": "anna", "instance": "x", "skipped": True})
-        with pytest.raises(FileNotFoundError, match=r"no annotations of \['ben'\].*those of \['anna'\]"):
-            annotation_files(tmp_path, ["ben"])
-
 
 class TestVoting:
-    def test_an_order_by_majority(self):
-        vote = majority_vote([ranks_of_ranking(order) for order in ([0, 1, 2, 3], [0, 2, 1, 3], [1, 0, 2, 3])])
-        assert (vote.ranking, vote.best, vote.worst, vote.num_ties) == ([0, 1, 2, 3], 0, [3], 0)
-
-    def test_ties_have_no_order(self):
-        vote = majority_vote([ranks_of_ranking([0, 1, 2]), ranks_of_ranking([0, 2, 1])])
-        assert (vote.ranking, vote.best, vote.num_ties, vote.is_circular) == (None, 0, 1, False)
-        assert vote.worst == [1, 2]
-
-    def test_a_circle_has_no_order(self):
-        vote = majority_vote([ranks_of_ranking(order) for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1])])
-        assert (vote.ranking, vote.best, vote.worst, vote.num_ties, vote.is_circular) == (None, None, [], 0, True)
-
-    def test_those_who_tie_do_not_vote(self):
-        assert majority_vote([[1, 1], [1, 1], [1, 2]]).ranking == [0, 1]
-        assert majority_vote([[1, 1], [1, 1]]).ranking is None
-        assert (majority_vote([[1, 1]]).best, majority_vote([[1, 1]]).worst) == (None, [])
+    @pytest.mark.parametrize(
+        ("ranks", "ranking", "best", "worst", "num_ties", "is_circular"),
+        [
+            ([[1, 2, 3, 4], [1, 3, 2, 4], [2, 1, 3, 4]], [0, 1, 2, 3], 0, [3], 0, False),
+            ([[1, 2, 3], [1, 3, 2]], None, 0, [1, 2], 1, False),
+            ([[1, 2, 3], [3, 1, 2], [2, 3, 1]], None, None, [], 0, True),  # a circle has no order
+            ([[1, 1], [1, 1], [1, 2]], [0, 1], 0, [1], 0, False),  # who ties does not vote
+            ([[1, 1], [1, 1]], None, None, [], 1, False),
+        ],
+    )
+    def test_the_majority(self, ranks, ranking, best, worst, num_ties, is_circular):
+        vote = majority_vote(ranks)
+        assert vote[1:] == (ranking, best, worst)
+        assert (vote.num_ties, vote.is_circular) == (num_ties, is_circular)
 
     def test_against_every_order(self):
         """With one annotator, each order comes back."""
         for order in itertools.permutations(range(5)):
             vote = majority_vote([ranks_of_ranking(order)])
             assert (vote.ranking, vote.best, vote.worst) == (list(order), order[0], [order[-1]])
-
-    @pytest.mark.parametrize("ranks", [[], [[1, 2], [1, 2, 3]]])
-    def test_nothing_to_count(self, ranks):
-        with pytest.raises(ValueError, match="The annotators rank"):
-            majority_vote(ranks)
 
 
 class TestAgreement:
@@ -390,9 +350,6 @@ class TestAgreement:
         assert kendalls_w([[1, 2, 3, 4], [4, 3, 2, 1]]) == 0
         assert math.isnan(kendalls_w([[1, 2, 3]]))
         assert math.isnan(kendalls_w([[1, 1], [1, 1]]))
-
-    def test_pairs_in_the_same_order(self):
-        assert count_agreement([1, 2, 3, 4], [1, 2, 3, 4]) == (6, 6)
         assert count_agreement([1, 2, 3, 4], [4, 3, 2, 1]) == (0, 6)
         assert count_agreement([1, 2, 2, 4], [1, 2, 3, 3]) == (4, 4)
 
@@ -425,12 +382,7 @@ class TestAgreement:
     def test_one_alone_agrees_with_nobody(self):
         report = agreement_report([Annotation("anna", "x", (1, 2))])
         assert (report["kendalls_w"], report["pairwise_agreement"]) == (None, None)
-        assert report["annotators"]["anna"] == {
-            "ranked": 1,
-            "skipped": 0,
-            "agreement_with_others": None,
-            "gold_agreement": None,
-        }
+        assert [*report["annotators"]["anna"].values()] == [1, 0, None, None]
         with pytest.raises(ValueError, match="answered a gold question"):
             untrusted_annotators(report, 0.5)
         with pytest.raises(ValueError, match="from 0 to 1"):
@@ -451,13 +403,9 @@ class TestSplit:
         assert split_prompts(groups, 0, seed=0) == set()
         # Groups are taken whole, and some are left to train on
         assert split_prompts([["a", "b"], ["c"]], 0.4, seed=0) == {"c"}
-        with pytest.raises(ValueError, match="no group of prompts fits into it: the 1 groups .* have 2 to 2 prompts"):
-            split_prompts([["a", "b"]], 0.4, seed=0)
-        with pytest.raises(ValueError, match="no group"):
-            split_prompts([["a"]], 0.9, seed=0)
-        for size in (-0.1, 1, 2):
-            with pytest.raises(ValueError, match="from 0 to below 1"):
-                split_prompts(groups, size, seed=0)
+        for some, size in (([["a", "b"]], 0.4), ([["a"]], 0.9), (groups, -0.1), (groups, 1)):
+            with pytest.raises(ValueError, match="`test_size`"):
+                split_prompts(some, size, seed=0)
 
     def test_leaks_are_found(self):
         def data(group, panels):
@@ -490,12 +438,10 @@ class TestDecisions:
 
     def test_best_and_worst(self):
         assert self.decide(("x", [1, 2, 3])) == {("a", "b"): (1, 0), ("a", "d"): (0, 1)}
-
-    def test_votes_of_several(self):
-        assert self.decide(("x", [1, 2, 3]), ("x", [1, 3, 2]), ("x", [1, 2, 3])) == {
-            ("a", "b"): (3, 0),
-            ("a", "d"): (0, 2),
-        }
+        several = self.decide(("x", [1, 2, 3]), ("x", [1, 3, 2]), ("x", [1, 2, 3]))
+        assert several == {("a", "b"): (3, 0), ("a", "d"): (0, 2)}
+        who_ties_says_nothing = self.decide(("x", [1, 2, 3]), ("x", [1, 1, 1]))
+        assert who_ties_says_nothing == {("a", "b"): (1, 0), ("a", "d"): (0, 1)}
 
     def test_instances_vote_together(self):
         found = self.decide(("x", [1, 2, 3]), ("y", [1, 2, 3]))
@@ -510,20 +456,14 @@ class TestDecisions:
         one = self.decide(("x", [1, 2, 2]))
         assert one["a", "b"] == (1, 0)
         assert len(one) == 2
-        assert self.decide(("x", [1, 2, 2]), num_negatives=2) == {
-            ("a", "b"): (1, 0),
-            ("a", "c"): (0, 1),
-            ("a", "d"): (0, 1),
-        }
+        two = self.decide(("x", [1, 2, 2]), num_negatives=2)
+        assert two == {("a", "b"): (1, 0), ("a", "c"): (0, 1), ("a", "d"): (0, 1)}
         chosen = {next(iter(set(self.decide(("x", [1, 2, 2]), seed=seed)) - {("a", "b")})) for seed in range(20)}
         assert chosen == {("a", "c"), ("a", "d")}
 
     def test_who_ties_at_the_top_says_nothing_for_it(self):
         assert self.decide(("x", [1, 1, 2]), ("x", [1, 2, 3]))["a", "b"] == (1, 0)
         assert self.decide(("x", [1, 2, 2]), ("x", [1, 2, 3]))["a", "b"] == (2, 0)
-
-    def test_who_ties_all_says_nothing(self):
-        assert self.decide(("x", [1, 2, 3]), ("x", [1, 1, 1])) == {("a", "b"): (1, 0), ("a", "d"): (0, 1)}
 
     def test_tied_at_the_top_is_not_a_positive(self):
         assert self.decide(("x", [1, 1, 2])) == {("a", "d"): (0, 1)}
@@ -532,7 +472,6 @@ class TestDecisions:
 
 class TestAutomatic:
     def test_the_label_comes_from_construction(self, world, automatic):
-        assert construction_ranks(3, [0, 3, 1]) == (2, 1, 2)
         rows = {row["id"]: row for row in world.instances}
         assert len(automatic) == len(rows) == 6 * 48
         for annotation in automatic:
@@ -580,17 +519,6 @@ class TestAutomatic:
         assert all(image["bytes"] is None and Path(image["path"]).is_file() for pair in stored for image in pair)
         assert len({image["path"] for pair in stored for image in pair}) == 5 * 16
 
-    def test_no_leak(self, world, automatic):
-        pairs, _, _ = build_pairs(world.instances, world.panels, world.prompts, automatic)
-        assert set(pairs["train"]["group"]).isdisjoint(pairs["test"]["group"])
-        assert len(pairs["test"]) > 0
-
-        def hashes(split):
-            return {image.tobytes() for images in split["images"] for image in images}
-
-        assert hashes(pairs["train"]).isdisjoint(hashes(pairs["test"]))
-
-    @pytest.mark.slow
     def test_prompts_that_share_an_image_stay_together(self, world, automatic):
         """The twin of the split: with the images of another prompt, a prompt goes where that one goes."""
         sha256 = world.panels["sha256"][:]
@@ -598,7 +526,7 @@ class TestAutomatic:
         digests = dict(zip(world.panels["id"], sha256, strict=True))
         panels = world.panels.remove_columns("sha256").add_column("sha256", [digests[name] for name in shared])
         separated = set()
-        for seed in range(12):
+        for seed in range(4):
             for data, is_shared in ((panels, True), (world.panels, False)):
                 pairs, _, _ = build_pairs(world.instances, data, world.prompts, automatic, test_size=0.5, seed=seed)
                 is_split = ("p000" in pairs["test"]["group"][:]) != ("p001" in pairs["test"]["group"][:])
@@ -678,7 +606,6 @@ class ColorJudge:
 
 class TestJudge:
     def test_ranks_of_scores(self):
-        assert ranks_of_scores([0.2, 0.9, 0.2, 0.5]) == (3, 1, 3, 2)
         assert judge_annotator_name("X-GenGroup/PaCo-Reward-7B") == "PaCo-Reward-7B"
         assert check_annotator(judge_annotator_name("/some folder/.x y/")) == "x-y"
 
@@ -724,14 +651,7 @@ class TestJudge:
         assert counts == {"ranked": 276, "found": 0, "unanswered": 12}  # the candidates at position 1 of p002
         assert "did not score 12 of 288 instances" in caplog.text
         judge.unanswered = set()
-        assert rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path) == {
-            "ranked": 12,
-            "found": 276,
-            "unanswered": 0,
-        }
-
-    def test_prompts_that_are_not_there(self, world, tmp_path):
-        with pytest.raises(ValueError, match="of the prompt 'p003', which is not among the 3 prompts"):
-            rank_with_judge(
-                world.instances, world.panels, world.prompts.select(range(3)), ColorJudge(), "judge", tmp_path
-            )
+        counts = rank_with_judge(world.instances, world.panels, world.prompts, judge, "judge", tmp_path)
+        assert counts == {"ranked": 12, "found": 276, "unanswered": 0}
+        with pytest.raises(ValueError, match="'p003'"):
+            rank_with_judge(world.instances, world.panels, world.prompts.select(range(3)), judge, "other", tmp_path)

@@ -21,8 +21,7 @@ from chat_server import ChatServer, answer
 from judge_server import LoopClock
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
 from paco_trl.data.image_sets import check_image_set_columns, format_image_set_prompt
-from paco_trl.dataset_building.categories import CATEGORIES, DIMENSIONS
-from paco_trl.dataset_building.write_prompts import write_prompts
+from paco_trl.dataset_building.write_prompts import CATEGORIES, DIMENSIONS, write_prompts
 from paco_trl.utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError, Reply
 from paco_trl.utils.stage_folder import StageFolder
 

@@ -3,7 +3,6 @@
 
 import base64
 import importlib
-import inspect
 import logging
 import multiprocessing
 import random
@@ -19,7 +18,7 @@ from chat_server import ChatServer, answer
 from judge_server import pictures_of
 from paco_trl.data import check_pair_columns, criterion_question, decision_of, theme_question, validate_pairs
 from paco_trl.data.pairs import make_pair, pair_features
-from paco_trl.dataset_building.categories import DIMENSIONS
+from paco_trl.dataset_building.write_prompts import DIMENSIONS
 from paco_trl.dataset_building.write_reasons import VISIBLE_ATTRIBUTES, check_reasons, write_reasons
 from paco_trl.utils.chat import EndpointUnavailableError
 from paco_trl.utils.stage_folder import StageFolder
@@ -39,72 +38,41 @@ LONG = (
 
 
 @pytest.mark.parametrize(
-    ("answer", "decision"),
+    ("answer", "decision", "problem"),
     [
-        (f"Yes. {LONG}", "Yes"),
-        (f"No. {LONG}", "No"),
-        (f"\n Yes.\n\n{LONG}\n", "Yes"),
-        ("Yes. The label on the bottle is red in both images and reads the same, and the table has not changed.", "Yes"),
-        ("No. He was given a hat in one of them, as shown, while the other man has nothing on the head at all.", "No"),
-        ("Yes. Nobody moved: the two HAIRSTYLES and everything else about these two people remain the very same. Curly "
-         "hair.", "Yes"),
-        ("No. Nothing is alike: one shows an apple, and the other one a pear which is twice as large and blue.", "No"),
+        (f"Yes. {LONG}", "Yes", None),
+        (f"\n No.\n\n{LONG}\n", "No", None),
+        ("Yes. The label on the bottle is red in both images and reads the same, and the table has not changed.", "Yes", None),
+        ("No. He was given a hat in one of them, as shown, while the other man has nothing on the head at all.", "No", None),
+        ("No. Nothing is alike: one shows an apple, and the other one a pear which is twice as large and blue.", "No", None),
+        (f"No. {LONG}", "Yes", module.NO_LABEL),
+        (f"yes. {LONG}", "Yes", module.NO_LABEL),
+        (f"**Yes.** {LONG}", "Yes", module.NO_LABEL),
+        (f"Yes.{LONG}", "Yes", module.NO_LABEL),
+        (f"Yesterday. {LONG}", "Yes", module.NO_LABEL),
+        (f"Yes. No. {LONG}", "Yes", module.TWO_LABELS),
+        ("Yes. The same colour.", "Yes", module.LENGTH),
+        (f"Yes. {LONG * 20}", "Yes", module.LENGTH),
+        ("Yes. These two images go together very well indeed, because in both of them everything is as it ought to be.", "Yes",
+         module.NOTHING_VISIBLE),
+        # Parts of words are no words: "co-lour-ful", "infor-m", "b-air"
+        ("Yes. These two lightly informative scenes unreadably interline, and nobody unfaced would ever misshape or reformat "
+         "them at all.", "Yes", module.NOTHING_VISIBLE),
+        (f"Yes. {LONG} This agrees with the label.", "Yes", module.GIVEN),
+        (f"Yes. As given, {LONG}", "Yes", module.GIVEN),
+        (f"Yes. {LONG} I was told so.", "Yes", module.GIVEN),
+        (f"Yes. {LONG}<|im_end|>", "Yes", module.CONTROL_TOKEN),
     ],
 )  # fmt: skip
-def test_good_reasons(answer, decision):
-    assert check_reasons(answer, decision) is None
-
-
-@pytest.mark.parametrize(
-    ("answer", "problem"),
-    [
-        (f"No. {LONG}", module.NO_LABEL),
-        (f"yes. {LONG}", module.NO_LABEL),
-        (f"YES. {LONG}", module.NO_LABEL),
-        (f"**Yes.** {LONG}", module.NO_LABEL),
-        (f"Answer: Yes. {LONG}", module.NO_LABEL),
-        (f"Yes, {LONG}", module.NO_LABEL),
-        (f"Yes.{LONG}", module.NO_LABEL),
-        (f"Yesterday. {LONG}", module.NO_LABEL),
-        ("Yes.", module.NO_LABEL),
-        (LONG, module.NO_LABEL),
-        (f"Yes. Yes, {LONG}", module.TWO_LABELS),
-        (f"Yes. No. {LONG}", module.TWO_LABELS),
-        ("Yes. The same colour.", module.LENGTH),
-        (f"Yes. {LONG * 20}", module.LENGTH),
-        (
-            "Yes. These two images go together very well indeed, because in both of them everything is as it ought to be.",
-            module.NOTHING_VISIBLE,
-        ),
-        # Parts of words are no words: "co-lour-ful", "infor-m", "b-air"
-        (
-            "Yes. These two lightly informative scenes unreadably interline, and nobody unfaced would ever misshape or "
-            "reformat them at all.",
-            module.NOTHING_VISIBLE,
-        ),
-        (f"Yes. {LONG} This agrees with the label.", module.GIVEN),
-        (f"Yes. As given, {LONG}", module.GIVEN),
-        (f"Yes. {LONG} That is the ground truth.", module.GIVEN),
-        (f"Yes. {LONG} So the provided answer is right.", module.GIVEN),
-        (f"Yes. {LONG} I was told so.", module.GIVEN),
-        (f"Yes. {LONG} The annotators agree.", module.GIVEN),
-        (f"Yes. {LONG} The pair is labeled as consistent.", module.GIVEN),
-        (f"Yes. {LONG}<|im_end|>", module.CONTROL_TOKEN),
-    ],
-)
-def test_bad_reasons(answer, problem):
-    assert check_reasons(answer, "Yes") == problem
+def test_checked_reasons(answer, decision, problem):
+    assert check_reasons(answer, decision) == problem
 
 
 def test_the_length_is_a_setting():
-    reasons = "The same red hat and the same coat."  # 8 words
-    assert check_reasons(f"Yes. {reasons}", "Yes") == module.LENGTH
-    assert check_reasons(f"Yes. {reasons}", "Yes", 8, 8) is None
-    assert (
-        check_reasons(f"Yes. {reasons}", "Yes", 9, 20)
-        == check_reasons(f"Yes. {reasons}", "Yes", 1, 7)
-        == module.LENGTH
-    )
+    reasons = "Yes. The same red hat and the same coat."  # 8 words
+    ranges = [(15, 200), (8, 8), (9, 20), (1, 7)]
+    found = [check_reasons(reasons, "Yes", *words) for words in ranges]
+    assert found == [module.LENGTH, None, module.LENGTH, module.LENGTH]
 
 
 def test_the_vocabulary():
@@ -142,20 +110,11 @@ def make_pairs(folder, embedded=False, count=30):
         second = first if number % 2 else rng.choice([colour for colour in COLOURS if colour != first])
         paths = [folder / f"{first}.png", folder / f"{second}.png"]
         images = [{"path": None, "bytes": path.read_bytes()} if embedded else str(path) for path in paths]
-        pair = make_pair(*images, theme_question(f"Colour {number}."), first == second)
-        rows.append(
-            {
-                **pair,
-                "id": f"p/{number}",
-                "group": "p",
-                "category": "home decoration",
-                "dimensions": ["style"] if number < 15 else ["identity", "logic"],
-                "votes": number,
-            }
-        )
-    others = {"id": Value("string"), "group": Value("string"), "category": Value("string")}
-    others |= {"dimensions": List(Value("string")), "votes": Value("int64")}
-    return Dataset.from_list(rows, features=Features({**pair_features(), **others}))
+        row = make_pair(*images, theme_question(f"Colour {number}."), first == second)
+        dimensions = ["style"] if number < 15 else ["identity", "logic"]
+        rows.append(row | {"id": f"p/{number}", "group": "p", "dimensions": dimensions, "votes": number})
+    others = {"id": Value("string"), "group": Value("string"), "dimensions": List(Value("string"))}
+    return Dataset.from_list(rows, features=Features({**pair_features(), **others, "votes": Value("int64")}))
 
 
 def colour_of(image):
@@ -188,10 +147,6 @@ def server():
         yield server
 
 
-def endpoint_of(server, **kwargs):
-    return server.endpoint(**kwargs)
-
-
 def plain(dataset):
     return dataset.with_format("arrow")[:].to_pylist()
 
@@ -201,7 +156,7 @@ def text_of(row):
 
 
 def test_reasons_of_what_is_seen(server, pairs, tmp_path):
-    dataset = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path))
+    dataset = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path))
     assert dataset.column_names == pairs.column_names and dataset.features == pairs.features
     check_pair_columns(dataset)
     validate_pairs(dataset)
@@ -216,17 +171,17 @@ def test_reasons_of_what_is_seen(server, pairs, tmp_path):
         assert text.startswith(f"{label}. The first image of the set number {row['votes']} is {colours[0]}, ")
         assert f"which is {colours[1]}, " in text  # the images of this pair, in their order
         assert check_reasons(text, label) is None
-        for name in ("id", "group", "category", "dimensions", "votes", "prompt"):
+        for name in ("id", "group", "dimensions", "votes", "prompt"):
             assert row[name] == before[name]
     assert min(labels.values()) >= 10
     report = StageFolder(tmp_path).report
     assert report == {"pairs": 30, "with reasons": 30, "requests": 30, "rejected": {}, "left out": {}}
-    assert plain(write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path))) == plain(dataset)  # done is done
+    assert plain(write_reasons(pairs, server.endpoint(), StageFolder(tmp_path))) == plain(dataset)  # done is done
     assert len(server.requests) == 30
 
 
 def test_what_the_model_is_sent(server, pairs, tmp_path):
-    write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path), seed=3)
+    write_reasons(pairs, server.endpoint(), StageFolder(tmp_path), seed=3)
     assert len({body["seed"] for body in server.requests}) == 30
     for body in server.requests:
         _, number, label = asked(body)
@@ -246,12 +201,12 @@ def test_other_pairs(server, folder, tmp_path):
     embedded = (
         make_pairs(folder, embedded=True).remove_columns("dimensions").select([7, 3, 20, 4]).with_format("numpy")
     )
-    dataset = write_reasons(embedded, endpoint_of(server), StageFolder(tmp_path / "a"))
+    dataset = write_reasons(embedded, server.endpoint(), StageFolder(tmp_path / "a"))
     assert dataset["id"][:] == ["p/7", "p/3", "p/20", "p/4"] and len(server.requests) == 4
     assert all(meaning in pictures_of(body)[1] for body in server.requests for meaning in DIMENSIONS.values())
     for row in dataset:
         assert f"number {row['votes']} is" in text_of(row) and row["images"][0].size == (56, 56)
-    again = write_reasons(dataset, endpoint_of(server), StageFolder(tmp_path / "b"))
+    again = write_reasons(dataset, server.endpoint(), StageFolder(tmp_path / "b"))
     assert [text_of(row).count(f"number {row['votes']} is") for row in again] == [1] * 4
 
 
@@ -269,7 +224,7 @@ def test_images_stay_paths_and_are_encoded_once(server, pairs, tmp_path, monkeyp
         return "No idea." if bad["count"] % 3 else say(body)
 
     server.say = often_bad
-    dataset = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path), max_attempts=50)
+    dataset = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path), max_attempts=50)
     own = [file for file in opened if isinstance(file, str)]  # those of the test's server are not files
     assert bad["count"] > 60 and sorted(own) == sorted(
         {row[0] for row in paths_of(pairs)} | {row[1] for row in paths_of(pairs)}
@@ -286,24 +241,17 @@ def paths_of(dataset):
 def test_no_more_images_are_kept_than_allowed(folder):
     encode = module._encoder(2)
     images = [{"path": str(folder / f"{colour}.png"), "bytes": None} for colour in COLOURS]
-    kept = inspect.getclosurevars(encode).nonlocals["kept"]
     urls = [encode("a", image) for image in images]
-    assert len(set(urls)) == 6 and list(kept) == [image["path"] for image in images[-2:]]
-    assert encode("a", images[-2]) is urls[-2] and list(kept)[-1] == images[-2]["path"]  # used last, kept longest
+    assert len(set(urls)) == 6
+    assert encode("a", images[-2]) is urls[-2]  # used last, stored longest
     assert encode("a", images[0]) == urls[0] and encode("a", images[0]) is not urls[0]
+    assert encode("a", images[-2]) is urls[-2] and encode("a", images[-1]) is not urls[-1]
 
 
 BAD_ANSWERS = {
-    "the other label": (
-        lambda text: {"Yes": "No", "No": "Yes"}[text[: text.index(".")]] + ". " + LONG,
-        module.NO_LABEL,
-    ),
     "twice": (lambda text: f"{text[: text.index('.')]}. {text}", module.TWO_LABELS),
-    "short": (lambda text: text[:20], module.LENGTH),
-    "a label that was given": (lambda text: f"{text} This is the label.", module.GIVEN),
     "cut": (lambda text: answer(text, "length"), "an answer cut after 600 tokens"),
     "refused": (lambda text: (400, "too many pixels"), "refused by the server"),
-    "empty": (lambda text: "", "an empty answer"),
 }
 
 
@@ -319,7 +267,7 @@ def test_a_bad_answer_is_requested_again(server, pairs, tmp_path, name, caplog):
 
     server.say = bad_at_first
     few = pairs.select(range(10))
-    dataset = write_reasons(few, endpoint_of(server), StageFolder(tmp_path / "a"))
+    dataset = write_reasons(few, server.endpoint(), StageFolder(tmp_path / "a"))
     assert dataset["id"][:] == few["id"][:]
     report = StageFolder(tmp_path / "a").report
     assert report["rejected"] == {cause: 4} and report["requests"] == 14 and report["left out"] == {}
@@ -328,25 +276,20 @@ def test_a_bad_answer_is_requested_again(server, pairs, tmp_path, name, caplog):
 
     asked_before.clear()
     with caplog.at_level(logging.WARNING):
-        dataset = write_reasons(few, endpoint_of(server), StageFolder(tmp_path / "b"), max_attempts=2)
+        dataset = write_reasons(few, server.endpoint(), StageFolder(tmp_path / "b"), max_attempts=2)
     assert dataset["id"][:] == [f"p/{number}" for number in range(10) if number % 5]
     assert StageFolder(tmp_path / "b").report["left out"] == {cause: 2}
-    assert f"8 of 10 pairs have reasons. Left out after 2 attempts: 2 x {cause}." in caplog.text
+    assert f"8 of 10 pairs have reasons. Left out: 2 x {cause}." in caplog.text
 
 
 def test_only_nonsense_ends_with_an_example(server, pairs, tmp_path):
     server.say = lambda body: "I am a teapot, " * 100
-    with pytest.raises(
-        ValueError, match="None of 24 answers of writer at http.*24 x does not begin.*I am a teapot"
-    ) as error:
-        write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "many"))
+    with pytest.raises(ValueError, match="24 x does not begin.*I am a teapot") as error:
+        write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "many"))
     assert len(server.requests) <= 24 + 8 and len(str(error.value)) < 900
     assert not StageFolder(tmp_path / "many").is_done
     with pytest.raises(ValueError, match="None of 6 answers.*'p/0'.*I am a teapot"):
-        write_reasons(pairs.select(range(2)), endpoint_of(server), StageFolder(tmp_path / "few"))
-    server.fault = lambda number: "400"
-    with pytest.raises(ValueError, match="None of 24 answers.*HTTP 400"):  # a model without eyes
-        write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "refused"))
+        write_reasons(pairs.select(range(2)), server.endpoint(), StageFolder(tmp_path / "few"))
 
 
 def moody(body):
@@ -356,7 +299,7 @@ def moody(body):
 
 def test_a_server_that_goes_down_loses_nothing(server, pairs, tmp_path):
     server.say = moody
-    whole = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "whole", {}), max_attempts=2)
+    whole = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "whole", {}), max_attempts=2)
     assert 0 < len(whole) < 30
     total = len(server.requests)
     # More than are under way at a time: some were answered, whatever overtakes what
@@ -364,29 +307,29 @@ def test_a_server_that_goes_down_loses_nothing(server, pairs, tmp_path):
         server.forget_requests()
         server.fault = lambda number, limit=broken_at: "503" if number >= limit else None
         with pytest.raises(EndpointUnavailableError, match=server.url):
-            write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / str(broken_at), {}), max_attempts=2)
+            write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / str(broken_at), {}), max_attempts=2)
         kept = len(StageFolder(tmp_path / str(broken_at)).journal("reasons").records)
         assert broken_at - 8 <= kept <= broken_at
         server.forget_requests()
         server.fault = lambda number: None
         folder = StageFolder(tmp_path / str(broken_at), {})
-        resumed = write_reasons(pairs, endpoint_of(server), folder, max_attempts=2)
+        resumed = write_reasons(pairs, server.endpoint(), folder, max_attempts=2)
         assert plain(resumed) == plain(whole) and len(server.requests) == total - kept
         assert folder.report == StageFolder(tmp_path / "whole").report
     server.stop()
     down = tmp_path / "down"
     with pytest.raises(EndpointUnavailableError, match=f"{server.url} does not answer"):
-        write_reasons(pairs, endpoint_of(server), StageFolder(down), max_attempts=2)
+        write_reasons(pairs, server.endpoint(), StageFolder(down), max_attempts=2)
     # What is settled needs no server
     folder = StageFolder(tmp_path / "settled")
     for record in StageFolder(tmp_path / "whole").journal("reasons").records:
         folder.journal("reasons").append(record)
-    assert plain(write_reasons(pairs, endpoint_of(server), folder, max_attempts=2)) == plain(whole)
+    assert plain(write_reasons(pairs, server.endpoint(), folder, max_attempts=2)) == plain(whole)
 
 
 def test_killed_and_resumed(server, pairs, tmp_path):
     server.say = moody
-    whole = write_reasons(pairs, endpoint_of(server), StageFolder(tmp_path / "whole"), max_attempts=2)
+    whole = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "whole"), max_attempts=2)
     total = len(server.requests)
     server.forget_requests()
     server.fault = lambda number: "hang" if number >= 16 else None  # so that it cannot end before it is killed
@@ -394,7 +337,7 @@ def test_killed_and_resumed(server, pairs, tmp_path):
     journal = killed / "reasons.jsonl"
     # Forked, so that nothing is imported anew
     process = multiprocessing.get_context("fork").Process(
-        target=lambda: write_reasons(pairs, endpoint_of(server), StageFolder(killed), max_attempts=2)
+        target=lambda: write_reasons(pairs, server.endpoint(), StageFolder(killed), max_attempts=2)
     )
     process.start()
     end = time.monotonic() + 60
@@ -411,12 +354,12 @@ def test_killed_and_resumed(server, pairs, tmp_path):
         file.write(b'{"id": "p/3", "rep')  # torn in the middle of a line
     server.forget_requests()
     server.fault = lambda number: None
-    resumed = write_reasons(pairs, endpoint_of(server), StageFolder(killed), max_attempts=2)
+    resumed = write_reasons(pairs, server.endpoint(), StageFolder(killed), max_attempts=2)
     assert plain(resumed) == plain(whole) and len(server.requests) == total - kept > 0
 
 
 def test_pairs_that_cannot_be_used(server, pairs, tmp_path):
-    endpoint = endpoint_of(server)
+    endpoint = server.endpoint()
 
     def refused(bad, said, **kwargs):
         with pytest.raises(ValueError, match=said):
@@ -427,7 +370,6 @@ def test_pairs_that_cannot_be_used(server, pairs, tmp_path):
     refused(pairs.remove_columns("prompt"), "prompt")
     refused(pairs.map(lambda row: {"dimensions": ["taste"]}), "taste")
     refused(pairs, "min_words", min_words=30, max_words=20)
-    refused(pairs, "max_attempts", max_attempts=0)
     assert not server.requests
     gone = [*plain(pairs.select(range(3)))]
     gone[1]["images"][1]["path"] += ".gone"

@@ -32,48 +32,16 @@ from huggingface_hub import HfApi
 from rich.console import Console
 from rich.markup import escape
 
+from .. import dataset_building as building
 from ..data import load_image_set_prompts
-from ..dataset_building import (
-    ChatEndpoint,
-    StageFolder,
-    agreement_report,
-    annotation_files,
-    annotator_kinds,
-    build_pairs,
-    cut_panels,
-    digest,
-    diversify_prompts,
-    export_annotations,
-    export_label_studio,
-    export_tasks,
-    generate_grids,
-    import_annotations,
-    judge_annotator_name,
-    load_pipeline,
-    make_instances,
-    publish_dataset,
-    rank_automatically,
-    rank_with_judge,
-    read_annotations,
-    untrusted_annotators,
-    write_prompts,
-    write_reasons,
-)
 from ..dataset_building.sample_sheet import instances_sheet, pairs_sheet
 from ..hub.account import find_repository, hub_errors
 from ..utils.addresses import check_port
-from .build_arguments import (
-    AnnotateArguments,
-    BuildArguments,
-    ExchangeArguments,
-    GridsArguments,
-    PairsArguments,
-    PanelsArguments,
-    PromptsArguments,
-    PublishArguments,
-    RankArguments,
-    ReasonsArguments,
-)
+from ..utils.chat import ChatEndpoint
+from ..utils.files import digest
+from ..utils.generation import load_pipeline
+from ..utils.stage_folder import StageFolder
+from . import build_arguments as arguments
 from .parser import run_stage
 
 
@@ -81,7 +49,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def stage(args, name: str, settings: dict | None = None) -> StageFolder:
-    """Return the directory of a stage."""
+    """Open the directory of a stage."""
     return StageFolder(Path(args.build_dir) / name, settings)
 
 
@@ -141,26 +109,20 @@ def _endpoint_of(args) -> ChatEndpoint:
     return ChatEndpoint(args.base_url, args.model, args.api_key_variable, args.max_concurrency)
 
 
-def _layout_of(text: str) -> tuple[int, int]:
-    rows, _, cols = text.partition("x")
-    if not rows.isdecimal() or not cols.isdecimal():
-        raise ValueError(f"`--layouts` has {text!r}, but a layout is rows x columns, such as 2x2.")
-    return int(rows), int(cols)
-
-
 ################
 # 1. Prompts
 ################
-def make_prompts(args: PromptsArguments) -> None:
+def make_prompts(args: arguments.PromptsArguments) -> None:
     """Load the prompts, or let a language model write them, and keep the most diverse."""
     if args.dataset_name is None:
         endpoint = _endpoint_of(args)
+        try:
+            layouts = [(int(rows), int(cols)) for rows, cols in (text.split("x") for text in args.layouts)]
+        except ValueError as error:
+            raise ValueError(f"`--layouts` is {args.layouts}, but must be rows x columns, such as 2x2.") from error
         settings = {name: getattr(args, name) for name in ("model", "num_written", "categories", "layouts", "seed")}
         written = stage(args, "written_prompts", settings)
-        if not written.is_done:
-            endpoint.check()
-        layouts = [_layout_of(text) for text in args.layouts]
-        prompts = write_prompts(endpoint, written, args.num_written, args.categories, layouts, args.seed)
+        prompts = building.write_prompts(endpoint, written, args.num_written, args.categories, layouts, args.seed)
         report: dict[str, Any] = {"model": args.model, **written.report}
     else:
         prompts = load_image_set_prompts(args.dataset_name, args.dataset_split)
@@ -168,22 +130,16 @@ def make_prompts(args: PromptsArguments) -> None:
     if "id" not in prompts.column_names:
         prompts = prompts.add_column("id", [f"{row:06}" for row in range(len(prompts))])
     report["prompts"] = len(prompts)
-    single = next(
-        (row["id"] for row in prompts.select_columns(["id", "rows", "cols"]) if row["rows"] * row["cols"] < 2), None
-    )
-    if single is not None:
-        raise ValueError(
-            f"The prompt {single!r} has one panel, and nothing to compare it with. Leave it out, or write it "
-            "for a layout of at least two panels."
-        )
+    single = [row["id"] for row in prompts.select_columns(["id", "rows", "cols"]) if row["rows"] * row["cols"] < 2]
+    if single:
+        raise ValueError(f"The prompt {single[0]!r} has one panel, and nothing to compare it with. Leave it out.")
 
     if (args.num_selected is None) != (args.embedding_model is None):
         raise ValueError(
-            f"`--num_selected` is {args.num_selected!r} and `--embedding_model` is {args.embedding_model!r}. Give both, "
-            "to keep the most diverse prompts, or none, to keep all."
+            f"`--num_selected` is {args.num_selected!r} and `--embedding_model` {args.embedding_model!r}. Give both or none."
         )
     if args.num_selected is not None and args.embedding_model is not None:
-        prompts, diversity = diversify_prompts(
+        prompts, diversity = building.diversify_prompts(
             prompts, args.embedding_model, args.num_selected, args.duplicate_threshold
         )
         report["diversification"] = diversity
@@ -195,7 +151,7 @@ def make_prompts(args: PromptsArguments) -> None:
 ################
 # 2. Grids
 ################
-def make_grids(args: GridsArguments) -> None:
+def make_grids(args: arguments.GridsArguments) -> None:
     """Generate the grids."""
     import torch
     from accelerate import PartialState
@@ -214,7 +170,7 @@ def make_grids(args: GridsArguments) -> None:
     folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})
 
     pipeline = load_pipeline(args.model, getattr(torch, args.dtype))
-    generate_grids(pipeline, prompts, folder, args.seeds, args.batch_size, args.height, args.width, **call)
+    building.generate_grids(pipeline, prompts, folder, args.seeds, args.batch_size, args.height, args.width, **call)
     if state.is_main_process:  # the others are done: an upload may take longer than they would wait
         finish(args, folder, folder.report)
 
@@ -222,7 +178,7 @@ def make_grids(args: GridsArguments) -> None:
 ################
 # 3. Panels and ranking instances
 ################
-def make_panels(args: PanelsArguments) -> None:
+def make_panels(args: arguments.PanelsArguments) -> None:
     """Cut the grids into panels, and make ranking instances of them."""
     prompts, grids = grid_prompts(args), result(args, "grids")
     unknown = set(args.exclude_prompts) - set(prompts["id"][:])
@@ -231,8 +187,8 @@ def make_panels(args: PanelsArguments) -> None:
     kept = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
     grids = grids.select(kept)
     generated_with = digest(stage(args, "grids").settings)
-    panels = cut_panels(grids, stage(args, "panels", {"generated_with": generated_with}), args.num_workers)
-    instances = make_instances(panels, args.max_instances_per_prompt, args.seed)
+    panels = building.cut_panels(grids, stage(args, "panels", {"generated_with": generated_with}), args.num_workers)
+    instances = building.make_instances(panels, args.max_instances_per_prompt, args.seed)
     folder = stage(args, "instances")
     report = {
         "instances": len(instances),
@@ -247,7 +203,7 @@ def make_panels(args: PanelsArguments) -> None:
 ################
 # 4. Ranking: by people in a Gradio app or in another tool, by a judge, by construction
 ################
-def annotate(args: AnnotateArguments) -> None:
+def annotate(args: arguments.AnnotateArguments) -> None:
     """Serve the app in which people rank."""
     from ..dataset_building.annotation_app import serve_annotation
     from ..dataset_building.annotation_work import AnnotationWork
@@ -260,19 +216,21 @@ def annotate(args: AnnotateArguments) -> None:
         _annotations_dir(args),
         annotations_per_instance=args.annotations_per_instance,
         gold=args.gold,
-        not_people=[name for name, kind in annotator_kinds(_annotations_dir(args)).items() if kind != "people"],
+        not_people=[
+            name for name, kind in building.annotator_kinds(_annotations_dir(args)).items() if kind != "people"
+        ],
     )
     serve_annotation(work, args.host, args.port)
 
 
-def rank(args: RankArguments) -> None:
+def rank(args: arguments.RankArguments) -> None:
     """Rank by construction or by a judge."""
     instances, panels = result(args, "instances"), result(args, "panels")
     if args.judge == "automatic":
-        count = rank_automatically(instances, panels, _annotations_dir(args))
+        count = building.rank_automatically(instances, panels, _annotations_dir(args))
         Console().print(f"{count} instances are ranked by construction, in {escape(str(_annotations_dir(args)))}.")
         return
-    annotator = args.annotator or judge_annotator_name(args.judge)
+    annotator = args.annotator or building.judge_annotator_name(args.judge)
     if args.base_url is not None:
         from ..rewards import ServedJudge
 
@@ -282,64 +240,55 @@ def rank(args: RankArguments) -> None:
         from .. import PaCoReward
 
         judge = PaCoReward.from_pretrained(args.judge, dtype=args.dtype)
-    counts = rank_with_judge(instances, panels, grid_prompts(args), judge, annotator, _annotations_dir(args))
+    counts = building.rank_with_judge(instances, panels, grid_prompts(args), judge, annotator, _annotations_dir(args))
     Console().print_json(json.dumps({"annotator": annotator, **counts}))
 
 
-def _file_of(args: ExchangeArguments) -> Path:
-    if args.file is None:
-        raise ValueError("`--file` is missing: the file to write or to read.")
-    return Path(args.file)
-
-
-def export(args: ExchangeArguments) -> None:
+def export(args: arguments.ExchangeArguments) -> None:
     """Write instances or rankings for another tool."""
-    file, instances = _file_of(args), result(args, "instances")
+    file, instances = Path(args.file), result(args, "instances")
     if args.what == "tasks":
-        export_tasks(instances, result(args, "panels"), grid_prompts(args), file)
+        building.export_tasks(instances, result(args, "panels"), grid_prompts(args), file)
     elif args.what == "annotations":
-        export_annotations(read_annotations(annotation_files(_annotations_dir(args)), instances), file)
+        building.export_annotations(
+            building.read_annotations(building.annotation_files(_annotations_dir(args)), instances), file
+        )
     elif args.what == "label_studio":
-        config = export_label_studio(instances, result(args, "panels"), grid_prompts(args), file, args.build_dir)
+        config = building.export_label_studio(
+            instances, result(args, "panels"), grid_prompts(args), file, args.build_dir
+        )
         Console().print(f"The labeling configuration of the project is {escape(str(config))}.")
     else:
         raise ValueError(f"`--what` is {args.what!r}, but must be 'tasks', 'label_studio' or 'annotations'.")
     Console().print(f"Wrote {escape(str(file))}.")
 
 
-def import_(args: ExchangeArguments) -> None:
+def import_(args: arguments.ExchangeArguments) -> None:
     """Read rankings of another tool."""
-    counts = import_annotations(_file_of(args), _annotations_dir(args), result(args, "instances"))
+    counts = building.import_annotations(args.file, _annotations_dir(args), result(args, "instances"))
     Console().print_json(json.dumps({"imported": counts}))
 
 
 ################
 # 5. Pairs and held-out rankings
 ################
-def counted_annotators(args: PairsArguments) -> list[str]:
-    """Name the annotators that count: those given, or all, without construction if there are people or judges."""
-    kinds = annotator_kinds(_annotations_dir(args), args.annotators)
-    if args.annotators is None and len(set(kinds.values())) > 1:
-        kinds = {name: kind for name, kind in kinds.items() if kind != "automatic"}
-    return list(kinds)
-
-
-def make_pairs(args: PairsArguments) -> None:
+def make_pairs(args: arguments.PairsArguments) -> None:
     """Turn the rankings into pairs, and hold some out."""
     instances, panels, prompts = result(args, "instances"), result(args, "panels"), grid_prompts(args)
-    annotators = counted_annotators(args)
-    annotations = read_annotations(annotation_files(_annotations_dir(args), annotators), instances)
-    gold = [] if args.gold is None else read_annotations([args.gold], instances)
+    kinds = building.annotator_kinds(_annotations_dir(args), args.annotators)
+    if args.annotators is None and len(set(kinds.values())) > 1:  # people or judges count without the construction
+        kinds = {name: kind for name, kind in kinds.items() if kind != "automatic"}
+    annotations = building.read_annotations(building.annotation_files(_annotations_dir(args), list(kinds)), instances)
+    gold = [] if args.gold is None else building.read_annotations([args.gold], instances)
     excluded = []
     if args.min_gold_agreement is not None:
-        excluded = untrusted_annotators(agreement_report(annotations, gold), args.min_gold_agreement)
-        annotators = [name for name in annotators if name not in excluded]
-        annotations = [one for one in annotations if one.annotator not in excluded]
-    pairs, rankings, counts = build_pairs(
+        excluded = building.untrusted_annotators(building.agreement_report(annotations, gold), args.min_gold_agreement)
+        kinds = {name: kind for name, kind in kinds.items() if name not in excluded}
+        annotations = [annotation for annotation in annotations if annotation.annotator in kinds]
+    pairs, rankings, counts = building.build_pairs(
         instances, panels, prompts, annotations, args.num_negatives, args.test_size, args.max_rankings, args.seed
     )
-    kinds = annotator_kinds(_annotations_dir(args), annotators)
-    ranking = agreement_report(annotations, gold) | {
+    ranking = building.agreement_report(annotations, gold) | {
         "by": sorted(set(kinds.values())),
         "judges": [name for name, kind in kinds.items() if kind == "judge"],
         "excluded": excluded,
@@ -364,7 +313,7 @@ def keys_of_pairs(pairs: Dataset) -> list[str]:
     return [f"{row['id']}~{digest(row)[:16]}" for row in pairs.select_columns(columns)]
 
 
-def make_reasons(args: ReasonsArguments) -> None:
+def make_reasons(args: arguments.ReasonsArguments) -> None:
     """Let a model write reasons for the label of each pair."""
     pairs, endpoint = result(args, "pairs"), _endpoint_of(args)
     keys = {name: keys_of_pairs(split) for name, split in pairs.items()}
@@ -374,14 +323,15 @@ def make_reasons(args: ReasonsArguments) -> None:
     if folder.is_done and folder.report["keys"] == digest(keys) and folder.report["max_attempts"] >= args.max_attempts:
         finish(args, folder, folder.report)
         return
-    endpoint.check()
     # All splits in one go, by keys: what was written for a pair stays, whatever else has changed since
     keyed = concatenate_datasets(
         [split.remove_columns("id").add_column("id", keys[name]) for name, split in pairs.items()]
     )
     part = StageFolder(folder.path / "written")
     part.clear()
-    written = write_reasons(keyed, endpoint, part, args.max_attempts, args.min_words, args.max_words, args.seed)
+    written = building.write_reasons(
+        keyed, endpoint, part, args.max_attempts, args.min_words, args.max_words, args.seed
+    )
     row_of = {key: row for row, key in enumerate(written["id"][:])}
     splits = {}
     for name, split in pairs.items():
@@ -398,10 +348,8 @@ def make_reasons(args: ReasonsArguments) -> None:
 ################
 # 7. The Hub
 ################
-def publish(args: PublishArguments) -> None:
+def publish(args: arguments.PublishArguments) -> None:
     """Upload the dataset with its card."""
-    if args.repo_id is None:
-        raise ValueError("`--repo_id` is missing: the Hub id of the dataset, for example user/my-pairs.")
     grid_prompts(args)
     pairs, reasons, rankings = result(args, "pairs"), stage(args, "reasons"), stage(args, "rankings")
     grids = stage(args, "grids")
@@ -417,7 +365,7 @@ def publish(args: PublishArguments) -> None:
                 "again, which writes only the new ones, or delete the directory to publish the labels alone."
             )
         pairs, report["reasons"] = reasons.load(), reasons.report
-    url = publish_dataset(
+    url = building.publish_dataset(
         pairs,
         rankings.load() if rankings.is_done else None,
         args.repo_id,
@@ -431,27 +379,27 @@ def publish(args: PublishArguments) -> None:
 
 
 STAGES: dict[str, tuple[type, Callable]] = {
-    "prompts": (PromptsArguments, make_prompts),
-    "grids": (GridsArguments, make_grids),
-    "panels": (PanelsArguments, make_panels),
-    "annotate": (AnnotateArguments, annotate),
-    "rank": (RankArguments, rank),
-    "export": (ExchangeArguments, export),
-    "import": (ExchangeArguments, import_),
-    "pairs": (PairsArguments, make_pairs),
-    "reasons": (ReasonsArguments, make_reasons),
-    "publish": (PublishArguments, publish),
+    "prompts": (arguments.PromptsArguments, make_prompts),
+    "grids": (arguments.GridsArguments, make_grids),
+    "panels": (arguments.PanelsArguments, make_panels),
+    "annotate": (arguments.AnnotateArguments, annotate),
+    "rank": (arguments.RankArguments, rank),
+    "export": (arguments.ExchangeArguments, export),
+    "import": (arguments.ExchangeArguments, import_),
+    "pairs": (arguments.PairsArguments, make_pairs),
+    "reasons": (arguments.ReasonsArguments, make_reasons),
+    "publish": (arguments.PublishArguments, publish),
 }
 
 
 def main(words: list[str]) -> int:
     """Run a stage."""
 
-    def checked(run: Callable, args: BuildArguments) -> None:
+    def checked(run: Callable, args: arguments.BuildArguments) -> None:
         hub_id = getattr(args, "hub_id", None)
         if hub_id is not None and os.environ.get("RANK", "0") == "0":
             _private_repository(hub_id)  # before hours of work
         run(args)
 
-    stages = {name: (arguments, partial(checked, run)) for name, (arguments, run) in STAGES.items()}
+    stages = {name: (options, partial(checked, run)) for name, (options, run) in STAGES.items()}
     return run_stage(words, stages, "paco-trl build", __doc__)

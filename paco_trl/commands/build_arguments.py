@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the stages of `examples/build_dataset.py`."""
+"""Arguments of the stages of `paco-trl build`."""
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 from .options import option
 
@@ -105,11 +105,11 @@ class RankArguments(BuildArguments):
     dtype: str = option("auto", "Dtype of a judge in this process: `auto`, `bfloat16`, `float16` or `float32`.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ExchangeArguments(BuildArguments):
     """Instances and rankings for other tools, and rankings from them."""
 
-    file: str | None = option(None, "`.csv` or `.json` to write; also `.jsonl`, or Label Studio's JSON, to read.")
+    file: str = option(MISSING, "`.csv` or `.json` to write; also `.jsonl`, or Label Studio's JSON, to read.")
     what: str = option("tasks", "What to write: `tasks`, `label_studio` (tasks and configuration) or `annotations`.")
 
 
@@ -136,11 +136,11 @@ class ReasonsArguments(ServerArguments, PushableArguments):
     seed: int = option(0, "Seed of the answers.")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PublishArguments(BuildArguments):
     """The dataset on the Hub, with its card."""
 
-    repo_id: str | None = option(None, "Hub id of the dataset.")
+    repo_id: str = option(MISSING, "Hub id of the dataset.")
     private: bool = option(True, "Whether a new dataset is private.")
     license: str | None = option(None, "License of the dataset. If `None`, that of the model of the grids.")
     pretty_name: str | None = option(None, "Title of the card. If `None`, the name of the dataset.")

@@ -11,7 +11,6 @@ from .annotations import (
     annotation_files,
     append_annotation,
     export_annotations,
-    export_label_studio,
     export_tasks,
     import_annotations,
     ranks_of_ranking,
@@ -19,12 +18,12 @@ from .annotations import (
 )
 from .annotators import annotator_kinds, judge_annotator_name, rank_automatically, rank_with_judge
 from .build_pairs import build_pairs
-from .categories import CATEGORIES, DIMENSIONS
 from .diversify import diversify_prompts
 from .grids import generate_grids
+from .label_studio import export_label_studio
 from .pair_panels import cut_panels, make_instances
 from .publish import publish_dataset
-from .write_prompts import write_prompts
+from .write_prompts import CATEGORIES, DIMENSIONS, write_prompts
 from .write_reasons import VISIBLE_ATTRIBUTES, write_reasons
 
 

@@ -1,13 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how well annotators agree: with each other, with the majority of the others, with gold questions."""
+"""Count the votes of annotators, and measure how well they agree: with each other, the majority and gold questions."""
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .annotations import Annotation
-from .voting import majority_vote
+
+
+# The paper takes the majority and discards ties, and does not say how votes on orders are counted (Sec. 3.1)
+class Vote(NamedTuple):
+    """Result of the votes of all annotators on one instance."""
+
+    relation: tuple[tuple[int, ...], ...]
+    ranking: list[int] | None
+    best: int | None
+    worst: list[int]
+
+    @property
+    def num_ties(self) -> int:
+        """Count the pairs of candidates without a majority."""
+        return sum(row[index + 1 :].count(0) for index, row in enumerate(self.relation))
+
+    @property
+    def is_circular(self) -> bool:
+        """Tell whether every pair has a majority, and yet there is no order (A before B before C before A)."""
+        return self.num_ties == 0 and self.ranking is None
+
+
+def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
+    """Count the votes on one instance: each annotator's rank of each candidate (1 is best, equal is tied)."""
+    if not ranks or len({len(one) for one in ranks}) != 1:
+        raise ValueError(f"The annotators rank {[*map(len, ranks)]} candidates, but must rank the same ones.")
+    candidates = range(len(ranks[0]))
+    # The sign of (annotators who put i before j) - (annotators who put j before i)
+    margins = [[sum((one[i] < one[j]) - (one[i] > one[j]) for one in ranks) for j in candidates] for i in candidates]
+    relation = tuple(tuple((margin > 0) - (margin < 0) for margin in row) for row in margins)
+    wins = [row.count(1) for row in relation]
+    # An order of n candidates has those who win n - 1, n - 2, ..., 0 times; no other relation has
+    is_order = sorted(wins) == list(candidates)
+    return Vote(
+        relation,
+        sorted(candidates, key=lambda index: -wins[index]) if is_order else None,
+        next((index for index in candidates if wins[index] == len(wins) - 1), None),
+        [index for index in candidates if wins[index] == 0 and -1 in relation[index]],
+    )
 
 
 def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
@@ -26,24 +64,16 @@ def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
     return float(12 * np.sum((means.sum(0) - m * (n + 1) / 2) ** 2) / most) if most > 0 else math.nan
 
 
-def count_agreement(first: Sequence[int], second: Sequence[int]) -> tuple[int, int]:
-    """Count the pairs of candidates in the same order, and those that neither annotator ties."""
-    signs = [(first[i] - first[j]) * (second[i] - second[j]) for i, j in itertools.combinations(range(len(first)), 2)]
+def count_agreement(ranks: Sequence[int], *others: Sequence[int]) -> tuple[int, int]:
+    """Count the pairs of candidates in the same order as the majority of `others` has them, and those neither ties."""
+    relation = majority_vote(others).relation
+    signs = [relation[i][j] * (ranks[j] - ranks[i]) for i, j in itertools.combinations(range(len(ranks)), 2)]
     return sum(sign > 0 for sign in signs), sum(sign != 0 for sign in signs)
 
 
 def _fraction(counts: Iterable[tuple[int, int]]) -> float | None:
     agreed, total = (sum(column) for column in zip(*counts, strict=True)) if (counts := list(counts)) else (0, 0)
     return agreed / total if total else None
-
-
-def _by_instance(annotations: Iterable[Annotation]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the ranks by instance and annotator."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for annotation in annotations:
-        if annotation.ranks is not None:
-            found.setdefault(annotation.instance, {})[annotation.annotator] = annotation.ranks
-    return found
 
 
 def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotation] = ()) -> dict[str, Any]:
@@ -62,7 +92,11 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
         order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped`, `agreement_with_others` (with the
         majority of the others) and `gold_agreement`. What cannot be computed is `None`.
     """
-    by_instance, truth = _by_instance(annotations), {annotation.instance: annotation.ranks for annotation in gold}
+    truth = {annotation.instance: annotation.ranks for annotation in gold}
+    by_instance: dict[str, dict[str, tuple[int, ...]]] = {}  # ranks by instance and annotator
+    for annotation in annotations:
+        if annotation.ranks is not None:
+            by_instance.setdefault(annotation.instance, {})[annotation.annotator] = annotation.ranks
     several = [list(ranks.values()) for ranks in by_instance.values() if len(ranks) > 1]
     concordances = [value for value in map(kendalls_w, several) if not math.isnan(value)]
     report: dict[str, Any] = {
@@ -75,19 +109,19 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
         "annotators": {},
     }
     for name in sorted({annotation.annotator for annotation in annotations}):
-        own = {annotation.instance: annotation.ranks for annotation in annotations if annotation.annotator == name}
-        ranked = {instance: ranks for instance, ranks in own.items() if ranks is not None}
+        seen = {annotation.instance: annotation.ranks for annotation in annotations if annotation.annotator == name}
+        ranked = {instance: ranks for instance, ranks in seen.items() if ranks is not None}
         others = {
-            instance: [other for annotator, other in by_instance[instance].items() if annotator != name]
+            instance: [ranks for annotator, ranks in by_instance[instance].items() if annotator != name]
             for instance in ranked
         }
-        against_others = [_count_against_majority(ranked[one], ranks) for one, ranks in others.items() if ranks]
-        against_gold = [count_agreement(ranks, best) for one, ranks in ranked.items() if (best := truth.get(one))]
+        with_others = [count_agreement(ranked[instance], *ranks) for instance, ranks in others.items() if ranks]
+        with_gold = [count_agreement(ranks, best) for one, ranks in ranked.items() if (best := truth.get(one))]
         report["annotators"][name] = {
             "ranked": len(ranked),
-            "skipped": len(own) - len(ranked),
-            "agreement_with_others": _fraction(against_others),
-            "gold_agreement": _fraction(against_gold),
+            "skipped": len(seen) - len(ranked),
+            "agreement_with_others": _fraction(with_others),
+            "gold_agreement": _fraction(with_gold),
         }
     return report
 
@@ -102,9 +136,6 @@ def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -
 
     Returns:
         `list[str]`: those below it, without those who saw no gold question.
-
-    Raises:
-        ValueError: If it is out of range, or no annotator answered a gold question.
     """
     if not 0 <= min_gold_agreement <= 1:
         raise ValueError(f"`min_gold_agreement` is {min_gold_agreement}, but must be a fraction from 0 to 1.")
@@ -115,11 +146,3 @@ def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -
             "gold question. Leave it out, or collect answers to gold questions first."
         )
     return [name for name, fraction in fractions.items() if fraction is not None and fraction < min_gold_agreement]
-
-
-def _count_against_majority(ranks: Sequence[int], others: Sequence[Sequence[int]]) -> tuple[int, int]:
-    relation = majority_vote(others).relation
-    signs = [
-        relation[i][j] * (ranks[j] - ranks[i]) for i, j in itertools.combinations(range(len(ranks)), 2)
-    ]  # positive where both put i and j in the same order
-    return sum(sign > 0 for sign in signs), sum(sign != 0 for sign in signs)

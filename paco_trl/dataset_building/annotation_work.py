@@ -108,15 +108,14 @@ class AnnotationWork:
             raise ValueError(f"The gold questions {gold} are in the directory of the annotations. Move them.")
         return {annotation.instance for annotation in read_annotations([gold], instances) if annotation.ranks}
 
-    def check_name(self, annotator: Any) -> str:
-        """Check the name that a person gives."""
+    def _check_name(self, annotator: Any) -> str:
         if check_annotator(annotator) in self._not_people:
             raise ValueError(f"The name {annotator!r} is that of an automatic ranking. Choose another one.")
         return annotator
 
     def task(self, annotator: Any, instance: Any = None) -> dict[str, Any]:
         """Return what an annotator is shown: an instance, or the next one if it does not exist."""
-        annotator = self.check_name(annotator)
+        annotator = self._check_name(annotator)
         with self._lock:
             done = dict(self._done.get(annotator, {}))
             counts = Counter(
@@ -158,7 +157,7 @@ class AnnotationWork:
 
     def save(self, annotator: Any, instance: Any, order: Any, seconds: float) -> None:
         """Check an order of the shown images (`None` to skip the instance), and save it."""
-        annotator = self.check_name(annotator)
+        annotator = self._check_name(annotator)
         if instance not in self._rows:
             raise ValueError(f"There is no instance {shorten(instance)}. Reload the page.")
         count = len(self._rows[instance]["candidates"])

@@ -28,7 +28,7 @@ from ..data.rankings import is_order
 from ..utils.files import digest, take_lock, write_atomically
 from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
-from .label_studio import LABELING_CONFIG, label_studio_tasks, records_of_label_studio
+from .label_studio import records_of_label_studio
 
 
 if TYPE_CHECKING:
@@ -65,19 +65,7 @@ def check_annotator(name: Any) -> str:
 
 
 def ranks_of_ranking(ranking: Sequence[int]) -> tuple[int, ...]:
-    """
-    Compute the rank of each candidate from their order.
-
-    Args:
-        ranking (`Sequence[int]`):
-            Indices of the candidates, best first: a permutation of 0 to n - 1.
-
-    Returns:
-        `tuple[int, ...]`: the ranks, 1 for the best: `(2, 3, 1)` for `[2, 0, 1]`.
-
-    Raises:
-        ValueError: If it is not a permutation.
-    """
+    """Compute the rank of each candidate from their order (indices, best first): `(2, 3, 1)` for `[2, 0, 1]`."""
     if not is_order(ranking, len(ranking)):
         raise ValueError(
             f"the ranking {shorten(list(ranking))} does not name each of {len(ranking)} candidates exactly once."
@@ -168,15 +156,11 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
 
     Returns:
         `list[Annotation]`: the last one of each annotator and instance, ordered by annotator and instance.
-
-    Raises:
-        ValueError: If a file cannot be read, or a record has an unknown instance, an incomplete ranking or a wrong
-        annotator's name; the error names file and line.
     """
     counts = {name: len(candidates) for name, candidates in by_id(instances, "candidates").items()}
     digests = digests_by_instance(instances)
-    place_of = {name: place for place, name in enumerate(counts)}
-    found: dict[tuple[str, str], Annotation] = {}
+    order = {name: number for number, name in enumerate(counts)}
+    annotations: dict[tuple[str, str], Annotation] = {}
     for path in paths:
         for place, record in _read_records(Path(path)):
             if not isinstance(record, dict):
@@ -191,21 +175,12 @@ def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[
                 ranks = ranks_of_record(record, counts[instance])
             except ValueError as error:
                 raise ValueError(f"{place}: {error} {_REMEDY}") from error
-            found[annotator, instance] = Annotation(annotator, instance, ranks)
-    return sorted(found.values(), key=lambda annotation: (annotation.annotator, place_of[annotation.instance]))
+            annotations[annotator, instance] = Annotation(annotator, instance, ranks)
+    return sorted(annotations.values(), key=lambda annotation: (annotation.annotator, order[annotation.instance]))
 
 
 def append_annotation(folder: str | Path, record: Mapping[str, Any]) -> None:
-    """
-    Save one annotation in the file of its annotator, flushed to disk.
-
-    Args:
-        folder (`str` or `Path`), record (`Mapping`):
-            Directory of the annotations; the record. Fields other than `annotator`, `instance` and the ranking are kept and not read.
-
-    Raises:
-        ValueError: If the annotator's name cannot be used.
-    """
+    """Save a record in its annotator's file, flushed to disk. Fields that are not known are saved too, and not read."""
     append_lines(Path(folder) / f"{check_annotator(record.get('annotator'))}.jsonl", [record])
 
 
@@ -217,19 +192,7 @@ def annotations_lock(folder: str | Path) -> FileLock:
 
 
 def annotation_files(folder: str | Path, annotators: Sequence[str] | None = None) -> list[Path]:
-    """
-    Find the files of annotations in a directory.
-
-    Args:
-        folder (`str` or `Path`), annotators (`Sequence[str]`, *optional*):
-            The directory, and names of the annotators; all if `None`.
-
-    Returns:
-        `list[Path]`: the files, by name.
-
-    Raises:
-        FileNotFoundError: If there are none, or one of `annotators` has none.
-    """
+    """Find the files of annotations in a directory, of all annotators or of those named, ordered by name."""
     files = {path.stem: path for path in sorted(Path(folder).glob("*.jsonl"))}
     missing = [name for name in annotators or [] if name not in files]
     if not files or missing:
@@ -254,9 +217,6 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
 
     Returns:
         `dict[str, int]`: number of annotations by annotator.
-
-    Raises:
-        ValueError: As [`read_annotations`], or if the annotation app is writing into the directory.
     """
     if Path(path).suffix == ".jsonl":
         # An unfinished last line is not that of a process killed here: the file was not copied completely
@@ -265,24 +225,22 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
             json.loads(last)
         except ValueError as error:
             raise ValueError(f"The last line of {path} is not valid JSON ({error}). {_REMEDY}") from error
-    annotations = read_annotations([path], instances)
-    if any(annotation.annotator == AUTOMATIC for annotation in annotations):
-        raise ValueError(f"{path} has annotations by {AUTOMATIC!r}, the name of rankings by construction. Rename it.")
     digests = digests_by_instance(instances)
     records: dict[str, list[dict]] = defaultdict(list)
-    for annotation in annotations:
-        record = {"annotator": annotation.annotator, "instance": annotation.instance}
-        ranks = {"skipped": True} if annotation.ranks is None else {"ranks": list(annotation.ranks)}
-        records[annotation.annotator].append(record | ranks | digests.get(annotation.instance, {}))
+    for annotator, instance, ranks in read_annotations([path], instances):
+        record = {"annotator": annotator, "instance": instance, **digests.get(instance, {})}
+        records[annotator].append(record | ({"skipped": True} if ranks is None else {"ranks": list(ranks)}))
+    if AUTOMATIC in records:
+        raise ValueError(f"{path} has annotations by {AUTOMATIC!r}, the name of rankings by construction. Rename it.")
     lock = annotations_lock(folder)
     if problem := take_lock(lock, "annotations", folder):
         raise ValueError(problem)
     try:
-        for annotator, own in records.items():
-            append_lines(Path(folder) / f"{annotator}.jsonl", own)
+        for annotator, lines in records.items():
+            append_lines(Path(folder) / f"{annotator}.jsonl", lines)
     finally:
         lock.release()
-    return {annotator: len(own) for annotator, own in records.items()}
+    return {annotator: len(lines) for annotator, lines in records.items()}
 
 
 def digests_by_instance(instances: "Dataset") -> dict[str, dict[str, str]]:
@@ -308,16 +266,7 @@ def _write(rows: list[dict[str, Any]], path: str | Path) -> None:
 
 
 def export_annotations(annotations: Iterable[Annotation], path: str | Path) -> None:
-    """
-    Write annotations for other tools; [`import_annotations`] reads them.
-
-    Args:
-        annotations (`Iterable[Annotation]`), path (`str` or `Path`):
-            The annotations; the file, `.csv` or `.json`.
-
-    Raises:
-        ValueError: If there are no annotations, or the file has another suffix.
-    """
+    """Write annotations for other tools, as `.csv` or `.json`; [`import_annotations`] reads them."""
     skipped = {"ranking": ""} if Path(path).suffix == ".csv" else {"ranking": None, "skipped": True}
     rows = [
         {"annotator": annotator, "instance": instance}
@@ -337,48 +286,14 @@ def export_tasks(instances: "Dataset", panels: "Dataset", prompts: "Dataset", pa
         path (`str` or `Path`):
             The file, `.csv` or `.json`, with `instance`, `prompt`, `reference` and `candidate_0`, `candidate_1` ...;
             an imported `ranking` has these numbers.
-
-    Raises:
-        ValueError: If there are no instances, or the file has another suffix.
     """
     images, texts = by_id(panels, "image"), by_id(prompts, "prompt")
     most = max((len(candidates) for candidates in instances["candidates"][:]), default=0)
     rows = []
     for instance in instances.with_format(None):
-        row = {
-            "instance": instance["id"],
-            "prompt": texts[instance["prompt_id"]],
-            "reference": images[instance["reference"]]["path"],
-        } | {f"candidate_{number}": "" for number in range(most)}
+        row = {"instance": instance["id"], "prompt": texts[instance["prompt_id"]]}
+        row["reference"] = images[instance["reference"]]["path"]
+        row |= {f"candidate_{number}": "" for number in range(most)}
         row |= {f"candidate_{number}": images[name]["path"] for number, name in enumerate(instance["candidates"])}
         rows.append(row)
     _write(rows, path)
-
-
-def export_label_studio(
-    instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path, root: str | Path
-) -> Path:
-    """
-    Write the ranking instances as tasks for Label Studio, and next to them its labeling configuration.
-
-    Args:
-        instances, panels, prompts ([`~datasets.Dataset`]):
-            The ranking instances, their panels (with images given by path) and prompts.
-        path (`str` or `Path`):
-            The file of the tasks, `.json`. [`import_annotations`] reads the JSON file that Label Studio exports.
-        root (`str` or `Path`):
-            Directory that Label Studio serves files from (`LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT`).
-
-    Returns:
-        `Path`: the labeling configuration, with the suffix `.xml`.
-
-    Raises:
-        ValueError: If there are no instances, `path` does not end in `.json`, or a panel is not below `root`.
-    """
-    path = Path(path)
-    if path.suffix != ".json":
-        raise ValueError(f"{path} must end in .json.")
-    _write(label_studio_tasks(instances, panels, prompts, root), path)
-    config = path.with_suffix(".xml")
-    write_atomically(config, LABELING_CONFIG)
-    return config

@@ -34,37 +34,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def construction_ranks(reference_seed: int, candidate_seeds: list[int]) -> tuple[int, ...]:
-    """Rank candidates by construction: one of the reference's own grid is more consistent with it."""
-    return tuple(1 if seed == reference_seed else 2 for seed in candidate_seeds)
-
-
 def rank_automatically(instances: "Dataset", panels: "Dataset", folder: str | Path) -> int:
     """
-    Rank all instances by construction, as the annotator `automatic`: the reference's own grid is more consistent.
+    Rank all instances by construction: a candidate of the reference's grid is more consistent with it than any other.
 
-    Args:
-        instances, panels ([`~datasets.Dataset`]):
-            The ranking instances, and the panels, with `id` and `seed`.
-        folder (`str` or `Path`):
-            Directory of the annotations. An earlier `automatic.jsonl` there is replaced.
-
-    Returns:
-        `int`: number of annotations.
+    The annotator is `automatic`, whose earlier annotations in `folder` are replaced. Returns the number of instances.
     """
     seeds = by_id(panels, "seed")
     digests, lines = digests_by_instance(instances), []
     for instance in tqdm(instances.with_format(None), desc="Ranking by construction", unit="instance"):
-        ranks = construction_ranks(seeds[instance["reference"]], [seeds[name] for name in instance["candidates"]])
-        record = {"annotator": AUTOMATIC, "instance": instance["id"], "ranks": list(ranks)}
+        ranks = [1 if seeds[name] == seeds[instance["reference"]] else 2 for name in instance["candidates"]]
+        record = {"annotator": AUTOMATIC, "instance": instance["id"], "ranks": ranks}
         lines.append(json.dumps(record | digests.get(instance["id"], {})))
     write_atomically(Path(folder) / f"{AUTOMATIC}.jsonl", "".join(f"{line}\n" for line in lines))
     return len(lines)
-
-
-def ranks_of_scores(scores: list[float]) -> tuple[int, ...]:
-    """Rank candidates by scores: 1 for the highest, equal scores tied."""
-    return tuple(1 + sum(other > score for other in scores) for score in scores)
 
 
 def judge_annotator_name(name: str) -> str:
@@ -73,16 +56,7 @@ def judge_annotator_name(name: str) -> str:
 
 
 def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None) -> dict[str, str]:
-    """
-    Return the kind of each annotator: people, a judge, or the construction.
-
-    Args:
-        folder (`str` or `Path`), annotators (`Sequence[str]`, *optional*):
-            Directory of the annotations, and names of the annotators; all if `None`.
-
-    Returns:
-        `dict[str, str]`: `"people"`, `"judge"` (its annotations have scores) or `"automatic"`, by name.
-    """
+    """Map annotators (all if `None`) to `"people"`, `"judge"` (its annotations have scores) or `"automatic"`."""
     if not any(Path(folder).glob("*.jsonl")):
         return {}
     kinds = {}
@@ -127,10 +101,6 @@ def rank_with_judge(
 
     Returns:
         `dict[str, int]`: `ranked` (now), `found` (by an earlier run), `unanswered`.
-
-    Raises:
-        ValueError: If an instance has an unknown prompt, or the name cannot be used.
-        JudgeUnavailableError: If the judge cannot be reached. Earlier annotations are saved.
     """
     from datasets import Image
 
@@ -150,20 +120,22 @@ def rank_with_judge(
     unanswered = 0
     with tqdm(total=len(instances), initial=len(done), desc=f"Ranking by {annotator}", unit="instance") as bar:
         for prompt_id, group in itertools.groupby(rows, key=lambda row: row["prompt_id"]):
-            of_prompt = list(group)
-            names = {name for row in of_prompt for name in (row["reference"], *row["candidates"])}
+            same_prompt = list(group)
+            names = {name for row in same_prompt for name in (row["reference"], *row["candidates"])}
             images = {name: stored[row_of[name]]["image"] for name in names}
             images = {name: image["bytes"] or image["path"] for name, image in images.items()}
-            pairs = [(images[row["reference"]], images[name]) for row in of_prompt for name in row["candidates"]]
+            pairs = [(images[row["reference"]], images[name]) for row in same_prompt for name in row["candidates"]]
             scores = iter(judge.score(pairs, [questions[prompt_id]] * len(pairs)))
-            for row in of_prompt:
-                own: list = [next(scores) for _ in row["candidates"]]
-                if any(score is None for score in own):
+            for row in same_prompt:
+                yes: list = [next(scores) for _ in row["candidates"]]
+                if None in yes:
                     unanswered += 1
                     continue
-                record = {"annotator": annotator, "instance": row["id"], "ranks": list(ranks_of_scores(own))}
-                append_annotation(folder, record | {"scores": own, "judge": judge.name} | digests.get(row["id"], {}))
-            bar.update(len(of_prompt))
+                # 1 for the highest score, equal ones tied
+                ranks = [1 + sum(other > score for other in yes) for score in yes]
+                record = {"annotator": annotator, "instance": row["id"], "ranks": ranks, "scores": yes}
+                append_annotation(folder, record | {"judge": judge.name} | digests.get(row["id"], {}))
+            bar.update(len(same_prompt))
     if unanswered:
         logger.warning(f"{annotator} did not score {unanswered} of {len(rows)} instances. Rerun to score them.")
     return {"ranked": len(rows) - unanswered, "found": len(done), "unanswered": unanswered}

@@ -11,13 +11,9 @@ from ..utils.journals import Journal
 from ..utils.text import shorten
 
 
-def _causes_text(causes: Counter[str]) -> str:
+def causes_text(causes: Counter[str]) -> str:
+    """List causes, the most frequent first."""
     return "; ".join(f"{count} x {cause}" for cause, count in causes.most_common())
-
-
-def left_out_text(causes: Counter[str], max_attempts: int) -> str:
-    """List why items are left out, the most frequent cause first."""
-    return f"Left out after {max_attempts} attempts: {_causes_text(causes)}."
 
 
 def cause_of(reply: Reply) -> str:
@@ -80,6 +76,6 @@ class Answers:
         text, problem = self.first[name]
         return ValueError(
             f"None of {self.count} answers of {self.endpoint.name} can be used as {self.purpose} "
-            f"({_causes_text(self.causes)}). The answer to {name!r}: {problem or shorten(text)}. Serve a model that "
+            f"({causes_text(self.causes)}). The answer to {name!r}: {problem or shorten(text)}. Serve a model that "
             f"follows instructions, without thinking aloud; then delete {self.journal.path}, or choose another directory."
         )

@@ -15,10 +15,10 @@ from tqdm.auto import tqdm
 from ..data.columns import by_id, column_types
 from ..data.pairs import make_pair, pair_features
 from ..data.rankings import default_question
+from .agreement import Vote, majority_vote
 from .annotations import Annotation
 from .pair_panels import instances_to_rankings
 from .split import check_no_leak, connected_prompts, keyed_hash, split_prompts
-from .voting import Vote, majority_vote
 
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def vote_on_instances(annotations: Sequence[Annotation]) -> dict[str, tuple[Vote
     for annotation in annotations:
         if annotation.ranks is not None:
             ranks.setdefault(annotation.instance, []).append(annotation.ranks)
-    return {instance: (majority_vote(given), given) for instance, given in ranks.items()}
+    return {instance: (majority_vote(orders), orders) for instance, orders in ranks.items()}
 
 
 def decide_pairs(
@@ -51,25 +51,25 @@ def decide_pairs(
     seed: int = 0,
 ) -> list[Decision]:
     """Add up the votes on each pair of panels."""
-    found: dict[frozenset[str], Decision] = {}
+    decisions: dict[frozenset[str], Decision] = {}
 
     def add(row: Mapping[str, Any], index: int, yes: int, no: int) -> None:
         reference, candidate = row["reference"], row["candidates"][index]
         key = frozenset((reference, candidate))
-        earlier = found.get(key, Decision(reference, candidate, row["prompt_id"], 0, 0))
-        found[key] = earlier._replace(yes=earlier.yes + yes, no=earlier.no + no)
+        earlier = decisions.get(key, Decision(reference, candidate, row["prompt_id"], 0, 0))
+        decisions[key] = earlier._replace(yes=earlier.yes + yes, no=earlier.no + no)
 
     for row in instances:
         if row["id"] not in votes:
             continue
-        vote, given = votes[row["id"]]
+        vote, orders = votes[row["id"]]
         if vote.best is not None:
-            firsts = sum(ranks[vote.best] == min(ranks) and ranks.count(min(ranks)) == 1 for ranks in given)
+            firsts = sum(ranks[vote.best] == min(ranks) and ranks.count(min(ranks)) == 1 for ranks in orders)
             add(row, vote.best, firsts, 0)
         worst = sorted(vote.worst, key=lambda index: keyed_hash(seed, row["id"], index))[:num_negatives]
         for index in sorted(worst):
-            add(row, index, 0, sum(ranks[index] == max(ranks) > min(ranks) for ranks in given))
-    return list(found.values())
+            add(row, index, 0, sum(ranks[index] == max(ranks) > min(ranks) for ranks in orders))
+    return list(decisions.values())
 
 
 def built_pair_features() -> "Features":
@@ -85,26 +85,24 @@ def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Da
     """Build the pairs of decisions; those with as many votes for Yes as for No are left out."""
     from datasets import Dataset
 
-    images, sha_of = by_id(panels, "image"), by_id(panels, "sha256")
+    images, hashes = by_id(panels, "image"), by_id(panels, "sha256")
     decided = [decision for decision in decisions if decision.yes != decision.no]
     rows = {row["id"]: row for row in prompts.with_format(None)}
     questions = {name: default_question(rows[name]) for name in {decision.prompt_id for decision in decided}}
 
     features = built_pair_features()
     pairs = []
-    for decision in tqdm(decided, desc="Making pairs", unit="pair"):
-        prompt = rows[decision.prompt_id]
-        pair = make_pair(
-            images[decision.first], images[decision.second], questions[decision.prompt_id], decision.yes > decision.no
-        )
+    for first, second, prompt_id, yes, no in tqdm(decided, desc="Making pairs", unit="pair"):
+        prompt = rows[prompt_id]
+        pair = make_pair(images[first], images[second], questions[prompt_id], yes > no)
         pair |= {
-            "id": f"{decision.first}~{decision.second}",
-            "group": decision.prompt_id,
+            "id": f"{first}~{second}",
+            "group": prompt_id,
             "category": prompt.get("category"),
             "dimensions": prompt.get("dimensions") or [],
-            "panels": [decision.first, decision.second],
-            "sha256": [sha_of[decision.first], sha_of[decision.second]],
-            "votes": {"yes": decision.yes, "no": decision.no},
+            "panels": [first, second],
+            "sha256": [hashes[first], hashes[second]],
+            "votes": {"yes": yes, "no": no},
         }
         pairs.append(pair)
     return Dataset.from_dict({name: [pair[name] for pair in pairs] for name in features}, features=features)
@@ -147,25 +145,22 @@ def build_pairs(
           candidate first or last, but no single annotator does), `same_image_twice`;
         - `splits` (each with `pairs`, `consistent`, `inconsistent`, `prompts`, `images`, `categories`) and
           `held_out_rankings`.
-
-    Raises:
-        ValueError: If there are no pairs, or the prompts cannot be split.
     """
     from datasets import DatasetDict
 
     rows = list(instances.with_format(None))
     votes = vote_on_instances(annotations)
     hashes = by_id(panels, "sha256")
-    found = decide_pairs(rows, votes, num_negatives, seed)
+    decided = decide_pairs(rows, votes, num_negatives, seed)
     # The same image twice (two flat grids, for example) would be a lie or a triviality
-    decisions = [one for one in found if hashes[one.first] != hashes[one.second]]
+    decisions = [pair for pair in decided if hashes[pair.first] != hashes[pair.second]]
     pairs = pairs_dataset(decisions, panels, prompts)
     report = {
         "instances": len(rows),
         "votes": _count_votes(votes),
-        "contradictions": sum(one.yes == one.no > 0 for one in decisions),
-        "without_votes": sum(one.yes == one.no == 0 for one in decisions),
-        "same_image_twice": len(found) - len(decisions),
+        "contradictions": sum(pair.yes == pair.no > 0 for pair in decisions),
+        "without_votes": sum(pair.yes == pair.no == 0 for pair in decisions),
+        "same_image_twice": len(decided) - len(decisions),
     }
     if len(pairs) == 0:
         raise ValueError(
@@ -198,15 +193,15 @@ def build_pairs(
 
 
 def _count_votes(votes: dict[str, tuple[Vote, Any]]) -> dict[str, int]:
-    found = [vote for vote, _ in votes.values()]
+    results = [vote for vote, _ in votes.values()]
     return {
-        "ranked": len(found),
-        "ordered": sum(vote.ranking is not None for vote in found),
-        "with_ties": sum(vote.num_ties > 0 for vote in found),
-        "circular": sum(vote.is_circular for vote in found),
-        "tied_pairs": sum(vote.num_ties for vote in found),
-        "without_best": sum(vote.best is None for vote in found),
-        "without_worst": sum(not vote.worst for vote in found),
+        "ranked": len(results),
+        "ordered": sum(vote.ranking is not None for vote in results),
+        "with_ties": sum(vote.num_ties > 0 for vote in results),
+        "circular": sum(vote.is_circular for vote in results),
+        "tied_pairs": sum(vote.num_ties for vote in results),
+        "without_best": sum(vote.best is None for vote in results),
+        "without_worst": sum(not vote.worst for vote in results),
     }
 
 

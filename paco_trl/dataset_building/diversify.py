@@ -48,21 +48,18 @@ def diversify(
     """Select rows of unit vectors (n, d) that cover all others, no two near-duplicates, see docs/build_dataset.md."""
     import numpy as np
 
-    _check_num_selected(num_selected, len(embeddings))
+    total = len(embeddings)
+    _check_num_selected(num_selected, total)
     if not 0 < duplicate_threshold <= 1:
         raise ValueError(f"`duplicate_threshold` is {duplicate_threshold}, but must be in (0, 1].")
-    total = len(embeddings)
     graph = _neighbor_graph(embeddings, min(num_neighbors, total - 1))
-    threshold = math.ceil(duplicate_threshold * _SCALE - 1e-6)
-
-    nearest = np.full(total, -_SCALE, dtype=np.int32)  # (n,) similarity to the selected row nearest to each
+    nearest = np.full(total, -_SCALE, dtype=np.int16)  # (n,) similarity to the selected row nearest to each
     is_open = np.ones(total, dtype=bool)  # (n,)
     selected: list[int] = []
 
     def gain(row: int) -> int:
         links = slice(graph.indptr[row], graph.indptr[row + 1])
-        best = np.maximum(nearest[graph.indices[links]], 0)
-        return int(np.maximum(graph.data[links] - best, 0).sum())
+        return int(np.maximum(graph.data[links] - np.maximum(nearest[graph.indices[links]], 0), 0).sum())
 
     # Lazy greedy: gains only shrink, so one that is still the largest after an update is the largest. Ties by row
     heap = [(-gain(row), row) for row in range(total)]
@@ -83,18 +80,18 @@ def diversify(
         selected.append(row)
         similarities = _rounded(embeddings @ embeddings[row])  # (n,)
         similarities[row] = _SCALE
-        np.maximum(nearest, similarities.astype(np.int32), out=nearest)
-        is_open &= similarities < threshold
+        np.maximum(nearest, similarities, out=nearest)
+        is_open &= similarities < _threshold(duplicate_threshold)
 
-    def coverage(of: "np.ndarray") -> float:
-        return float((of >= math.ceil(coverage_threshold * _SCALE - 1e-6)).mean())
+    def coverage(similarities: "np.ndarray") -> float:
+        return float((similarities >= _threshold(coverage_threshold)).mean())
 
-    chosen = np.random.default_rng(_RANDOM_SEED).permutation(total)[:num_selected]
+    random_rows = np.random.default_rng(_RANDOM_SEED).permutation(total)[:num_selected]
     return Diversified(
         indices=np.array(selected),
         coverage=coverage(nearest),
         coverage_of_first=coverage(_nearest(embeddings, np.arange(num_selected))),
-        coverage_of_random=coverage(_nearest(embeddings, chosen)),
+        coverage_of_random=coverage(_nearest(embeddings, random_rows)),
         num_duplicates=int(total - is_open.sum()) - len(selected),
         mean_similarity=float(nearest.mean()) / _SCALE,
         min_similarity=int(nearest.min()) / _SCALE,
@@ -122,9 +119,6 @@ def diversify_prompts(
 
     Returns:
         `tuple[Dataset, dict]`: the selected rows, in the order of selection, and a report of their coverage.
-
-    Raises:
-        ValueError: If an argument is out of range, the model cannot be used, or too many prompts are alike.
     """
     from ..data.image_sets import check_image_set_columns
 
@@ -158,12 +152,15 @@ def _check_num_selected(num_selected: int, total: int) -> None:
         raise ValueError(f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}.")
 
 
+def _threshold(similarity: float) -> int:
+    return math.ceil(similarity * _SCALE - 1e-6)
+
+
 def _rounded(similarities: "np.ndarray") -> "np.ndarray":
-    """Round to ten-thousandths, in place, as float32, which holds integers up to 16 million exactly."""
+    """Round to ten-thousandths, as int16, which numpy sorts in linear time."""
     import numpy as np
 
-    similarities *= _SCALE
-    return np.rint(similarities, out=similarities)
+    return np.rint(similarities * np.float32(_SCALE)).astype(np.int16)
 
 
 def _blocks(embeddings: "np.ndarray", columns: int):
@@ -175,29 +172,21 @@ def _neighbor_graph(embeddings: "np.ndarray", num_neighbors: int) -> "sp.csr_mat
     """Compute the positive similarities of linked rows, in ten-thousandths; others add nothing to any gain."""
     import numpy as np
     import scipy.sparse as sp
-    import torch
     from tqdm.auto import tqdm
 
-    total = len(embeddings)
-    neighbors = np.zeros((total, num_neighbors + 1), dtype=np.int32)  # (n, k + 1)
-    values = np.zeros((total, num_neighbors + 1), dtype=np.int32)  # (n, k + 1)
+    total, size = len(embeddings), num_neighbors + 1  # a row is linked with itself too
+    neighbors = np.zeros((total, size), dtype=np.int32)  # (n, k + 1)
+    values = np.zeros((total, size), dtype=np.int32)  # (n, k + 1)
     with tqdm(total=total, desc="Linking prompts") as bar:
         for start, block in _blocks(embeddings, total):
             similarities = _rounded(block @ embeddings.T)  # (B, n)
-            own = np.arange(start, start + len(block))
-            # Before all others, even before copies of it
-            similarities[np.arange(len(block)), own] = 2 * _SCALE
-            # Each row's smallest similarity of a link. Faster than numpy's partition, and without a copy of the block
-            bounds = torch.from_numpy(similarities).topk(num_neighbors + 1, dim=1).values[:, -1].numpy()  # (B,)
-            for offset, (row, bound) in enumerate(zip(similarities, bounds, strict=True)):
-                above = np.flatnonzero(row >= bound)
-                # Of those at the bound, the first ones
-                above = above[np.argsort(-row[above], kind="stable")][: num_neighbors + 1]
-                neighbors[start + offset] = above
-                values[start + offset] = row[above]
-            values[own, 0] = _SCALE
+            for row, similar in enumerate(similarities, start):
+                similar[row] = 2 * _SCALE  # before all others, even before copies of it
+                neighbors[row] = np.argsort(-similar, kind="stable")[:size]  # ties by row
+                values[row] = similar[neighbors[row]]
+                values[row, 0] = _SCALE
             bar.update(len(block))
-    links = np.arange(0, neighbors.size + 1, num_neighbors + 1)
+    links = np.arange(0, neighbors.size + 1, size)
     graph = sp.csr_matrix((np.maximum(values, 0).ravel(), neighbors.ravel(), links), shape=(total, total))
     graph = graph.maximum(graph.T).tocsr()
     graph.eliminate_zeros()
@@ -209,7 +198,6 @@ def _nearest(embeddings: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
     import numpy as np
 
     chosen = embeddings[rows]  # (k, d)
-    nearest = [_rounded(block @ chosen.T).max(axis=1) for _, block in _blocks(embeddings, len(rows))]
-    result = np.concatenate(nearest)  # (n,)
-    result[rows] = _SCALE
-    return result
+    nearest = np.concatenate([_rounded(block @ chosen.T).max(axis=1) for _, block in _blocks(embeddings, len(rows))])
+    nearest[rows] = _SCALE
+    return nearest

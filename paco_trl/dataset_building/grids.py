@@ -83,9 +83,6 @@ def generate_grids(
     Returns:
         [`~datasets.Dataset`]: the grids in the order of the prompts, then of the seeds: `id` (`"<prompt id>/<seed>"`),
         `prompt_id`, `seed`, `rows`, `cols` and `image`, a path. Also saved in `folder`.
-
-    Raises:
-        ValueError: If an argument cannot be used (before anything is generated), or an image has another size.
     """
     from accelerate import PartialState
 
@@ -135,13 +132,11 @@ def generate_grids(
 
 def _check_seeds(seeds: Sequence[int]) -> list[int]:
     seeds = list(seeds)
-    if not seeds:
-        raise ValueError("`seeds` is empty. Give at least one seed; pairing needs two.")
-    for place, seed in enumerate(seeds):
-        if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
-            raise ValueError(f"`seeds[{place}]` is {seed!r}. A seed must be an int from 0 to {_LARGEST_SEED}.")
-        if seed in seeds[:place]:
-            raise ValueError(f"`seeds` has {seed} twice, which would generate the same images. Remove one.")
+    are_seeds = all(type(seed) is int and 0 <= seed <= _LARGEST_SEED for seed in seeds)
+    if not seeds or not are_seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(
+            f"`seeds` is {seeds}, but must be different ints from 0 to {_LARGEST_SEED}; pairing needs two."
+        )
     return seeds
 
 
@@ -162,20 +157,20 @@ def _sizes(
 ) -> list[tuple[int, int]]:
     from ..rollout.resolution import check_inference_size
 
-    names = [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
-    columns: dict[str, list] = {name: [None] * len(ids) for name in ("height", "width")}
-    columns |= prompts.with_format(None).select_columns(names)[:]
-    columns |= {
-        name: [given] * len(ids) for name, given in (("height", height), ("width", width)) if given is not None
-    }
-    sizes = list(zip(columns["height"], columns["width"], strict=True))
-    for row, (size, rows, cols) in enumerate(zip(sizes, columns["rows"], columns["cols"], strict=True)):
-        where = f"row {row} of the prompts (id {ids[row]!r})"
-        for name, value in zip(("height", "width"), size, strict=True):
-            if type(value) is not int:
-                remedy = f"Give the column `{name}` in pixels, or `{name}` for all rows."
-                raise ValueError(f"The {name} of {where} is {value!r}. {remedy}")
-        check_inference_size(*size, rows, cols, multiple, where)
+    rows = prompts.with_format(None).select_columns(
+        [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
+    )
+    sizes = []
+    for number, row in enumerate(rows):
+        size = (row.get("height") if height is None else height, row.get("width") if width is None else width)
+        where = f"row {number} of the prompts (id {ids[number]!r})"
+        if not all(type(value) is int for value in size):
+            raise ValueError(
+                f"The height and width of {where} are {size}. Give columns `height` and `width` in pixels, or arguments "
+                "for all rows."
+            )
+        check_inference_size(*size, row["rows"], row["cols"], multiple, where)
+        sizes.append(size)
     return sizes
 
 

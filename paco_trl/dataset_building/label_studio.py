@@ -6,13 +6,14 @@ Formats: https://labelstud.io/tags/ranker and https://labelstud.io/guide/task_fo
 """
 
 import html
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ..data.columns import by_id
-from ..utils.files import digest, read_template
+from ..utils.files import digest, read_template, write_atomically
 from ..utils.text import shorten
 
 
@@ -20,13 +21,26 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-LABELING_CONFIG = read_template("label_studio.xml")
+def export_label_studio(
+    instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path, root: str | Path
+) -> Path:
+    """
+    Write the ranking instances as tasks for Label Studio, and next to them its labeling configuration.
 
+    Args:
+        instances, panels, prompts ([`~datasets.Dataset`]):
+            The ranking instances, their panels (with images given by path) and prompts.
+        path (`str` or `Path`):
+            The file of the tasks, `.json`. [`import_annotations`] reads the JSON file that Label Studio exports.
+        root (`str` or `Path`):
+            Directory that Label Studio serves files from (`LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT`): above all panels.
 
-def label_studio_tasks(
-    instances: "Dataset", panels: "Dataset", prompts: "Dataset", root: str | Path
-) -> list[dict[str, Any]]:
-    """Make tasks for [`LABELING_CONFIG`], with images by their paths below `root`, from which they are served."""
+    Returns:
+        `Path`: the labeling configuration, with the suffix `.xml`.
+    """
+    path = Path(path)
+    if path.suffix != ".json":
+        raise ValueError(f"{path} must end in .json.")
     images, texts, root = by_id(panels, "image"), by_id(prompts, "prompt"), Path(root).resolve()
 
     def address(panel: str) -> str:
@@ -54,7 +68,9 @@ def label_studio_tasks(
             "candidates": candidates,
         }
         tasks.append({"data": data})
-    return tasks
+    write_atomically(path, json.dumps(tasks, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path.with_suffix(".xml"), read_template("label_studio.xml"))
+    return path.with_suffix(".xml")
 
 
 def records_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -54,10 +55,6 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
         [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt
         id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a
         path.
-
-    Raises:
-        ValueError: If a grid is duplicate, missing, damaged or not divisible into its panels, the grids of a prompt
-        have different layouts, or a prompt lacks a seed that another one has.
     """
     if type(num_workers) is not int or num_workers < 1:
         raise ValueError(f"`num_workers` is {num_workers!r}. It must be an int of at least 1.")
@@ -108,20 +105,20 @@ def _read_grids(grids: "Dataset") -> list[_Grid]:
     check_is_dataset(grids, "grids")
     columns = _columns(grids, [*_Grid._fields[:-1], "image"], "grids")
     rows = [_Grid(*values) for values in zip(*columns.values(), strict=True)]
-    seen: set[str] = set()
-    first_of: dict[str, _Grid] = {}
+    repeated = next((name for name, count in Counter(columns["id"]).items() if count > 1), None)
+    if repeated is not None:
+        raise ValueError(f"The grid {repeated!r} is there twice. Remove one of the two rows.")
+    firsts: dict[str, _Grid] = {}
     for number, grid in enumerate(rows):
         name = f"{grid.prompt_id}/{grid.seed}"
         if grid.id != name:
             raise ValueError(f"Row {number} of the grids has the id {grid.id!r}, of another grid. Name it {name!r}.")
-        if grid.id in seen:
-            raise ValueError(f"The grid {grid.id!r} is there twice. Remove one of the two rows.")
-        seen.add(grid.id)
-        first = first_of.setdefault(grid.prompt_id, grid)
+        first = firsts.setdefault(grid.prompt_id, grid)
         if (grid.rows, grid.cols) != (first.rows, first.cols):
-            layout = f"{grid.rows}x{grid.cols} panels (rows x cols)"
-            other = f"{first.id!r} of the same prompt {first.rows}x{first.cols}"
-            raise ValueError(f"The grid {grid.id!r} has {layout}, but {other}. Generate one of them again.")
+            raise ValueError(
+                f"The grid {grid.id!r} has {grid.rows}x{grid.cols} panels (rows x cols), but {first.id!r} of the same "
+                f"prompt {first.rows}x{first.cols}. Generate one of them again."
+            )
     return rows
 
 
@@ -209,58 +206,47 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
         [`~datasets.Dataset`]: by prompt, seed, position and other position: `id` (`"<prompt
         id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, by
         seed) and `digest` (of their images).
-
-    Raises:
-        ValueError: If there are fewer than two seeds, or a prompt has only one panel, lacks a seed or a panel.
     """
     check_is_dataset(panels, "panels")
     limit = max_instances_per_prompt
     if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"`max_instances_per_prompt` is {limit!r}. It must be an int of at least 1, or None for all.")
     columns = _columns(panels, ["id", "prompt_id", "seed", "position", "sha256"], "panels")
-    sha_of = dict(zip(columns["id"], columns.pop("sha256"), strict=True))
+    digests = dict(zip(columns["id"], columns.pop("sha256"), strict=True))
     seeds_of = _check_seeds(zip(columns["prompt_id"], columns["seed"], strict=True), "panels")
-    panel_of = _panels_by_place(columns)
+    panel_ids: dict[str, dict[tuple[int, int], str]] = {}  # by prompt, then by seed and position
+    for name, prompt_id, seed_of_panel, position in zip(*columns.values(), strict=True):
+        panel_ids.setdefault(prompt_id, {})[seed_of_panel, position] = name
+    if sum(map(len, panel_ids.values())) < len(panels):
+        raise ValueError("Two panels are at the same position of the same grid. Cut the grids again.")
     rows = []
     for prompt_id, seeds in seeds_of.items():
-        positions, own = _check_positions(prompt_id, seeds, panel_of[prompt_id]), panel_of[prompt_id]
+        names = panel_ids[prompt_id]
+        positions = _check_positions(prompt_id, seeds, names)
         instances = []
         for seed_of_reference, position, other in itertools.product(seeds, positions, positions):
             if position != other:
                 name = f"{prompt_id}/{seed_of_reference}/{position}/{other}"
-                reference, candidates = own[seed_of_reference, position], [own[each, other] for each in seeds]
-                digest = instance_digest(sha_of[reference], [sha_of[candidate] for candidate in candidates])
+                reference, candidates = names[seed_of_reference, position], [names[each, other] for each in seeds]
+                digest = instance_digest(digests[reference], [digests[candidate] for candidate in candidates])
                 instances.append((name, prompt_id, reference, candidates, digest))
         # At random, each by its id alone, whatever other instances there are
-        chosen = sorted(instances, key=lambda one: hashlib.sha256(f"{seed}\n{one[0]}".encode()).digest())[:limit]
+        chosen = sorted(instances, key=lambda row: hashlib.sha256(f"{seed}\n{row[0]}".encode()).digest())[:limit]
         rows += [instance for instance in instances if limit is None or instance in chosen]
     kinds = {"reference": "string", "candidates": ["string"], "digest": "string"}
     return typed_dataset(rows, id="string", prompt_id="string", **kinds)
 
 
-def _panels_by_place(columns: Mapping[str, list[Any]]) -> dict[str, dict[tuple[int, int], str]]:
-    """Return the ids of the panels by prompt, then by seed and position."""
-    panel_of: dict[str, dict[tuple[int, int], str]] = {}
-    for name, prompt_id, seed, position in zip(*columns.values(), strict=True):
-        places = panel_of.setdefault(prompt_id, {})
-        if (seed, position) in places:
-            names = f"{places[seed, position]!r} and {name!r}"
-            raise ValueError(f"The panels {names} are both at position {position} of the grid with seed {seed}.")
-        places[seed, position] = name
-    return panel_of
-
-
-def _check_positions(prompt_id: str, seeds: list[int], places: Mapping[tuple[int, int], str]) -> range:
-    if len(seeds) < 2:
-        raise ValueError(f"The prompt {prompt_id!r} has the seeds {seeds} alone. A ranking needs at least two.")
-    positions = range(max(position for _, position in places) + 1)
-    if len(positions) == 1:
-        raise ValueError(f"The grids of the prompt {prompt_id!r} have one panel, and nothing to rank. Leave it out.")
-    for seed in seeds:
-        missing = [position for position in positions if (seed, position) not in places]
-        if missing:
-            where = f"The grid with seed {seed} of the prompt {prompt_id!r}"
-            raise ValueError(f"{where} has no panels at the positions {missing}, of {len(positions)}.")
+def _check_positions(prompt_id: str, seeds: list[int], names: Mapping[tuple[int, int], str]) -> range:
+    positions = range(max(position for _, position in names) + 1)
+    if len(seeds) < 2 or len(positions) < 2:
+        raise ValueError(
+            f"The prompt {prompt_id!r} has the seeds {seeds} and {len(positions)} panels in a grid: a ranking needs two "
+            "of each. Generate more, or leave the prompt out."
+        )
+    missing = next((place for place in itertools.product(seeds, positions) if place not in names), None)
+    if missing is not None:
+        raise ValueError(f"The grid {missing[0]} of the prompt {prompt_id!r} has no panel at position {missing[1]}.")
     return positions
 
 
@@ -272,7 +258,7 @@ def instances_to_rankings(
 
     paths = dict(zip(panels["id"][:], _columns(panels, ["id", "image"], "panels")["image"], strict=True))
     names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
-    prompt_of = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}
+    prompt_rows = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}
     features = ranking_features()
     if "theme" in names:
         features = Features({**features, **column_types(theme="string")})
@@ -281,12 +267,13 @@ def instances_to_rankings(
         name, prompt_id, candidates = instance["id"], instance["prompt_id"], instance["candidates"]
         if name not in rankings:
             continue
-        missing = next((panel for panel in (instance["reference"], *candidates) if panel not in paths), None)
-        if missing is not None:
-            raise ValueError(f"The instance {name!r} has the panel {missing!r}, which is not among the panels.")
-        if prompt_id not in prompt_of:
-            raise ValueError(f"The instance {name!r} is of the prompt {prompt_id!r}, which is not among the prompts.")
-        row = {"theme": None, **prompt_of[prompt_id], "id": name, "group": prompt_id, "ranking": rankings[name]}
+        unknown = [panel for panel in (instance["reference"], *candidates) if panel not in paths]
+        if unknown or prompt_id not in prompt_rows:
+            missing = f"panel {unknown[0]!r}" if unknown else f"prompt {prompt_id!r}"
+            raise ValueError(
+                f"The instance {name!r} has the {missing}, which is not there. Run the earlier stages again."
+            )
+        row = {"theme": None, **prompt_rows[prompt_id], "id": name, "group": prompt_id, "ranking": rankings[name]}
         row["criteria"] = criteria_list(row.get("criteria"))
         row |= {"reference": paths[instance["reference"]], "candidates": [paths[panel] for panel in candidates]}
         rows.append(row)

@@ -9,8 +9,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from ..data.pairs import check_pair_columns
 from ..data.rankings import check_ranking_columns
 from ..hub.licenses import License, read_license
@@ -86,10 +84,7 @@ def publish_dataset(
         `str`: address of the repository.
 
     Raises:
-        TypeError: If `pairs` is not a [`~datasets.DatasetDict`].
-        ValueError: If pairs or rankings do not have their formats, an image is missing, a prompt or an image is both
-        in `train` and held out, `repo_id` cannot be used, or the license is not known.
-        PermissionError: If the token is missing, wrong, or may not write there.
+        ValueError, PermissionError: Before anything is sent: data, `repo_id`, token or license cannot be used.
         ConnectionError: If the Hub cannot be reached, or an upload fails.
     """
     from huggingface_hub import HfApi
@@ -97,35 +92,35 @@ def publish_dataset(
     from ..hub.account import find_repository, hub_errors
 
     parts = _check_splits(pairs, rankings)
-    images = _Images()
-    digests = {part: images.check(dataset, part) for part, dataset in parts.items()}
-    _check_held_out(parts, digests)
     api = HfApi(token=token, library_name="paco_trl")
-    repo_id, earlier = find_repository(api, repo_id, private, "dataset")
-    if earlier is not None:
-        _check_contents(repo_id, earlier, rankings is not None)
-    found = License(license) if license is not None else _find_license(generator, api.token)
+    with tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as name:
+        folder = Path(name)
+        images = _Images(folder / "images")
+        named = {part: images.rename(dataset, part) for part, dataset in parts.items()}
+        _check_held_out(parts, images.digests)
+        repo_id, earlier = find_repository(api, repo_id, private, "dataset")
+        if earlier is not None:
+            _check_contents(repo_id, earlier, rankings is not None)
+        known_license = License(license) if license is not None else _find_license(generator, api.token)
 
-    with tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as folder:
-        sheets = {"pairs.png": Path(folder) / "pairs.png"}
+        sheets = {"pairs.png": folder / "pairs.png"}
         pairs_sheet(next(iter(parts.values())), sheets["pairs.png"])
         if rankings is not None:
-            sheets["rankings.png"] = Path(folder) / "rankings.png"
+            sheets["rankings.png"] = folder / "rankings.png"
             rankings_sheet(rankings, sheets["rankings.png"])
+        digests = images.digests
         card = dataset_card(
             {split: describe_pairs(dataset, len(digests[_PAIRS, split])) for split, dataset in pairs.items()},
             describe_rankings(rankings, len(digests[_RANKINGS, "test"])) if rankings is not None else None,
             repo_id,
             report,
-            found,
+            known_license,
             generator,
             license is None,
             pretty_name,
             list(sheets),
         )
-        _check_card(api, card, found)
-        images.link(Path(folder) / "images")
-        named = {part: images.renamed(dataset, part) for part, dataset in parts.items()}
+        _check_card(api, card, known_license)
         with hub_errors(api, repo_id, _REMEDY):
             _push(api, repo_id, named, card, sheets, private, max_shard_size, is_update=earlier is not None)
     return f"{api.endpoint}/datasets/{repo_id}"
@@ -153,34 +148,59 @@ def _name_of(part: tuple[str, str]) -> str:
 
 
 class _Images:
-    """Image files of a dataset, by path: checked, then linked under the digests of their bytes."""
+    """Image files of a dataset, linked under the digests of their bytes: `datasets` stores these names with the bytes."""
 
-    def __init__(self):
-        self.names: dict[str, str] = {}  # of the link, by path
+    def __init__(self, folder: Path):
+        folder.mkdir()
+        self.folder, self.links = folder, dict[str, str]()
+        self.digests: dict[tuple[str, str], set[str]] = {}
 
-    def check(self, dataset: "Dataset", part: tuple[str, str]) -> set[str]:
-        """Check that all images of a split open; return their digests."""
-        columns, digests = _IMAGE_COLUMNS[part[0]], set[str]()
-        stored = dataset.with_format("arrow").select_columns(columns)
-        with tqdm(total=len(dataset), desc=f"Checking images of {_name_of(part)}", unit="row") as bar:
-            for batch in stored.iter(batch_size=64):
-                for offset, row in enumerate(batch.to_pylist()):
-                    for column, value in row.items():
-                        where = f"`{column}` of row {bar.n + offset} of `{_name_of(part)}`"
-                        images = value if isinstance(value, list) else [value]
-                        digests.update(self._check(image, where) for image in images)
-                bar.update(len(batch))
-        return digests
+    def rename(self, dataset: "Dataset", part: tuple[str, str]) -> "Dataset":
+        """Check that all images of a split open, and refer to the links."""
+        import pyarrow as pa
 
-    def _check(self, image: Mapping[str, Any] | None, where: str) -> str:
+        digests = self.digests.setdefault(part, set())
+
+        def link(value: Any, where: str) -> Any:
+            if isinstance(value, list):
+                return [link(image, where) for image in value]
+            name = self._link(value, where)
+            digests.add(Path(name).stem)
+            return value if value["bytes"] is not None else {"path": name}
+
+        def link_columns(table: "pa.Table", rows: list[int]) -> "pa.Table":
+            for column in _IMAGE_COLUMNS[part[0]]:
+                values = zip(rows, table.column(column).to_pylist(), strict=True)
+                linked = [link(value, f"`{column}` of row {row} of `{_name_of(part)}`") for row, value in values]
+                place, field = table.schema.get_field_index(column), table.schema.field(column)
+                table = table.set_column(place, field, pa.array(linked, field.type))
+            return table
+
+        return (
+            dataset.with_format("arrow")
+            .map(
+                link_columns,
+                batched=True,
+                batch_size=64,
+                with_indices=True,
+                features=dataset.features,
+                keep_in_memory=True,
+                load_from_cache_file=False,
+                desc=f"Checking images of {_name_of(part)}",
+            )
+            .with_format(None)
+        )
+
+    def _link(self, image: Mapping[str, Any] | None, where: str) -> str:
+        """Check that an image opens; return its new path."""
         from PIL import Image
 
         remedy = "Run the stage that made it again, or leave the row out."
         if image is None or image["bytes"] is None and not image["path"]:
             raise ValueError(f"{where} has an image that is missing (None). {remedy}")
         content, path = image["bytes"], image["path"]
-        if content is None and path in self.names:
-            return self.names[path].partition(".")[0]
+        if content is None and path in self.links:
+            return self.links[path]
         try:
             content = Path(path).read_bytes() if content is None else content
             with Image.open(BytesIO(content)) as opened:
@@ -191,51 +211,26 @@ class _Images:
             file = f"the file {path}" if image["bytes"] is None else "an embedded image"
             problem = f"{type(error).__name__}: {error}"
             raise ValueError(f"{where} is {file}, which does not open: {problem}. {remedy}") from error
+        target = self.folder / name
         if image["bytes"] is None:
-            self.names[path] = name
-        return name.partition(".")[0]
-
-    def link(self, folder: Path) -> None:
-        """Link each file under its new name, which `datasets` stores with the bytes."""
-        folder.mkdir()
-        self.folder = folder
-        for path, name in self.names.items():
-            if not (folder / name).exists():
-                (folder / name).symlink_to(os.path.abspath(path))
-
-    def renamed(self, dataset: "Dataset", part: tuple[str, str]) -> "Dataset":
-        """Refer to the links. No image is read."""
-        if not self.names:  # all images are embedded
-            return dataset
-        import pyarrow as pa
-
-        def rename(value: Any) -> Any:
-            if isinstance(value, list):
-                return [rename(image) for image in value]
-            return value if value["bytes"] is not None else {"path": str(self.folder / self.names[value["path"]])}
-
-        def rename_columns(table: "pa.Table") -> "pa.Table":
-            for column in _IMAGE_COLUMNS[part[0]]:
-                place, field = table.schema.get_field_index(column), table.schema.field(column)
-                values = [rename(value) for value in table.column(column).to_pylist()]
-                table = table.set_column(place, field, pa.array(values, field.type))
-            return table
-
-        options = {"features": dataset.features, "keep_in_memory": True, "desc": "Naming images"}
-        return dataset.with_format("arrow").map(rename_columns, batched=True, **options).with_format(None)
+            self.links[path] = str(target)
+            if not target.exists():
+                target.symlink_to(os.path.abspath(path))
+        return str(target)
 
 
 def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping[tuple[str, str], set[str]]) -> None:
     """Check that held-out splits share no prompt and no image with the training pairs."""
     train = (_PAIRS, "train")
-    for part in [part for part in parts if part != train and train in parts]:
-        missing = [_name_of(one) for one in (train, part) if "group" not in parts[one].column_names]
-        if missing:
-            raise ValueError(f"`{missing[0]}` has no column `group` to compare the prompts of the splits by. Add it.")
-        contents = [
-            {"prompts": set(parts[one].with_format(None)["group"][:]), "images": digests[one]} for one in (train, part)
-        ]
-        check_disjoint(contents[0], contents[1], f"`{_name_of(train)}`", f"`{_name_of(part)}`")
+    contents: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for part, dataset in parts.items() if train in parts and len(parts) > 1 else ():
+        if "group" not in dataset.column_names:
+            raise ValueError(
+                f"`{_name_of(part)}` has no column `group` to compare the prompts of the splits by. Add it."
+            )
+        contents[part] = {"prompts": set(dataset.with_format(None)["group"][:]), "images": digests[part]}
+        if part != train:
+            check_disjoint(contents[train], contents[part], f"`{_name_of(train)}`", f"`{_name_of(part)}`")
 
 
 def _check_contents(repo_id: str, info: Any, has_rankings: bool) -> None:

@@ -26,9 +26,9 @@ def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]
     for name, text in prompts.items():
         for content in [("text", normalized(text)), *(("image", image) for image in sorted(images.get(name, ())))]:
             groups.merge(first_with.setdefault(content, name), name)
-    place_of = {name: place for place, name in enumerate(prompts)}
-    found = [sorted(group, key=place_of.__getitem__) for group in groups.subsets()]
-    return sorted(found, key=lambda group: place_of[group[0]])
+    order = {name: number for number, name in enumerate(prompts)}
+    connected = [sorted(group, key=order.__getitem__) for group in groups.subsets()]
+    return sorted(connected, key=lambda group: order[group[0]])
 
 
 def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[str]:
@@ -55,12 +55,12 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
 
 def check_disjoint(trained: Mapping[str, set[str]], held_out: Mapping[str, set[str]], train: str, test: str) -> None:
     """Check that two datasets share nothing, by kind of content."""
-    for what in trained:
-        shared = sorted(trained[what] & held_out[what])
+    for kind in trained:
+        shared = sorted(trained[kind] & held_out[kind])
         if shared:
             raise ValueError(
-                f"{len(shared)} {what} are both in {train} and in {test}, such as {shared[0]!r}: a judge would be evaluated "
-                "on what it was trained on. Split again."
+                f"{len(shared)} {kind} are both in {train} and in {test}, such as {shared[0]!r}: a judge would be "
+                "evaluated on what it was trained on. Split again."
             )
 
 

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jinja2 import Environment, PackageLoader
+
 from ..data.columns import column_types
 from ..data.image_sets import ends_sentence, format_image_set_prompt
 from ..data.texts import normalized
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
-from .answers import Answers, cause_of, left_out_text
-from .categories import CATEGORIES, DIMENSIONS, TEMPLATES, Category
+from .answers import Answers, cause_of, causes_text
 
 
 if TYPE_CHECKING:
@@ -24,6 +26,23 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+class Category(NamedTuple):
+    """Kind of image set: its name and group, and the dimensions (keys of `DIMENSIONS`) that its images share."""
+
+    name: str
+    group: str
+    dimensions: tuple[str, ...]
+
+
+# Also of the texts that ask for reasons
+TEMPLATES = Environment(loader=PackageLoader("paco_trl"))
+_DATA = json.loads(read_template("categories.json"))
+# Dimension -> its meaning, as LLMs and VLMs are told
+DIMENSIONS: dict[str, str] = _DATA["dimensions"]
+# Of the paper
+CATEGORIES = tuple(Category(name, group, tuple(dimensions)) for name, group, dimensions in _DATA["categories"])
 
 # Prompts of a request: the model makes those of one answer different from each other
 _PROMPTS_PER_REQUEST = 4
@@ -90,8 +109,8 @@ def write_prompts(
         [`~datasets.Dataset`]: image-set prompts with `category` and `dimensions`, also saved in `folder`.
 
     Raises:
-        ValueError: If an argument is out of range, or no answer can be used; the error has an example.
-        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are kept.
+        ValueError: If no answer can be used; the error has an example.
+        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are saved.
     """
     from datasets import Dataset
 
@@ -99,7 +118,7 @@ def write_prompts(
         return folder.load()
     if num_prompts < 1 or max_attempts < 1:
         raise ValueError(f"`num_prompts` is {num_prompts}, `max_attempts` {max_attempts}; both must be at least 1.")
-    batches = _plan(num_prompts, _categories_named(categories), _checked_layouts(layouts))
+    batches = _plan(num_prompts, _check_categories(categories), _check_layouts(layouts))
     journal = folder.journal("prompts")
     answers = Answers(endpoint, journal, "image-set prompts", _TRIED_ENOUGH)
     replies: dict[tuple[int, int], Reply] = {}
@@ -159,27 +178,22 @@ def write_prompts(
         "of each category": dict(Counter(row["category"] for row in rows)),
     }
     if dropped:
-        logger.warning(f"{len(rows)} of {num_prompts} prompts were written. {left_out_text(dropped, max_attempts)}")
+        logger.warning(f"{len(rows)} of {num_prompts} prompts were written. Left out: {causes_text(dropped)}.")
     kinds = {"rows": "int64", "cols": "int64", "panels": ["string"], "dimensions": ["string"]}
     features = column_types(**{name: kinds.get(name, "string") for name in rows[0]})
     folder.finish(Dataset.from_list(rows, features=features), report)
     return folder.load()
 
 
-def _categories_named(names: Sequence[str] | None) -> list[Category]:
-    if names is None:
-        return list(CATEGORIES)
+def _check_categories(names: Sequence[str] | None) -> list[Category]:
     known = {category.name: category for category in CATEGORIES}
-    unknown = [name for name in names if name not in known]
-    if unknown or not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"`categories` is {list(names)}; {unknown or 'an empty or repeated name'} is none of: {', '.join(known)}. "
-            "Name each once, or leave `categories` out for all."
-        )
+    names = list(known if names is None else names)
+    if not names or not set(names) <= set(known) or len(set(names)) < len(names):
+        raise ValueError(f"`categories` is {names}, but must be some of: {', '.join(known)}; or `None` for all.")
     return [known[name] for name in names]
 
 
-def _checked_layouts(layouts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _check_layouts(layouts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     layouts = [(*layout,) for layout in layouts]
     if not layouts or any(len(layout) != 2 or min(layout) < 1 or max(layout) == 1 for layout in layouts):
         raise ValueError(f"`layouts` is {layouts}, but each must be rows and columns with two panels, such as (2, 2).")

@@ -14,8 +14,8 @@ from ..data.pairs import check_pair_columns, content_text, decision_of, pair_fea
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
-from .answers import Answers, cause_of, left_out_text
-from .categories import DIMENSIONS, TEMPLATES
+from .answers import Answers, cause_of, causes_text
+from .write_prompts import DIMENSIONS, TEMPLATES
 
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def write_reasons(
         `"Yes. <reasons>"`; also saved in `folder`.
 
     Raises:
-        ValueError: If the pairs, an image or an argument cannot be used, or no answer can; the error has an example.
-        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are kept.
+        ValueError: If no answer can be used; the error has an example.
+        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are saved.
     """
     if folder.is_done:
         return folder.load()
@@ -150,22 +150,25 @@ def write_reasons(
         questions = (question for question in _questions(pairs, ids) if question.id in waiting)
         progress = {"total": len(ids), "initial": len(ids) - len(waiting), "desc": "Writing reasons"}
         answers.collect(questions, request, save, **progress)
-    kept = [row for row, name in enumerate(ids) if name in texts]
-    if not kept:
+    rows = [row for row, name in enumerate(ids) if name in texts]
+    if not rows:
         raise answers.none_usable()
-    completions = [[{"role": "assistant", "content": texts[ids[row]]}] for row in kept]
+    completions = [[{"role": "assistant", "content": texts[ids[row]]}] for row in rows]
     rejected = Counter(problem for of_pair in problems.values() for problem in of_pair if problem)
     dropped = Counter(of_pair[-1] for of_pair in problems.values() if of_pair[-1])
     report = {
         "pairs": len(ids),
-        "with reasons": len(kept),
+        "with reasons": len(rows),
         "requests": answers.count,
         "rejected": dict(rejected.most_common()),
         "left out": dict(dropped.most_common()),
     }
     if dropped:
-        logger.warning(f"{len(kept)} of {len(ids)} pairs have reasons. {left_out_text(dropped, max_attempts)}")
-    folder.finish(_with_completions(pairs, kept, completions), report)
+        logger.warning(f"{len(rows)} of {len(ids)} pairs have reasons. Left out: {causes_text(dropped)}.")
+    # Images are neither decoded nor, if given by path, read
+    reasoned = pairs.with_format(None).select(rows).remove_columns("completion")
+    reasoned = reasoned.add_column("completion", completions, feature=pair_features()["completion"])
+    folder.finish(reasoned.select_columns(pairs.column_names), report)
     return folder.load()
 
 
@@ -222,29 +225,21 @@ def _messages(question: _Question, images: list[str], min_words: int, max_words:
 
 
 def _encoder(size: int) -> Callable[[str, Mapping[str, Any]], str]:
-    """Return a function that encodes an image as a data URL, and keeps the last ones."""
-    kept: dict[str, str] = {}
+    """Return a function that encodes an image as a data URL, and stores the last ones."""
+    from ..utils.images import data_url, load_image
+
+    urls: dict[str, str] = {}  # the oldest first
 
     def encode(pair: str, image: Mapping[str, Any]) -> str:
-        from ..utils.images import data_url, load_image
-
         content = image.get("bytes")
         key = image["path"] if content is None else hashlib.sha256(content).hexdigest()
-        url = kept.pop(key, None)
+        url = urls.pop(key, None)
         if url is None:
             # Higher levels of compression take longer than they save in sending
-            shown = load_image(image, _PATCH_SIZE, f"An image of pair {pair!r}")
-            url = data_url(shown, "png", compress_level=1)
-            while len(kept) >= size:
-                del kept[next(iter(kept))]
-        kept[key] = url  # now the last one
+            url = data_url(load_image(image, _PATCH_SIZE, f"An image of pair {pair!r}"), "png", compress_level=1)
+            while len(urls) >= size:
+                del urls[next(iter(urls))]
+        urls[key] = url
         return url
 
     return encode
-
-
-def _with_completions(pairs: "Dataset", kept: list[int], completions: list[Any]) -> "Dataset":
-    """Select rows and replace their completions. Images are neither decoded nor, if given by path, read."""
-    others = pairs.with_format(None).select(kept).remove_columns("completion")
-    written = others.add_column("completion", completions, feature=pair_features()["completion"])
-    return written.select_columns(pairs.column_names)
