@@ -4,10 +4,10 @@
 import hashlib
 import json
 import logging
-import re
+import multiprocessing
+import os
 import signal
 import socket
-import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -62,15 +62,10 @@ def make_world(folder: Path, num_prompts: int = 2, num_seeds: int = 4) -> World:
                 panels.append({"id": f"p {prompt}/{seed}/{position}", "sha256": sha256, "image": str(path)})
         for seed in range(num_seeds):
             for position, other in ((0, 1), (1, 0)):
-                instances.append(
-                    {
-                        "id": f"p {prompt}/{seed}/{position}/{other}",
-                        "prompt_id": f"p {prompt}",
-                        "digest": f"{prompt}{seed}{position}{other}",
-                        "reference": f"p {prompt}/{seed}/{position}",
-                        "candidates": [f"p {prompt}/{number}/{other}" for number in range(num_seeds)],
-                    }
-                )
+                row = {"id": f"p {prompt}/{seed}/{position}/{other}", "prompt_id": f"p {prompt}"}
+                row |= {"digest": f"{prompt}{seed}{position}{other}", "reference": f"p {prompt}/{seed}/{position}"}
+                row["candidates"] = [f"p {prompt}/{number}/{other}" for number in range(num_seeds)]
+                instances.append(row)
     prompts = [
         {"id": f"p {prompt}", "prompt": f"{THEME} {prompt}", "theme": THEME, "dimensions": ["style", "logic"]}
         for prompt in range(num_prompts)
@@ -233,20 +228,8 @@ def test_earlier_annotations_and_a_killed_server(world, folder):
     folder.mkdir()
     names = world.instances["id"][:3]
     lines = [
-        {
-            "annotator": "anna",
-            "instance": names[2],
-            "ranking": [3, 1, 0, 2],
-            "seconds": 4.5,
-            "time": "2025-11-02T10:00:00+00:00",
-        },
-        {
-            "annotator": "anna",
-            "instance": names[0],
-            "skipped": True,
-            "seconds": 1,
-            "time": "2025-11-02T10:00:10+00:00",
-        },
+        {"annotator": "anna", "instance": names[2], "ranking": [3, 1, 0, 2], "seconds": 4.5},
+        {"annotator": "anna", "instance": names[0], "skipped": True, "seconds": 1},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "anna.jsonl").write_text(text + '{"annotator": "anna", "inst')
@@ -275,35 +258,29 @@ GOOD = {"annotator": "anna", "instance": "p 0/0/0/1", "order": [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "token"),
     [
-        ({"instance": "p 0/0/0/9"}, "There is no instance 'p 0/0/0/9'"),
+        ({"instance": "p 0/0/0/9"}, "p 0/0/0/9"),
         ({"order": [0, 1]}, "2 of 4 are left"),
         ({"order": [0, 1, 2, 2]}, "exactly once"),
-        ({"order": [0, 1, 2, 3, 4]}, "ranks 5 candidates"),
-        ({"order": [False, True, 2, 3]}, "exactly once"),
-        ({"annotator": "../anna"}, "The annotator's name is '../anna'"),
-        ({"annotator": ""}, "1 to 40 letters"),
-        ({"annotator": None}, "The annotator's name is None"),
-        ({"annotator": "judge"}, "'judge' is that of an automatic ranking"),
-        ({"annotator": "automatic"}, "'automatic' is that of an automatic ranking"),
+        ({"order": [0, 1, 2, 3, 4]}, "5 candidates"),
+        ({"annotator": "../anna"}, "../anna"),
+        ({"annotator": None}, "None"),
+        ({"annotator": "judge"}, "automatic ranking"),
+        ({"annotator": "automatic"}, "automatic ranking"),
     ],
 )
-def test_bad_rankings_are_refused(world, folder, changes, reason):
+def test_bad_rankings_are_refused(world, folder, changes, token):
     work = AnnotationWork(*world, folder, not_people=["judge"])
-    with pytest.raises(ValueError, match=re.escape(reason)):
+    with pytest.raises(ValueError, match=token):
         work.save(**(GOOD | changes), seconds=1)
     assert not folder.exists()
-    work.save(**GOOD, seconds=1)
-
-
-def test_full_disk_is_not_counted(world, folder):
-    # A directory that cannot be made, as nothing else fails alike for every user
-    folder.write_text("")
-    work = AnnotationWork(*world, folder)
+    folder.write_text("")  # a directory that cannot be made
     with pytest.raises(OSError):
         work.save(**GOOD, seconds=1)
     assert work.task("anna")["ranked"] == 0
+    folder.unlink()
+    work.save(**GOOD, seconds=1)
 
 
 # ------------------------------------------------------------------------------------------------ gold, judges
@@ -333,22 +310,17 @@ def test_gold_questions(tmp_path, folder):
     regular = Counter(instance for done in seen.values() for instance in done if instance not in gold)
     assert regular == dict.fromkeys([name for name in names if name not in gold], 1)
     assert work.task("bob")["percent"] == 100
+    folder.mkdir(exist_ok=True)
+    everything = write_true_rankings(tmp_path / "all.jsonl", world, names)
+    for path, token in [
+        (write_true_rankings(folder / "in.jsonl", world, names[:2]), "directory"),
+        (everything, "All 64"),
+    ]:
+        with pytest.raises(ValueError, match=token):
+            AnnotationWork(*world, tmp_path / "annotations", gold=path)
     # They look like others
     keys = {(instance in gold, tuple(work.task("anna", instance))) for instance in seen["anna"]}
     assert {is_gold for is_gold, _ in keys} == {False, True} and len({key for _, key in keys}) == 1
-
-
-def test_wrong_gold(world, folder, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        AnnotationWork(*world, folder, gold=tmp_path / "none.jsonl")
-    folder.mkdir()
-    inside = write_true_rankings(folder / "gold.jsonl", world, world.instances["id"][:2])
-    with pytest.raises(ValueError, match="in the directory of the annotations"):
-        AnnotationWork(*world, folder, gold=inside)
-    inside.unlink()
-    everything = write_true_rankings(tmp_path / "gold.jsonl", world, world.instances["id"][:])
-    with pytest.raises(ValueError, match="All 16 instances are gold questions"):
-        AnnotationWork(*world, folder, gold=everything)
 
 
 def test_a_judge_does_not_take_the_place_of_people(world, folder):
@@ -437,36 +409,26 @@ def test_a_second_process_is_refused(world, folder):
         assert requests.get(url, timeout=60).ok
 
 
-SERVE = """
-import sys
-from pathlib import Path
-from datasets import load_from_disk
-from paco_trl.dataset_building.annotation_app import serve_annotation
-from paco_trl.dataset_building.annotation_work import AnnotationWork
-root = Path(sys.argv[1])
-data = [load_from_disk(str(root / name)) for name in ("instances", "panels", "prompts")]
-serve_annotation(AnnotationWork(*data, root / "annotations"), port=int(sys.argv[2]))
-"""
-
-
-@pytest.mark.slow
 def test_server_runs_until_it_is_stopped(world, tmp_path):
-    pytest.importorskip("gradio")
-    for name, dataset in world._asdict().items():
-        dataset.save_to_disk(str(tmp_path / name))
-    port = free_port()
-    command = [sys.executable, "-u", "-c", SERVE, str(tmp_path), str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            # Gradio's last line before it waits
-            for line in process.stdout:
-                if "public link" in line:
-                    break
-            assert requests.get(f"http://127.0.0.1:{port}", timeout=60).ok
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    gradio = pytest.importorskip("gradio")
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    is_waiting, wait = fork.Event(), gradio.Blocks.block_thread
+
+    def serve():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+        gradio.Blocks.block_thread = lambda app: (is_waiting.set(), wait(app))
+        serve_annotation(AnnotationWork(*world, tmp_path / "annotations"), port=port)
+
+    process = fork.Process(target=serve)
+    process.start()
+    try:
+        assert is_waiting.wait(60)
+        assert requests.get(f"http://127.0.0.1:{port}", timeout=60).ok
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
 
 
 # ------------------------------------------------------------------------------------------------ Label Studio
@@ -482,15 +444,9 @@ def exported(tasks: list[dict], orders: list[dict[int, list[str] | None]]) -> li
                 "completed_by": user if number % 2 else {"id": user, "email": "anna@example.com"},
                 "was_cancelled": names is None,
                 "lead_time": 12.5,
-                "result": [
-                    {
-                        "id": "x",
-                        "from_name": "ranking",
-                        "to_name": "candidates",
-                        "type": "ranker",
-                        "value": {"ranker": {"ranking": names}},
-                    }
-                ][: names is not None],
+                "result": [{"id": "x", "type": "ranker", "value": {"ranker": {"ranking": names}}}][
+                    : names is not None
+                ],
             }
             for user, names in reversed(of_users.items())
         ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawing grids: each prompt with each seed, the same files however often a run is stopped and on however many processes."""
 
+import inspect
 import logging
 import shutil
 from pathlib import Path
@@ -13,19 +14,12 @@ from datasets import Image as ImageFeature
 from diffusers import DiffusionPipeline, EulerAncestralDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
-import launching
 from paco_trl.dataset_building.grids import generate_grids, plan_batches
 from paco_trl.utils.generation import load_pipeline
 from paco_trl.utils.stage_folder import StageFolder
 
 
-SUBJECTS = [
-    "red fox in the snow",
-    "grey lighthouse by night",
-    "bowl of green apples",
-    "boy with a blue kite",
-    "old clock",
-]
+SUBJECTS = ["red fox in the snow", "grey lighthouse by night", "bowl of green apples", "boy with a blue kite"]
 
 
 def make_prompts(sizes: list[tuple[int, int]], layout: tuple[int, int] = (2, 2), **columns: list) -> Dataset:
@@ -78,15 +72,6 @@ def draw(pipeline: DiffusionPipeline, prompts: Dataset, path: Path, **arguments)
 
 def files(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted((path / "images").rglob("*.png"))}
-
-
-def check_same_pictures(first: Path, second: Path) -> None:
-    """The same files with the same pixels. Another process may round a product differently, which moves a pixel by 1."""
-    pictures = [
-        {name: np.asarray(Image.open(path / name)).astype(int) for name in files(path)} for path in (first, second)
-    ]
-    assert pictures[0].keys() == pictures[1].keys()
-    assert max(abs(pictures[0][name] - pictures[1][name]).max() for name in pictures[0]) <= 1
 
 
 def pixels(dataset: Dataset) -> list[np.ndarray]:
@@ -152,11 +137,6 @@ class TestGrids:
             ).images[0]
             assert image.tobytes() == grids["image"][row].tobytes()
 
-    def test_seeds_and_prompts_are_visible(self, generated):
-        images = pixels(generated[0])
-        assert distance(images[0:1], images[1:2])[0] > 20  # two seeds
-        assert distance(images[0:1], images[2:3])[0] > 0  # two prompts with one seed
-
     def test_directory_has_dataset_report_and_sample(self, generated):
         grids, path = generated
         folder = StageFolder(path)
@@ -175,20 +155,16 @@ class TestGrids:
         with Image.open(path / "sample.png") as sheet:
             assert min(sheet.size) > 300
 
-    def test_given_size_replaces_that_of_the_rows(self, flux, tmp_path):
-        grids = draw(flux, FOUR, tmp_path, seeds=[0], width=64)
-        assert [image.size for image in grids["image"]] == [(64, 32)] * 4
-
-    def test_arguments_reach_the_pipeline(self, flux, generated, tmp_path):
+    def test_arguments_replace_columns_and_reach_the_pipeline(self, flux, tmp_path):
         with Calls(flux.transformer) as calls:
-            grids = draw(flux, FOUR.select([0]), tmp_path, seeds=[5], num_inference_steps=3)
+            grids = draw(flux, FOUR.select([0]), tmp_path, seeds=[0], width=64, num_inference_steps=3)
         assert calls.count == 3
-        assert distance(pixels(grids), pixels(generated[0])[:1])[0] > 0
+        assert [image.size for image in grids["image"]] == [(64, 32)]
 
 
 class TestBatches:
-    @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 7, 8, 100])
-    @pytest.mark.parametrize("num_seeds", [1, 3, 4])
+    @pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
+    @pytest.mark.parametrize("num_seeds", [1, 4])
     def test_plan_has_everything_once(self, batch_size, num_seeds):
         sizes = [(8, 8), (8, 16), (8, 8), (8, 8), (16, 8), (8, 16)]
         batches = plan_batches(sizes, list(range(num_seeds)), batch_size)
@@ -202,9 +178,7 @@ class TestBatches:
         if batch_size == 8 and num_seeds == 4:
             assert [batch.rows for batch in batches] == [[0, 2], [3], [1, 5], [4]]
 
-    @pytest.mark.parametrize(
-        "batch_size, calls", [(1, 8), (2, 4), (4, 3)], ids=["an image", "a prompt", "several prompts"]
-    )
+    @pytest.mark.parametrize("batch_size, calls", [(2, 4), (4, 3)])
     def test_a_prompt_is_encoded_once_for_its_seeds(self, flux, generated, tmp_path, batch_size, calls):
         with Calls(flux.transformer) as drawing, Calls(flux.text_encoder) as encoding:
             grids = draw(flux, FOUR, tmp_path, seeds=[5, 3], batch_size=batch_size)
@@ -217,12 +191,7 @@ class TestBatches:
         from paco_trl.tiny import build_tiny_qwen_image
 
         pipeline = load_pipeline(str(build_tiny_qwen_image(tmp_path / "qwen")), torch.float32, "cpu")
-        guided = {
-            "seeds": [0, 1],
-            "num_inference_steps": 2,
-            "negative_prompt": "a grey lighthouse",
-            "true_cfg_scale": 3.0,
-        }
+        guided = {"seeds": [0, 1], "num_inference_steps": 2, "negative_prompt": "a lighthouse", "true_cfg_scale": 3.0}
         alone = pixels(draw(pipeline, FOUR, tmp_path / "alone", **guided))
         together = pixels(draw(pipeline, FOUR, tmp_path / "together", batch_size=4, **guided))
         plain = pixels(draw(pipeline, FOUR, tmp_path / "plain", seeds=[0, 1], num_inference_steps=2))
@@ -284,13 +253,6 @@ class TestResume:
             draw(flux, FOUR, path, seeds=[0, 1, 2], batch_size=2)
         return calls.count
 
-    def test_nothing_is_generated_twice(self, flux, whole, tmp_path):
-        shutil.copytree(whole, tmp_path / "grids")
-        times = {file: file.stat().st_mtime_ns for file in (tmp_path / "grids" / "images").rglob("*.png")}
-        assert len(times) == 12
-        assert self.again(flux, tmp_path / "grids") == 0
-        assert {file: file.stat().st_mtime_ns for file in times} == times
-
     def test_missing_and_broken_files_are_generated_again(self, flux, whole, tmp_path, caplog):
         shutil.copytree(whole, tmp_path / "grids")
         images = sorted((tmp_path / "grids" / "images").rglob("*.png"))
@@ -315,6 +277,9 @@ class TestResume:
         assert 0 < len(files(tmp_path / "grids")) < 12
         assert not StageFolder(tmp_path / "grids").is_done
         assert self.again(flux, tmp_path / "grids") == 8 - 5
+        times = {file: file.stat().st_mtime_ns for file in (tmp_path / "grids" / "images").rglob("*.png")}
+        assert self.again(flux, tmp_path / "grids") == 0  # nothing is generated twice
+        assert len(times) == 12 and {file: file.stat().st_mtime_ns for file in times} == times
         assert files(tmp_path / "grids") == files(whole)
         folders = StageFolder(tmp_path / "grids"), StageFolder(whole)
         assert folders[0].report == folders[1].report
@@ -334,23 +299,20 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "prompts, arguments, message",
         [
-            (make_prompts([(32, 32)], id=None), {}, "no column `id`"),
-            (make_prompts([(32, 32)] * 2, id=["a", "a"]), {}, "Rows 0 and 1 .* same `id` 'a'"),
-            (make_prompts([(32, 32)] * 2, id=["a", ""]), {}, "`id` of row 1 .* is ''"),
-            (FOUR.select([]), {}, "no rows"),
+            (make_prompts([(32, 32)], id=None), {}, "`id`"),
+            (make_prompts([(32, 32)] * 2, id=["a", "a"]), {}, "same `id` 'a'"),
+            (make_prompts([(32, 32)] * 2, id=["a", ""]), {}, "row 1 .* is ''"),
             (FOUR.remove_columns("panels"), {}, "panels"),
-            (FOUR, {"seeds": []}, "`seeds` is empty"),
-            (FOUR, {"seeds": [1, 2, 1]}, "`seeds` has 1 twice"),
-            (FOUR, {"seeds": [-1]}, r"`seeds\[0\]` is -1"),
-            (FOUR, {"seeds": [2**63]}, r"`seeds\[0\]` is 9223372036854775808"),
-            (FOUR, {"seeds": [0.5]}, r"`seeds\[0\]` is 0.5"),
-            (FOUR, {"batch_size": 0}, "`batch_size` is 0"),
-            (make_prompts([(32, 32), (30, 32)]), {}, "height of row 1 .*'1/grey.* is 30.* multiple of 4"),
+            (FOUR, {"seeds": []}, "`seeds`"),
+            (FOUR, {"seeds": [1, 2, 1]}, "`seeds`"),
+            (FOUR, {"seeds": [2**63]}, "`seeds`"),
+            (FOUR, {"seeds": [0.5]}, "`seeds`"),
+            (FOUR, {"batch_size": 0}, "`batch_size`"),
+            (make_prompts([(32, 32), (30, 32)]), {}, "height of row 1 .* is 30.* multiple of 4"),
             (make_prompts([(32, 32), (32, 32)], (2, 3)), {}, "width of row 0 .* is 32.* 24 or 36"),
-            (make_prompts([(32, 32), (32, None)]), {}, "The width of row 1 .* is None"),
-            (make_prompts([(32, 32)], height=None), {}, "The height of row 0 .* is None.*`height` for all rows"),
+            (make_prompts([(32, 32), (32, None)]), {}, "row 1 .*None"),
+            (make_prompts([(32, 32)], height=None), {}, "row 0 .*None"),
             (FOUR, {"height": 33}, "The height of row 0 .* is 33"),
-            (FOUR, {"height": 32.0}, "The height of row 0 .* is 32.0"),
         ],
     )
     def test_is_named_before_anything_is_generated(self, flux, tmp_path, prompts, arguments, message):
@@ -359,33 +321,18 @@ class TestBadInput:
         assert calls.count == 0
         assert files(tmp_path / "grids") == {}
 
-    def test_pipeline_without_prompts(self, tmp_path):
-        from diffusers import DDIMPipeline, DDIMScheduler, UNet2DModel
-
-        unet = UNet2DModel(8, block_out_channels=(8, 8), down_block_types=("DownBlock2D",) * 2,
-                           up_block_types=("UpBlock2D",) * 2, norm_num_groups=4)  # fmt: skip
-        with pytest.raises(ValueError, match="DDIMPipeline has no `prompt`, `height`"):
-            draw(DDIMPipeline(unet, DDIMScheduler()), FOUR, tmp_path)
-
     def test_image_of_another_size(self, flux, tmp_path):
         class Enlarging(type(flux)):
-            def __call__(self, prompt, height, width, num_images_per_prompt, generator, **kwargs):
-                return super().__call__(
-                    prompt,
-                    height=2 * height,
-                    width=width,
-                    num_images_per_prompt=num_images_per_prompt,
-                    generator=generator,
-                    **kwargs,
-                )
+            def __call__(self, prompt, height, **kwargs):
+                return super().__call__(prompt, height=2 * height, **kwargs)
+
+            __call__.__signature__ = inspect.signature(type(flux).__call__)
 
         with pytest.raises(ValueError, match="'0/red fox in the snow/7' with 64x32 pixels .* instead of 32x32"):
             draw(Enlarging(**flux.components), FOUR, tmp_path, seeds=[7])
-        assert files(tmp_path) == {}
-
-    def test_output_that_is_not_an_image(self, flux, tmp_path):
-        with pytest.raises(ValueError, match="returned 1 of Tensor, but 1 PIL images are needed"):
+        with pytest.raises(ValueError, match="returned 1 of Tensor"):
             draw(flux, FOUR, tmp_path, output_type="pt")
+        assert files(tmp_path) == {}
 
 
 class TestFlatImages:
@@ -403,15 +350,9 @@ class TestFlatImages:
             handle.remove()
         flat = ["0/red fox in the snow/8", "1/grey lighthouse by night/8"]
         assert StageFolder(tmp_path).report["flat grids"] == flat
-        assert (
-            "2 of 4 grids are one flat color, the result of a safety checker" in caplog.text
-            and ", ".join(flat) in caplog.text
-        )
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):  # nothing is generated, and they are still named
-            draw(flux, prompts, tmp_path, seeds=[4, 8], batch_size=2)
+        assert "2 of 4 grids" in caplog.text and ", ".join(flat) in caplog.text
+        draw(flux, prompts, tmp_path, seeds=[4, 8], batch_size=2)  # nothing is generated, and they are still named
         assert StageFolder(tmp_path).report["flat grids"] == flat
-        assert "2 of 4 grids are one flat color" in caplog.text
 
     def test_one_grey_value_more_is_not_flat(self):
         from paco_trl.utils.generation import is_flat
@@ -440,39 +381,3 @@ class TestLoadPipeline:
         weights.unlink()
         with pytest.raises(OSError, match="safetensors"):
             load_pipeline(str(folder), torch.float32)
-
-
-SCRIPT = """
-import sys
-import torch
-from accelerate import PartialState
-from datasets import Dataset
-from paco_trl.dataset_building import generate_grids, load_pipeline
-from paco_trl.utils.stage_folder import StageFolder
-
-model, prompts, path = sys.argv[1:]
-state = PartialState(cpu=True)
-grids = generate_grids(
-    load_pipeline(model, torch.float32), Dataset.from_json(prompts), StageFolder(path), [0, 1, 2], 2,
-    num_inference_steps=1,
-)
-print(f"process {state.process_index} of {state.num_processes}: {len(grids)}")
-state.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(whole, tiny_flux, tmp_path):
-    FOUR.to_json(tmp_path / "prompts.jsonl")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    config = launching.CPU_DDP
-    command = [tmp_path / "script.py", tiny_flux, tmp_path / "prompts.jsonl", tmp_path / "two"]
-    printed = launching.check_run(command, config=config)
-    assert "process 0 of 2: 12" in printed and "process 1 of 2: 12" in printed
-    check_same_pictures(tmp_path / "two", whole)
-    assert StageFolder(tmp_path / "two").report == StageFolder(whole).report
-    # What one of them left is generated by both
-    for file in sorted((tmp_path / "two" / "images").rglob("*.png"))[:5]:
-        file.unlink()
-    launching.check_run(command, config=config)
-    check_same_pictures(tmp_path / "two", whole)
