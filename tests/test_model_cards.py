@@ -37,8 +37,8 @@ from paco_trl.cards import (
 from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.data import make_pair, parse_image_set_prompt, split_grid, theme_question
-from paco_trl.hub.licenses import License, base_license, read_license
-from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, ServedJudge, redness_reward
+from paco_trl.hub.licenses import License, _fetch_license, base_license, read_license
+from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
 from paco_trl.tiny import build_tiny_clip
 from paco_trl.trainer.model_cards import latest_pictures
 from paco_trl.trainer.publishing import TRAIN_SECONDS, training_seconds
@@ -169,12 +169,6 @@ class TestMetadata:
             "accuracy": evaluation["decision_accuracy"], "roc_auc": evaluation["auroc"], "ece": evaluation["ece"]
         }  # fmt: skip
 
-    def test_without_an_evaluation_there_is_no_model_index(self, make_trainer, tiny_qwen, tmp_path):
-        for trainer in (make_trainer(), make_judge(tiny_qwen, tmp_path)):
-            card = card_of(trainer)
-            assert card.data.eval_results is None and "model-index" not in str(card)
-            assert "## Evaluation" not in card.text
-
     def test_of_a_base_model_of_the_hub(self, make_trainer, tmp_path):
         trainer = make_trainer(hub_model_id="foxes")
         assert card_of(trainer).data.license is None
@@ -247,9 +241,6 @@ class TestGallery:
         ]
         shown = [row["prompt"] for row in scores_of(trained, "round_00001") if row["generation"] == 0]
         assert list(card.gallery.values()) == shown != list(trained._model_card().gallery.values())
-
-    def test_without_images_there_is_no_gallery(self, make_trainer):
-        assert not make_trainer()._model_card().gallery and "widget" not in str(card_of(make_trainer()))
 
 
 def scores_of(trainer, name: str) -> list[dict]:
@@ -350,21 +341,6 @@ print(json.dumps(found))
             text = hub.files("tester/judge", "model")["README.md"].decode()
         assert ModelCard(text).data.datasets == ["X-GenGroup/PaCo-Dataset"]
 
-    def test_a_file_of_this_machine_is_none(self, prompts, tiny_flux, tmp_path):
-        (tmp_path / "own").mkdir()
-        (tmp_path / "own" / "prompts.jsonl").write_bytes(rows_of_prompts(prompts))
-        with HubServer({TOKEN: "tester"}) as hub:
-            self.run(
-                hub, tmp_path, ROOT / "examples" / "train_flux.py", "--model_name_or_path", tiny_flux,
-                "--dataset_name", tmp_path / "own" / "prompts.jsonl", "--output_dir", tmp_path / "foxes",
-                *"--rewards redness --height 64 --width 64 --num_generations 4".split(),
-                *"--num_prompts_per_generation 4 --num_inference_steps 3".split(), *self.SETTINGS,
-                *"--plot_curves False --log_completions False".split(),
-            )  # fmt: skip
-            text = hub.files("tester/foxes", "model")["README.md"].decode()
-        assert ModelCard(text).data.datasets is None
-        assert "### Data\n\n- prompts.jsonl\n" in text and "/own" not in text
-
 
 class TestRenamed:
     CARDS = (
@@ -376,29 +352,19 @@ class TestRenamed:
         JudgeCard("title", "run", QWEN, lora=LoRA(4, 8)),
     )  # fmt: skip
 
-    @pytest.mark.parametrize("new", ["user/run", "user/model", r"user/.x"])
     @pytest.mark.parametrize("card", CARDS)
-    def test_is_the_card_of_the_new_name(self, card, new):
-        text = str(render_card(card))
-        # A server knows a judge by the last part of its name, and goes on to
-        expected = str(render_card(dataclasses.replace(card, repo_id="user/run"))).replace("user/run", new)
-        assert text != expected and renamed(text, "run", new) == expected
-        assert renamed(text, "ru", new) == renamed(text, "un", new) == renamed(text, "r.n", new) == text
-
-    @pytest.mark.parametrize("card", CARDS)
-    def test_the_path_of_the_directory_goes_with_its_name(self, card):
-        text = str(render_card(dataclasses.replace(card, repo_id="runs/today/run")))
-        assert renamed(text, "run", "user/run") == str(render_card(dataclasses.replace(card, repo_id="user/run")))
-
-    @pytest.mark.parametrize("card", CARDS)
-    def test_what_is_no_name_of_the_model_remains(self, card):
-        # The base model, in a folder of the same name, the title, and text that speaks of it
-        card = dataclasses.replace(card, title="run", base_model="/models/run", datasets=["run"], hardware='"run" run')
+    @pytest.mark.parametrize("folder", ["run", "runs/today/run"])
+    def test_is_the_card_of_the_new_name(self, card, folder):
+        # The base model, in a directory of the same name, the title, and text that speaks of it remain
+        same_words = {"title": "run", "base_model": "/models/run", "datasets": ["run"], "hardware": '"run" run'}
         prose = '\nTo run it as in `run`, a run is run: vllm serve run or Class.from_pretrained("run").\n'
-        text = str(render_card(card)) + prose
-        expected = str(render_card(dataclasses.replace(card, repo_id="user/run"))) + prose
-        assert renamed(text, "run", "user/run") == expected != text
-        assert "\n# run\n" in expected and "\n- run\n" in expected
+        for given in (card, dataclasses.replace(card, **same_words)):
+            text = str(render_card(dataclasses.replace(given, repo_id=folder))) + prose
+            expected = str(render_card(dataclasses.replace(given, repo_id="user/run"))) + prose
+            assert renamed(text, "run", "user/run") == expected != text
+            # A server knows a judge by the last part of its name, and goes on to
+            assert renamed(text, "run", r"user/.x") == expected.replace("user/run", "user/.x")
+            assert renamed(text, "ru", "user/run") == renamed(text, "r.n", "user/run") == text
 
 
 class TestWhatItSays:
@@ -415,8 +381,14 @@ class TestWhatItSays:
             assert "\n\n\n" not in text and "|  |" not in text and "{{" not in prose and "{%" not in prose
             assert not re.search(r"^#+ .*\n\n## ", prose, flags=re.M)  # a head with nothing below it
 
-    def test_settings(self, trained):
+    def test_settings_and_rewards(self, trained, tiny_clip):
         rows = settings_of(text_of(trained))
+        tables = tables_of(text_of(trained))
+        (table,) = [table for table in tables if "reward" in table and "weight" in table["reward"]]
+        assert table["reward"] == ["weight", "model", "mean in the first round", "mean in the last round"]
+        assert table["clip_t"][:2] == ["1", tiny_clip.name] and table["redness_reward"][:2] == ["0.25", "-"]
+        history = [entry for entry in trained.state.log_history if "reward" in entry]
+        assert table["clip_t"][2:] == [f"{history[place]['rewards/clip_t/mean']:.4f}" for place in (0, -1)]
         assert rows["optimizer steps"] == "4"
         assert rows["effective batch"] == "8 images, 4 at a time on a device"
         assert rows["resolution"] == "32 x 32 pixels in training, 64 x 64 pixels in inference"
@@ -445,20 +417,6 @@ class TestWhatItSays:
             assert ("sets of consistent images" in texts[kind]) is ("identical panels" in texts[kind]) is is_set
             assert ("panels" in texts[kind]) is is_set
 
-    def test_rewards_with_weights_and_models(self, trained, make_trainer, tiny_clip):
-        (table,) = [
-            table for table in tables_of(text_of(trained)) if "reward" in table and "weight" in table["reward"]
-        ]
-        assert table["reward"] == ["weight", "model", "mean in the first round", "mean in the last round"]
-        assert table["clip_t"][:2] == ["1", tiny_clip.name]
-        assert table["redness_reward"][:2] == ["0.25", "-"]
-        history = [entry for entry in trained.state.log_history if "reward" in entry]
-        means = [f"{history[place]['rewards/clip_t/mean']:.4f}" for place in (0, -1)]
-        assert table["clip_t"][2:] == means
-        # Where no reward has a model, there is no column for one
-        (table,) = [table for table in tables_of(str(card_of(make_trainer()))) if "reward" in table]
-        assert table["reward"] == ["weight"]
-
     def test_evaluation_with_interval(self, trained):
         (table,) = [table for table in tables_of(text_of(trained)) if "before" in table.get("reward", [])]
         assert table["reward"] == ["model", "before", "after", "difference, 95 %"]
@@ -468,29 +426,16 @@ class TestWhatItSays:
         assert table["clip_t"][1:] == [values["baseline"], values["mean"], f"{low} to {high}"]
         assert values["baseline"] != values["mean"]
 
-    def test_models_of_judges(self, tiny_qwen, tiny_clip):
+    def test_the_models_of_the_judges_reach_the_card(self, make_trainer, tiny_qwen, tiny_clip):
         served = ServedJudge("http://10.1.2.3:8000/v1", "/models/paco-reward")
-        assert "10.1.2.3" in served.name
-        assert ConsistencyReward(served).model_name == "paco-reward"
-        assert ConsistencyReward(PaCoReward.from_pretrained(tiny_qwen, device="cpu")).model_name == tiny_qwen.name
-        assert ClipTReward(tiny_clip).model_name == tiny_clip.name
-        assert not hasattr(DuplicateReward(), "model_name")
-
-        class Nameless:
-            name = "http://10.1.2.3:8000/v1"
-
-            def score(self, images, prompts):
-                return [0.5] * len(images)
-
-        assert ConsistencyReward(Nameless()).model_name is None
-
-    def test_the_models_of_the_judges_reach_the_card(self, make_trainer):
-        served = ServedJudge("http://10.1.2.3:8000/v1", "paco-reward")
 
         def custom(prompts, completions, **kwargs):
             return [0.0] * len(completions)
 
         custom.model_name = "/home/me/models/own"
+        assert ConsistencyReward(PaCoReward.from_pretrained(tiny_qwen, device="cpu")).model_name == tiny_qwen.name
+        nameless = SimpleNamespace(name="http://10.1.2.3:8000/v1", score=lambda images, prompts: [0.5] * len(images))
+        assert ConsistencyReward(nameless).model_name is None
         text = str(card_of(make_trainer(reward_funcs=[ConsistencyReward(served), custom])))
         assert "| consistency | 1 | paco-reward |" in text and "10.1.2.3" not in text
         assert "| custom | 1 | own |" in text and "/home/me" not in text
@@ -518,12 +463,15 @@ class TestWhatItSays:
             assert not any(TRAIN_SECONDS in entry for entry in trainer.state.log_history if "eval_reward" in entry)
         assert "training time" not in str(card_of(make_trainer()))
 
-    @pytest.mark.parametrize(
-        ("seconds", "said"),
-        [(0.2, "less than a second"), (42, "1 min"), (12, "12 s"), (7500, "2 h 5 min"), (7201, "2 h")],
-    )
-    def test_time_in_words(self, seconds, said):
-        assert f": {said}\n" in str(render_card(ImageModelCard("a", "u/a", FLUX, seconds=seconds)))
+    def test_time_in_words(self):
+        for seconds, text in [
+            (0.2, "less than a second"),
+            (42, "1 min"),
+            (12, "12 s"),
+            (7500, "2 h 5 min"),
+            (7201, "2 h"),
+        ]:
+            assert f": {text}\n" in str(render_card(ImageModelCard("a", "u/a", FLUX, seconds=seconds)))
 
     @pytest.mark.slow
     def test_time_goes_on_after_a_resume(self, make_trainer, tmp_path):
@@ -613,23 +561,17 @@ class TestWhatItSays:
         assert "### Hardware and time\n\n- " in only and "GPU\n" not in only.split("## Limits")[0].split("###")[1]
         # A merged model is known by its adapter alone
         weights = "merged" if is_judge else "transformer"
-        merged = str(
-            render_card(kind("a", "u/a", FLUX, weights=weights, merged_adapter="/home/me/fox", lora=LoRA(4, 8)))
-        )
-        assert "fox merged into it" in merged and "/home/me" not in merged
-        assert (
-            "## Adapter\n\n| setting | value |\n|---|---|\n| LoRA | rank 4, alpha 8 |" in merged
-            and "## Training" not in merged
-        )
+        merged = kind("a", "u/a", FLUX, weights=weights, merged_adapter="/home/me/fox", lora=LoRA(4, 8))
+        merged = str(render_card(merged))
+        assert "fox merged into it" in merged and "/home/me" not in merged and "## Training" not in merged
+        assert "## Adapter\n\n| setting | value |\n|---|---|\n| LoRA | rank 4, alpha 8 |" in merged
         assert "load_lora_weights" not in merged and "--enable-lora" not in merged
 
     def test_interval_of_a_judges_accuracy(self):
-        evaluations = {
-            f"eval_{right}": {"pairs": count, "step": 1, "decision_accuracy": right / count}
-            for right, count in ((45, 60), (8, 8), (0, 5))
-        }
+        counts = ((45, 60), (8, 8), (0, 5))
+        evaluations = {f"eval_{n}": {"pairs": count, "step": 1, "decision_accuracy": n / count} for n, count in counts}
         (rows,) = tables_of(str(render_card(JudgeCard("a", "u/a", QWEN, evaluations=evaluations))))
-        expected = [binomtest(*pair).proportion_ci(0.95, method="wilson") for pair in ((45, 60), (8, 8), (0, 5))]
+        expected = [binomtest(*pair).proportion_ci(0.95, method="wilson") for pair in counts]
         assert rows["its 95 % interval (Wilson)"] == [f"{one.low:.4f} to {one.high:.4f}" for one in expected]
 
     def test_rows_without_content_are_left_out(self):
@@ -641,18 +583,6 @@ class TestWhatItSays:
         card = ImageModelCard("a", "u/a", FLUX, evaluations=[Evaluation("r", 0.5, step=1)])
         (table,) = tables_of(str(render_card(card)))
         assert table == {"reward": ["after"], "r": ["0.5000"]}
-
-    def test_the_sheet_of_a_short_tail_says_so(self):
-        pictures = {"contact_sheet.png": Path("sheet.png")}
-        short, full = (
-            str(
-                render_card(ImageModelCard("a", "u/a", FLUX, method="PaCo-GRPO", settings=settings, pictures=pictures))
-            )
-            for settings in (ImageSettings(tail_steps=2), ImageSettings())
-        )
-        caption = "generated at training resolution with the sampler's noise"
-        assert f"{caption} and a short tail of 2 steps, as the rewards saw them, with their scores.*" in short
-        assert f"{caption}, with their scores.*" in full and "short tail" not in full
 
     def test_bars_do_not_break_tables(self):
         settings = ImageSettings(num_inference_steps=1, guidance_scale=1.0, negative_prompt="a | b\nc")
@@ -699,9 +629,7 @@ class TestUse:
             )
         assert "is not on the Hub" not in str(render_card(ImageModelCard("a", "u/a", FLUX)))
 
-    @pytest.mark.parametrize(
-        "prompt", ["A fox.", 'A "fox"  \\ in\tthe\n\n```snow\'s ' * 9, "\u2028 Zoë 狐 " * 30, "x" * 250]
-    )
+    @pytest.mark.parametrize("prompt", ['A "fox"  \\ in\tthe\n\n```snow\'s ' * 9, "\u2028 Zoë 狐 " * 30, "x" * 250])
     def test_the_prompt_of_the_code_is_that_of_training(self, prompt):
         card = ImageModelCard("a", "u/a", FLUX, prompt=prompt, layout=[1, 2])
         code = str(render_card(card)).split("```python\nprompt = ")[1].split("\nimage = ")[0]
@@ -713,15 +641,11 @@ class TestUse:
     def test_without_a_training_set_the_prompt_is_a_packaged_one(self):
         for size, settings in ((1024, None), (512, ImageSettings(inference_size=[512, 512]))):
             code = code_of(str(render_card(ImageModelCard("a", "u/a", FLUX, settings=settings))))[-1]
-            names = {
-                "pipe": lambda **given: SimpleNamespace(images=[Image.new("RGB", (given["width"], given["height"]))])
-            }
+            names = {"pipe": lambda width, height, **_: SimpleNamespace(images=[Image.new("RGB", (width, height))])}
             exec(code, names)
             parsed = parse_image_set_prompt(names["prompt"])
-            assert len(names["panels"]) == len(parsed.panels) == 4 and names["panels"][3].size == (
-                size // 2,
-                size // 2,
-            )
+            assert len(names["panels"]) == len(parsed.panels) == 4
+            assert names["panels"][3].size == (size // 2, size // 2)
         single = str(render_card(ImageModelCard("a", "u/a", FLUX, trained_on="single images")))
         assert "panels" not in single and "grid" not in single
         edit = code_of(str(render_card(ImageModelCard("a", "u/a", FLUX, trained_on="edits"))))[-1]
@@ -781,14 +705,12 @@ class TestUse:
             assert values[0] == values[1], flag
 
     def test_code_is_code(self):
+        options = {"pipeline_class": "FluxPipeline", "transformer_class": "FluxTransformer2DModel"}
         cards = [
-            ImageModelCard("a", "u/a", FLUX, pipeline_class="FluxPipeline", trained_on="edits" if editing else "sets", formats=formats, call=call,
-                           weights=weights, transformer_class="FluxTransformer2DModel")
-            for weights in ("adapter", "transformer")
-            for formats in (["peft"], ["diffusers", "peft"])
-            for editing in (True, False)
-            for call in ("", "guidance_scale=3.5")
-        ]  # fmt: skip
+            ImageModelCard("a", "u/a", FLUX, trained_on=kind, formats=formats, call=call, weights=weights, **options)
+            for weights, formats in (("adapter", ["peft"]), ("adapter", ["diffusers", "peft"]), ("transformer", []))
+            for kind, call in (("edits", ""), ("sets", "guidance_scale=3.5"))
+        ]
         cards += [JudgeCard("a", "u/a", QWEN), JudgeCard("a", "u/a", QWEN, weights="merged")]
         for card in cards:
             blocks = code_of(str(render_card(card)))
@@ -819,12 +741,7 @@ class TestLicenses:
             assert license[:2] == ("other", "own") and license.link.endswith(found)
         data = card_of(make_trainer(model=str(folder))).data
         assert (data.license, data.base_model) == ("other", "org/base")
-        for broken in (
-            "---\nlicense: [a\n---\n",
-            "---\ntags: [x]\n---\n",
-            "no metadata",
-            "---\nlicense: [a, b]\n---\n",
-        ):
+        for broken in ("---\nlicense: [a\n---\n", "no metadata", "---\nlicense: [a, b]\n---\n"):
             (folder / "README.md").write_text(broken)
             assert base_license(str(folder)) is None
             with pytest.raises(ValueError, match="base.*(cannot be read|names no license)|0123456789abcdef"):
@@ -834,37 +751,25 @@ class TestLicenses:
         (tmp_path / "mine" / "README.md").write_text(readme.format("LICENSE.md"))
         assert base_license(str(tmp_path / "mine")) == License("other", "own")
 
-    @pytest.mark.slow
     def test_the_hub_is_asked_only_on_demand_and_once(self, tmp_path):
-        script = """
-import json, sys
-from paco_trl.hub.licenses import base_license
-say = lambda value: print(json.dumps(value), flush=True)
-say(base_license("org/base"))
-for _ in range(2):
-    say(base_license("org/base", online=True))
-for _ in range(3):
-    say(base_license("org/nothing", online=True))
-say(base_license("org/base"))  # its card is in the cache now
-"""
-        with HubServer({TOKEN: "tester"}) as hub:
+        _fetch_license.cache_clear()
+        with HubServer({TOKEN: "tester"}) as hub, hub.connected(tmp_path / "cache"):
             card = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE.md\n---\n"
             hub.add_repo("org/base", {"README.md": card.encode()})
-            environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
-
-            def run(code: str) -> list:
-                return [json.loads(line) for line in launching.check_run(["-c", code], env=environment).splitlines()]
-
-            first = run('from paco_trl.hub.licenses import base_license\nbase_license("org/base")')
-            assert first == [] and hub.requests == []
-            known = ["other", "own", f"{hub.url}/org/base/blob/main/LICENSE.md"]
-            assert run(script) == [None, known, known, None, None, None, known]
-            assert len([path for method, path in hub.requests if "org/base/resolve" in path and method == "HEAD"]) == 1
-            assert len([path for method, path in hub.requests if "org/nothing/resolve" in path]) == 1
-        # The Hub is gone: what is in the cache is known, and nothing is invented
-        lines = 'import json\nfrom paco_trl.hub.licenses import base_license\nfor n in ("org/base", "org/other"):\n'
-        answers = run(lines + "    print(json.dumps(base_license(n, online=True)))")
-        assert answers == [known, None]
+            assert base_license("org/base") is None and hub.requests == []
+            known = License("other", "own", f"{hub.url}/org/base/blob/main/LICENSE.md")
+            for _ in range(2):
+                assert base_license("org/base", online=True) == known
+                assert base_license("org/nothing", online=True) is None
+            assert base_license("org/base") == known  # its card is in the cache now
+            for name in ("base", "nothing"):
+                asked = [path for method, path in hub.requests if f"org/{name}/resolve" in path and method == "HEAD"]
+                assert len(asked) == 1
+            hub.stop()  # what is in the cache is known, and nothing is invented
+            _fetch_license.cache_clear()
+            assert base_license("org/base", online=True) == known and base_license("org/other", online=True) is None
+            hub.start()
+        _fetch_license.cache_clear()
 
 
 class TestReferenceCards:
@@ -872,49 +777,24 @@ class TestReferenceCards:
     def source(self, request) -> Path:
         return ROOT / "model_cards" / f"{request.param}.yaml"
 
-    def test_all_are_there(self):
-        assert {path.stem for path in (ROOT / "model_cards").glob("*.yaml")} == set(ZOO)
-        index = (ROOT / "model_cards" / "README.md").read_text()
-        assert all(f"({name}.md)" in index for name in ZOO)
-
     def test_the_file_is_what_is_rendered(self, source, tmp_path):
-        card = load_reference_card(source)
-        render_card(card).save(tmp_path / "card.md")
-        committed = source.with_suffix(".md").read_bytes()
-        assert (tmp_path / "card.md").read_bytes() == committed, "run `python model_cards/render.py`"
-        card.settings.learning_rate = 0.5
-        assert str(render_card(card)).encode() != committed
-
-    def test_published_figures_are_marked(self, source):
+        assert f"({source.stem}.md)" in (ROOT / "model_cards" / "README.md").read_text()
         card = load_reference_card(source)
         rendered = render_card(card)
+        rendered.save(tmp_path / "card.md")
+        committed = source.with_suffix(".md").read_bytes()
+        assert (tmp_path / "card.md").read_bytes() == committed, "run `python model_cards/render.py`"
         assert "published figures: paco_trl has neither trained nor measured it" in rendered.text
-        assert "## Published figures" in rendered.text and "## Evaluation" not in rendered.text
-        assert "### Versions" not in rendered.text and "trained by paco_trl" not in rendered.text
-        assert "paco-trl" not in rendered.data.tags
-        assert "None" not in str(rendered)
+        assert "## Evaluation" not in rendered.text and "paco-trl" not in rendered.data.tags
         cells = {str(cell) for table in card.published.tables for row in table.rows for cell in row}
         for result in rendered.data.eval_results:
             assert f"{result.metric_value:.3f}" in cells
             assert result.source_name.startswith("Published figures") and "2512.04784" in result.source_url
-        if "Reward" in source.stem:
-            assert "lists of which item comes first" in rendered.text
-            assert not {"tau", "rho"} & {result.metric_type for result in rendered.data.eval_results}
-
-    def test_the_base_models_licence(self, source):
-        data = render_card(load_reference_card(source)).data
-        assert data.license == ("other" if "FLUX" in source.stem else "apache-2.0")
-        assert (data.license_link or "").startswith("https://huggingface.co/black-forest-labs/") == (
-            "FLUX" in source.stem
-        )
-
-    def test_example_and_config(self, source):
-        card = load_reference_card(source)
+        assert rendered.data.license == ("other" if "FLUX" in source.stem else "apache-2.0")
         example, config = ZOO[source.stem]
-        assert card.published.example == f"examples/{example}"
-        assert card.published.config == f"examples/configs/{config}"
-        assert all((ROOT / name).is_file() for name in (card.published.example, card.published.config))
-        assert all(name in card.published.command for name in (card.published.example, card.published.config))
+        assert (card.published.example, card.published.config) == (f"examples/{example}", f"examples/configs/{config}")
+        for name in (card.published.example, card.published.config):
+            assert (ROOT / name).is_file() and name in card.published.command
 
     def test_it_agrees_with_the_config(self, source):
         card = load_reference_card(source)
@@ -1012,10 +892,3 @@ class TestInABrowser:
         page.reload()
         with pytest.raises(AssertionError):
             self.check(page, text)
-
-    @pytest.mark.slow
-    def test_of_the_zoo(self, browser, tmp_path):
-        for name in ZOO:
-            page, text = self.show(browser, ROOT / "model_cards" / f"{name}.md", tmp_path)
-            self.check(page, text)
-            page.close()
