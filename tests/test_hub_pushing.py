@@ -47,12 +47,7 @@ def pusher_of(output_dir: str, revision: str | None = None, always_push: bool = 
 
 
 def push_steps(
-    output_dir: str,
-    steps: list[int],
-    whole: str | None = None,
-    revision: str | None = None,
-    base="someone/base",
-    **kwargs,
+    output_dir: str, steps: list[int], whole=None, revision=None, base="someone/base", **kwargs
 ) -> list[str]:
     """Pushes checkpoints one after the other, each when the one before it has arrived or failed."""
     pusher = pusher_of(output_dir, revision, **kwargs)
@@ -184,10 +179,8 @@ class TestUploads:
         assert "README.md" in hub.files("tester/adapter", "model", "try")
         assert "README.md" not in hub.files("tester/adapter", "model")
 
-    @pytest.mark.slow
     def test_private(self, hub, run, tmp_path):
         hub.repos["model", "tester/adapter"].private = True
-        hub.fault = lambda method, path: "slow" if path.endswith(("/commit/main", "README.md")) else None
         run(push_steps, str(tmp_path / "out"), [2])
         assert run(download, False)["error"] == "RepositoryNotFoundError"
         assert run(download, TOKEN)["result"] == "README.md of step 2"
@@ -209,7 +202,7 @@ class TestOutages:
     def repository(self, hub):
         hub.add_repo("tester/adapter", {".gitattributes": b""})
 
-    @pytest.mark.parametrize("fault", ["500", "429", "409", "cut"])
+    @pytest.mark.parametrize("fault", ["500", "409", "cut"])
     def test_once_at_each_request(self, hub, run, tmp_path, fault):
         output_dir, failed = tmp_path / "out", set()
         places = {2: "/api/models/tester/adapter", 4: "/preupload/main", 6: "/lfs/", 8: "/commit/main"}
@@ -242,6 +235,8 @@ class TestOutages:
     def test_until_the_end(self, hub, run, tmp_path):
         output_dir = tmp_path / "out"
         hub.fault = fails_while(lambda: True)
+        now = run(push_now, str(tmp_path / "now"), 2)
+        assert now["error"] == "ConnectionError" and f"paco-trl push {tmp_path / 'now'}" in now["message"]
         outcome = run(push_steps, str(output_dir), [2, 4], whole="all")
         assert [name.split("-")[-1] for name in outcome["result"]] == ["2", "4"]
         assert titles(hub) == []
@@ -253,12 +248,6 @@ class TestOutages:
         assert {"checkpoint-2/optimizer.pt", "checkpoint-4/optimizer.pt"} <= set(files)
         assert titles(hub) == ["step 2", "step 4", "the end"]
         assert [path.name for path in (output_dir / ".pushing").iterdir()] == [".lock"]
-
-    def test_pushing_now_says_how_to_push_later(self, hub, run, tmp_path):
-        hub.fault = fails_while(lambda: True)
-        outcome = run(push_now, str(tmp_path / "out"), 2)
-        assert outcome["error"] == "ConnectionError"
-        assert f"paco-trl push {tmp_path / 'out'}" in outcome["message"] and hub.url in outcome["message"]
 
     def test_what_waits_goes_where_it_was_meant_to(self, hub, run, tmp_path):
         output_dir = tmp_path / "out"
@@ -369,22 +358,25 @@ class TestChecks:
         assert run(prepare, "team/adapter")["result"] == "team/adapter"
 
     @pytest.mark.parametrize(
-        "arguments, error, parts",
+        "arguments, error, token",
         [
-            ({"token": None}, "PermissionError", ["There is no token", "hf auth login"]),
-            ({"token": WRONG_TOKEN}, "PermissionError", ["does not know the token", "hf auth login"]),
-            ({"token": READ_TOKEN}, "PermissionError", ["may only read"]),
-            ({"repo_id": "others/adapter"}, "PermissionError", ["no right to 'others'", "tester and of team", "tester/adapter"]),
-            ({"repo_id": "tester/a b"}, "ValueError", ["'tester/a b'", "user/name"]),
-            ({"repo_id": "tester/new"}, "ValueError", ["does not allow a repository of the name tester/new"]),
+            ({"token": None}, "PermissionError", "There is no token"),
+            ({"token": WRONG_TOKEN}, "PermissionError", "does not know the token"),
+            ({"token": READ_TOKEN}, "PermissionError", "may only read"),
+            ({"repo_id": "others/adapter"}, "PermissionError", "no right to 'others'"),
+            ({"repo_id": "tester/a b"}, "ValueError", "'tester/a b'"),
+            ({"repo_id": "tester/new"}, "ValueError", "tester/new"),
         ],
-    )  # fmt: skip
-    def test_refused(self, hub, run, arguments, error, parts):
+    )
+    def test_refused(self, hub, run, arguments, error, token):
         hub.reserved.add("new")
         outcome = run(prepare, **{"repo_id": "tester/adapter", **arguments})
-        assert outcome.get("error") == error, outcome
-        assert all(part in outcome["message"] for part in parts), outcome["message"]
+        assert outcome.get("error") == error and token in outcome["message"], outcome
         assert not hub.repos
+        # No right to a repository that exists
+        hub.add_repo("team/adapter", {"README.md": b""})
+        hub.fault = lambda method, path: "403" if path.endswith("auth-check/write") else None
+        assert run(prepare, "team/adapter")["error"] == "PermissionError"
 
     def test_something_else_is_there(self, hub, run):
         hub.add_repo("tester/adapter", {"README.md": b"", "unet/weights.bin": b"1", "sheets/a.png": b"2"})
@@ -424,7 +416,6 @@ class TestChecks:
         hub.repos["model", "tester/adapter"].private = True
         assert run(prepare, "tester/adapter", private=True)["result"]
 
-    @pytest.mark.slow
     def test_a_trainer_asked_to_push_in_private(self, hub, make_trainer, tmp_path):
         hub.add_repo("tester/open", {"README.md": b""})
         trainer = make_trainer(hub_model_id="tester/open", hub_token=TOKEN)
@@ -457,28 +448,17 @@ class TestChecks:
 
         assert run(timeouts)["result"] == [None, 120, 120, None]
 
-    def test_no_right_to_an_existing_repository(self, hub, run):
-        hub.add_repo("team/adapter", {"README.md": b""})
-        assert run(prepare, "team/adapter")["result"]
-        hub.fault = lambda method, path: "403" if path.endswith("auth-check/write") else None
-        outcome = run(prepare, "team/adapter")
-        assert outcome["error"] == "PermissionError" and "team/adapter" in outcome["message"]
-
     def test_base_model(self, hub, run, tmp_path):
         hub.add_repo("makers/base", {"README.md": b""})
         assert run(prepare, "tester/adapter", base="makers/base")["result"]
         assert run(prepare, "tester/adapter", base=str(tmp_path))["result"]  # a folder
         hub.gated.add("makers/base")
         outcome = run(prepare, "tester/adapter", base="makers/base")
-        assert outcome["error"] == "PermissionError"
-        assert "makers/base is gated" in outcome["message"] and f"{hub.url}/makers/base" in outcome["message"]
+        assert outcome["error"] == "PermissionError" and "makers/base is gated" in outcome["message"]
         hub.gated.clear()
         hub.fault = lambda method, path: "403" if path.endswith("makers/base/auth-check") else None
         outcome = run(prepare, "tester/adapter", base="makers/base")
-        assert (
-            outcome["error"] == "PermissionError"
-            and "does not allow the token to read makers/base" in outcome["message"]
-        )
+        assert outcome["error"] == "PermissionError" and "to read makers/base" in outcome["message"]
         hub.fault = lambda method, path: None
         assert "no model 'makers/bass'" in run(prepare, "tester/adapter", base="makers/bass")["message"]
 

@@ -49,27 +49,11 @@ def make_trainer(output_dir: str, base: str = BASE, **kwargs):
     prompts = load_image_set_prompts(demo_prompts_path())
     prompts = prompts.filter(lambda row: row["rows"] == row["cols"] == 2).remove_columns(["height", "width"])
     settings = {
-        "output_dir": output_dir,
-        "use_cpu": True,
-        "bf16": False,
-        "height": 64,
-        "width": 64,
-        "num_generations": 4,
-        "num_prompts_per_generation": 4,
-        "per_device_train_batch_size": 4,
-        "num_inference_steps": 4,
-        "max_steps": 4,
-        "learning_rate": 0.1,
-        "epsilon": 0.1,
-        "report_to": "none",
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "disable_tqdm": True,
-        "push_to_hub": True,
-        "hub_model_id": REPO,
-        "hub_token": TOKEN,
-        **kwargs,
-    }
+        "output_dir": output_dir, "use_cpu": True, "bf16": False, "height": 64, "width": 64, "num_generations": 4,
+        "num_prompts_per_generation": 4, "per_device_train_batch_size": 4, "num_inference_steps": 4, "max_steps": 4,
+        "learning_rate": 0.1, "epsilon": 0.1, "report_to": "none", "save_strategy": "steps", "save_steps": 2,
+        "disable_tqdm": True, "push_to_hub": True, "hub_model_id": REPO, "hub_token": TOKEN, **kwargs,
+    }  # fmt: skip
     return PaCoGRPOTrainer(base, redness_reward, PaCoGRPOConfig(**settings), prompts, peft_config=LoraConfig(**LORA))
 
 
@@ -142,24 +126,12 @@ def train_judge(output_dir: str) -> None:
     trainer = PaCoRewardTrainer(
         model="makers/tiny-judge",
         args=PaCoRewardConfig(
-            output_dir,
-            first_token_weight=None,
-            learning_rate=2e-2,
-            per_device_train_batch_size=4,
-            max_steps=4,
-            save_strategy="steps",
-            save_steps=2,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            disable_tqdm=True,
-            push_to_hub=True,
-            hub_model_id="tester/judge",
-            hub_strategy="all_checkpoints",
-            hub_token=TOKEN,
+            output_dir, first_token_weight=None, learning_rate=2e-2, per_device_train_batch_size=4, max_steps=4,
+            save_strategy="steps", save_steps=2, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
+            push_to_hub=True, hub_model_id="tester/judge", hub_strategy="all_checkpoints", hub_token=TOKEN,
         ),
         train_dataset=Dataset.from_list(pairs),
-    )
+    )  # fmt: skip
     trainer.train()
     trainer.save_model()
     # The folder, as it was left
@@ -332,15 +304,11 @@ def test_said_before_a_model_is_loaded(hub, tiny_flux, tmp_path):
     hub.add_repo("makers/gated", {"README.md": b""})
     hub.add_repo("tester/open", {"README.md": b""})
     hub.gated.add("makers/gated")
-    hub.reserved.add("settings")
     cases = [
         ({"hub_token": None}, "PermissionError: There is no token"),
-        ({"hub_token": WRONG_TOKEN}, "PermissionError: .* does not know the token"),
         ({"hub_model_id": "others/adapter"}, "PermissionError: .* no right to 'others'"),
         ({"hub_model_id": "tester/taken"}, "ValueError: .*tester/taken has 1 files of something else"),
         ({"hub_model_id": "tester/open", "hub_private_repo": True}, "ValueError: .*public"),
-        ({"hub_model_id": "tester/a--b"}, "ValueError: .*'tester/a--b'"),
-        ({"hub_model_id": "tester/settings"}, "ValueError: .* does not allow a repository of the name tester/settings"),
         ({"base": by_path, "hub_model_id": "others/adapter"}, "PermissionError: .* no right to 'others'"),
         ({"base": "makers/gated"}, "PermissionError: The base model makers/gated is gated"),
         # The negative twin: without `push_to_hub` it is the model that is missing

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets, load_dataset
 from huggingface_hub import ModelCard
 from peft import LoraConfig
 from PIL import Image
@@ -36,11 +36,21 @@ from paco_trl.cards import (
 )
 from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
 from paco_trl.commands.merge import MergeArguments, merge
-from paco_trl.data import make_pair, parse_image_set_prompt, split_grid, theme_question
+from paco_trl.data import (
+    load_edit_prompts,
+    load_image_set_prompts,
+    make_pair,
+    parse_image_set_prompt,
+    split_grid,
+    swap_pairs,
+    theme_question,
+    validate_pairs,
+)
+from paco_trl.data.dataset_files import load_split
 from paco_trl.hub.licenses import License, _fetch_license, base_license, read_license
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
 from paco_trl.tiny import build_tiny_clip
-from paco_trl.trainer.model_cards import latest_pictures
+from paco_trl.trainer.model_cards import dataset_ids, latest_pictures
 from paco_trl.trainer.publishing import TRAIN_SECONDS, training_seconds
 from paco_trl.trainer.resuming import TrainingTimeCallback
 
@@ -251,69 +261,42 @@ def scores_of(trainer, name: str) -> list[dict]:
 class TestDatasets:
     """What the card says of data that come from the Hub, over HTTP."""
 
-    LOADING = """
-import json, os, shutil, sys
-from datasets import concatenate_datasets, load_dataset
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.cards import metadata
-from paco_trl.data import load_edit_prompts, load_image_set_prompts, swap_pairs, validate_pairs
-from paco_trl.data.dataset_files import load_split
-from paco_trl.rewards import redness_reward
-from paco_trl.trainer.model_cards import dataset_ids
-
-flux, qwen, folder = sys.argv[1:]
-found = {}
-def say(name, dataset):
-    found[name] = dataset_ids(dataset, None)
-say("second", load_image_set_prompts("X-GenGroup/Fox-Prompts-2"))
-prompts = load_image_set_prompts("X-GenGroup/Fox-Prompts")
-say("prompts", prompts)
-say("changed", prompts.map(lambda row: {"prompt": row["prompt"].upper()}).select(range(8)).shuffle(seed=1))
-edits = load_edit_prompts("user/edits")
-say("edits", edits)
-say("both", concatenate_datasets([prompts.select_columns("prompt"), edits.select_columns("prompt")]))
-pairs = load_split("user/ColourPairs", "train")
-say("pairs", pairs)
-pairs = swap_pairs(validate_pairs(pairs))
-say("swapped", pairs)
-say("file", load_image_set_prompts(folder + "/prompts.jsonl"))
-say("folder", load_dataset(folder + "/user___edits", split="train"))
-settings = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4}
-trainer = PaCoGRPOTrainer(flux, redness_reward, PaCoGRPOConfig(
-    folder + "/foxes", height=64, width=64, num_generations=4, num_prompts_per_generation=4, **settings), prompts)
-found["card"] = metadata(trainer._model_card()).datasets
-trainer = PaCoRewardTrainer(qwen, PaCoRewardConfig(folder + "/judge", **settings), pairs)
-found["judge's card"] = metadata(trainer._model_card()).datasets
-# What is no longer in the cache has no name that is known: that of the rows is another one
-shutil.rmtree(os.environ["HF_HOME"] + "/hub/datasets--user--ColourPairs")
-say("forgotten", pairs)
-print(json.dumps(found))
-"""
-
     @staticmethod
     def run(hub: HubServer, folder: Path, *command: object) -> str:
         environment = {**os.environ, **hub.environment(str(folder / "cache")), "HF_TOKEN": TOKEN}
         return launching.check_run(command, env=environment)
 
-    @pytest.mark.slow
-    def test_loaded_from_the_hub(self, prompts, tiny_flux, tiny_qwen, tmp_path):
+    def test_loaded_from_the_hub(self, make_trainer, tiny_qwen, prompts, tmp_path):
         edits = [{"prompt": f"Make it {n}.", "image": Image.new("RGB", (32, 32), (n, 0, 0))} for n in range(4)]
         for name in ("prompts.jsonl", "user___edits/train.jsonl"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_bytes(rows_of_prompts(prompts))
-        with HubServer({TOKEN: "tester"}) as hub:
-            files = {"train.jsonl": rows_of_prompts(prompts)}
-            hub.add_repo("X-GenGroup/Fox-Prompts", files, "dataset")
-            hub.add_repo("X-GenGroup/Fox-Prompts-2", files, "dataset")
+        with HubServer({TOKEN: "tester"}) as hub, hub.connected(tmp_path / "cache", TOKEN):
+            for name in ("X-GenGroup/Fox-Prompts", "X-GenGroup/Fox-Prompts-2"):
+                hub.add_repo(name, {"train.jsonl": rows_of_prompts(prompts)}, "dataset")
             hub.add_repo("user/edits", {"train.parquet": parquet(Dataset.from_list(edits), tmp_path)}, "dataset")
             hub.add_repo("user/ColourPairs", {"train.parquet": parquet(colour_pairs(8), tmp_path)}, "dataset")
-            printed = self.run(hub, tmp_path, "-c", self.LOADING, tiny_flux, tiny_qwen, tmp_path)
-        foxes, edits, pairs = (["X-GenGroup/Fox-Prompts"], ["user/edits"], ["user/ColourPairs"])
-        assert json.loads(printed.splitlines()[-1]) == {
-            "second": ["X-GenGroup/Fox-Prompts-2"], "prompts": foxes, "changed": foxes, "edits": edits,
-            "both": foxes + edits, "pairs": pairs, "swapped": pairs, "file": [], "folder": [], "card": foxes,
-            "judge's card": pairs, "forgotten": [],
-        }  # fmt: skip
+            second = load_image_set_prompts("X-GenGroup/Fox-Prompts-2")
+            foxes = load_image_set_prompts("X-GenGroup/Fox-Prompts")
+            edits = load_edit_prompts("user/edits")
+            both = concatenate_datasets([foxes.select_columns("prompt"), edits.select_columns("prompt")])
+            pairs = swap_pairs(validate_pairs(load_split("user/ColourPairs", "train")))
+            changed = foxes.map(lambda row: {"prompt": row["prompt"].upper()}).select(range(8)).shuffle(seed=1)
+            for dataset, names in [
+                (second, ["X-GenGroup/Fox-Prompts-2"]),
+                (foxes, ["X-GenGroup/Fox-Prompts"]),
+                (changed, ["X-GenGroup/Fox-Prompts"]),
+                (both, ["X-GenGroup/Fox-Prompts", "user/edits"]),
+                (pairs, ["user/ColourPairs"]),
+                (load_image_set_prompts(str(tmp_path / "prompts.jsonl")), []),
+                (load_dataset(str(tmp_path / "user___edits"), split="train"), []),
+            ]:
+                assert dataset_ids(dataset, None) == names
+            trainer = make_trainer(train_dataset=foxes)
+            assert metadata(trainer._model_card()).datasets == ["X-GenGroup/Fox-Prompts"]
+            # What is no longer in the cache has no name that is known: that of the rows is another one
+            shutil.rmtree(tmp_path / "cache/hub/datasets--user--ColourPairs")
+            assert dataset_ids(pairs, None) == []
 
     SETTINGS = (
         "--push_to_hub True --use_cpu True --bf16 False --report_to none --save_strategy no --max_steps 1 "

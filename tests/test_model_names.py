@@ -38,7 +38,7 @@ def test_a_path_is_no_hub_id(loader, tmp_path, monkeypatch):
 
 def test_what_is_a_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("../a", "/a", "~/a", "a/b/c", "a.safetensors"):
+    for name in ("../a", "~/a", "a/b/c", "a.safetensors"):
         with pytest.raises(FileNotFoundError, match="Check the path"):
             check_model_name(name)
     (tmp_path / "a").mkdir()

@@ -161,21 +161,11 @@ class TestResume:
         assert len(set(panels["sha256"])) == 80
 
 
-def change(number: int, **columns):
-    """Change columns of one row."""
-    return lambda rows: rows[number].update(columns)
-
-
 class TestBadGrids:
     @pytest.mark.parametrize(
         ("spoil", "token"),
         [
             (lambda rows: Image.new("RGB", (16, 15)).save(rows[2]["image"]), "'b/0'.*15x16"),
-            (lambda rows: rows.pop(), r"\[1\] are missing"),
-            (lambda rows: (change(2, seed=8, id="b/8")(rows), change(3, seed=9, id="b/9")(rows)), r"\[8, 9\] are missing"),
-            (lambda rows: rows.append(rows[0]), "'a/0' is there twice"),
-            (change(1, id="a/7"), "'a/1'"),
-            (change(3, rows=1), "'b/1' has 1x2"),
             (lambda rows: Path(rows[1]["image"]).unlink(), "'a/1' has no file"),
             (lambda rows: Path(rows[1]["image"]).write_text("no image"), "'a/1' cannot be read"),
             (lambda rows: [row.pop("seed") for row in rows], "no column 'seed'"),
@@ -254,10 +244,10 @@ class TestInstances:
     @pytest.mark.parametrize(
         ("left_out", "token"),
         [
-            (lambda row: row["seed"] == 1, r"'a' has the seeds \[0\]"),
-            (lambda row: row["id"].startswith("b/1/"), r"'b' have the seeds \[0\], but \[1\]"),
-            (lambda row: row["id"] == "b/1/3", "'b' has no panel at position 3"),
-            (lambda row: row["position"] > 0, "1 panels in a grid"),
+            (lambda row: row["seed"] == 1, "'a'.* two seeds"),
+            (lambda row: row["id"].startswith("b/1/"), r"'b' lacks the panels \[\(1, 0\)"),
+            (lambda row: row["id"] == "b/1/3", r"'b' lacks the panels \[\(1, 3\)\]"),
+            (lambda row: row["position"] > 0, "'a'.* panels in a grid"),
             (lambda row: True, "no rows"),
         ],
     )
@@ -265,11 +255,6 @@ class TestInstances:
         rows = [*make_panels(["a", "b"], [0, 1], 4).cast_column("image", ImageFeature(decode=False))]
         with pytest.raises(ValueError, match=token):
             make_instances(Dataset.from_list([row for row in rows if not left_out(row)]))
-
-    def test_same_place_twice(self):
-        rows = [*make_panels(["a"], [0, 1], 2).cast_column("image", ImageFeature(decode=False))]
-        with pytest.raises(ValueError, match="at the same position"):
-            make_instances(Dataset.from_list([*rows, {**rows[0], "id": "copy"}]))
 
 
 class TestRankings:
@@ -315,10 +300,6 @@ class TestRankings:
         ranking = {"a/0/2/1": [1, 2, 0]}
         plain = instances_to_rankings(instances, panels, prompts.remove_columns(["theme", "criteria"]), ranking)
         assert plain["criteria"] == [[]] and "theme" not in plain.column_names
-        with pytest.raises(ValueError, match="panel 'a/2/1'"):
-            instances_to_rankings(instances, panels.filter(lambda row: row["id"] != "a/2/1"), prompts, ranking)
-        with pytest.raises(ValueError, match="prompt 'a'"):
-            instances_to_rankings(instances, panels, prompts.select([0]), ranking)
 
 
 class TestSheets:

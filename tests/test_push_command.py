@@ -3,8 +3,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -63,13 +61,10 @@ class TestWhichModel:
         assert find_saved_model(tmp_path) == whole
         with pytest.raises(ValueError, match="or none that is complete"):
             find_saved_model(broken)
-
-    def test_none(self, tmp_path):
-        (tmp_path / "checkpoint-20").mkdir()
-        with pytest.raises(ValueError, match="has no saved model"):
-            find_saved_model(tmp_path)
-        with pytest.raises(ValueError, match="is not a directory"):
-            find_saved_model(tmp_path / "nowhere")
+        (tmp_path / "none" / "checkpoint-20").mkdir(parents=True)
+        for name, token in (("none", "has no saved model"), ("nowhere", "not a directory")):
+            with pytest.raises(ValueError, match=token):
+                find_saved_model(tmp_path / name)
 
     def test_kinds(self, tmp_path):
         adapter = save_adapter(tmp_path / "adapter", "")
@@ -181,6 +176,9 @@ class TestCommand:
 
     def test_private_but_there_and_public(self, hub, push, tmp_path):
         run = save_adapter(tmp_path / "run", "one")
+        (refused,) = push([run, "--hub_model_id", "new"], token=None)
+        assert refused["code"] == 1 and "There is no token" in refused["said"] and "Traceback" not in refused["said"]
+        assert not hub.repos
         hub.add_repo("tester/open", {"README.md": b""})
         (refused,) = push([run, "--hub_model_id", "open", "--hub_private_repo", "True"])
         assert refused["code"] == 1 and "public" in refused["said"]
@@ -196,17 +194,6 @@ class TestCommand:
         # Twice to the same place, and nothing of the client's own about cards
         assert not any("metadata block" in one["said"] for one in done)
         assert [one["code"] for one in push([run, "--hub_private_repo", "True"], ["--folder"])] == [0, 1]
-
-    @pytest.mark.slow
-    def test_without_a_token(self, hub, tmp_path):
-        """As users start it."""
-        save_adapter(tmp_path / "run", "")
-        environment = {**os.environ, **hub.environment(str(tmp_path / "cache"))}
-        environment.pop("HF_TOKEN", None)
-        command = [Path(sys.executable).parent / "paco-trl", "push", tmp_path / "run", "--hub_model_id", "tester/new"]
-        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 1 and "There is no token" in done.stderr and "Traceback" not in done.stderr
-        assert not hub.repos
 
 
 def test_options(capsys):

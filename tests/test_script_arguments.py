@@ -12,7 +12,6 @@ from transformers import CLIPModel
 
 from hub_server import HubServer
 from judge_server import JudgeServer
-from paco_trl import PaCoReward
 from paco_trl.commands import grpo, script_arguments
 from paco_trl.commands.script_arguments import (
     ScriptArguments,
@@ -25,7 +24,6 @@ from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import (
     ClipIReward,
     ClipTReward,
-    ConsistencyReward,
     DuplicateReward,
     JudgeUnavailableError,
     LayoutReward,
@@ -102,9 +100,9 @@ def test_own_rewards_by_import_path(tmp_path, monkeypatch):
     assert type(second) is module.Sharpness and module.instances == 2
     for name, message in {
         "my_own_rewards.sharpnes": "`Sharpness`",
-        "my_own_reward.brightness": "cannot be loaded. ModuleNotFoundError: No module named 'my_own_reward'",
-        "my_broken_rewards.brightness": "cannot be loaded. ModuleNotFoundError: .*'a_package_that_is_missing'",
-        "my_own_rewards.Weighted": "cannot be loaded. TypeError: .*'weight'",
+        "my_own_reward.brightness": "ModuleNotFoundError: .*'my_own_reward'",
+        "my_broken_rewards.brightness": "ModuleNotFoundError: .*'a_package_that_is_missing'",
+        "my_own_rewards.Weighted": "TypeError: .*'weight'",
         "my_own_rewards.threshold": "is 0.5, which cannot be called",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -148,25 +146,10 @@ def test_an_adapter_is_continued_with_its_own_settings(tmp_path):
 
 def test_prompts_that_a_judge_cannot_compare_are_refused_before_it_is_loaded(tmp_path):
     (tmp_path / "prompts.txt").write_text("A fox.\nA hare.\n")
-    words = [
-        "--dataset_name",
-        tmp_path / "prompts.txt",
-        "--output_dir",
-        tmp_path / "out",
-        "--use_cpu",
-        "--bf16",
-        "False",
-    ]
-    words += [
-        "--model_name_or_path",
-        "nobody/flux",
-        "--judge_model",
-        "nobody/judge",
-        "--num_prompts_per_generation",
-        "2",
-    ]
-    words = [*map(str, words), "--rewards"]
-    with pytest.raises(ValueError, match="'ConsistencyReward' compares panels, at least 2, but row 0 .* has 1 x 1"):
+    words = f"--dataset_name {tmp_path / 'prompts.txt'} --output_dir {tmp_path / 'out'} --use_cpu --bf16 False"
+    words += " --model_name_or_path nobody/flux --judge_model nobody/judge --num_prompts_per_generation 2 --rewards"
+    words = words.split()
+    with pytest.raises(ValueError, match="'ConsistencyReward'.*1 x 1"):
         grpo.main([*words, "redness", "consistency"])
     with pytest.raises(ValueError, match="'EditReward' requires the column `image`"):
         grpo.main([*words, "edit"])
@@ -197,16 +180,11 @@ class TestBeforeAnythingIsLoaded:
         return run
 
     def test_a_missing_judge(self, train, tiny_qwen):
-        assert train(OSError, "no-such-judge", judge_model="./no-such-judge") == []
         assert train(OSError, "nobody/judge", judge_model="nobody/judge") == []
         options = {"judge_model": tiny_qwen, "eval_judge_model": "nobody/other"}
         assert train(OSError, "nobody/other", **options) == []
         # The stand-in for CLIP is none, with which a run ends
         assert train(AttributeError, "eval", judge_model=tiny_qwen) == ["reward"]
-
-    def test_an_adapter_of_a_missing_base(self, train, tmp_path):
-        LoraConfig(base_model_name_or_path="nobody/base").save_pretrained(tmp_path / "judge")
-        assert train(OSError, str(tmp_path / "judge"), judge_model=tmp_path / "judge") == []
 
     def test_a_server_that_has_another_judge(self, train, server):
         options = {"judge_url": server.url, "judge_model": "judge"}
@@ -227,13 +205,6 @@ class TestBeforeAnythingIsLoaded:
             assert train(OSError, "makers/judge", **options) == []
             hub.gated = set()
             assert train(AttributeError, "eval", **options) == ["reward"]
-
-
-def test_a_judge_in_the_process(tiny_qwen):
-    arguments = ScriptArguments(rewards=["consistency"], judge_model=str(tiny_qwen), judge_question="criteria")
-    (reward,) = load_rewards(arguments)
-    assert isinstance(reward, ConsistencyReward) and isinstance(reward.judge, PaCoReward)
-    assert reward.question == "criteria"
 
 
 def test_served_judges_of_training_and_evaluation(server):

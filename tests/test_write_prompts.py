@@ -37,9 +37,7 @@ HELLO = [{"role": "user", "content": "Hello."}]
 # ---- The format ----
 
 
-@pytest.mark.parametrize(
-    "layout", [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 2), (2, 4), (3, 3), (3, 4), (4, 4), (5, 3)]
-)
+@pytest.mark.parametrize("layout", [(1, 1), (1, 3), (1, 5), (2, 1), (2, 2), (3, 4), (5, 3)])
 def test_what_is_written_is_read(layout):
     rows, cols = layout
     theme = "A fox, who speaks of PANEL-2: and [LEFT]: in a sentence. It is red!"
@@ -68,12 +66,11 @@ def test_prompts_that_people_wrote_come_back():
 @pytest.mark.parametrize(
     ("theme", "panels", "said"),
     [
-        ("A fox", ["It runs.", "It sleeps."], "theme does not end a sentence"),
-        ("A fox.", ["It runs", "It sleeps."], "panel 0 does not end a sentence"),
+        ("A fox", ["It runs.", "It sleeps."], "theme"),
+        ("A fox.", ["It runs", "It sleeps."], "panel 0"),
         ("A fox.", ["It runs.", "It sleeps. [LEFT]:It eats."], "3 panel markers"),
         ("A fox. PANEL-1: It sits.", ["It runs.", "It sleeps."], "3 panel markers"),
         ("A fox.", ["It runs.", " "], "empty"),
-        (" ", ["It runs.", "It sleeps."], "theme is empty"),
         ("A fox.", ["It runs."], "1 panel texts"),
         ("Images with a 2x1 grid layout of a fox.", ["It runs.", "It sleeps."], "1x2|2x1"),
     ],
@@ -89,13 +86,8 @@ def test_texts_that_would_break_the_markers(theme, panels, said):
 
 def test_categories():
     assert len({category.name for category in CATEGORIES}) == len(CATEGORIES) == 26
-    assert Counter(category.group.split()[0] for category in CATEGORIES) == {
-        "design": 5,
-        "story": 5,
-        "progression": 6,
-        "instruction": 5,
-        "character": 5,
-    }
+    groups = Counter(category.group.split()[0] for category in CATEGORIES)
+    assert groups == {"design": 5, "story": 5, "progression": 6, "instruction": 5, "character": 5}
     assert {name for category in CATEGORIES for name in category.dimensions} == set(DIMENSIONS)
 
 
@@ -106,10 +98,6 @@ def test_categories():
 def server():
     with ChatServer(lambda body: "Hello, you.") as server:
         yield server
-
-
-def endpoint_of(server, **kwargs):
-    return server.endpoint(**kwargs)
 
 
 def ask(endpoint, seed=0) -> Reply:
@@ -129,7 +117,7 @@ def test_a_question(server, monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):  # where nobody listens
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    endpoint = endpoint_of(server)
+    endpoint = server.endpoint()
     endpoint.check()
     assert ask(endpoint, 7) == Reply("Hello, you.")
     (body,) = server.requests
@@ -143,13 +131,13 @@ def test_a_question(server, monkeypatch):
 def test_a_key_is_taken_from_the_variable_that_is_named(server, monkeypatch):
     server.key = KEY
     monkeypatch.setenv("OTHER_KEY", KEY + "\n")
-    endpoint = endpoint_of(server, api_key_variable="OTHER_KEY")
+    endpoint = server.endpoint(api_key_variable="OTHER_KEY")
     endpoint.check()
     assert ask(endpoint) == Reply("Hello, you.")
     monkeypatch.setenv("OTHER_KEY", "wrong-" + KEY)
     for refused, remedy in [
-        (endpoint_of(server, api_key_variable="OTHER_KEY"), "OTHER_KEY"),
-        (endpoint_of(server), "Name"),
+        (server.endpoint(api_key_variable="OTHER_KEY"), "OTHER_KEY"),
+        (server.endpoint(), "Name"),
     ]:
         for call in (refused.check, lambda: ask(refused)):  # noqa: B023
             with pytest.raises(EndpointUnavailableError, match=remedy) as error:
@@ -158,12 +146,12 @@ def test_a_key_is_taken_from_the_variable_that_is_named(server, monkeypatch):
     for value in ("", None):
         monkeypatch.setenv("OTHER_KEY", value) if value is not None else monkeypatch.delenv("OTHER_KEY")
         with pytest.raises(ValueError, match="'OTHER_KEY'.* not set"):
-            endpoint_of(server, api_key_variable="OTHER_KEY")
+            server.endpoint(api_key_variable="OTHER_KEY")
 
 
 def test_a_key_that_the_server_says_back_is_not_shown(server, monkeypatch):
     monkeypatch.setenv("OTHER_KEY", KEY)
-    endpoint = endpoint_of(server, api_key_variable="OTHER_KEY")
+    endpoint = server.endpoint(api_key_variable="OTHER_KEY")
     server.models = [f"a model of {KEY}"]
     server.fault = lambda number: None
     server.models_reply = json.dumps({"error": f"what is {KEY}?"}).encode()
@@ -210,11 +198,11 @@ def test_what_may_pass_is_tried_again(server, fault):
             return fault
 
         server.fault = lambda number: fail(number) if number == 0 else None
-        assert ask(endpoint_of(server, max_retries=1)) == Reply("Hello, you.")
+        assert ask(server.endpoint(max_retries=1)) == Reply("Hello, you.")
         assert len(server.requests) == 2
         server.fault = fail
         with pytest.raises(EndpointUnavailableError, match="does not answer"):
-            ask(endpoint_of(server))
+            ask(server.endpoint())
         assert len(server.requests) == 3
 
 
@@ -222,9 +210,7 @@ def test_what_may_pass_is_tried_again(server, fault):
     ("said", "problem"),
     [
         ("400", "refused by the server (HTTP 400"),
-        ("422", "refused by the server (HTTP 422"),
         ("garbage", "cannot be read"),
-        ("page", "cannot be read"),
         ("null", "cannot be read"),
         ("no choices", "cannot be read"),
         (answer("Half a", finish_reason="length"), "cut after 9 tokens"),
@@ -237,15 +223,9 @@ def test_an_answer_that_cannot_be_used_stops_nothing(server, said, problem):
         server.say = lambda body: said if body["seed"] == 1 else "Hello, you."
     else:
         server.fault = lambda number: said if server.requests[number]["seed"] == 1 else None
-    replies = dict(endpoint_of(server).ask_all(ChatRequest(HELLO, seed, 9, 1.0) for seed in range(3)))
+    replies = dict(server.endpoint().ask_all(ChatRequest(HELLO, seed, 9, 1.0) for seed in range(3)))
     assert [replies[seed].text for seed in range(3)] == ["Hello, you.", None, "Hello, you."]
     assert problem in replies[1].problem
-
-
-def test_a_refusal_is_not_retried(server):
-    server.say = lambda body: (400, "Too long.")
-    assert "Too long" in ask(endpoint_of(server, max_retries=3)).problem
-    assert len(server.requests) == 1
 
 
 def test_no_more_at_once_than_allowed_and_each_when_there_is_room(server):
@@ -257,7 +237,7 @@ def test_no_more_at_once_than_allowed_and_each_when_there_is_room(server):
             taken.append((seed, len(server.requests)))
             yield ChatRequest(HELLO, seed, 9, 1.0)
 
-    indices = [index for index, _ in endpoint_of(server, max_concurrency=3).ask_all(requests())]
+    indices = [index for index, _ in server.endpoint(max_concurrency=3).ask_all(requests())]
     assert sorted(indices) == list(range(12)) and server.most_at_once == 3
     assert all(asked >= seed - 3 for seed, asked in taken) and taken[-1][1] > 0  # lazily
 
@@ -266,7 +246,7 @@ def test_no_more_at_once_than_allowed_and_each_when_there_is_room(server):
 def test_what_is_under_way_is_cancelled(server, ending):
     server.fault = lambda number: None if number == 0 else "hang"
     started = time.monotonic()
-    endpoint = endpoint_of(server, timeout=60.0)
+    endpoint = server.endpoint(timeout=60.0)
     try:
         for _ in endpoint.ask_all(ChatRequest(HELLO, seed, 9, 1.0) for seed in range(20)):
             assert wait_until(lambda: server.at_once >= 7)  # the others do hang
@@ -301,7 +281,7 @@ def test_ctrl_c(server):
     threading.Thread(target=press, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            ask(endpoint_of(server, timeout=20.0))
+            ask(server.endpoint(timeout=20.0))
     finally:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - pressed[0] < 10
@@ -322,12 +302,10 @@ def good(body, tag=""):
     """An answer that depends on nothing but the request."""
     count, panels, _ = wanted(body)
     key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:8] + tag
+    names = [f"{key} {number}" for number in range(count)]
     prompts = [
-        {
-            "theme": f"A red fox of {key} {number} in ink",
-            "panels": [f"It does {key} {number} {panel}." for panel in range(panels)],
-        }
-        for number in range(count)
+        {"theme": f"A red fox of {name} in ink", "panels": [f"It does {name} {panel}." for panel in range(panels)]}
+        for name in names
     ]
     return json.dumps({"prompts": prompts})
 
@@ -338,7 +316,7 @@ def plain(dataset):
 
 def test_prompts_are_spread_evenly_and_ready(server, tmp_path):
     server.say = good
-    dataset = write_prompts(endpoint_of(server), StageFolder(tmp_path), 60, layouts=[(2, 2), (1, 3)], seed=1)
+    dataset = write_prompts(server.endpoint(), StageFolder(tmp_path), 60, layouts=[(2, 2), (1, 3)], seed=1)
     assert len(dataset) == len(set(dataset["id"])) == len(set(dataset["prompt"])) == 60
     check_image_set_columns(dataset)
     by_category = Counter(dataset["category"])
@@ -356,18 +334,14 @@ def test_prompts_are_spread_evenly_and_ready(server, tmp_path):
     folder = StageFolder(tmp_path)
     assert folder.report["written"] == 60 and folder.report["left out"] == {}
     asked = len(server.requests)
-    assert plain(write_prompts(endpoint_of(server), folder, 60)) == plain(dataset)  # done is done
+    assert plain(write_prompts(server.endpoint(), folder, 60)) == plain(dataset)  # done is done
     assert len(server.requests) == asked
 
 
 def test_chosen_categories_and_another_seed(server, tmp_path):
-    server.say = good
-    sets = [
-        write_prompts(
-            endpoint_of(server), StageFolder(tmp_path / str(seed)), 7, ["multi-view", "comic story"], seed=seed
-        )
-        for seed in (0, 1)
-    ]
+    server.say = lambda body: f"```json\n{good(body)}\n```"  # fences are read
+    names = ["multi-view", "comic story"]
+    sets = [write_prompts(server.endpoint(), StageFolder(tmp_path / str(n)), 7, names, seed=n) for n in (0, 1)]
     assert Counter(sets[0]["category"]) == {"multi-view": 4, "comic story": 3}
     assert not set(sets[0]["prompt"]) & set(sets[1]["prompt"])
     for arguments, said in [
@@ -378,7 +352,7 @@ def test_chosen_categories_and_another_seed(server, tmp_path):
         ({"max_attempts": 0}, "max_attempts"),
     ]:
         with pytest.raises(ValueError, match=said):
-            write_prompts(endpoint_of(server), StageFolder(tmp_path / "no"), **{"num_prompts": 1, **arguments})
+            write_prompts(server.endpoint(), StageFolder(tmp_path / "no"), **{"num_prompts": 1, **arguments})
 
 
 def changed(change):
@@ -398,16 +372,12 @@ def first(**columns):
 
 BAD_ANSWERS = {
     "words": (lambda body: "Gladly! Here they are.", module.NO_JSON, 4),
-    "a list": (lambda body: "[1, 2]", module.NO_JSON, 4),
     "a number": (lambda body: '{"prompts": 3}', module.NO_JSON, 4),
-    "words around": (lambda body: "Gladly: " + good(body), module.NO_JSON, 4),
     "cut": (lambda body: answer(good(body)[:50], "length"), "an answer cut after 3840 tokens", 4),
     "a text for a prompt": (changed(lambda prompts: ["a fox", *prompts[1:]]), module.NO_JSON, 1),
     "a number for a panel": (first(panels=[1, "b", "c", "d"]), module.NO_JSON, 1),
-    "no theme": (first(theme=None), module.NO_JSON, 1),
     "three panels": (first(panels=["a", "b", "c"]), module.PANEL_COUNT, 1),
     "an empty panel": (first(panels=["a", "b", "c", " "]), module.EMPTY, 1),
-    "a panel of dots": (first(panels=["a", "b", "c", "..."]), module.EMPTY, 1),
     "the same panel": (first(panels=["a b", "c", "A  b", "d"]), module.SAME_PANEL, 1),
     "a marker": (first(panels=["a", "b. [TOP]-[LEFT]: c", "d", "e"]), module.MARKERS, 1),
     "a layout": (first(theme="Images with a 2x2 grid layout of a fox."), module.MARKERS, 1),
@@ -426,7 +396,7 @@ def test_a_bad_answer_is_requested_again(server, tmp_path, name):
     say, cause, count = BAD_ANSWERS[name]
     server.say = lambda body: say(body) if len(server.requests) == 1 else good(body)
     arguments = {"num_prompts": 8, "categories": ["multi-view"]}
-    dataset = write_prompts(endpoint_of(server, max_concurrency=1), StageFolder(tmp_path / "a"), **arguments)
+    dataset = write_prompts(server.endpoint(max_concurrency=1), StageFolder(tmp_path / "a"), **arguments)
     report = StageFolder(tmp_path / "a").report
     assert len(dataset) == 8 and report["rejected"] == {cause: count} and report["left out"] == {}
     assert len(server.requests) == report["requests"] == 3
@@ -435,16 +405,14 @@ def test_a_bad_answer_is_requested_again(server, tmp_path, name):
 
 
 # One for each cause, and those of which some are good when they are asked for alone
-@pytest.mark.parametrize(
-    "name", ["words", "cut", "three panels", "an empty panel", "the same panel", "a marker", "too few", "one twice"]
-)
+@pytest.mark.parametrize("name", ["words", "three panels", "too few", "one twice"])
 def test_what_is_always_bad_is_left_out(server, tmp_path, name, caplog):
     """In one category: it is counted, and said."""
     say, cause, count = BAD_ANSWERS[name]
     server.say = lambda body: say(body) if "multi-view" in wanted(body)[2] else good(body)
     arguments = {"num_prompts": 8, "categories": ["multi-view", "comic story"]}
     with caplog.at_level(logging.WARNING):
-        dataset = write_prompts(endpoint_of(server), StageFolder(tmp_path), max_attempts=2, **arguments)
+        dataset = write_prompts(server.endpoint(), StageFolder(tmp_path), max_attempts=2, **arguments)
     report = StageFolder(tmp_path).report
     left_out = sum(report["left out"].values())
     assert left_out == 8 - len(dataset)
@@ -453,11 +421,6 @@ def test_what_is_always_bad_is_left_out(server, tmp_path, name, caplog):
     if left_out:
         assert f"{len(dataset)} of 8 prompts were written" in caplog.text
     assert Counter(dataset["category"])["comic story"] == 4 and report["rejected"][cause] > 0
-
-
-def test_fences_around_json_are_read(server, tmp_path):
-    server.say = lambda body: f"```json\n{good(body)}\n```"
-    assert len(write_prompts(endpoint_of(server), StageFolder(tmp_path), 4, ["multi-pose"])) == 4
 
 
 def test_which_of_two_equal_prompts_is_left_out_does_not_depend_on_the_time(server, tmp_path):
@@ -474,7 +437,7 @@ def test_which_of_two_equal_prompts_is_left_out_does_not_depend_on_the_time(serv
     for concurrency in (1, 8):
         server.forget_requests()
         folder = StageFolder(tmp_path / str(concurrency))
-        found.append(write_prompts(endpoint_of(server, max_concurrency=concurrency), folder, 16, ["multi-pose"]))
+        found.append(write_prompts(server.endpoint(max_concurrency=concurrency), folder, 16, ["multi-pose"]))
         assert folder.report["rejected"][module.SAME_PROMPT] >= 8
     assert plain(found[0]) == plain(found[1]) and 4 <= len(found[0]) < 16
 
@@ -482,37 +445,33 @@ def test_which_of_two_equal_prompts_is_left_out_does_not_depend_on_the_time(serv
 def test_only_nonsense_ends_with_an_example(server, tmp_path):
     server.say = lambda body: "I am a teapot, " * 100
     with pytest.raises(ValueError, match="None of .* answers of writer at http.*I am a teapot") as error:
-        write_prompts(endpoint_of(server), StageFolder(tmp_path / "many"), 1000)
+        write_prompts(server.endpoint(), StageFolder(tmp_path / "many"), 1000)
     assert len(server.requests) < 40 and len(str(error.value)) < 800
     assert not StageFolder(tmp_path / "many").is_done
     server.forget_requests()
     with pytest.raises(ValueError, match="None of 3 answers.*I am a teapot"):
-        write_prompts(endpoint_of(server), StageFolder(tmp_path / "few"), 1)
-    server.fault = lambda number: "400"
-    with pytest.raises(ValueError, match="None of 3 answers.*HTTP 400"):
-        write_prompts(endpoint_of(server), StageFolder(tmp_path / "refused"), 1)
+        write_prompts(server.endpoint(), StageFolder(tmp_path / "few"), 1)
 
 
-@pytest.mark.slow
 def test_a_server_that_goes_down_loses_nothing(server, tmp_path):
     """Some answers are bad, so that the order of attempts counts."""
     server.say = moody
     arguments = {"num_prompts": 70, "layouts": [(2, 2), (1, 2)]}
-    whole = write_prompts(endpoint_of(server), StageFolder(tmp_path / "whole", {"seed": 0}), **arguments)
+    whole = write_prompts(server.endpoint(), StageFolder(tmp_path / "whole", {"seed": 0}), **arguments)
     assert StageFolder(tmp_path / "whole").report["rejected"]
     asked = len(server.requests)
     # More than are under way at a time: some were answered, whatever overtakes what
-    for broken_at in (12, 20, asked - 2):
+    for broken_at in (12, asked - 2):
         server.forget_requests()
         folder = tmp_path / str(broken_at)
         server.fault = lambda number, limit=broken_at: "503" if number >= limit else None
         with pytest.raises(EndpointUnavailableError, match=server.url):
-            write_prompts(endpoint_of(server), StageFolder(folder, {"seed": 0}), **arguments)
+            write_prompts(server.endpoint(), StageFolder(folder, {"seed": 0}), **arguments)
         kept = len(StageFolder(folder).journal("prompts").records)
         assert broken_at - 8 <= kept <= broken_at
         server.forget_requests()
         server.fault = lambda number: None
-        resumed = write_prompts(endpoint_of(server), StageFolder(folder, {"seed": 0}), **arguments)
+        resumed = write_prompts(server.endpoint(), StageFolder(folder, {"seed": 0}), **arguments)
         assert plain(resumed) == plain(whole) and len(server.requests) == asked - kept
         assert StageFolder(folder).report == StageFolder(tmp_path / "whole").report
 
@@ -527,15 +486,13 @@ def moody(body):
 
 def test_killed_and_resumed(server, tmp_path):
     server.say = moody
-    whole = write_prompts(endpoint_of(server), StageFolder(tmp_path / "whole"), 70, layouts=[(2, 2), (1, 2)])
+    whole = write_prompts(server.endpoint(), StageFolder(tmp_path / "whole"), 70, layouts=[(2, 2), (1, 2)])
     server.forget_requests()
     server.fault = lambda number: "hang" if number >= 12 else None  # so that it cannot end before it is killed
     journal = tmp_path / "killed" / "prompts.jsonl"
     # Forked, so that nothing is imported anew
     process = multiprocessing.get_context("fork").Process(
-        target=lambda: write_prompts(
-            endpoint_of(server), StageFolder(tmp_path / "killed"), 70, layouts=[(2, 2), (1, 2)]
-        )
+        target=lambda: write_prompts(server.endpoint(), StageFolder(tmp_path / "killed"), 70, layouts=[(2, 2), (1, 2)])
     )
     process.start()
     try:
@@ -547,5 +504,5 @@ def test_killed_and_resumed(server, tmp_path):
     with open(journal, "ab") as file:
         file.write(b'{"request": 3, "att')  # torn in the middle of a line
     server.fault = lambda number: None
-    resumed = write_prompts(endpoint_of(server), StageFolder(tmp_path / "killed"), 70, layouts=[(2, 2), (1, 2)])
+    resumed = write_prompts(server.endpoint(), StageFolder(tmp_path / "killed"), 70, layouts=[(2, 2), (1, 2)])
     assert plain(resumed) == plain(whole)

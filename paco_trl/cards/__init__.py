@@ -15,8 +15,8 @@ from .content import (
     Result,
     Reward,
     Table,
+    load_reference_card,
 )
-from .reference import load_reference_card
 from .rendering import metadata, renamed, render_card, save_card
 
 

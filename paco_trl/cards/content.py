@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..hub.licenses import License
+import yaml
+
+from ..hub.licenses import License, base_license
 from ..utils.paper import PAPER
 
 
@@ -274,6 +276,27 @@ class JudgeCard(_Card):
     settings: JudgeSettings | None = None
     evaluations: dict[str, dict] = field(default_factory=dict)  # the last one on each dataset
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
+
+
+def load_reference_card(path: str | Path) -> ImageModelCard | JudgeCard:
+    """
+    Load a reference card from a YAML file.
+
+    The file has the fields of [`ImageModelCard`] (`kind: image model`) or [`JudgeCard`] (`kind: judge`), with mappings
+    for the dataclasses in them. The license is the base model's, and the tables' results are published ones.
+    """
+    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    is_judge = {"judge": True, "image model": False}[values.pop("kind")]
+    values["lora"] = LoRA(**values["lora"])
+    values["license"] = base_license(values["base_model"])
+    values["settings"] = (JudgeSettings if is_judge else ImageSettings)(**values["settings"])
+    if not is_judge:
+        values["rewards"] = [Reward(**reward) for reward in values["rewards"]]
+    published = values["published"]
+    published["tables"] = [Table(**table) for table in published["tables"]]
+    published["results"] = [Result(**result) for result in published["results"]]
+    values["published"] = Published(**published)
+    return (JudgeCard if is_judge else ImageModelCard)(**values)
 
 
 def _given(*rows: tuple[str, object]) -> Iterator[tuple[str, str]]:

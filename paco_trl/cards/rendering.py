@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..data import demo_prompts_path, theme_question
 from ..hub.files import PICTURES, SETTINGS
+from ..utils.files import read_template
 from ..utils.names import public_name, relative_name, repository
 from ..utils.tables import markdown_text
-from .citations import TRL, base_citation
 from .content import ImageModelCard, JudgeCard, Result
 
 
@@ -29,6 +30,7 @@ _JUDGE_METRICS = {
 # Values that vLLM accepts for `--max-lora-rank`
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
+_CITATIONS = yaml.safe_load(read_template("citations.yaml"))
 _TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("paco_trl"))
 
 # Code blocks and inline code
@@ -39,7 +41,9 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     """Render a card. A section or a row appears only if it has content."""
     is_judge = isinstance(card, JudgeCard)
     template = _TEMPLATES.get_template(f"paco_{'reward' if is_judge else 'grpo'}_model_card.md.jinja")
-    base_model, cited = public_name(card.base_model), base_citation(card.base_model)
+    base_model = public_name(card.base_model)
+    bases = _CITATIONS["bases"].items()
+    cited = next((citation for part, citation in bases if part.lower() in base_model.lower()), None)
     settings = card.settings.rows(card.lora) if card.settings else ()
     lora_rows = card.lora.rows() if card.lora else ()
     shown: dict[str, Any] = {
@@ -50,13 +54,13 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         "is_base_below": Path(base_path).resolve() == Path(card.base_model).expanduser().resolve(),
         "library": f"[paco_trl]({repository()})" if repository() else "paco_trl",
         "repository": repository(),
-        "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if _is_on_hub(card) else base_model,
-        "is_base_on_hub": _is_on_hub(card),
+        "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if "/" in base_model else base_model,
+        "is_base_on_hub": "/" in base_model,  # also if it was loaded from the Hub's cache
         "merged_adapter": public_name(card.merged_adapter) if card.merged_adapter else None,
         "settings": [(markdown_text(name), markdown_text(value)) for name, value in settings],
         "lora_rows": [(markdown_text(name), markdown_text(value)) for name, value in lora_rows],
         "time": _duration(card.seconds) if card.seconds else None,
-        "citations": [card.paper["citation"].strip(), TRL, *filter(None, [cited])],
+        "citations": [card.paper["citation"].strip(), _CITATIONS["trl"], *filter(None, [cited])],
         "is_base_cited": cited is not None,
         "cell": markdown_text,
     }
@@ -126,10 +130,12 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
     """Return the Hub's metadata of a card."""
     is_adapter = card.weights == "adapter"
     if isinstance(card, JudgeCard):
-        library, task = "peft" if is_adapter else "transformers", "image-text-to-text"
+        library, task, gallery = "peft" if is_adapter else "transformers", "image-text-to-text", dict[str, str]()
     else:
+        gallery = card.gallery
         library, task = "diffusers", "image-to-image" if card.trained_on == "edits" else "text-to-image"
-    license, on_hub = card.license, _is_on_hub(card)
+    license, base_model = card.license, public_name(card.base_model)
+    on_hub = "/" in base_model  # a local path means nothing to others
     results = [
         EvalResult(
             task_type=task,
@@ -147,25 +153,18 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
     return ModelCardData(
         library_name=library,
         pipeline_tag=task,
-        # A local path means nothing to others
-        base_model=public_name(card.base_model) if on_hub else None,
+        base_model=base_model if on_hub else None,
         base_model_relation=("adapter" if is_adapter else "finetune") if on_hub else None,
         datasets=[name for name in card.datasets if "/" in name] or None,
         license=license.identifier if license else None,
         license_name=license.name if license else None,
         license_link=license.link if license else None,
         tags=sorted({*card.tags, *(["lora"] if is_adapter else [])}),
-        widget=_widget(card),
+        # Images that the Hub shows with their prompts
+        widget=[{"text": prompt, "output": {"url": name}} for name, prompt in gallery.items()] or None,
         model_name=card.title if results else None,
         eval_results=results or None,
     )
-
-
-def _widget(card: ImageModelCard | JudgeCard) -> list[dict] | None:
-    """Return the images that the Hub shows with their prompts."""
-    if isinstance(card, JudgeCard):
-        return None
-    return [{"text": prompt, "output": {"url": name}} for name, prompt in card.gallery.items()] or None
 
 
 def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
@@ -188,11 +187,6 @@ def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
 def _pipe_call(arguments: str) -> str:
     line = f"image = pipe({arguments}).images[0]"
     return line if len(line) < 100 else f"image = pipe(\n    {arguments}\n).images[0]"
-
-
-def _is_on_hub(card: ImageModelCard | JudgeCard) -> bool:
-    """Check whether the base model is on the Hub, also if it was loaded from the Hub's cache."""
-    return "/" in public_name(card.base_model)
 
 
 def _results(card: ImageModelCard | JudgeCard) -> list[Result]:

@@ -71,8 +71,8 @@ def grid_prompts(args) -> Dataset:
         grids.load()  # says what to do
     if digest_of_prompts(prompts) != grids.settings["prompts"]:
         raise ValueError(
-            f"The prompts in {args.build_dir} are not those that the grids were generated from. Rerun the stage "
-            "`prompts` as before, or generate grids of these: delete the later stages, or give another `--build_dir`."
+            f"The prompts in {args.build_dir} are not those that the grids were generated from. Rerun the stage `prompts` as "
+            "before, or give another `--build_dir`."
         )
     return prompts
 
@@ -102,10 +102,7 @@ def _private_repository(hub_id: str) -> tuple[HfApi, str]:
 
 def _endpoint_of(args) -> ChatEndpoint:
     if args.base_url is None or args.model is None:
-        raise ValueError(
-            f"`--base_url` is {args.base_url!r} and `--model` is {args.model!r}. Give both: the address of an "
-            "OpenAI-compatible server, such as vLLM's http://127.0.0.1:8000/v1, and the name of its model."
-        )
+        raise ValueError(f"`--base_url` is {args.base_url!r} and `--model` is {args.model!r}. Give both.")
     return ChatEndpoint(args.base_url, args.model, args.api_key_variable, args.max_concurrency)
 
 

@@ -38,8 +38,7 @@ def find_saved_model(folder: Path) -> Path:
         found.append(folder)
     if not found:
         raise ValueError(
-            f"'{folder}' has no saved model, or none that is complete: neither an adapter, nor a transformer or a judge, "
-            "nor a checkpoint with one. Give the output directory of a run, or a checkpoint."
+            f"'{folder}' has no saved model, or none that is complete. Give the directory of a run or a checkpoint."
         )
     return max(found, key=_saved_at)
 
@@ -97,8 +96,7 @@ def _check_is_own(model: Path) -> None:
     is_tagged = card.is_file() and "paco-trl" in (card_metadata(card).get("tags") or [])
     if not is_tagged and not (model / SETTINGS).is_file():
         raise ValueError(
-            f"'{model}' was not saved by paco_trl: it has no {SETTINGS}, and no README.md with the tag 'paco-trl'. Give "
-            "the output directory of a run, a checkpoint or a merged model. To publish another model, use `hf upload`."
+            f"'{model}' was not saved by paco_trl: it has no {SETTINGS}, and no card with the tag 'paco-trl'. Use `hf upload`."
         )
 
 

@@ -141,8 +141,5 @@ def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -
         raise ValueError(f"`min_gold_agreement` is {min_gold_agreement}, but must be a fraction from 0 to 1.")
     fractions = {name: entry["gold_agreement"] for name, entry in report["annotators"].items()}
     if all(fraction is None for fraction in fractions.values()):
-        raise ValueError(
-            f"`min_gold_agreement` is {min_gold_agreement}, but none of the annotators {list(fractions)} answered a "
-            "gold question. Leave it out, or collect answers to gold questions first."
-        )
+        raise ValueError(f"`min_gold_agreement` is set, but none of {list(fractions)} answered a gold question.")
     return [name for name, fraction in fractions.items() if fraction is not None and fraction < min_gold_agreement]

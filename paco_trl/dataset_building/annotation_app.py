@@ -142,10 +142,7 @@ def serve_annotation(
     from starlette.routing import Route
 
     if host in ("", "0.0.0.0", "::"):
-        raise ValueError(
-            f"`host` is {host!r}, which stands for all addresses, so requests under a foreign name could not be "
-            "refused. Give the address or the name by which the annotators reach this machine."
-        )
+        raise ValueError(f"`host` is {host!r}, all addresses. Give the one by which annotators reach this machine.")
 
     def image(request: "Request") -> Response:
         path = work.image_files.get(request.path_params["sha256"])

@@ -196,9 +196,9 @@ def annotation_files(folder: str | Path, annotators: Sequence[str] | None = None
     files = {path.stem: path for path in sorted(Path(folder).glob("*.jsonl"))}
     missing = [name for name in annotators or [] if name not in files]
     if not files or missing:
+        of_whom = f" of {missing}" if missing else ""
         raise FileNotFoundError(
-            f"There are no annotations{f' of {missing}' if missing else ''} in {folder}; it has those of "
-            f"{list(files) or 'nobody'}. Rank first: by people, a judge, or automatically."
+            f"There are no annotations{of_whom} in {folder}, only those of {list(files)}. Rank first."
         )
     return [files[name] for name in annotators or files]
 

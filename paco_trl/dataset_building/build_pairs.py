@@ -163,9 +163,9 @@ def build_pairs(
         "same_image_twice": len(decided) - len(decisions),
     }
     if len(pairs) == 0:
+        contradictions = f"{report['contradictions']} contradictions"
         raise ValueError(
-            f"{len(annotations)} annotations of {len(rows)} instances give no pair: {report['votes']}, "
-            f"{report['contradictions']} contradictions. Rank more instances, or take an odd number of annotators."
+            f"{len(annotations)} annotations give no pair: {report['votes']}, {contradictions}. Rank more."
         )
 
     texts, used = by_id(prompts, "prompt"), set(pairs["group"][:])

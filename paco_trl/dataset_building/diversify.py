@@ -67,8 +67,7 @@ def diversify(
     while len(selected) < num_selected:
         if not heap:
             raise ValueError(
-                f"{num_selected} of {total} rows are to be selected, but after {len(selected)} of them all others are "
-                f"near-duplicates (`duplicate_threshold` is {duplicate_threshold}). Select fewer, or raise it."
+                f"After {len(selected)} of {num_selected} rows all {total} are near-duplicates. Select fewer."
             )
         _, row = heapq.heappop(heap)
         if not is_open[row]:

@@ -165,10 +165,7 @@ def _sizes(
         size = (row.get("height") if height is None else height, row.get("width") if width is None else width)
         where = f"row {number} of the prompts (id {ids[number]!r})"
         if not all(type(value) is int for value in size):
-            raise ValueError(
-                f"The height and width of {where} are {size}. Give columns `height` and `width` in pixels, or arguments "
-                "for all rows."
-            )
+            raise ValueError(f"The height and width of {where} are {size}. Give them as columns or arguments.")
         check_inference_size(*size, row["rows"], row["cols"], multiple, where)
         sizes.append(size)
     return sizes
@@ -194,14 +191,12 @@ def _generate(
         **arguments,
     ).images
     if len(images) != len(places) or not all(isinstance(image, Image.Image) for image in images):
-        raise ValueError(
-            f"{type(pipeline).__name__} returned {len(images)} of {type(images[0]).__name__}, but {len(places)} PIL "
-            "images are needed. Choose another pipeline, or leave out the call argument that changes its output."
-        )
+        kind = type(images[0]).__name__
+        raise ValueError(f"{type(pipeline).__name__} returned {len(images)} of {kind}, not {len(places)} PIL images.")
     for (row, seed), image in zip(places, images, strict=True):
         if image.size != (batch.width, batch.height):
+            size = f"{image.height}x{image.width} pixels (height x width) instead of {batch.height}x{batch.width}"
             raise ValueError(
-                f"{type(pipeline).__name__} generated the grid '{ids[row]}/{seed}' with {image.height}x{image.width} "
-                f"pixels (height x width) instead of {batch.height}x{batch.width}. Choose a size that it keeps."
+                f"The grid '{ids[row]}/{seed}' has {size}. Choose a size that {type(pipeline).__name__} keeps."
             )
     return dict(zip(places, images, strict=True))

@@ -3,8 +3,7 @@
 
 import hashlib
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,8 +43,7 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
 
     Args:
         grids ([`~datasets.Dataset`]):
-            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. All prompts must have the
-            same seeds. Panels keep the mode of their grid; palettes are resolved.
+            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. Panels keep the mode of their grid; palettes are resolved.
         folder ([`StageFolder`]):
             Directory of the stage. Its settings should have a digest of the grids.
         num_workers (`int`, *optional*, defaults to `1`):
@@ -58,8 +56,9 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
     """
     if type(num_workers) is not int or num_workers < 1:
         raise ValueError(f"`num_workers` is {num_workers!r}. It must be an int of at least 1.")
-    rows = _read_grids(grids)
-    _check_seeds([(grid.prompt_id, grid.seed) for grid in rows], "grids")
+    check_is_dataset(grids, "grids")
+    columns = _columns(grids, [*_Grid._fields[:-1], "image"], "grids")
+    rows = [_Grid(*values) for values in zip(*columns.values(), strict=True)]
     for grid in tqdm(rows, desc="Checking grids", unit="grid"):
         with _open_grid(grid) as image:  # reads its header
             panel_size(image.height, image.width, grid.rows, grid.cols)
@@ -101,27 +100,6 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
     return dataset
 
 
-def _read_grids(grids: "Dataset") -> list[_Grid]:
-    check_is_dataset(grids, "grids")
-    columns = _columns(grids, [*_Grid._fields[:-1], "image"], "grids")
-    rows = [_Grid(*values) for values in zip(*columns.values(), strict=True)]
-    repeated = next((name for name, count in Counter(columns["id"]).items() if count > 1), None)
-    if repeated is not None:
-        raise ValueError(f"The grid {repeated!r} is there twice. Remove one of the two rows.")
-    firsts: dict[str, _Grid] = {}
-    for number, grid in enumerate(rows):
-        name = f"{grid.prompt_id}/{grid.seed}"
-        if grid.id != name:
-            raise ValueError(f"Row {number} of the grids has the id {grid.id!r}, of another grid. Name it {name!r}.")
-        first = firsts.setdefault(grid.prompt_id, grid)
-        if (grid.rows, grid.cols) != (first.rows, first.cols):
-            raise ValueError(
-                f"The grid {grid.id!r} has {grid.rows}x{grid.cols} panels (rows x cols), but {first.id!r} of the same "
-                f"prompt {first.rows}x{first.cols}. Generate one of them again."
-            )
-    return rows
-
-
 def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[Any]]:
     """Read full columns as Python values, a column `image` as paths."""
     from datasets import Image
@@ -139,22 +117,6 @@ def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[
             where = f"Row {row} of the {what} ({columns[names[0]][row]!r})"
             raise ValueError(f"{where} has no image given by its path. Save it as a file.")
     return columns | {"image": [image["path"] for image in columns["image"]]}
-
-
-def _check_seeds(pairs: Iterable[tuple[str, int]], what: str) -> dict[str, list[int]]:
-    """Return the seeds of each prompt, in order; every prompt must have every seed that any prompt has."""
-    seeds_of: dict[str, dict[int, None]] = {}
-    for prompt_id, seed in pairs:
-        seeds_of.setdefault(prompt_id, {})[seed] = None
-    everywhere = dict.fromkeys(seed for seeds in seeds_of.values() for seed in seeds)
-    for prompt_id, seeds in seeds_of.items():
-        missing = [seed for seed in everywhere if seed not in seeds]
-        if missing:
-            raise ValueError(
-                f"The {what} of the prompt {prompt_id!r} have the seeds {list(seeds)}, but {missing} are missing, which "
-                "other prompts have. Generate the missing grids, or leave the prompt out."
-            )
-    return {prompt_id: list(seeds) for prompt_id, seeds in seeds_of.items()}
 
 
 @contextmanager
@@ -213,16 +175,19 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
         raise ValueError(f"`max_instances_per_prompt` is {limit!r}. It must be an int of at least 1, or None for all.")
     columns = _columns(panels, ["id", "prompt_id", "seed", "position", "sha256"], "panels")
     digests = dict(zip(columns["id"], columns.pop("sha256"), strict=True))
-    seeds_of = _check_seeds(zip(columns["prompt_id"], columns["seed"], strict=True), "panels")
     panel_ids: dict[str, dict[tuple[int, int], str]] = {}  # by prompt, then by seed and position
     for name, prompt_id, seed_of_panel, position in zip(*columns.values(), strict=True):
         panel_ids.setdefault(prompt_id, {})[seed_of_panel, position] = name
-    if sum(map(len, panel_ids.values())) < len(panels):
-        raise ValueError("Two panels are at the same position of the same grid. Cut the grids again.")
+    seeds = list(dict.fromkeys(columns["seed"]))
     rows = []
-    for prompt_id, seeds in seeds_of.items():
-        names = panel_ids[prompt_id]
-        positions = _check_positions(prompt_id, seeds, names)
+    for prompt_id, names in panel_ids.items():
+        positions = range(max(position for _, position in names) + 1)
+        missing = [place for place in itertools.product(seeds, positions) if place not in names]
+        if missing or len(seeds) < 2 or len(positions) < 2:
+            raise ValueError(
+                f"The prompt {prompt_id!r} lacks the panels {missing[:4]} (seed, position), or has fewer than two seeds or "
+                "panels in a grid. Generate the same seeds for all prompts, or leave it out."
+            )
         instances = []
         for seed_of_reference, position, other in itertools.product(seeds, positions, positions):
             if position != other:
@@ -235,19 +200,6 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
         rows += [instance for instance in instances if limit is None or instance in chosen]
     kinds = {"reference": "string", "candidates": ["string"], "digest": "string"}
     return typed_dataset(rows, id="string", prompt_id="string", **kinds)
-
-
-def _check_positions(prompt_id: str, seeds: list[int], names: Mapping[tuple[int, int], str]) -> range:
-    positions = range(max(position for _, position in names) + 1)
-    if len(seeds) < 2 or len(positions) < 2:
-        raise ValueError(
-            f"The prompt {prompt_id!r} has the seeds {seeds} and {len(positions)} panels in a grid: a ranking needs two "
-            "of each. Generate more, or leave the prompt out."
-        )
-    missing = next((place for place in itertools.product(seeds, positions) if place not in names), None)
-    if missing is not None:
-        raise ValueError(f"The grid {missing[0]} of the prompt {prompt_id!r} has no panel at position {missing[1]}.")
-    return positions
 
 
 def instances_to_rankings(
@@ -267,12 +219,6 @@ def instances_to_rankings(
         name, prompt_id, candidates = instance["id"], instance["prompt_id"], instance["candidates"]
         if name not in rankings:
             continue
-        unknown = [panel for panel in (instance["reference"], *candidates) if panel not in paths]
-        if unknown or prompt_id not in prompt_rows:
-            missing = f"panel {unknown[0]!r}" if unknown else f"prompt {prompt_id!r}"
-            raise ValueError(
-                f"The instance {name!r} has the {missing}, which is not there. Run the earlier stages again."
-            )
         row = {"theme": None, **prompt_rows[prompt_id], "id": name, "group": prompt_id, "ranking": rankings[name]}
         row["criteria"] = criteria_list(row.get("criteria"))
         row |= {"reference": paths[instance["reference"]], "candidates": [paths[panel] for panel in candidates]}

@@ -51,22 +51,14 @@ def publish_dataset(
     Everything is checked before anything is sent; data go first and the card last. Interrupted uploads resume.
 
     Args:
-        pairs ([`~datasets.DatasetDict`]):
-            Pairs, in `train`, `test` or both.
-        rankings ([`~datasets.Dataset`] or `None`):
-            Rankings of prompts that are not in `train`.
+        pairs ([`~datasets.DatasetDict`]), rankings ([`~datasets.Dataset`] or `None`):
+            Pairs, in `train`, `test` or both; rankings of prompts that are not in `train`.
         repo_id (`str`):
             Repository, such as `"user/name"`; a name alone is put under the user of the token. It is created if
             needed, and refused if it has other files.
         report (`Mapping[str, Mapping]`):
-            Reports of the stages. The card lists every value, and knows these keys:
-
-            - `prompts`: `source` (Hub id of where they come from), `model` (that wrote them), `language` (ISO codes);
-            - `grids`: any, such as `num_inference_steps`, `seeds`, `layouts`;
-            - `ranking`: what [`agreement_report`] returns, `by` (list of `"people"`, `"judge"`, `"automatic"`),
-              `judges` (their names among the annotators) and `excluded` (names of those who are not counted);
-            - `pairs`: the report of [`build_pairs`];
-            - `reasons`: `model` (that wrote them), and the report of [`write_reasons`].
+            Reports of the stages `prompts`, `grids`, `ranking`, `pairs` and `reasons`, as `paco-trl build` makes them;
+            the card lists every value.
         private (`bool`, *optional*, defaults to `True`):
             Whether the repository is private.
         license (`str`, *optional*):
@@ -239,8 +231,7 @@ def _check_contents(repo_id: str, info: Any, has_rankings: bool) -> None:
     others = sorted(name.rfilename for name in info.siblings if name.rfilename.split("/")[0] not in ours)
     if others:
         raise ValueError(
-            f"The repository {repo_id} has {len(others)} files that are not part of the dataset, such as "
-            f"{others[0]!r}. Choose another `repo_id`, or delete them there."
+            f"{repo_id} has {len(others)} files of something else, such as {others[0]!r}. Choose another `repo_id`."
         )
 
 
@@ -269,9 +260,8 @@ def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
             hf_raise_for_status(response)
             return
     raise ValueError(
-        f"{api.endpoint} refuses the metadata of the card: {' '.join(response.text.split())}. If it is the license "
-        f'({license.identifier!r}), set `license` to one that the Hub knows, or to "other"; if it is the language, '
-        "correct `language` in the report of the prompts."
+        f"{api.endpoint} refuses the metadata of the card: {' '.join(response.text.split())}. Correct the license "
+        f"({license.identifier!r}) or the `language` in the report of the prompts."
     )
 
 

@@ -46,9 +46,8 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
     if not chosen:
         sizes = [len(group) for group in groups] or [0]
         raise ValueError(
-            f"`test_size` is {test_size} of {total} prompts, but no group of prompts fits into it: the {len(groups)} "
-            f"groups that share a text or an image have {min(sizes)} to {max(sizes)} prompts. Generate more prompts, or "
-            "set `test_size` to 0."
+            f"`test_size` is {test_size} of {total} prompts, but none of the {len(groups)} groups that share a text or an image "
+            f"fits, with {min(sizes)} to {max(sizes)} prompts. Generate more prompts, or set it to 0."
         )
     return chosen
 
@@ -58,10 +57,8 @@ def check_disjoint(trained: Mapping[str, set[str]], held_out: Mapping[str, set[s
     for kind in trained:
         shared = sorted(trained[kind] & held_out[kind])
         if shared:
-            raise ValueError(
-                f"{len(shared)} {kind} are both in {train} and in {test}, such as {shared[0]!r}: a judge would be "
-                "evaluated on what it was trained on. Split again."
-            )
+            shown = f"{len(shared)} {kind} are both in {train} and in {test}, such as {shared[0]!r}"
+            raise ValueError(f"{shown}: a judge would be evaluated on what it was trained on. Split again.")
 
 
 def check_no_leak(train: "Dataset", test: "Dataset", texts: Mapping[str, str], images: Mapping[str, str]) -> None:

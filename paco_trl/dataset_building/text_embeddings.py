@@ -101,8 +101,7 @@ def _pooling(model: str) -> str:
     if further or prompt:
         has = f"the layers {further} (modules.json)" if further else f"the default prompt {prompt!r}"
         raise ValueError(
-            f"{model} has {has}, without which its embeddings are others. Choose a model of a transformer and its "
-            "pooling alone, such as sentence-transformers/all-MiniLM-L6-v2."
+            f"{model} has {has}. Choose a model of a transformer and its pooling alone, such as all-MiniLM-L6-v2."
         )
     config = _read_json(model, _POOLING_FILE)
     if config is None:

@@ -103,8 +103,7 @@ def write_reasons(
         return folder.load()
     if max_attempts < 1 or not 1 <= min_words <= max_words:
         raise ValueError(
-            f"`max_attempts` is {max_attempts}, `min_words` {min_words} and `max_words` {max_words}, but all must be at "
-            "least 1, and the range of words in order."
+            f"`max_attempts` is {max_attempts}, the words are {min_words} to {max_words}: not in order from 1."
         )
     ids = _checked_ids(pairs)
     labels = {row.id: row.decision for row in _questions(pairs, ids, with_images=False)}

@@ -111,10 +111,7 @@ def check_account(api: HfApi, repo_id: str) -> str:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ValueError(
-            f"The repository's name is {repo_id!r}, which the Hub does not allow: {error} Give another one, of the form "
-            "`user/name`."
-        ) from error
+        raise ValueError(f"The Hub does not allow the repository's name {repo_id!r} (`user/name`): {error}") from error
     with hub_errors(api, repo_id, _TRY_AGAIN):
         try:
             account = api.whoami()
@@ -145,14 +142,13 @@ def check_base_model(api: HfApi, base_model: str) -> None:
         try:
             api.auth_check(base_model)
         except GatedRepoError as error:
+            page = f"{api.endpoint}/{base_model}"
             raise PermissionError(
-                f"The base model {base_model} is gated, and the account of this token has no access to it yet. Accept "
-                f"its terms at {api.endpoint}/{base_model} with that account, and start again."
+                f"The base model {base_model} is gated. Accept its terms at {page} first."
             ) from error
         except RepositoryNotFoundError as error:
             raise ValueError(
-                f"There is no model {base_model!r} at {api.endpoint}, or the token may not read it. Correct the base "
-                "model's name, or give a token that may read it."
+                f"There is no model {base_model!r} at {api.endpoint}, or the token may not read it."
             ) from error
 
 
@@ -173,8 +169,7 @@ def find_repository(
     if private and not info.private:
         # `private=True` of the Hub's client is for a new repository, and ignored for an existing one
         raise ValueError(
-            f"The repository should be private, but {repo_id} exists and is public. Make it private in its settings, "
-            "or give another one."
+            f"{repo_id} exists and is public, not private. Change that in its settings, or name another one."
         )
     return repo_id, info
 
@@ -211,10 +206,7 @@ def prepare_repository(
             except HfHubHTTPError as error:
                 if status_of(error) != 400:
                     raise
-                raise ValueError(
-                    f"{api.endpoint} does not allow a repository of the name {repo_id} ({describe(error)}). Give "
-                    "another one."
-                ) from error
+                raise ValueError(f"{api.endpoint} does not allow the name {repo_id} ({describe(error)}).") from error
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
     return repo_id
@@ -231,8 +223,7 @@ def _check_contents(
     others = [name for name in files if not name.startswith(CHECKPOINT_FOLDERS) and not matches(name, ours)]
     if others:
         raise ValueError(
-            f"The repository {repo_id} has {len(others)} files of something else, such as {others[0]!r}: the trained "
-            "model would be mixed with them. Give another repository, or delete them there."
+            f"{repo_id} has {len(others)} files of something else, such as {others[0]!r}. Name another repository, or delete them."
         )
     weights = [name for name in files if name.endswith((".safetensors", ".bin")) and matches(name, published_files)]
     if not weights:
@@ -248,13 +239,12 @@ def _check_contents(
     theirs = theirs or card.get("base_model")
     if "paco-trl" not in (card.get("tags") or []):
         raise ValueError(
-            f"The repository {repo_id} has {weights[0]!r} of a model that was not made here, since its card has no tag "
-            "'paco-trl': it would be replaced. Give another repository, or delete it there."
+            f"{repo_id} has {weights[0]!r} of a model that was not made here: its card lacks the tag 'paco-trl'. Name another one."
         )
     if isinstance(theirs, str) and base_model is not None and not is_same_model(theirs, base_model):
+        theirs = public_name(theirs)
         raise ValueError(
-            f"The repository {repo_id} has a model made of {public_name(theirs)}, and this one is made of "
-            f"{public_name(base_model)}. Give another repository, or delete the model there."
+            f"{repo_id} has a model made of {theirs}, not of {public_name(base_model)}. Name another one."
         )
 
 

@@ -3,7 +3,7 @@
 
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -23,16 +23,30 @@ class License(NamedTuple):
 _KNOWN = {model: License(*values) for model, values in yaml.safe_load(read_template("licenses.yaml")).items()}
 
 
-def read_license(model: str, token: str | bool | None = None) -> License:
-    """Read the license in the card of a model: a directory's, else from the Hub. Raise `ValueError` if there is none."""
+def read_license(model: str, token: str | bool | None = None, readme: str | Path | None = None) -> License:
+    """
+    Read the license in the card of a model: `readme`, else that of its directory, else from the Hub.
+
+    Raises:
+        ValueError: If there is no card, or no license in it.
+    """
+    from huggingface_hub import ModelCard, constants
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
-    readme = Path(model) / "README.md"
+    readme = Path(model) / "README.md" if readme is None else Path(readme)
     try:
-        return _license_in(readme if readme.is_file() else model, model, token)
+        data = ModelCard.load(readme if readme.is_file() else model, token=token, ignore_metadata_errors=True).data
     # A directory without a card is not a valid id either
     except (HfHubHTTPError.__bases__[0], EntryNotFoundError, HFValidationError, OSError, yaml.YAMLError) as error:
         raise ValueError(f"The card of {model!r} with its license cannot be read ({type(error).__name__}).") from error
+    if not isinstance(data.license, str):
+        raise ValueError(f"The card of {model!r} names no license (it has {data.license!r}).")
+    link = data.get("license_link")
+    if link is not None and "://" not in link:  # a file of the repository
+        name = public_name(model)
+        is_on_hub = name == model or "/" in name  # or in the cache of the Hub's clients
+        link = f"{constants.ENDPOINT}/{name}/blob/main/{link}" if is_on_hub else None
+    return License(data.license, data.get("license_name"), link)
 
 
 def base_license(base: str, online: bool = False, token: str | None = None) -> License | None:
@@ -42,15 +56,18 @@ def base_license(base: str, online: bool = False, token: str | None = None) -> L
     name = public_name(base)
     if name in _KNOWN:
         return _KNOWN[name]
-    if is_local(base):
-        return _license_or_none(Path(base) / "README.md", base)
+    readme: Any = Path(base) / "README.md"
+    if not is_local(base):
+        try:
+            readme = try_to_load_from_cache(base, "README.md")
+        except ValueError:  # not a valid id: the class of a pipeline built in memory
+            return None
+        if not isinstance(readme, str):
+            return _fetch_license(base, token) if online else None
     try:
-        cached = try_to_load_from_cache(base, "README.md")
-    except ValueError:  # not a valid id: the class of a pipeline built in memory
+        return read_license(base, readme=readme) if Path(readme).is_file() else None
+    except ValueError:
         return None
-    if isinstance(cached, str):
-        return _license_or_none(Path(cached), base)
-    return _fetch_license(base, token) if online else None
 
 
 @functools.lru_cache(maxsize=16)
@@ -59,24 +76,3 @@ def _fetch_license(model: str, token: str | None) -> License | None:
         return read_license(model, token)
     except ValueError:  # missing, not reachable, or without a license
         return None
-
-
-def _license_or_none(readme: Path, model: str) -> License | None:
-    try:
-        return _license_in(readme, model) if readme.is_file() else None
-    except (OSError, ValueError, yaml.YAMLError):  # a card that does not parse, or has no license
-        return None
-
-
-def _license_in(card: str | Path, model: str, token: str | bool | None = None) -> License:
-    from huggingface_hub import ModelCard, constants
-
-    data = ModelCard.load(card, token=token, ignore_metadata_errors=True).data
-    if not isinstance(data.license, str):
-        raise ValueError(f"The card of {model!r} names no license (it has {data.license!r}).")
-    link = data.get("license_link")
-    if link is not None and "://" not in link:  # a file of the repository
-        name = public_name(model)
-        is_on_hub = name == model or "/" in name  # or in the cache of the Hub's clients
-        link = f"{constants.ENDPOINT}/{name}/blob/main/{link}" if is_on_hub else None
-    return License(data.license, data.get("license_name"), link)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub import constants
 from peft import PeftModel
 from PIL import Image
 from torch import nn
@@ -51,7 +51,7 @@ def dataset_ids(dataset: Dataset, dataset_name: str | None) -> list[str]:
 def _downloaded(user: str, commit: str) -> str | None:
     """Find the one dataset with this commit in the Hub's cache: the cache of rows has its name in lower case."""
     prefix = f"datasets--{user}--"
-    found = list(Path(HF_HUB_CACHE).glob(f"{glob.escape(prefix)}*/snapshots/{commit}"))
+    found = list(Path(constants.HF_HUB_CACHE).glob(f"{glob.escape(prefix)}*/snapshots/{commit}"))
     return f"{user}/{found[0].parts[-3].removeprefix(prefix)}" if len(found) == 1 else None
 
 

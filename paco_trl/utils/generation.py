@@ -55,8 +55,7 @@ def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)
     """Name prompts by their `id` and their other `columns`, joined by slashes; `what` is their name in errors."""
     if "id" not in prompts.column_names:
         raise ValueError(
-            f"The prompts have no column `id`, only {prompts.column_names}. {what.capitalize()} are named by the ids of "
-            "their prompts: add a unique one for each."
+            f"The prompts have no column `id`, which names the {what}, only {prompts.column_names}. Add it."
         )
     rows: dict[str, int] = {}
     columns = [name for name in columns if name in prompts.column_names]
@@ -68,10 +67,9 @@ def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)
                 )
         key = "/".join(values[name] for name in columns)
         if key in rows:
+            language = " in the same `language`" if len(columns) == 2 else ""
             raise ValueError(
-                f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}"
-                f"{' in the same `language`' if len(columns) == 2 else ''}, so that the {what} of one would overwrite "
-                "those of the other. Give each prompt a unique id."
+                f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}{language}."
             )
         rows[key] = row
     return list(rows)

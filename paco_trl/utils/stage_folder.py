@@ -79,8 +79,7 @@ class StageFolder:
                 f"`{name}` was {shorten(begun.get(name))} and is now {shorten(settings.get(name))}" for name in changed
             )
             raise ValueError(
-                f"{self.path} was begun with other settings: {listed}. Old and new results would be mixed. Resume "
-                "with the earlier settings, give another directory, or delete this one."
+                f"{self.path} was begun with other settings: {listed}. Resume with those, delete it, or give another directory."
             )
 
     @property
@@ -136,7 +135,6 @@ class StageFolder:
 
         if not self.is_done:
             raise FileNotFoundError(
-                f"There is no result in {self.path}: the stage {self.path.name!r} is not finished. Run it; a stopped "
-                "stage resumes."
+                f"There is no result in {self.path}: the stage {self.path.name!r} is not finished. Run it."
             )
         return load_from_disk(str(self._dataset))
