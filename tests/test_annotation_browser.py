@@ -11,17 +11,12 @@ import pytest
 pytest.importorskip("gradio")
 playwright = pytest.importorskip("playwright.sync_api")
 
-from paco_trl.dataset_building import build_pairs, read_annotations  # noqa: E402
 from paco_trl.dataset_building.annotation_work import shown_order  # noqa: E402
-from planted_world import PlantedWorld  # noqa: E402
 from test_annotation_app import THEME, World, make_world, read_lines, served  # noqa: E402
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"), pytest.mark.slow]
 ARGUMENTS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
@@ -163,53 +158,6 @@ def test_keys_and_clicks_rank_and_text_is_text(world, folder, url, sit_down):
     assert 0 <= line["seconds"] < 600
     anna.expect([])
     assert anna.page.text_content("#own") == "1 ranked"
-
-
-@pytest.mark.slow
-def test_to_the_end(world, folder, url, sit_down):
-    bob = sit_down(url, "bob")
-    done, places = [], set()
-    while (instance := bob.instance) is not None:
-        keys = bob.keys_of(world.truth(instance))
-        places.add(tuple(keys))
-        bob.press(*keys)
-        bob.step("Enter")
-        done.append(instance)
-    bob.says("Thank you, bob!")
-    assert rankings(folder, "bob") == [(instance, world.truth(instance)) for instance in done]
-    assert sorted(done) == sorted(world.instances["id"])
-    assert len(places) > 8  # the right keys were others each time
-    assert bob.page.locator("#save, #skip").count() == 0
-    bob.step("z")
-    assert bob.instance == done[-1]
-    bob.expect([int(key) for key in bob.keys_of(world.truth(done[-1]))])
-
-
-@pytest.mark.slow
-def test_what_a_person_ranks_is_in_the_dataset(tmp_path, sit_down):
-    """By what is seen: the candidates with the reference's color come first."""
-    built = PlantedWorld(tmp_path / "world", 2, 1, 2)
-    folder = tmp_path / "annotations"
-    rows = {row["id"]: row for row in built.instances}
-    world = (built.instances, built.panels, built.prompts)
-    with served(world, folder, annotations_per_instance=1) as url:
-        anna = sit_down(url, "anna")
-        while anna.instance is not None:
-            row = rows[anna.instance]
-            is_other = [not built.is_consistent(row["reference"], name) for name in row["candidates"]]
-            anna.press(*anna.keys_of(sorted(range(4), key=is_other.__getitem__)))
-            anna.step("Enter")
-    annotations = read_annotations([folder / "anna.jsonl"], built.instances)
-    pairs, held_out, report = build_pairs(*world, annotations, test_size=0.5)
-    assert report["votes"]["ordered"] == len(rows) == 16
-    assert len(held_out) == 8
-    decisions = [
-        (row["completion"][0]["content"] == "Yes", built.is_consistent(*row["panels"]))
-        for split in pairs.values()
-        for row in split.remove_columns("images")
-    ]
-    assert {said for said, _ in decisions} == {True, False}
-    assert all(said == is_true for said, is_true in decisions)
 
 
 @pytest.mark.slow

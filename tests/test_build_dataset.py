@@ -12,9 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset, List, load_from_disk
-from datasets import Image as ImageFeature
-from PIL import Image
+from datasets import load_from_disk
 
 import launching
 from chat_server import ChatServer
@@ -22,14 +20,7 @@ from hub_server import HubServer
 from paco_trl.commands import build as script
 from paco_trl.commands import reward
 from paco_trl.commands.parser import CommandParser
-from paco_trl.data import (
-    check_image_set_columns,
-    check_pair_columns,
-    check_ranking_columns,
-    make_pair,
-    validate_pairs,
-)
-from paco_trl.dataset_building import ChatEndpoint, write_reasons
+from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from planted_world import PlantedWorld
 
@@ -174,19 +165,6 @@ class TestStages:
                 generated(stage)
         file.write_text(file.read_text().replace("The dinner", "The journey"))
         generated("prompts", dataset_name=file)
-        generated("pairs", test_size=0.4)
-
-    def test_images_that_were_generated_again(self, generated, tiny_flux, tmp_path):
-        """A ranking is not one of other images under the same ids."""
-        generated("rank")
-        for name in ("grids", "panels"):
-            shutil.rmtree(tmp_path / "build" / name)
-        options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 2}
-        generated("grids", **options, seeds=[2, 1, 0], batch_size=3)
-        generated("panels", num_workers=1)
-        with pytest.raises(ValueError, match="has other images than those ranked"):
-            generated("pairs", test_size=0.4)
-        generated("rank")
         generated("pairs", test_size=0.4)
 
     def test_prompts_that_are_left_out(self, generated, tmp_path):
@@ -359,21 +337,6 @@ class TestWritten:
             build("prompts", base_url=server.url, num_written=9, **options)
         with pytest.raises(ValueError, match="`--layouts`"):
             build("prompts", base_url=server.url, model="writer", layouts=["2by2"])
-
-    def test_replies_about_pairs_that_have_changed_are_skipped(self, tmp_path):
-        for name in ("a", "b"):
-            Image.new("RGB", (32, 32)).save(tmp_path / f"{name}.png")
-        pair = make_pair(str(tmp_path / "a.png"), str(tmp_path / "b.png"), "Do they match?", "Yes")
-        folder = script.StageFolder(tmp_path / "reasons")
-        with ChatServer(
-            lambda body: "Yes. Both have the same black color and shape" + " in every place" * 4
-        ) as server:
-            for name in ("old", "new"):
-                pairs = Dataset.from_list([{"id": name, **pair}]).cast_column("images", List(ImageFeature()))
-                folder.clear()  # not of its journal
-                written = write_reasons(pairs, ChatEndpoint(server.url, "writer"), folder)
-            assert len(server.requests) == len(folder.journal("reasons").records) == 2
-        assert written["id"][:] == ["new"] and folder.report["requests"] == 1
 
     @pytest.mark.slow
     def test_reasons(self, planted, tmp_path):

@@ -110,8 +110,7 @@ def test_pooling_saved_with_the_model(tiny_bert, tmp_path, pooling, is_cls):
 
 
 @pytest.mark.parametrize(
-    "pooling",
-    [{"pooling_mode": "lasttoken"}, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, {}],
+    "pooling", [{"pooling_mode": "lasttoken"}, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, {}]
 )
 def test_a_pooling_that_is_not_known(tiny_bert, tmp_path, pooling):
     folder = shutil.copytree(tiny_bert, tmp_path / "model")

@@ -173,12 +173,6 @@ class TestUploads:
         assert files["checkpoint-8/optimizer.pt"] == b"optimizer of step 8"
         assert "checkpoint-6/sheet_6.png" in files and "sheet_6.png" not in files
 
-    def test_a_branch(self, hub, run, tmp_path):
-        assert run(prepare, "tester/adapter", revision="try")["result"] == "tester/adapter"
-        run(push_steps, str(tmp_path / "out"), [2], revision="try")
-        assert "README.md" in hub.files("tester/adapter", "model", "try")
-        assert "README.md" not in hub.files("tester/adapter", "model")
-
     def test_private(self, hub, run, tmp_path):
         hub.repos["model", "tester/adapter"].private = True
         run(push_steps, str(tmp_path / "out"), [2])

@@ -340,7 +340,7 @@ def seen(sheet: Image.Image, colours: list[tuple]) -> list[tuple]:
 
 def test_importing_is_light():
     code = "import sys, paco_trl.dataset_building.grids, paco_trl.dataset_building.pair_panels, \
-paco_trl.dataset_building.sample_sheet; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
+paco_trl.dataset_building.sample_sheet, paco_trl.dataset_building.publish; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
 'PIL') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ), check=True

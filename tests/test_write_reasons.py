@@ -4,9 +4,7 @@
 import base64
 import importlib
 import logging
-import multiprocessing
 import random
-import time
 from collections import Counter
 from io import BytesIO
 
@@ -325,37 +323,6 @@ def test_a_server_that_goes_down_loses_nothing(server, pairs, tmp_path):
     for record in StageFolder(tmp_path / "whole").journal("reasons").records:
         folder.journal("reasons").append(record)
     assert plain(write_reasons(pairs, server.endpoint(), folder, max_attempts=2)) == plain(whole)
-
-
-def test_killed_and_resumed(server, pairs, tmp_path):
-    server.say = moody
-    whole = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "whole"), max_attempts=2)
-    total = len(server.requests)
-    server.forget_requests()
-    server.fault = lambda number: "hang" if number >= 16 else None  # so that it cannot end before it is killed
-    killed = tmp_path / "killed"
-    journal = killed / "reasons.jsonl"
-    # Forked, so that nothing is imported anew
-    process = multiprocessing.get_context("fork").Process(
-        target=lambda: write_reasons(pairs, server.endpoint(), StageFolder(killed), max_attempts=2)
-    )
-    process.start()
-    end = time.monotonic() + 60
-    try:
-        while not (journal.exists() and len(journal.read_bytes().splitlines()) >= 9):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.join()
-    assert not StageFolder(killed).is_done
-    kept = journal.read_bytes().count(b"\n")
-    with open(journal, "ab") as file:
-        file.write(b'{"id": "p/3", "rep')  # torn in the middle of a line
-    server.forget_requests()
-    server.fault = lambda number: None
-    resumed = write_reasons(pairs, server.endpoint(), StageFolder(killed), max_attempts=2)
-    assert plain(resumed) == plain(whole) and len(server.requests) == total - kept > 0
 
 
 def test_pairs_that_cannot_be_used(server, pairs, tmp_path):

@@ -79,8 +79,8 @@ def check_adapter_base(adapter: str, named: str | None, base: str | None) -> Non
     if not named or not base or is_same_model(named, base):
         return
     raise ValueError(
-        f"The adapter '{adapter}' was made for '{named}', not for '{base}', where it would change the wrong weights. If they are "
-        "one model under two names, change `base_model_name_or_path` in the `adapter_config.json` of a copy."
+        f"The adapter '{adapter}' was made for '{named}', but is to be loaded on '{base}', where it would change the wrong "
+        "weights. If they are one model under two names, change `base_model_name_or_path` in a copy of the adapter."
     )
 
 
