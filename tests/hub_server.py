@@ -36,17 +36,7 @@ from paco_trl.hub import pushing
 
 _DATE = "2025-01-01T00:00:00.000Z"
 _LFS_SUFFIXES = (".arrow", ".bin", ".gz", ".jpg", ".parquet", ".png", ".pt", ".safetensors", ".tar", ".webp", ".zip")
-_LICENSES = {
-    "apache-2.0",
-    "bsd-3-clause",
-    "cc-by-4.0",
-    "cc-by-nc-4.0",
-    "cc0-1.0",
-    "mit",
-    "openrail",
-    "other",
-    "unknown",
-}
+_LICENSES = {"apache-2.0", "bsd-3-clause", "cc-by-4.0", "cc-by-nc-4.0", "mit", "openrail", "other", "unknown"}
 _SIZES = {"n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M"}
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
@@ -461,10 +451,8 @@ def _handler(hub: HubServer):
                 repo.branches[revision] = self.files(repo, asked.get("startingPoint", "main"))[0]
                 return 200, {}
             if what == "refs":
-                branches = [
-                    {"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha}
-                    for name, sha in repo.branches.items()
-                ]
+                heads = [(name, f"refs/heads/{name}", sha) for name, sha in repo.branches.items()]
+                branches = [dict(zip(("name", "ref", "targetCommit"), head, strict=True)) for head in heads]
                 return 200, {"branches": branches, "converts": [], "tags": []}
             sha, files = self.files(repo, revision)
             if what == "revision":
@@ -493,22 +481,12 @@ def _handler(hub: HubServer):
 
         def describe(self, repo: Repo, sha: str, files: dict[str, Blob]) -> dict:
             card = _metadata(files["README.md"].content) if "README.md" in files else {}
+            flags = {"private": repo.private, "gated": False, "disabled": False, "downloads": 0, "likes": 0}
             return {
-                "_id": hashlib.sha1(repo.repo_id.encode()).hexdigest()[:24],
-                "id": repo.repo_id,
-                "author": repo.repo_id.split("/")[0],
-                "sha": sha,
-                "lastModified": _DATE,
-                "createdAt": _DATE,
-                "private": repo.private,
-                "gated": False,
-                "disabled": False,
-                "downloads": 0,
-                "likes": 0,
-                "tags": card.get("tags") or [],
-                "cardData": card,
-                "siblings": [{"rfilename": path} for path in sorted(files)],
-            }
+                "_id": hashlib.sha1(repo.repo_id.encode()).hexdigest()[:24], "id": repo.repo_id, "sha": sha, **flags,
+                "author": repo.repo_id.split("/")[0], "lastModified": _DATE, "createdAt": _DATE, "cardData": card,
+                "tags": card.get("tags") or [], "siblings": [{"rfilename": path} for path in sorted(files)],
+            }  # fmt: skip
 
         def list_tree(self, files: dict[str, Blob], folder: str) -> tuple:
             entries = [entry for entry in _entries(files) if entry["path"].startswith(f"{folder}/" if folder else "")]

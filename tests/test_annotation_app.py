@@ -151,9 +151,8 @@ def test_fewest_rankings_first_then_an_order_of_the_annotator():
 
 
 def test_one_in_ten_is_a_gold_question():
-    turns = [
-        [number for number in range(start, start + 10) if is_gold_turn("anna", number)] for start in range(0, 300, 10)
-    ]
+    blocks = [range(start, start + 10) for start in range(0, 300, 10)]
+    turns = [[number for number in block if is_gold_turn("anna", number)] for block in blocks]
     assert all(len(block) == 1 for block in turns)
     assert len({block[0] % 10 for block in turns}) > 5  # nobody can count
     done = [f"d{number}" for number in range(turns[0][0])]
@@ -334,8 +333,7 @@ def test_a_judge_does_not_take_the_place_of_people(world, folder):
 
 def test_theme_of_a_prompt_without_one(world, folder):
     prompt = (
-        "THEME: two cats. This image consists of 2 panels in a 1x2 grid layout. "
-        "[LEFT]: a cat sleeps. [RIGHT]: a cat eats."
+        "THEME: two cats. This image has 2 panels in a 1x2 grid layout. [LEFT]: a cat sleeps. [RIGHT]: a cat eats."
     )
     for text, theme in [(prompt, prompt.partition(" [LEFT]")[0]), ("just two cats", "just two cats")]:
         prompts = Dataset.from_list([{"id": f"p {number}", "prompt": text} for number in range(2)])
@@ -350,7 +348,7 @@ def test_what_the_server_serves_and_refuses(world, folder, monkeypatch):
     pytest.importorskip("gradio")
     asked, lookup = set(), socket.getaddrinfo
     monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, *rest, **more: asked.add(host) or lookup(host, *rest, **more)
+        socket, "getaddrinfo", lambda host, *args, **more: asked.add(host) or lookup(host, *args, **more)
     )
     panel = world.panels.cast_column("image", ImageFeature(decode=False))[0]
     path = Path(panel["image"]["path"])
@@ -367,9 +365,8 @@ def test_what_the_server_serves_and_refuses(world, folder, monkeypatch):
         # A name that was made to point here, and a page of another site
         assert requests.get(url, headers={"Host": "evil.example"}, timeout=10).status_code == 400
         for origin, status in [("http://evil.example", 403), ("null", 403), (url, 413)]:
-            answer = requests.post(
-                f"{url}/gradio_api/upload", files={"files": b"too large"}, headers={"Origin": origin}, timeout=10
-            )
+            options = {"files": {"files": b"too large"}, "headers": {"Origin": origin}, "timeout": 10}
+            answer = requests.post(f"{url}/gradio_api/upload", **options)
             assert answer.status_code == status, (origin, answer.text)
     assert not folder.exists()
     # Nothing is sent anywhere
@@ -476,10 +473,8 @@ def test_label_studio_there_and_back(world, folder, tmp_path):
     assert len({tuple(item["candidate"] for item in task["data"]["candidates"]) for task in tasks}) > 5
 
     names = [{item["candidate"]: item["id"] for item in task["data"]["candidates"]} for task in tasks]
-    true = [
-        [of_task[index] for index in world.truth(row["id"])]
-        for of_task, row in zip(names, world.instances, strict=True)
-    ]
+    tasks_and_rows = zip(names, world.instances, strict=True)
+    true = [[of_task[index] for index in world.truth(row["id"])] for of_task, row in tasks_and_rows]
     orders = [{1: order, 7: order[::-1]} if number else {1: None, 7: order} for number, order in enumerate(true)]
     path = tmp_path / "export.json"
     path.write_text(json.dumps(exported(tasks, orders)))

@@ -50,17 +50,10 @@ def build(tmp_path, monkeypatch):
 
 def write_prompts_file(path: Path, count: int) -> Path:
     """Prompts as a user has them: without ids."""
-    rows = [
-        {
-            "prompt": f"A 2x2 grid layout of fox number {number}. It travels.",
-            "theme": f"The journey of fox number {number}.",
-            "rows": 2,
-            "cols": 2,
-            "panels": ["Spring", "Summer", "Autumn", "Winter"],
-        }
-        for number in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"rows": 2, "cols": 2, "panels": ["Spring", "Summer", "Autumn", "Winter"]}
+    foxes = [f"fox number {number}" for number in range(count)]
+    rows = [{"prompt": f"A 2x2 grid layout of {fox}. It travels.", "theme": f"The journey of {fox}."} for fox in foxes]
+    path.write_text("".join(json.dumps(each | row) + "\n" for each in rows))
     return path
 
 

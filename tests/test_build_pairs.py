@@ -432,42 +432,31 @@ class TestDecisions:
     ]
 
     def decide(self, *ranks: tuple[str, list[int]], **kwargs) -> dict:
-        annotations = [Annotation(f"n{number}", name, tuple(given)) for number, (name, given) in enumerate(ranks)]
+        annotations = [Annotation(f"n{number}", name, tuple(order)) for number, (name, order) in enumerate(ranks)]
         decisions = decide_pairs(self.ROWS, vote_on_instances(annotations), **kwargs)
-        return {(one.first, one.second): (one.yes, one.no) for one in decisions}
+        return {pair.first + pair.second: (pair.yes, pair.no) for pair in decisions}
 
-    def test_best_and_worst(self):
-        assert self.decide(("x", [1, 2, 3])) == {("a", "b"): (1, 0), ("a", "d"): (0, 1)}
-        several = self.decide(("x", [1, 2, 3]), ("x", [1, 3, 2]), ("x", [1, 2, 3]))
-        assert several == {("a", "b"): (3, 0), ("a", "d"): (0, 2)}
-        who_ties_says_nothing = self.decide(("x", [1, 2, 3]), ("x", [1, 1, 1]))
-        assert who_ties_says_nothing == {("a", "b"): (1, 0), ("a", "d"): (0, 1)}
-
-    def test_instances_vote_together(self):
-        found = self.decide(("x", [1, 2, 3]), ("y", [1, 2, 3]))
-        assert found == {("a", "b"): (2, 0), ("a", "d"): (0, 1), ("b", "d"): (0, 1)}
-
-    def test_contradictions(self):
-        """In one instance b is the best for a, in the other a is the worst for b."""
-        assert self.decide(("x", [1, 2, 3]), ("y", [3, 2, 1]))["a", "b"] == (1, 1)
-        assert self.decide(("x", [1, 2, 3]), ("x", [1, 2, 3]), ("y", [3, 2, 1]))["a", "b"] == (2, 1)
+    @pytest.mark.parametrize(
+        ("ranks", "decisions"),
+        [
+            ([("x", [1, 2, 3])], {"ab": (1, 0), "ad": (0, 1)}),  # the best and the worst
+            ([("x", [1, 2, 3]), ("x", [1, 3, 2]), ("x", [1, 2, 3])], {"ab": (3, 0), "ad": (0, 2)}),
+            ([("x", [1, 2, 3]), ("x", [1, 1, 1])], {"ab": (1, 0), "ad": (0, 1)}),  # who ties says nothing
+            ([("x", [1, 2, 3]), ("y", [1, 2, 3])], {"ab": (2, 0), "ad": (0, 1), "bd": (0, 1)}),  # both instances vote
+            # In one instance b is the best for a, in the other a is the worst for b
+            ([("x", [1, 2, 3]), ("y", [3, 2, 1])], {"ab": (1, 1), "ad": (0, 1), "bd": (1, 0)}),
+            ([("x", [1, 1, 2]), ("x", [1, 2, 3])], {"ab": (1, 0), "ad": (0, 2)}),  # tied at the top for one
+            ([("x", [1, 1, 2])], {"ad": (0, 1)}),
+            ([("x", [1, 1, 1])], {}),
+        ],
+    )
+    def test_votes(self, ranks, decisions):
+        assert self.decide(*ranks) == decisions
 
     def test_tied_at_the_bottom(self):
-        one = self.decide(("x", [1, 2, 2]))
-        assert one["a", "b"] == (1, 0)
-        assert len(one) == 2
-        two = self.decide(("x", [1, 2, 2]), num_negatives=2)
-        assert two == {("a", "b"): (1, 0), ("a", "c"): (0, 1), ("a", "d"): (0, 1)}
-        chosen = {next(iter(set(self.decide(("x", [1, 2, 2]), seed=seed)) - {("a", "b")})) for seed in range(20)}
-        assert chosen == {("a", "c"), ("a", "d")}
-
-    def test_who_ties_at_the_top_says_nothing_for_it(self):
-        assert self.decide(("x", [1, 1, 2]), ("x", [1, 2, 3]))["a", "b"] == (1, 0)
-        assert self.decide(("x", [1, 2, 2]), ("x", [1, 2, 3]))["a", "b"] == (2, 0)
-
-    def test_tied_at_the_top_is_not_a_positive(self):
-        assert self.decide(("x", [1, 1, 2])) == {("a", "d"): (0, 1)}
-        assert self.decide(("x", [1, 1, 1])) == {}
+        ranks = ("x", [1, 2, 2])
+        assert self.decide(ranks, num_negatives=2) == {"ab": (1, 0), "ac": (0, 1), "ad": (0, 1)}
+        assert {tuple(self.decide(ranks, seed=seed)) for seed in range(20)} == {("ab", "ac"), ("ab", "ad")}
 
 
 class TestAutomatic:
@@ -556,10 +545,8 @@ class TestAutomatic:
     def test_the_same_image_twice_is_not_a_pair(self, world, automatic):
         """Grids that came out flat: all their panels are equal, and neither answer about two of them teaches anything."""
         flat = {name for name in world.panels["id"] if name.startswith(("p000/0/", "p000/1/"))}
-        digests = [
-            "black" if name in flat else value
-            for name, value in zip(world.panels["id"], world.panels["sha256"], strict=True)
-        ]
+        named = zip(world.panels["id"], world.panels["sha256"], strict=True)
+        digests = ["black" if name in flat else value for name, value in named]
         panels = world.panels.remove_columns("sha256").add_column("sha256", digests)
 
         def pairs_of_flat(panels):
@@ -618,12 +605,9 @@ class TestJudge:
         pairs, rankings, report = build_pairs(
             world.instances, world.panels, world.prompts, annotations, test_size=0.34, max_rankings=50
         )
-        right = [
-            world.is_consistent(*row["panels"]) == (row["completion"][0]["content"] == "Yes")
-            for split in pairs.values()
-            for row in split.remove_columns("images")
-        ]
-        assert np.mean(right) > 0.9
+        rows = [row for split in pairs.values() for row in split.remove_columns("images")]
+        answers = [row["completion"][0]["content"] == "Yes" for row in rows]
+        assert np.mean([world.is_consistent(*row["panels"]) for row in rows] == np.array(answers)) > 0.9
         check_ranking_columns(rankings)
         assert len(rankings) == report["held_out_rankings"] == 50
         assert set(rankings["group"]) <= set(pairs["test"]["group"])

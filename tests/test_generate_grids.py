@@ -27,14 +27,11 @@ def make_prompts(sizes: list[tuple[int, int]], layout: tuple[int, int] = (2, 2),
     rows, cols = layout
     subjects = [SUBJECTS[number % len(SUBJECTS)] for number in range(len(sizes))]
     values = {
-        "id": [f"{number}/{subject}" for number, subject in enumerate(subjects)],
-        "prompt": subjects,
-        "rows": [rows] * len(sizes),
-        "cols": [cols] * len(sizes),
+        "id": [f"{number}/{subject}" for number, subject in enumerate(subjects)], "prompt": subjects,
+        "rows": [rows] * len(sizes), "cols": [cols] * len(sizes),
         "panels": [[f"{subject} {panel}" for panel in range(rows * cols)] for subject in subjects],
-        "height": [height for height, _ in sizes],
-        "width": [width for _, width in sizes],
-    }
+        "height": [height for height, _ in sizes], "width": [width for _, width in sizes],
+    }  # fmt: skip
     values |= columns
     return Dataset.from_dict({name: value for name, value in values.items() if value is not None})
 
@@ -126,7 +123,7 @@ class TestGrids:
         assert all(Path(image["path"]).is_relative_to(path / "images") for image in stored)
 
     def test_images_are_those_of_the_pipeline(self, generated, flux):
-        grids, _ = generated
+        grids, path = generated
         for row in (0, 1, 5):
             image = flux(
                 prompt=FOUR["prompt"][row // 2],
@@ -137,21 +134,14 @@ class TestGrids:
             ).images[0]
             assert image.tobytes() == grids["image"][row].tobytes()
 
-    def test_directory_has_dataset_report_and_sample(self, generated):
-        grids, path = generated
         folder = StageFolder(path)
         assert folder.is_done
         loaded = folder.load()
         stored = loaded.cast_column("image", ImageFeature(decode=False))["image"]
         assert all(image["bytes"] is None and Path(image["path"]).is_absolute() for image in stored)
         assert loaded["id"] == grids["id"] and pixels(loaded)[3].tobytes() == pixels(grids)[3].tobytes()
-        assert folder.report == {
-            "prompts": 4,
-            "seeds": [5, 3],
-            "grids": 8,
-            "grids by size (height x width)": {"32x32": 6, "32x48": 2},
-            "flat grids": [],
-        }
+        sizes = {"grids by size (height x width)": {"32x32": 6, "32x48": 2}}
+        assert folder.report == {"prompts": 4, "seeds": [5, 3], "grids": 8, "flat grids": [], **sizes}
         with Image.open(path / "sample.png") as sheet:
             assert min(sheet.size) > 300
 
@@ -215,25 +205,15 @@ def make_stable_diffusion(tiny_flux: Path) -> StableDiffusionPipeline:
     parts = load_pipeline(str(tiny_flux), torch.float32, "cpu").components
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=parts["text_encoder"].config.hidden_size,
-        attention_head_dim=4,
-        norm_num_groups=4,
-    )
+    )  # fmt: skip
     pipeline = StableDiffusionPipeline(
-        vae=parts["vae"],
-        text_encoder=parts["text_encoder"],
-        tokenizer=parts["tokenizer"],
-        unet=unet,
-        scheduler=EulerAncestralDiscreteScheduler(steps_offset=1),
-        safety_checker=None,
-        feature_extractor=None,
+        vae=parts["vae"], text_encoder=parts["text_encoder"], tokenizer=parts["tokenizer"], unet=unet,
+        scheduler=EulerAncestralDiscreteScheduler(steps_offset=1), safety_checker=None, feature_extractor=None,
         requires_safety_checker=False,
-    )
+    )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -143,23 +143,6 @@ def pull_judge(folder: str) -> None:
     np.save(Path(folder) / "base.npy", judge_scores(PaCoReward.from_pretrained("makers/tiny-judge")))
 
 
-def doctor(folder: Path) -> list[list[str]]:
-    def check(model: str, **settings) -> list[str]:
-        args = PaCoGRPOConfig(f"{folder}/out", use_cpu=True, bf16=False, hub_token=TOKEN, **settings)
-        state = DoctorState(lambda: None, folder, True, f"{folder}/out", script_args=ScriptArguments(model), args=args)
-        try:
-            row = check_hub(state)
-        except Exception as error:
-            return ["failed", str(error)]
-        return [row.verdict, row.finding]
-
-    return [
-        check(BASE, hub_model_id="tester/not-there"),
-        check(BASE, hub_model_id="tester/something"),
-        check("makers/with-terms"),
-    ]
-
-
 #########
 # Tests
 #########
@@ -339,15 +322,24 @@ def test_down_at_the_start(hub, tmp_path):
 
 
 def test_doctor(hub, tmp_path):
+    def check(model: str, **settings) -> tuple[str, str]:
+        args = PaCoGRPOConfig(f"{tmp_path}/out", use_cpu=True, bf16=False, hub_token=TOKEN, **settings)
+        arguments = {"script_args": ScriptArguments(model), "args": args}
+        row = check_hub(DoctorState(lambda: None, tmp_path, True, f"{tmp_path}/out", **arguments))
+        return row.verdict, row.finding
+
     hub.fault = lambda method, path: None
     hub.add_repo("tester/something", {"README.md": b"", "notes/letter.txt": b"dear"})
     hub.add_repo("makers/with-terms", {"README.md": b""})
     hub.gated.add("makers/with-terms")
-    (new, taken, gated), _ = run(hub, tmp_path / "cache", doctor, tmp_path)
-    assert new == ["ok", f"The repository tester/not-there at {hub.url} will be created."]
-    assert ("model", "tester/not-there") not in hub.repos
-    assert taken[0] == "failed" and "files of something else" in taken[1]
-    assert gated[0] == "failed" and "makers/with-terms is gated" in gated[1]
+    with hub.connected(tmp_path / "cache"):
+        found = check(BASE, hub_model_id="tester/not-there")
+        assert found == ("ok", f"The repository tester/not-there at {hub.url} will be created.")
+        assert ("model", "tester/not-there") not in hub.repos
+        with pytest.raises(ValueError, match="files of something else"):
+            check(BASE, hub_model_id="tester/something")
+        with pytest.raises(PermissionError, match="makers/with-terms is gated"):
+            check("makers/with-terms")
 
 
 @pytest.mark.slow

@@ -106,9 +106,7 @@ def _endpoint_of(args) -> ChatEndpoint:
     return ChatEndpoint(args.base_url, args.model, args.api_key_variable, args.max_concurrency)
 
 
-################
 # 1. Prompts
-################
 def make_prompts(args: arguments.PromptsArguments) -> None:
     """Load the prompts, or let a language model write them, and keep the most diverse."""
     if args.dataset_name is None:
@@ -145,9 +143,7 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
     finish(args, folder, report)
 
 
-################
 # 2. Grids
-################
 def make_grids(args: arguments.GridsArguments) -> None:
     """Generate the grids."""
     import torch
@@ -172,9 +168,7 @@ def make_grids(args: arguments.GridsArguments) -> None:
         finish(args, folder, folder.report)
 
 
-################
 # 3. Panels and ranking instances
-################
 def make_panels(args: arguments.PanelsArguments) -> None:
     """Cut the grids into panels, and make ranking instances of them."""
     prompts, grids = grid_prompts(args), result(args, "grids")
@@ -197,9 +191,7 @@ def make_panels(args: arguments.PanelsArguments) -> None:
     finish(args, folder, report, panels=panels)
 
 
-################
 # 4. Ranking: by people in a Gradio app or in another tool, by a judge, by construction
-################
 def annotate(args: arguments.AnnotateArguments) -> None:
     """Serve the app in which people rank."""
     from ..dataset_building.annotation_app import serve_annotation
@@ -266,9 +258,7 @@ def import_(args: arguments.ExchangeArguments) -> None:
     Console().print_json(json.dumps({"imported": counts}))
 
 
-################
 # 5. Pairs and held-out rankings
-################
 def make_pairs(args: arguments.PairsArguments) -> None:
     """Turn the rankings into pairs, and hold some out."""
     instances, panels, prompts = result(args, "instances"), result(args, "panels"), grid_prompts(args)
@@ -301,9 +291,7 @@ def make_pairs(args: arguments.PairsArguments) -> None:
     finish(args, folder, report, **({} if rankings is None else {"rankings": rankings}))
 
 
-################
 # 6. Reasons
-################
 def keys_of_pairs(pairs: Dataset) -> list[str]:
     """Name what a pair's reasons are about: another label or other images under the same id need other reasons."""
     columns = ["id", "prompt", "completion", "dimensions", "sha256"]
@@ -342,9 +330,7 @@ def make_reasons(args: arguments.ReasonsArguments) -> None:
     finish(args, folder, report)
 
 
-################
 # 7. The Hub
-################
 def publish(args: arguments.PublishArguments) -> None:
     """Upload the dataset with its card."""
     grid_prompts(args)

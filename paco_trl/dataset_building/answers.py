@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Query a served model, and stop early if none of its replies can be used."""
 
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,6 +20,12 @@ def causes_text(causes: Counter[str]) -> str:
 def cause_of(reply: Reply) -> str:
     """Return why a reply has no text, without details, so that equal causes are counted together."""
     return str(reply.problem).partition(" (")[0]
+
+
+def sampled_request(content: Any, key: str, max_tokens: int) -> ChatRequest:
+    """Ask for one answer, sampled with a seed that depends on the key alone."""
+    seed = random.Random(key).getrandbits(31)
+    return ChatRequest([{"role": "user", "content": content}], seed, max_tokens, temperature=1.0)
 
 
 class Answers:

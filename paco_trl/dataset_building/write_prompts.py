@@ -3,7 +3,6 @@
 
 import json
 import logging
-import random
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from ..data.texts import normalized
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
-from .answers import Answers, cause_of, causes_text
+from .answers import Answers, cause_of, causes_text, sampled_request
 
 
 if TYPE_CHECKING:
@@ -219,12 +218,7 @@ def _request(batch: _Batch, count: int, key: str) -> ChatRequest:
     text = TEMPLATES.get_template("write_prompts.txt.jinja").render(
         count=count, panels=panels, category=batch.category, meanings=DIMENSIONS
     )
-    return ChatRequest(
-        messages=[{"role": "user", "content": text}],
-        seed=random.Random(key).getrandbits(31),
-        max_tokens=count * (panels * _TOKENS_PER_PANEL + _TOKENS_PER_THEME),
-        temperature=1.0,
-    )
+    return sampled_request(text, key, count * (panels * _TOKENS_PER_PANEL + _TOKENS_PER_THEME))
 
 
 def _read(reply: Reply, batch: _Batch, count: int) -> tuple[list[tuple[str, list[str]]], Counter[str]]:

@@ -4,7 +4,6 @@
 import hashlib
 import json
 import logging
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from ..data.pairs import check_pair_columns, content_text, decision_of, pair_fea
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
-from .answers import Answers, cause_of, causes_text
+from .answers import Answers, cause_of, causes_text, sampled_request
 from .write_prompts import DIMENSIONS, TEMPLATES
 
 
@@ -131,14 +130,9 @@ def write_reasons(
     encode = _encoder(4 * endpoint.max_concurrency + 32)
 
     def request(question: _Question) -> ChatRequest:
-        images = [encode(question.id, image) for image in question.images]
+        content = _content(question, [encode(question.id, image) for image in question.images], min_words, max_words)
         key = f"{seed}/{question.id}/{len(problems[question.id])}"
-        return ChatRequest(
-            messages=_messages(question, images, min_words, max_words),
-            seed=random.Random(key).getrandbits(31),
-            max_tokens=_TOKENS_PER_WORD * max_words,
-            temperature=1.0,
-        )
+        return sampled_request(content, key, _TOKENS_PER_WORD * max_words)
 
     def save(question: _Question, reply: Reply) -> bool:
         journal.append({"id": question.id, "reply": list(reply)})
@@ -215,12 +209,11 @@ def _questions(pairs: "Dataset", ids: Sequence[str], with_images: bool = True) -
         yield _Question(name, row.get("images", []), prompt, decision_of(row["completion"]), dimensions)
 
 
-def _messages(question: _Question, images: list[str], min_words: int, max_words: int) -> list[dict[str, Any]]:
+def _content(question: _Question, images: list[str], min_words: int, max_words: int) -> list[dict[str, Any]]:
     fewest, most = min(2 * min_words, max_words), max(3 * max_words // 4, min_words)
     template = TEMPLATES.get_template("write_reasons.txt.jinja")
     text = template.render(question=question, meanings=DIMENSIONS, fewest=fewest, most=most)
-    content = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-    return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
+    return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
 
 
 def _encoder(size: int) -> Callable[[str, Mapping[str, Any]], str]:
