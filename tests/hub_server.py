@@ -383,16 +383,13 @@ def _handler(hub: HubServer):
                 if user is None:
                     raise _Refused(401, "Invalid username or password.")
                 role = "read" if self.token() in hub.readers else "write"
-                return 200, {
-                    "type": "user",
-                    "name": user,
-                    "orgs": [{"name": name} for name in hub.organizations],
-                    "auth": {"type": "access_token", "accessToken": {"displayName": "tests", "role": role}},
-                }
+                auth = {"type": "access_token", "accessToken": {"displayName": "tests", "role": role}}
+                organizations = [{"name": name} for name in hub.organizations]
+                return 200, {"type": "user", "name": user, "orgs": organizations, "auth": auth}
             if path == "api/validate-yaml":
                 return self.validate(json.loads(self.body)["content"])
-            if path in ("api/repos/create", "api/repos/delete"):
-                return self.create_or_delete(json.loads(self.body), is_new=path.endswith("create"))
+            if path == "api/repos/create":
+                return self.create(json.loads(self.body))
             if parts[0] == "lfs":  # addresses that `answer_batch` gives
                 return self.store(hub.repos[parts[1], "/".join(parts[2:4])], parts[4], is_check=parts[-1] == "verify")
             if parts[0] == "api" and parts[1] in ("models", "datasets", "spaces") and len(parts) >= 4:
@@ -416,14 +413,10 @@ def _handler(hub: HubServer):
 
         # Repositories
 
-        def create_or_delete(self, asked: dict, is_new: bool) -> tuple:
+        def create(self, asked: dict) -> tuple:
             repo_type = asked.get("type") or "model"
             repo_id = f"{asked.get('organization') or self.user()}/{asked['name']}"
             self.check_may_write(repo_id)
-            if not is_new:
-                self.repo(repo_type, repo_id)
-                del hub.repos[repo_type, repo_id]
-                return 200, {}
             url = f"{hub.url}/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}"
             if asked["name"] in hub.reserved:
                 raise _Refused(400, f"The name {asked['name']!r} is reserved")
@@ -464,12 +457,6 @@ def _handler(hub: HubServer):
                 asked = form["paths"] if form else json.loads(self.body)["paths"]
                 listed = {entry["path"]: entry for entry in _entries(files)}
                 return 200, [listed[path] for path in asked if path in listed]
-            if what == "commits":
-                titles = {key: repo.titles[key] for key in reversed(repo.commits)}
-                return 200, [
-                    {"id": key, "title": title, "message": "", "date": _DATE, "authors": []}
-                    for key, title in titles.items()
-                ]
             if what == "preupload":
                 self.check_may_write(repo_id)
                 return 200, {"files": [self.describe_upload(files, asked) for asked in json.loads(self.body)["files"]]}
@@ -543,8 +530,6 @@ def _handler(hub: HubServer):
                     files[value["path"]] = Blob(repo.stored[value["oid"]], is_lfs=True)
                 elif line["key"] == "deletedFile":
                     del files[value["path"]]
-                elif line["key"] == "deletedFolder":
-                    files = {path: blob for path, blob in files.items() if not path.startswith(value["path"])}
                 else:
                     raise _Refused(400, f"unknown operation {line['key']}")
             if "README.md" in files:

@@ -96,8 +96,8 @@ class ImageSettings:
             yield "sampler", f"{self.num_inference_steps} steps, guidance {self.guidance_scale}{negative}"
         if self.num_trained_steps is not None:
             names = ("nft_beta", "awm_weighting", "old_policy_beta")
-            own = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) is not None]
-            yield "trained times", ", ".join([f"{self.num_trained_steps} for each image", *own])
+            options = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+            yield "trained times", ", ".join([f"{self.num_trained_steps} for each image", *options])
         elif self.sde_type is not None:
             chosen = f", {self.num_sde_steps} of them at random in each round" if self.num_sde_steps else ""
             shared = self.images_per_prefix or 1

@@ -69,7 +69,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         shown["question"] = repr(theme_question("A fox through the four seasons"))
         shown["serve_options"] = _serve_options(card)
         shown["accuracy_intervals"] = [
-            _interval(one["decision_accuracy"], one["pairs"]) for one in card.evaluations.values()
+            _interval(evaluation["decision_accuracy"], evaluation["pairs"]) for evaluation in card.evaluations.values()
         ]
     else:
         shown["prompt"], shown["layout"], shown["call"] = _example(card)
@@ -120,7 +120,7 @@ def renamed(text: str, old: str, new: str) -> str:
     def in_code(code: re.Match) -> str:
         changed = code[0]
         for pattern in patterns:
-            changed = re.sub(pattern, lambda found: found[1] + new, changed)
+            changed = re.sub(pattern, lambda match: match[1] + new, changed)
         return changed
 
     return _CODE.sub(in_code, text)
@@ -195,10 +195,10 @@ def _results(card: ImageModelCard | JudgeCard) -> list[Result]:
     if isinstance(card, JudgeCard):
         names = {name: name.removeprefix("eval").removeprefix("_") or "evaluation pairs" for name in card.evaluations}
         return [
-            Result(metric, float(one[key]), label, names[name])
-            for name, one in card.evaluations.items()
+            Result(metric, float(evaluation[key]), label, names[name])
+            for name, evaluation in card.evaluations.items()
             for key, (metric, label) in _JUDGE_METRICS.items()
-            if key in one
+            if key in evaluation
         ]
     return [
         Result(row.reward, float(row.mean), f"mean of the reward {row.reward}", row.dataset or "evaluation prompts")

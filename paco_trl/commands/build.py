@@ -175,8 +175,8 @@ def make_panels(args: arguments.PanelsArguments) -> None:
     unknown = set(args.exclude_prompts) - set(prompts["id"][:])
     if unknown:
         raise ValueError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is the id of no prompt.")
-    kept = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
-    grids = grids.select(kept)
+    rows = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
+    grids = grids.select(rows)
     generated_with = digest(stage(args, "grids").settings)
     panels = building.cut_panels(grids, stage(args, "panels", {"generated_with": generated_with}), args.num_workers)
     instances = building.make_instances(panels, args.max_instances_per_prompt, args.seed)
@@ -317,13 +317,13 @@ def make_reasons(args: arguments.ReasonsArguments) -> None:
     written = building.write_reasons(
         keyed, endpoint, part, args.max_attempts, args.min_words, args.max_words, args.seed
     )
-    row_of = {key: row for row, key in enumerate(written["id"][:])}
+    rows = {key: row for row, key in enumerate(written["id"][:])}
     splits = {}
     for name, split in pairs.items():
-        kept = [(row, key) for row, key in enumerate(keys[name]) if key in row_of]
-        if kept:
-            reasoned = written.select([row_of[key] for _, key in kept]).remove_columns("id")
-            ids = split.select([row for row, _ in kept])["id"][:]
+        reasoned_keys = [(row, key) for row, key in enumerate(keys[name]) if key in rows]
+        if reasoned_keys:
+            reasoned = written.select([rows[key] for _, key in reasoned_keys]).remove_columns("id")
+            ids = split.select([row for row, _ in reasoned_keys])["id"][:]
             splits[name] = reasoned.add_column("id", ids).select_columns(split.column_names)
     report = {"model": args.model, "max_attempts": args.max_attempts, "keys": digest(keys), **part.report}
     folder.finish(DatasetDict(splits), report)

@@ -33,14 +33,14 @@ def find_saved_model(folder: Path) -> Path:
     """Find the newest model of an output directory: itself, or its latest complete checkpoint if that is newer."""
     if not folder.is_dir():
         raise ValueError(f"'{folder}' is not a directory. Give the output directory of a run, or a checkpoint.")
-    found = [checkpoint for checkpoint in checkpoints_of(folder) if _is_whole(checkpoint)][:1]
+    models = [checkpoint for checkpoint in checkpoints_of(folder) if _is_whole(checkpoint)][:1]
     if _is_whole(folder):
-        found.append(folder)
-    if not found:
+        models.append(folder)
+    if not models:
         raise ValueError(
             f"'{folder}' has no saved model, or none that is complete. Give the directory of a run or a checkpoint."
         )
-    return max(found, key=_saved_at)
+    return max(models, key=_saved_at)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -64,10 +64,10 @@ def push(args: PushArguments) -> str:
     if repo_id is None:
         raise ValueError(f"`hub_model_id` is not given, and nothing of '{run}' was pushed. Give `--hub_model_id`.")
     # The settings of the run's own repository do not apply to another one
-    own_id = known.get("repo_id", "")
-    own = known if args.hub_model_id in (None, own_id, own_id.split("/")[-1]) else {}
-    revision = args.hub_revision or own.get("revision")
-    private = args.hub_private_repo if args.hub_private_repo is not None else own.get("private")
+    run_id = known.get("repo_id", "")
+    run_settings = known if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}
+    revision = args.hub_revision or run_settings.get("revision")
+    private = args.hub_private_repo if args.hub_private_repo is not None else run_settings.get("private")
     published_files = published_files_of(model)
     api = HfApi(library_name="paco_trl")
     repo_id = retrying(api, repo_id)(

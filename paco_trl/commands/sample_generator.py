@@ -71,7 +71,7 @@ class SampleGenerator:
             for name, value in (self.args.model_init_kwargs or {}).items()
             if name in ("revision", "cache_dir", "token")
         }
-        own = getattr(diffusers, class_name).from_pretrained(
+        scheduler = getattr(diffusers, class_name).from_pretrained(
             self.pipeline.name_or_path, subfolder="scheduler", **where
         )
 
@@ -88,7 +88,7 @@ class SampleGenerator:
             return [to_rgb(image, "A generated image") for image in generated], []
 
         adapter_off = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
-        with self._component("scheduler", own), adapter_off:
+        with self._component("scheduler", scheduler), adapter_off:
             return self._generate(1, with_own_scheduler)
 
     def generate_with(self, transformer: nn.Module) -> Generation:

@@ -31,11 +31,11 @@ class Vote(NamedTuple):
 
 def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
     """Count the votes on one instance: each annotator's rank of each candidate (1 is best, equal is tied)."""
-    if not ranks or len({len(one) for one in ranks}) != 1:
+    if not ranks or len({len(order) for order in ranks}) != 1:
         raise ValueError(f"The annotators rank {[*map(len, ranks)]} candidates, but must rank the same ones.")
     candidates = range(len(ranks[0]))
     # The sign of (annotators who put i before j) - (annotators who put j before i)
-    margins = [[sum((one[i] < one[j]) - (one[i] > one[j]) for one in ranks) for j in candidates] for i in candidates]
+    margins = [[sum((row[i] < row[j]) - (row[i] > row[j]) for row in ranks) for j in candidates] for i in candidates]
     relation = tuple(tuple((margin > 0) - (margin < 0) for margin in row) for row in margins)
     wins = [row.count(1) for row in relation]
     # An order of n candidates has those who win n - 1, n - 2, ..., 0 times; no other relation has
@@ -116,7 +116,7 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
             for instance in ranked
         }
         with_others = [count_agreement(ranked[instance], *ranks) for instance, ranks in others.items() if ranks]
-        with_gold = [count_agreement(ranks, best) for one, ranks in ranked.items() if (best := truth.get(one))]
+        with_gold = [count_agreement(ranks, best) for key, ranks in ranked.items() if (best := truth.get(key))]
         report["annotators"][name] = {
             "ranked": len(ranked),
             "skipped": len(seen) - len(ranked),

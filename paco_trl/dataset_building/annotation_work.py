@@ -94,7 +94,10 @@ class AnnotationWork:
         if not self._regular:
             raise ValueError(f"All {len(self.gold)} instances are gold questions of {gold}: nothing is left to rank.")
         paths = sorted(self.folder.glob("*.jsonl"))
-        ranks = {(one.annotator, one.instance): one.ranks for one in read_annotations(paths, instances)}
+        ranks = {
+            (annotation.annotator, annotation.instance): annotation.ranks
+            for annotation in read_annotations(paths, instances)
+        }
         # Of each annotator, by instance, in the order in which they were first ranked: this is the way back
         self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
         for _, record in itertools.chain.from_iterable(map(read_lines, paths)):

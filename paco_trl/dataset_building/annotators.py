@@ -110,7 +110,7 @@ def rank_with_judge(
 
     # Paths, or bytes if the panels came from the Hub, which are read by prompt
     stored = panels.cast_column("image", Image(decode=False)).select_columns(["id", "image"])
-    row_of = {name: row for row, name in enumerate(stored["id"][:])}
+    rows_by_id = {name: row for row, name in enumerate(stored["id"][:])}
     questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
     unknown = next((row for row in rows if row["prompt_id"] not in questions), None)
     if unknown is not None:
@@ -122,7 +122,7 @@ def rank_with_judge(
         for prompt_id, group in itertools.groupby(rows, key=lambda row: row["prompt_id"]):
             same_prompt = list(group)
             names = {name for row in same_prompt for name in (row["reference"], *row["candidates"])}
-            images = {name: stored[row_of[name]]["image"] for name in names}
+            images = {name: stored[rows_by_id[name]]["image"] for name in names}
             images = {name: image["bytes"] or image["path"] for name, image in images.items()}
             pairs = [(images[row["reference"]], images[name]) for row in same_prompt for name in row["candidates"]]
             scores = iter(judge.score(pairs, [questions[prompt_id]] * len(pairs)))

@@ -77,8 +77,8 @@ def built_pair_features() -> "Features":
     from datasets import Features
 
     lists = {"dimensions": ["string"], "panels": ["string"], "sha256": ["string"]}
-    ours = column_types(group="string", category="string", **lists, votes={"yes": "int64", "no": "int64"})
-    return Features({**column_types(id="string"), **pair_features(), **ours})
+    columns = column_types(group="string", category="string", **lists, votes={"yes": "int64", "no": "int64"})
+    return Features({**column_types(id="string"), **pair_features(), **columns})
 
 
 def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Dataset") -> "Dataset":

@@ -127,9 +127,9 @@ def dataset_card(
 
 def _table(columns: Mapping[str, Sequence[Any]]) -> str:
     """Format a table of the columns that have values."""
-    kept = {name: values for name, values in columns.items() if any(value is not None for value in values)}
-    rows = zip(*kept.values(), strict=True)
-    return markdown_table(kept, [["-" if cell is None else cell for cell in row] for row in rows])
+    filled = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    rows = zip(*filled.values(), strict=True)
+    return markdown_table(filled, [["-" if cell is None else cell for cell in row] for row in rows])
 
 
 def _percent(fraction: float | None) -> str | None:
@@ -141,7 +141,7 @@ def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for label, key in (("category", "categories"), ("dimension of consistency", "dimensions")):
         names = [name for name, _ in sum((split[key] for split in splits.values()), Counter()).most_common()]
         if names:
-            counts = {f"pairs ({split})": [found[key][name] for name in names] for split, found in splits.items()}
+            counts = {f"pairs ({split})": [content[key][name] for name in names] for split, content in splits.items()}
             yield _table({label: names, **counts})
 
 
@@ -151,16 +151,16 @@ def _annotators_table(ranking: Mapping[str, Any]) -> str:
     judges = [judge_annotator_name(judge) for judge in ranking.get("judges") or []]
     people = [name for name in annotators if name not in (AUTOMATIC, *judges)]
     names = [f"person {people.index(name) + 1}" if name in people else public_name(name) for name in annotators]
-    of_each = {key: [found[key] for found in annotators.values()] for key in ("ranked", "skipped")}
+    counts = {key: [entry[key] for entry in annotators.values()] for key in ("ranked", "skipped")}
     fractions = {
-        label: [_percent(found[key]) for found in annotators.values()]
+        label: [_percent(entry[key]) for entry in annotators.values()]
         for label, key in (
             ("as the majority of the others", "agreement_with_others"),
             ("as the gold answers", "gold_agreement"),
         )
     }
     has_any = any(value is not None for values in fractions.values() for value in values)
-    return _table({"annotator": names, **of_each, **fractions}) if has_any else ""
+    return _table({"annotator": names, **counts, **fractions}) if has_any else ""
 
 
 def _words(value: Any) -> str:

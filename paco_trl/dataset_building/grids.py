@@ -37,12 +37,12 @@ def plan_batches(sizes: Sequence[tuple[int, int]], seeds: Sequence[int], batch_s
     # By the arguments alone: the last bits of an image depend on its batch, and a resumed run must make the same calls
     chunks = [list(seeds[start : start + batch_size]) for start in range(0, len(seeds), batch_size)]
     step = max(batch_size // len(seeds), 1)
-    rows_of: dict[tuple[int, int], list[int]] = {}
+    rows_by_size: dict[tuple[int, int], list[int]] = {}
     for row, size in enumerate(sizes):
-        rows_of.setdefault(size, []).append(row)
+        rows_by_size.setdefault(size, []).append(row)
     return [
         GridBatch(rows[start : start + step], chunk, *size)
-        for size, rows in rows_of.items()
+        for size, rows in rows_by_size.items()
         for start in range(0, len(rows), step)
         for chunk in chunks
     ]

@@ -80,7 +80,7 @@ def records_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str
         try:
             data = task["data"]
             known = {name: data[name] for name in ("instance", "digest") if data[name] is not None}
-            index_of = {item["id"]: item["candidate"] for item in data["candidates"]}
+            indices = {item["id"]: item["candidate"] for item in data["candidates"]}
             for annotation in sorted(task["annotations"], key=lambda annotation: annotation["id"]):
                 user = annotation["completed_by"]  # an id, or an object that has it
                 user = user["id"] if isinstance(user, dict) else user
@@ -93,7 +93,7 @@ def records_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str
                     for result in annotation["result"]
                     if result["type"] == "ranker"
                 ]
-                records.append(record | {"ranking": [index_of[name] for name in names]})
+                records.append(record | {"ranking": [indices[name] for name in names]})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"The task {shorten(task)} is not one of this dataset with a ranking by Label Studio's Ranker "

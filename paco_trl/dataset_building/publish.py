@@ -227,8 +227,8 @@ def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping
 
 def _check_contents(repo_id: str, info: Any, has_rankings: bool) -> None:
     """Check that the repository has an earlier version of the same and nothing else."""
-    ours = {".gitattributes", "README.md", "assets", _PAIRS, *([_RANKINGS] if has_rankings else [])}
-    others = sorted(name.rfilename for name in info.siblings if name.rfilename.split("/")[0] not in ours)
+    expected = {".gitattributes", "README.md", "assets", _PAIRS, *([_RANKINGS] if has_rankings else [])}
+    others = sorted(name.rfilename for name in info.siblings if name.rfilename.split("/")[0] not in expected)
     if others:
         raise ValueError(
             f"{repo_id} has {len(others)} files of something else, such as {others[0]!r}. Choose another `repo_id`."
@@ -290,7 +290,7 @@ def _push(
             earlier.text = ""
             commit(earlier, "Remove the card of earlier data", {})
     for name in dict.fromkeys(name for name, _ in parts):
-        splits = DatasetDict({split: dataset for (of, split), dataset in parts.items() if of == name})
+        splits = DatasetDict({split: dataset for (config, split), dataset in parts.items() if config == name})
         options = {"private": private, "token": api.token, "max_shard_size": max_shard_size}
         splits.push_to_hub(repo_id, name, commit_message=f"Upload {name}", **options)
     pushed = _load_card(api, repo_id)

@@ -32,13 +32,13 @@ def _evenly_spaced(items: Sequence[int], chosen: int) -> list[int]:
 
 def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prompts: int = 6) -> "Image.Image":
     """Show some prompts with their grids, a row each with the first eight seeds."""
-    rows_of: dict[str, list[int]] = {}
+    rows_by_prompt: dict[str, list[int]] = {}
     for row, prompt_id in enumerate(grids["prompt_id"][:]):
-        rows_of.setdefault(prompt_id, []).append(row)
-    texts, names = by_id(prompts, "prompt"), list(rows_of)
+        rows_by_prompt.setdefault(prompt_id, []).append(row)
+    texts, names = by_id(prompts, "prompt"), list(rows_by_prompt)
     rows = []
     for place in _evenly_spaced(range(len(names)), max_prompts):
-        shown = grids.select(rows_of[names[place]][:_MAX_IMAGES])
+        shown = grids.select(rows_by_prompt[names[place]][:_MAX_IMAGES])
         rows.append((texts[names[place]], [[(row["image"], f"seed {row['seed']}") for row in shown]]))
     return _render(rows, path)
 
@@ -47,15 +47,15 @@ def instances_sheet(
     instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path, max_instances: int = 6
 ) -> "Image.Image":
     """Show some ranking instances, a row each: the reference at the left, then the first eight candidates."""
-    row_of = {name: row for row, name in enumerate(panels["id"][:])}
+    rows_by_id = {name: row for row, name in enumerate(panels["id"][:])}
     texts = by_id(prompts, "prompt")
     rows = []
     for place in _evenly_spaced(range(len(instances)), max_instances):
         instance = instances[place]
         blocks = []
         for names, role in (([instance["reference"]], "reference: "), (instance["candidates"][:_MAX_IMAGES], "")):
-            found = [panels[row_of[name]] for name in names]
-            blocks.append([(one["image"], f"{role}seed {one['seed']}, panel {one['position']}") for one in found])
+            shown = [panels[rows_by_id[name]] for name in names]
+            blocks.append([(row["image"], f"{role}seed {row['seed']}, panel {row['position']}") for row in shown])
         rows.append((texts[instance["prompt_id"]], blocks))
     return _render(rows, path)
 
@@ -70,12 +70,12 @@ def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image
     columns = pairs.with_format(None)
     labels = [decision_of(completion) for completion in columns["completion"][:]]
     groups = columns["group"][:] if "group" in pairs.column_names else [None] * len(pairs)
-    rows_of = {name: [row for row, label in enumerate(labels) if label == name] for name in ("Yes", "No")}
-    negative_of = {groups[row]: row for row in reversed(rows_of["No"])}
-    matched = [row for row in rows_of["Yes"] if groups[row] in negative_of]
-    of_each = {groups[row]: row for row in reversed(matched)}
-    left = _evenly_spaced(sorted(of_each.values()) or rows_of["Yes"], max_rows)
-    right = [negative_of[groups[row]] for row in left] if of_each else _evenly_spaced(rows_of["No"], max_rows)
+    rows_by_label = {name: [row for row, label in enumerate(labels) if label == name] for name in ("Yes", "No")}
+    negatives = {groups[row]: row for row in reversed(rows_by_label["No"])}
+    matched = [row for row in rows_by_label["Yes"] if groups[row] in negatives]
+    positives = {groups[row]: row for row in reversed(matched)}
+    left = _evenly_spaced(sorted(positives.values()) or rows_by_label["Yes"], max_rows)
+    right = [negatives[groups[row]] for row in left] if positives else _evenly_spaced(rows_by_label["No"], max_rows)
     rows = []
     for number in range(max(len(left), len(right))):
         blocks, titles = [], []

@@ -95,11 +95,11 @@ def _read_json(model: str, name: str) -> Any:
 def _pooling(model: str) -> str:
     """Read the pooling that sentence-transformers saves with a model: `"mean"` if there is none."""
     modules = [module["type"].rpartition(".")[2] for module in _read_json(model, "modules.json") or ()]
-    further = [name for name in modules if name not in ("Transformer", "Pooling", "Normalize")]
+    layers = [name for name in modules if name not in ("Transformer", "Pooling", "Normalize")]
     settings = _read_json(model, "config_sentence_transformers.json") or {}
     prompt = (settings.get("prompts") or {}).get(settings.get("default_prompt_name"))
-    if further or prompt:
-        has = f"the layers {further} (modules.json)" if further else f"the default prompt {prompt!r}"
+    if layers or prompt:
+        has = f"the layers {layers} (modules.json)" if layers else f"the default prompt {prompt!r}"
         raise ValueError(
             f"{model} has {has}. Choose a model of a transformer and its pooling alone, such as all-MiniLM-L6-v2."
         )

@@ -123,8 +123,8 @@ def write_prompts(
     replies: dict[tuple[int, int], Reply] = {}
 
     def add(number: int, attempt: int, reply: Reply) -> None:
-        found, causes = _read(reply, batches[number], _PROMPTS_PER_REQUEST)
-        answers.add(f"{seed}/{number}/{attempt}", reply, bool(found), causes)
+        usable, causes = _read(reply, batches[number], _PROMPTS_PER_REQUEST)
+        answers.add(f"{seed}/{number}/{attempt}", reply, bool(usable), causes)
         replies[number, attempt] = reply
 
     def save(question: tuple[int, int, ChatRequest], reply: Reply) -> bool:
@@ -154,8 +154,8 @@ def write_prompts(
             answers.collect(iter(unsent), itemgetter(2), save, total=len(unsent), desc=description)
         dropped = Counter()
         for number, count in lacking.items():
-            found, causes = _read(replies[number, attempt], batches[number], count)
-            for theme, panels in found:
+            usable, causes = _read(replies[number, attempt], batches[number], count)
+            for theme, panels in usable:
                 key = normalized(" ".join([theme, *panels]))
                 if key in seen:
                     causes[SAME_PROMPT] += 1

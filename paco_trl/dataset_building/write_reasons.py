@@ -147,8 +147,8 @@ def write_reasons(
     if not rows:
         raise answers.none_usable()
     completions = [[{"role": "assistant", "content": texts[ids[row]]}] for row in rows]
-    rejected = Counter(problem for of_pair in problems.values() for problem in of_pair if problem)
-    dropped = Counter(of_pair[-1] for of_pair in problems.values() if of_pair[-1])
+    rejected = Counter(problem for causes in problems.values() for problem in causes if problem)
+    dropped = Counter(causes[-1] for causes in problems.values() if causes[-1])
     report = {
         "pairs": len(ids),
         "with reasons": len(rows),

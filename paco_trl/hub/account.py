@@ -121,14 +121,14 @@ def check_account(api: HfApi, repo_id: str) -> str:
             if status_of(error) != 401:
                 raise
             raise PermissionError(f"{api.endpoint} does not know the token. {_NEW_TOKEN}") from error
-    user, organizations = account["name"], [one["name"] for one in account.get("orgs", [])]
+    user, organizations = account["name"], [name["name"] for name in account.get("orgs", [])]
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise PermissionError(f"The token of {user} for {api.endpoint} may only read. {_NEW_TOKEN}")
     namespace, _, name = repo_id.rpartition("/")
-    if namespace.lower() not in ("", user.lower(), *(one.lower() for one in organizations)):
-        theirs = f"{user} and of {', '.join(organizations)}" if organizations else user
+    if namespace.lower() not in ("", user.lower(), *(name.lower() for name in organizations)):
+        accounts = f"{user} and of {', '.join(organizations)}" if organizations else user
         raise PermissionError(
-            f"The repository is {repo_id}, but the token for {api.endpoint} is that of {theirs}: it has no right to "
+            f"The repository is {repo_id}, but the token for {api.endpoint} is that of {accounts}: it has no right to "
             f"{namespace!r}. Give a token of {namespace}, or another repository, such as '{user}/{name}'."
         )
     return repo_id if namespace else f"{user}/{repo_id}"
@@ -219,8 +219,8 @@ def _check_contents(
     if revision not in [branch.name for branch in api.list_repo_refs(repo_id).branches]:
         revision = None  # a new branch begins with what is on the main one
     files = api.list_repo_files(repo_id, revision=revision)
-    ours = (*published_files, *_HARMLESS)
-    others = [name for name in files if not name.startswith(CHECKPOINT_FOLDERS) and not matches(name, ours)]
+    expected = (*published_files, *_HARMLESS)
+    others = [name for name in files if not name.startswith(CHECKPOINT_FOLDERS) and not matches(name, expected)]
     if others:
         raise ValueError(
             f"{repo_id} has {len(others)} files of something else, such as {others[0]!r}. Name another repository, or delete them."
@@ -228,23 +228,23 @@ def _check_contents(
     weights = [name for name in files if name.endswith((".safetensors", ".bin")) and matches(name, published_files)]
     if not weights:
         return
-    card, theirs = dict[str, Any](), None
+    card, other_base = dict[str, Any](), None
     with tempfile.TemporaryDirectory() as folder:
-        kept = {"revision": revision, "local_dir": folder}
+        options = {"revision": revision, "local_dir": folder}
         if "README.md" in files:
-            card = card_metadata(api.hf_hub_download(repo_id, "README.md", **kept))
+            card = card_metadata(api.hf_hub_download(repo_id, "README.md", **options))
         if "adapter_config.json" in files:
-            with open(api.hf_hub_download(repo_id, "adapter_config.json", **kept), encoding="utf-8") as file:
-                theirs = json.load(file).get("base_model_name_or_path")
-    theirs = theirs or card.get("base_model")
+            with open(api.hf_hub_download(repo_id, "adapter_config.json", **options), encoding="utf-8") as file:
+                other_base = json.load(file).get("base_model_name_or_path")
+    other_base = other_base or card.get("base_model")
     if "paco-trl" not in (card.get("tags") or []):
         raise ValueError(
             f"{repo_id} has {weights[0]!r} of a model that was not made here: its card lacks the tag 'paco-trl'. Name another one."
         )
-    if isinstance(theirs, str) and base_model is not None and not is_same_model(theirs, base_model):
-        theirs = public_name(theirs)
+    if isinstance(other_base, str) and base_model is not None and not is_same_model(other_base, base_model):
+        other_base = public_name(other_base)
         raise ValueError(
-            f"{repo_id} has a model made of {theirs}, not of {public_name(base_model)}. Name another one."
+            f"{repo_id} has a model made of {other_base}, not of {public_name(base_model)}. Name another one."
         )
 
 

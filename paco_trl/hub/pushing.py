@@ -56,8 +56,8 @@ def remembered_repository(output_dir: str | Path) -> dict[str, Any] | None:
 def select_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, Path]:
     """Return the files of a directory that match patterns, by their path in it. Only these are uploaded."""
     folder = Path(folder)
-    found = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in found}
+    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def retrying(api: HfApi, repo_id: str) -> Retrying:
@@ -88,8 +88,8 @@ def upload(
     has_model = any(not name.startswith(CHECKPOINT_FOLDERS) for name in files)
     operations = [CommitOperationAdd(name, _public_content(name, path)) for name, path in files.items()]
     # Not `list_repo_files`, which has no timeout
-    there = api.model_info(repo_id, revision=revision, timeout=_LISTING_SECONDS).siblings
-    for name in [each.rfilename for each in there]:
+    siblings = api.model_info(repo_id, revision=revision, timeout=_LISTING_SECONDS).siblings
+    for name in [sibling.rfilename for sibling in siblings]:
         is_old = name.split("/")[0] in folders or (has_model and matches(name, published_files))
         if is_old and name not in files:
             operations.append(CommitOperationDelete(name))
@@ -166,8 +166,8 @@ class HubPusher:
 
     def waiting(self) -> list[Path]:
         """Return the directories that wait for an upload to this repository and branch, oldest first."""
-        found = sorted(path.parent for path in self.folder.glob(f"[0-9]*/{_PUSH}"))
-        return [path for path in found if self._destination.items() <= _read(path / _PUSH).items()]
+        folders = sorted(path.parent for path in self.folder.glob(f"[0-9]*/{_PUSH}"))
+        return [path for path in folders if self._destination.items() <= _read(path / _PUSH).items()]
 
     def push_waiting(self, are_replaced: bool = False) -> None:
         """Upload everything that waits, see [`hub_errors`]; with `are_replaced` only full checkpoints, as a newer model follows."""
@@ -176,8 +176,8 @@ class HubPusher:
         with FileLock(self.folder / ".lock"):  # `paco-trl push` may run at the same time
             if are_replaced and not self.always_push:
                 waiting = self.waiting()
-                for each in waiting:
-                    self._drop_top(each, keep_last=each is waiting[-1])
+                for earlier in waiting:
+                    self._drop_top(earlier, keep_last=earlier is waiting[-1])
             while waiting := self.waiting():
                 if len(waiting) > 1 and not self.always_push:
                     self._drop_top(waiting[0], keep_last=False)

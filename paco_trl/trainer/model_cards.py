@@ -51,8 +51,8 @@ def dataset_ids(dataset: Dataset, dataset_name: str | None) -> list[str]:
 def _downloaded(user: str, commit: str) -> str | None:
     """Find the one dataset with this commit in the Hub's cache: the cache of rows has its name in lower case."""
     prefix = f"datasets--{user}--"
-    found = list(Path(constants.HF_HUB_CACHE).glob(f"{glob.escape(prefix)}*/snapshots/{commit}"))
-    return f"{user}/{found[0].parts[-3].removeprefix(prefix)}" if len(found) == 1 else None
+    folders = list(Path(constants.HF_HUB_CACHE).glob(f"{glob.escape(prefix)}*/snapshots/{commit}"))
+    return f"{user}/{folders[0].parts[-3].removeprefix(prefix)}" if len(folders) == 1 else None
 
 
 def lora_of(model: nn.Module, continued_from: str | None = None, quantization: str | None = None) -> LoRA | None:
@@ -109,13 +109,15 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRo
     images = [Image.new("RGB", (width, height))] * min(family.max_images, 1) if rows.sources is not None else []
     arguments = family.call_arguments(height, width, args.guidance_scale, images)
     if rows.sources is not None:  # the size is that of the source
-        arguments = {name: each for name, each in arguments.items() if name.endswith(("guidance_scale", "cfg_scale"))}
+        arguments = {
+            name: value for name, value in arguments.items() if name.endswith(("guidance_scale", "cfg_scale"))
+        }
     arguments["num_inference_steps"] = args.num_inference_steps_eval
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
     if args.negative_prompt is not None:
         arguments["negative_prompt"] = args.negative_prompt
-    given = {name: value for name, value in arguments.items() if value is not None}
-    as_code = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in given.items()}
+    shown = {name: value for name, value in arguments.items() if value is not None}
+    as_code = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in shown.items()}
     return ", ".join(f"{name}={value}" for name, value in as_code.items())
 
 
@@ -162,18 +164,18 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
         numbered = [(int(path.stem.rsplit("_", 1)[1]), path) for path in sheets]
         return max(((n, path) for n, path in numbered if n * steps_of_one < end), default=(None, None))[1]
 
-    found: dict[str, Path | None] = {"curves.png": output_dir / "curves.png"}
+    pictures: dict[str, Path | None] = {"curves.png": output_dir / "curves.png"}
     if args.log_completions:
         steps_per_round = args.round_layout.num_optimizer_steps * args.num_iterations
-        found["contact_sheet.png"] = latest("round_*.png", steps_per_round, max(step, 1))
+        pictures["contact_sheet.png"] = latest("round_*.png", steps_per_round, max(step, 1))
         if use_ema or args.ema_decay is None:
-            found["evaluation.png"] = latest("eval*_step_*.png", 1, step + 1)
-        if (sheet := found.get("evaluation.png") or found["contact_sheet.png"]) is not None:
-            found |= {f"images/{n}.png": sheet.with_name(f"{n}_{sheet.name}") for n in range(CARD_PROMPTS)}
+            pictures["evaluation.png"] = latest("eval*_step_*.png", 1, step + 1)
+        if (sheet := pictures.get("evaluation.png") or pictures["contact_sheet.png"]) is not None:
+            pictures |= {f"images/{n}.png": sheet.with_name(f"{n}_{sheet.name}") for n in range(CARD_PROMPTS)}
     for name in ("resolution_transfer", "tail_transfer"):
         if getattr(args, f"{name}_prompts"):
-            found[f"{name}.png"] = output_dir / "evaluation" / f"{name}.png"
-    return {name: path for name, path in found.items() if path is not None and path.is_file()}
+            pictures[f"{name}.png"] = output_dir / "evaluation" / f"{name}.png"
+    return {name: path for name, path in pictures.items() if path is not None and path.is_file()}
 
 
 def gallery_of(pictures: dict[str, Path]) -> dict[str, str]:

@@ -80,13 +80,13 @@ class PushesToHub(Trainer):
         args, step = self.args, self.state.global_step
         if args.hub_strategy == HubStrategy.END:
             return
-        whole = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
+        names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             self.callback_handler.on_push_begin(args, self.state, self.control)
             message = f"Training in progress, step {step}"
             try:
-                self.pusher.push_later(checkpoint_folder, step, message, whole.get(args.hub_strategy))
+                self.pusher.push_later(checkpoint_folder, step, message, names.get(args.hub_strategy))
             except OSError as error:  # such as a full disk
                 logger.warning(f"The checkpoint of step {step} is saved, but cannot be prepared for the Hub: {error}.")
 

@@ -93,13 +93,13 @@ def truncations_counted(pipeline: "DiffusionPipeline", counted: str) -> Iterator
     # The tokenizer does not know yet that its result will be truncated
     names = (type(pipeline).__module__, "transformers.tokenization_utils_base")
     loggers = [logging.getLogger(name) for name in names]
-    for each in loggers:
-        each.addFilter(count)
+    for logger_ in loggers:
+        logger_.addFilter(count)
     try:
         yield truncations
     finally:
-        for each in loggers:
-            each.removeFilter(count)
+        for logger_ in loggers:
+            logger_.removeFilter(count)
     wait_for_all()
     everywhere = gather_object([truncations])
     if PartialState().is_main_process:
@@ -130,21 +130,21 @@ def generate_missing(
                 flat.append(place)
     wait_for_all()
     missing = sorted(gather_object(missing))
-    places_of: dict[int, list[Any]] = {}
+    places: dict[int, list[Any]] = {}
     for number, place in missing:
-        places_of.setdefault(number, []).append(place)
+        places.setdefault(number, []).append(place)
 
     waiting = [calls[number][place] for number, place in missing]
     total = sum(map(len, calls))
     is_quiet = not state.is_main_process
-    counted = f"{len(places_of)} calls of {type(pipeline).__name__}"
+    counted = f"{len(places)} calls of {type(pipeline).__name__}"
     with (
         truncations_counted(pipeline, counted),
         tqdm(total=total, initial=total - len(waiting), desc=description, unit="image", disable=is_quiet) as bar,
     ):
-        for number in list(places_of)[state.process_index :: state.num_processes]:
+        for number in list(places)[state.process_index :: state.num_processes]:
             images = generate(number)
-            for place in places_of[number]:
+            for place in places[number]:
                 write_atomically(calls[number][place], to_png(images[place]))
                 if is_flat(images[place]):
                     flat.append(place)

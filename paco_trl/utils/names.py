@@ -31,8 +31,10 @@ def check_model_name(name: str | Path) -> None:
         raise ValueError(f"'{name}' is a file. Give the directory of the model, or a Hub id such as 'user/name'.")
     if os.path.isdir(name) or not (is_local(name) or name.count("/") > 1 or name.endswith(".safetensors")):
         return
-    whole = os.path.expanduser(name)
-    remedy = f"Write '{whole}'." if os.path.isdir(whole) else "Check the path, or give a Hub id such as 'user/name'."
+    expanded = os.path.expanduser(name)
+    remedy = (
+        f"Write '{expanded}'." if os.path.isdir(expanded) else "Check the path, or give a Hub id such as 'user/name'."
+    )
     raise FileNotFoundError(f"There is no directory '{name}'. {remedy}")
 
 
