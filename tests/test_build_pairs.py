@@ -560,7 +560,7 @@ class TestAutomatic:
 
     def test_nothing_comes_out(self, world):
         skipped = [Annotation("anna", name, None) for name in world.instances["id"]]
-        with pytest.raises(ValueError, match="288 annotations of 288 instances give no pair"):
+        with pytest.raises(ValueError, match="288 annotations give no pair"):
             build_pairs(world.instances, world.panels, world.prompts, skipped)
 
 
@@ -601,6 +601,9 @@ class TestJudge:
         arguments = (world.instances, world.panels, world.prompts, judge, "judge", tmp_path)
         assert rank_with_judge(*arguments) == {"ranked": 288, "found": 0, "unanswered": 0}
         assert (judge.calls, judge.pairs) == (6, 288 * 4)  # a call for each prompt
+        for _, record in read_lines(tmp_path / "judge.jsonl"):
+            scores = record["scores"]
+            assert record["ranks"] == [1 + sorted(scores, reverse=True).index(score) for score in scores]
         annotations = read_annotations(annotation_files(tmp_path), world.instances)
         pairs, rankings, report = build_pairs(
             world.instances, world.panels, world.prompts, annotations, test_size=0.34, max_rankings=50

@@ -22,11 +22,11 @@ from PIL import Image
 from scipy.stats import binomtest
 from transformers import TrainerCallback
 
-import launching
 from hub_server import HubServer
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.cards import ImageModelCard, JudgeCard, LoRA, load_reference_card, metadata, renamed, render_card
 from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
+from paco_trl.commands import reward
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.data import (
     load_edit_prompts,
@@ -253,11 +253,6 @@ def scores_of(trainer, name: str) -> list[dict]:
 class TestDatasets:
     """What the card says of data that come from the Hub, over HTTP."""
 
-    @staticmethod
-    def run(hub: HubServer, folder: Path, *command: object) -> str:
-        environment = {**os.environ, **hub.environment(str(folder / "cache")), "HF_TOKEN": TOKEN}
-        return launching.check_run(command, env=environment)
-
     def test_loaded_from_the_hub(self, make_trainer, tiny_qwen, prompts, tmp_path):
         edits = [{"prompt": f"Make it {n}.", "image": Image.new("RGB", (32, 32), (n, 0, 0))} for n in range(4)]
         for name in ("prompts.jsonl", "user___edits/train.jsonl"):
@@ -290,11 +285,6 @@ class TestDatasets:
             shutil.rmtree(tmp_path / "cache/hub/datasets--user--ColourPairs")
             assert dataset_ids(pairs, None) == []
 
-    SETTINGS = (
-        "--push_to_hub True --use_cpu True --bf16 False --report_to none --save_strategy no --max_steps 1 "
-        "--per_device_train_batch_size 4 --lora_r 4 --disable_tqdm True"
-    ).split()
-
     def test_the_name_that_a_script_is_given(self, tiny_qwen, tmp_path):
         """Of PaCo-Dataset's layout nothing else tells where the pairs come from."""
         files, records = {}, []
@@ -307,12 +297,13 @@ class TestDatasets:
             turns = [("human", "<image><image>Same colour?"), ("gpt", pair["completion"][0]["content"])]
             records.append({"conversations": [{"from": who, "value": what} for who, what in turns], "images": names})
         files["colours.json"] = json.dumps(records).encode()
-        with HubServer({TOKEN: "tester"}) as hub:
+        words = (
+            f"--model_name_or_path {tiny_qwen} --dataset_files colours --output_dir {tmp_path / 'judge'} --lora_r 4"
+        )
+        words += " --push_to_hub True --use_cpu True --bf16 False --report_to none --save_strategy no --max_steps 1"
+        with HubServer({TOKEN: "tester"}) as hub, hub.connected(tmp_path / "cache", TOKEN):
             hub.add_repo("X-GenGroup/PaCo-Dataset", files, "dataset")
-            self.run(
-                hub, tmp_path, ROOT / "examples" / "train_reward.py", "--model_name_or_path", tiny_qwen,
-                "--dataset_files", "colours", "--output_dir", tmp_path / "judge", *self.SETTINGS,
-            )  # fmt: skip
+            reward.main([*words.split(), "--per_device_train_batch_size", "4", "--disable_tqdm", "True"])
             text = hub.files("tester/judge", "model")["README.md"].decode()
         assert ModelCard(text).data.datasets == ["X-GenGroup/PaCo-Dataset"]
 

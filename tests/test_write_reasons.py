@@ -336,7 +336,7 @@ def test_pairs_that_cannot_be_used(server, pairs, tmp_path):
     refused(pairs.select([0, 1, 0]), "'p/0' .* twice")
     refused(pairs.remove_columns("prompt"), "prompt")
     refused(pairs.map(lambda row: {"dimensions": ["taste"]}), "taste")
-    refused(pairs, "min_words", min_words=30, max_words=20)
+    refused(pairs, "30 to 20", min_words=30, max_words=20)
     assert not server.requests
     gone = [*plain(pairs.select(range(3)))]
     gone[1]["images"][1]["path"] += ".gone"

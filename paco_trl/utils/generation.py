@@ -69,7 +69,8 @@ def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)
         if key in rows:
             language = " in the same `language`" if len(columns) == 2 else ""
             raise ValueError(
-                f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}{language}."
+                f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}{language}, so that their {what} "
+                "would overwrite each other. Give each a unique id."
             )
         rows[key] = row
     return list(rows)
