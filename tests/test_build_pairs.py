@@ -592,7 +592,7 @@ class ColorJudge:
 
 
 class TestJudge:
-    def test_ranks_of_scores(self):
+    def test_annotator_names(self):
         assert judge_annotator_name("X-GenGroup/PaCo-Reward-7B") == "PaCo-Reward-7B"
         assert check_annotator(judge_annotator_name("/some folder/.x y/")) == "x-y"
 

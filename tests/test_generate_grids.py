@@ -299,7 +299,7 @@ class TestBadInput:
 
             __call__.__signature__ = inspect.signature(type(flux).__call__)
 
-        with pytest.raises(ValueError, match="'0/red fox in the snow/7' with 64x32 pixels .* instead of 32x32"):
+        with pytest.raises(ValueError, match="'0/red fox in the snow/7' has 64x32 pixels .* instead of 32x32"):
             draw(Enlarging(**flux.components), FOUR, tmp_path, seeds=[7])
         with pytest.raises(ValueError, match="returned 1 of Tensor"):
             draw(flux, FOUR, tmp_path, output_type="pt")

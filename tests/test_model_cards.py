@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cards of models: their metadata, what they say and leave out, and how they look in a browser."""
+"""Files of a trained model, and its card: metadata, what it says and leaves out, and the code in it."""
 
 import ast
 import dataclasses
@@ -14,11 +14,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from datasets import Dataset, concatenate_datasets, load_dataset
+from diffusers import FluxPipeline
 from huggingface_hub import ModelCard
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from PIL import Image
+from safetensors import safe_open
 from scipy.stats import binomtest
 from transformers import TrainerCallback
 
@@ -26,6 +29,7 @@ from hub_server import HubServer
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.cards import ImageModelCard, JudgeCard, LoRA, load_reference_card, metadata, renamed, render_card
 from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
+from paco_trl.checkpointing.weights import swapped
 from paco_trl.commands import reward
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.data import (
@@ -39,6 +43,7 @@ from paco_trl.data import (
     validate_pairs,
 )
 from paco_trl.data.dataset_files import load_split
+from paco_trl.hub.files import PIPELINE_ADAPTER
 from paco_trl.hub.licenses import License, _fetch_license, base_license, read_license
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
 from paco_trl.tiny import build_tiny_clip
@@ -772,3 +777,66 @@ class TestReferenceCards:
         assert [reward.name for reward in card.rewards] == config["rewards"]
         assert card.rewards[0].model == config["judge_model"]
         assert f"scale={config['guidance_scale']}" in card.call
+
+
+def draw(pipeline) -> np.ndarray:
+    options = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 32}
+    image = pipeline("a red fox", generator=torch.Generator().manual_seed(5), **options).images[0]
+    return np.asarray(image, dtype=np.int16)
+
+
+class TestFiles:
+    """A checkpoint loads with PEFT and with diffusers, and both give the image of the trained model."""
+
+    def test_both_formats_give_the_same_image(self, trained, tiny_flux):
+        folder = Path(trained.args.output_dir) / "checkpoint-4"
+        torch.manual_seed(123)  # another seed than in training
+        base = draw(FluxPipeline.from_pretrained(tiny_flux))
+
+        by_diffusers = FluxPipeline.from_pretrained(tiny_flux)
+        by_diffusers.load_lora_weights(folder)
+        by_peft = FluxPipeline.from_pretrained(tiny_flux)
+        by_peft.transformer = PeftModel.from_pretrained(by_peft.transformer, folder)
+
+        tuned = draw(by_diffusers)
+        assert np.abs(tuned - base).mean() > 2  # the adapter does something
+        assert np.array_equal(tuned, draw(by_peft))
+        # What is saved is the average of the weights, not the last ones
+        assert not np.array_equal(tuned, draw(trained.pipeline))
+        with swapped(trained.model, trained.ema.average, 0):
+            assert np.array_equal(tuned, draw(trained.pipeline))
+
+    def test_files(self, trained, tiny_flux):
+        folder = Path(trained.args.output_dir) / "checkpoint-4"
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(tiny_flux)
+        assert config["lora_alpha"] == 32
+        with safe_open(folder / "pytorch_lora_weights.safetensors", framework="pt") as file:
+            metadata = json.loads(file.metadata()["lora_adapter_metadata"])
+            keys = list(file.keys())
+        # The scale is in the matrices: tests/test_adapter_files.py
+        assert metadata["transformer.lora_alpha"] == metadata["transformer.r"] == 4
+        assert str(tiny_flux) not in json.dumps(metadata)
+        assert all(key.startswith("transformer.") and "lora_" in key for key in keys)
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            assert len(list(file.keys())) == len(keys) == 30
+
+    def test_pictures_of_an_earlier_state_go(self, trained, tmp_path):
+        (tmp_path / "images").mkdir()
+        for name in ("evaluation.png", "mine.png", "images/9.png", "images/mine.png"):
+            (tmp_path / name).write_text("pixels")
+        trained.save_model(tmp_path, use_ema=False)
+        assert (tmp_path / "curves.png").exists() and (tmp_path / "mine.png").exists()
+        assert not (tmp_path / "evaluation.png").exists()  # the card does not tell of it
+        assert {path.name for path in (tmp_path / "images").iterdir()} == {*(f"{n}.png" for n in range(4)), "mine.png"}
+
+    def test_published_files_hold_no_token_and_no_pickle(self, trained):
+        folder = Path(trained.args.output_dir)
+        published = [path for pattern in PIPELINE_ADAPTER for path in folder.glob(pattern)]
+        assert {path.suffix for path in published} == {".json", ".safetensors", ".md", ".png"}
+        assert {path.name for path in published if path.suffix == ".png"} == {
+            "contact_sheet.png", "curves.png", "evaluation.png", *(f"{n}.png" for n in range(3))
+        }  # fmt: skip
+        assert len(published) == 11
+        for path in published:
+            assert TOKEN.encode() not in path.read_bytes()

@@ -33,8 +33,8 @@ def find_saved_model(folder: Path) -> Path:
     """Find the newest model of an output directory: itself, or its latest complete checkpoint if that is newer."""
     if not folder.is_dir():
         raise ValueError(f"'{folder}' is not a directory. Give the output directory of a run, or a checkpoint.")
-    models = [checkpoint for checkpoint in checkpoints_of(folder) if _is_whole(checkpoint)][:1]
-    if _is_whole(folder):
+    models = [checkpoint for checkpoint in checkpoints_of(folder) if _is_complete(checkpoint)][:1]
+    if _is_complete(folder):
         models.append(folder)
     if not models:
         raise ValueError(
@@ -43,7 +43,7 @@ def find_saved_model(folder: Path) -> Path:
     return max(models, key=_saved_at)
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     # Only checkpoints of PaCoGRPOTrainer list their files
     return published_files_of(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
 
@@ -57,7 +57,7 @@ def push(args: PushArguments) -> str:
     """Upload a saved model; return the address of the repository."""
     folder = Path(args.folder)
     model = find_saved_model(folder)
-    _check_is_own(model)
+    _check_saved_here(model)
     run = folder.parent if folder.name.startswith("checkpoint-") else folder
     known = remembered_repository(run) or {}
     repo_id = args.hub_model_id or known.get("repo_id")
@@ -68,20 +68,15 @@ def push(args: PushArguments) -> str:
     run_settings = known if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}
     revision = args.hub_revision or run_settings.get("revision")
     private = args.hub_private_repo if args.hub_private_repo is not None else run_settings.get("private")
-    published_files = published_files_of(model)
+    published_files, config = published_files_of(model) or [], model / "adapter_config.json"
+    base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path") if config.is_file() else None
+    contents = {"published_files": published_files, "base_model": base}
     api = HfApi(library_name="paco_trl")
-    repo_id = retrying(api, repo_id)(
-        prepare_repository,
-        api,
-        repo_id,
-        private=private,
-        revision=revision,
-        published_files=published_files,
-        base_model=_base_model(model),
-    )
+    prepare = retrying(api, repo_id)
+    repo_id = prepare(prepare_repository, api, repo_id, private=private, revision=revision, **contents)
     if not known and folder == run:
         remember_repository(run, repo_id, revision, private)
-    pusher = HubPusher(api, repo_id, revision, run, published_files or [])
+    pusher = HubPusher(api, repo_id, revision, run, published_files)
     step = f", {model.name.replace('-', ' ')}" if model != run else ""
     # The card of a model that was trained without a repository loads it by the name of its directory
     card = model / "README.md"
@@ -90,7 +85,7 @@ def push(args: PushArguments) -> str:
     return f"{api.endpoint}/{repo_id}"
 
 
-def _check_is_own(model: Path) -> None:
+def _check_saved_here(model: Path) -> None:
     """Refuse a model that this package did not save, such as a base model whose name was mistaken for that of a run."""
     card = model / "README.md"
     is_tagged = card.is_file() and "paco-trl" in (card_metadata(card).get("tags") or [])
@@ -98,16 +93,6 @@ def _check_is_own(model: Path) -> None:
         raise ValueError(
             f"'{model}' was not saved by paco_trl: it has no {SETTINGS}, and no card with the tag 'paco-trl'. Use `hf upload`."
         )
-
-
-def _base_model(model: Path) -> str | None:
-    path = model / "adapter_config.json"
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except ValueError as error:
-        raise ValueError(f"'{path}' cannot be read ({error}): save the adapter again.") from error
 
 
 def main(arguments: list[str]) -> int:
