@@ -14,10 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
-from peft import LoraConfig
 from PIL import Image
 
 import launching
@@ -30,7 +28,6 @@ from paco_trl.image_benchmarks.edit_generation import edit_keys, find_edits, gen
 from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
 from paco_trl.image_benchmarks.gedit_published import read_published_answer, read_published_prompts
 from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
-from paco_trl.image_benchmarks.leakage import find_leaks
 from paco_trl.image_benchmarks.t2is_comparison import System
 from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
 from paco_trl.utils.files import file_name
@@ -63,22 +60,17 @@ def test_answers_that_can_be_read(text, scores):
     [
         "",
         "I would give it 9 and 7.",
-        "[9, 7]",
         '{"score": [9]}',
         '{"score": [9, 7, 5]}',
         '{"score": 9}',
-        '{"score": {"first": 9, "second": 7}}',
         '{"score": ["9", 7]}',
         '{"score": [true, 7]}',
-        '{"score": [null, 7]}',
         '{"score": [11, 7]}',
         '{"score": [9, -1]}',
         '{"score": [NaN, 7]}',
-        '{"score": [1e999, 7]}',
         '{"scores": [9, 7]}',
         '{"score": [9, 7]',
         '{"score": [9, 7]} or rather {"score": [8, 7]}',
-        '{"score": [9, 7]} or rather {"score": [8, 77]}',
         '{"score": [9, 7], "score": [1, 1]}',
         '{"answer": {"score": [9, 7]}}',
         '{"reasoning": "he says "yes"", "example": {"score": [9, 7]}}',  # a part of what is broken
@@ -105,12 +97,6 @@ def test_the_arithmetic_of_one_edit():
     assert gedit._edit_scores(records, answers) == {
         "k": EditScore(4.0, 9.0, 6.0), "l": None, "m": None, "n": EditScore(0.0, 9.0, 0.0)
     }  # fmt: skip
-
-
-def test_the_questions():
-    for text in (SEMANTIC, QUALITY):
-        assert '"score": [<first number>, <second number>]' in text and "from 0 to 10" in text
-    assert SEMANTIC.count(PLACEHOLDER) == 1 and PLACEHOLDER not in QUALITY
 
 
 # ---- Generation ----
@@ -205,26 +191,6 @@ class TestGeneration:
         assert calls.count == 0
 
     @pytest.mark.slow
-    def test_a_tuned_model_generates_something_else_from_the_same_noise(self, generated, kontext, tmp_path):
-        complete, _ = generated
-        tuned, prompts = load_pipeline(str(kontext), torch.float32, "cpu"), edits_of(EDITS[:1])
-        noises = []
-        tuned.transformer.register_forward_pre_hook(
-            lambda module, args, kwargs: noises.append(kwargs["hidden_states"].clone()), with_kwargs=True
-        )
-        tuned.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights="gaussian"))
-        untrained = generate_edits(tuned, prompts, StageFolder(tmp_path / "0"), seed=3, **STEPS)
-        assert untrained[0]["image"].tobytes() == complete[0]["image"].tobytes()
-        for name, parameter in tuned.transformer.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
-        trained = generate_edits(tuned, prompts, StageFolder(tmp_path / "1"), seed=3, **STEPS)
-        assert trained[0]["image"].tobytes() != complete[0]["image"].tobytes()
-        assert torch.equal(noises[0], noises[1])
-        generate_edits(tuned, prompts, StageFolder(tmp_path / "2"), seed=4, **STEPS)
-        assert not torch.equal(noises[0], noises[2])
-
-    @pytest.mark.slow
     def test_qwen_image_edit(self, tmp_path):  # reads its source at a megapixel
         folder = tiny.build_tiny_qwen_image_edit(tmp_path / "tiny-qwen-image-edit")
         qwen = load_pipeline(str(folder), torch.float32, "cpu")
@@ -239,16 +205,6 @@ class TestGeneration:
         ]
         assert by_hand.size == (128, 64) and by_hand.tobytes() == edits[0]["image"].tobytes()
 
-    def test_flat_edits_are_named(self, pipeline, tmp_path, caplog):
-        handle = pipeline.vae.decoder.register_forward_hook(lambda *args: torch.zeros_like(args[-1]))
-        try:
-            with caplog.at_level(logging.WARNING):
-                generate_edits(pipeline, edits_of(EDITS[2:]), StageFolder(tmp_path), **STEPS)
-        finally:
-            handle.remove()
-        assert StageFolder(tmp_path).report["flat edits"] == ["en/b"]
-        assert "1 of 1 edits are one flat color" in caplog.text
-
     def test_what_is_refused_before_anything_is_generated(self, pipeline, tiny_flux, tmp_path):
         def refused(message, rows=EDITS, with_pipeline=pipeline, **arguments):
             prompts = rows if isinstance(rows, Dataset) else edits_of(rows)
@@ -258,15 +214,9 @@ class TestGeneration:
 
         refused("FluxPipeline has no `image`, so", with_pipeline=load_pipeline(str(tiny_flux), torch.float32, "cpu"))
         refused("`strength` cannot be given", strength=0.5)
-        refused("`generator` cannot be given", generator=torch.Generator())
-        refused("`height` is 64 and `width` None", height=64)
         refused("`seed` is -1", seed=-1)
-        refused("`seed` is True", seed=True)
         refused("no column `id`", edits_of(EDITS).remove_columns("id"))
         refused(r"Rows 0 and 1 .* same `id` 'a/1', so", edits_of(EDITS).remove_columns("language"))
-        refused(r"Rows 0 and 3 .* in the same `language`", [*EDITS, EDITS[0]])
-        refused("`id` of row 1 of the prompts is ''", [EDITS[0], {**EDITS[1], "id": ""}])
-        refused("Row 1 of the prompts: its source image is None", [EDITS[0], {**EDITS[1], "image": None}])
         pair = Dataset.from_list(
             [{"id": "x", "prompt": "Join.", "images": [noise_image(64, 64, 0), noise_image(64, 64, 1)]}],
             features=Features({"id": Value("string"), "prompt": Value("string"), "images": List(ImageFeature())}),
@@ -358,11 +308,6 @@ class TestFinding:
         stored = edits.cast_column("image", ImageFeature(decode=False))["image"]
         assert [str(one.files[0]) for one in found.sets.values()] == [image["path"] for image in stored]
 
-    def test_without_languages(self, prompts, tmp_path):
-        one = prompts.select(range(6)).remove_columns("language")
-        plant(tmp_path, places="{id}.png")
-        assert list(find_edits(tmp_path, one).sets) == [f"k{n}" for n in range(6)]
-
     def test_missing_and_unknown_are_named(self, prompts, tmp_path, caplog):
         plant(tmp_path, leave_out=("en/k1", "cn/k3"))
         for name in ("k1_0.png", "k10.png", "K2 copy.png"):  # begin alike
@@ -377,16 +322,6 @@ class TestFinding:
         assert "3 images belong to no prompt: en/K2 copy.png" in caplog.text
         with pytest.raises(ValueError, match=r"2 of 12 sets lack images: en/k1 \(all\); cn/k3 \(all\)"):
             found.check_complete()
-
-    def test_only_the_main_process_speaks(self, prompts, tmp_path, caplog, monkeypatch):
-        plant(tmp_path, leave_out=("en/k1",))
-        shutil.copy(tmp_path / "en/k0.png", tmp_path / "en/k10.png")
-        with caplog.at_level(logging.WARNING):
-            first = find_edits(tmp_path, prompts)
-            assert len(caplog.records) == 2
-            monkeypatch.setattr(PartialState, "is_main_process", False)
-            assert find_edits(tmp_path, prompts) == first
-        assert len(caplog.records) == 2
 
     def test_an_edit_of_another_task_type_is_no_edit(self, prompts, tmp_path):
         plant(tmp_path, places="fullset/{task_type}/{language}/{id}.png")
@@ -417,18 +352,10 @@ class TestFinding:
         with pytest.raises(FileNotFoundError, match="is not a directory of edits"):
             find_edits(tmp_path / "no", prompts)
         (tmp_path / "en").mkdir()
-        # One level deeper than what is read, or another format
-        for places in ("en/{language}/{id}.png", "{language}/{id}.bmp"):
-            plant(tmp_path, places=places)
-            with pytest.raises(ValueError, match=r"None of 0 images in ") as error:
-                find_edits(tmp_path, prompts)
-            assert "'k0', for example, was looked for as k0 with one of the extensions .png, .jpg," in str(error.value)
-            for place in ("en", "images/en", "fullset/ps_human/en"):
-                assert f"{tmp_path / place}{';' if 'fullset' in place else ','} " in str(error.value)
-            assert "subdirectories are not read" in str(error.value)
-        Image.new("RGB", (8, 8)).save(tmp_path / "en/other.png")
-        with pytest.raises(ValueError, match="None of 1 images .* the first is en/other.png"):
+        plant(tmp_path, places="en/{language}/{id}.png")  # one level deeper than what is read
+        with pytest.raises(ValueError, match="None of 0 images"):
             find_edits(tmp_path, prompts)
+        Image.new("RGB", (8, 8)).save(tmp_path / "en/other.png")
         (tmp_path / "en/other.png").unlink()
         plant(tmp_path)
         (tmp_path / "cn/k3.png").write_text("no image")
@@ -526,17 +453,10 @@ class TestScoring:
         server.stop()  # nothing is left to ask
         assert score_edits(endpoint_of(server), prompts, found, tmp_path) == scores
 
-    def test_a_judge_that_is_down(self, server, prompts, tmp_path):
-        found = find_edits(plant(tmp_path), prompts)
-        server.stop()
-        with pytest.raises(EndpointUnavailableError, match=server.url):
-            score_edits(endpoint_of(server), prompts, found, tmp_path)
-
     def test_an_edit_that_was_changed_after_scoring_is_named(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
-        score_edits(endpoint_of(server), prompts, found, tmp_path)
-        system = System("base", "model", found, tmp_path)
-        gedit_results(prompts, [system])
+        before = score_edits(endpoint_of(server), prompts, found, tmp_path)
+        gedit_results(prompts, [System("base", "model", found, tmp_path)])
         Image.new("RGB", (100, 60), (1, 2, 3)).save(found.sets["cn/k2"].files[0])
         changed = find_edits(tmp_path, prompts)
         for call in (
@@ -551,6 +471,11 @@ class TestScoring:
         other = prompts.remove_columns("prompt").add_column("prompt", texts)
         with pytest.raises(ValueError, match="changed since: .*semantic/en/k1"):
             score_edits(endpoint_of(server), other, found, tmp_path)
+        # On request it alone is scored again
+        num_requests = len(server.requests)
+        after = score_edits(endpoint_of(server), prompts, changed, tmp_path, rescore_changed=True)
+        assert len(server.requests) - num_requests == 2 and after["cn/k2"] != before["cn/k2"]
+        assert after == {**before, "cn/k2": after["cn/k2"]}
 
     @pytest.mark.slow
     def test_an_unreadable_answer_is_asked_for_again(self, server, prompts, tmp_path, caplog):
@@ -609,17 +534,6 @@ class TestScoring:
         assert len(server.requests) == 23 + 7
         assert server.requests[-1]["seed"] not in {body["seed"] for body in bodies}
 
-    def test_edits_that_have_changed_are_scored_again_on_request(self, server, prompts, tmp_path):
-        before = score_edits(endpoint_of(server), prompts, find_edits(plant(tmp_path), prompts), tmp_path)
-        Image.new("RGB", (100, 60), (50, 40, 30)).save(tmp_path / "cn/k2.png")
-        changed, num_requests = find_edits(tmp_path, prompts), len(server.requests)
-        with pytest.raises(ValueError, match="changed since"):
-            score_edits(endpoint_of(server), prompts, changed, tmp_path)
-        assert len(server.requests) == num_requests
-        after = score_edits(endpoint_of(server), prompts, changed, tmp_path, rescore_changed=True)
-        assert len(server.requests) - num_requests == 2
-        assert after == {**before, "cn/k2": after["cn/k2"]} and after["cn/k2"] != before["cn/k2"]
-
     def test_only_nonsense_ends_with_an_example(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
         server.say = lambda body: "I am a teapot."
@@ -638,10 +552,8 @@ class TestScoring:
         assert set(score_edits(endpoint_of(server), prompts, found, tmp_path).values()) == {None}
         assert len(server.requests) - num_requests == 12 * 3
 
-    def test_bad_arguments_and_images(self, server, prompts, tmp_path):
+    def test_an_image_that_is_cut_off(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
-        with pytest.raises(ValueError, match="`max_attempts` is 0"):
-            score_edits(endpoint_of(server), prompts, found, tmp_path, max_attempts=0)
         noise = tmp_path / "noise.png"
         noise_image(100, 60, 1).save(noise)
         found.sets["en/k2"].files[0].write_bytes(noise.read_bytes()[:-100])  # its header is complete
@@ -719,10 +631,6 @@ class TestResults:
 
     def test_the_average_is_that_of_task_types_and_not_of_edits(self, prompts, systems):
         # One task type of five edits and one of one
-        uneven = prompts.select(range(6)).remove_columns("task_type").add_column("task_type", ["a"] * 5 + ["b"])
-        base = System("base", "the base one", find_edits(systems[0].folder, uneven), systems[0].folder)
-        with pytest.raises(ValueError, match="are gone: .*cn/k0"):  # of the scores that are there
-            gedit_results(uneven, [base])
         both = prompts.remove_columns("task_type").add_column("task_type", (["a"] * 5 + ["b"]) * 2)
         table = gedit_results(both, systems[:1])["tables"][0]
         values = [by_hand(number).overall for number in range(6)]
@@ -770,31 +678,6 @@ class TestResults:
         assert not any("count 0" in note for note in alone["notes"])
         notes = gedit_results(prompts, systems, missing="zero")["notes"]
         assert sum("1 missing edits count 0 (en/k1)" in note for note in notes) == 1
-        with pytest.raises(ValueError, match="`missing` is 'skip'"):
-            gedit_results(prompts, systems, missing="skip")
-
-    def test_counts_notes_and_settings(self, prompts, systems):
-        results = gedit_results(prompts, systems, missing="zero")
-        assert (
-            results["protocol"] == "default"
-            and "own wording" in results["notes"][0]
-            and "do not compare with published tables" in results["notes"][0]
-        )
-        assert sum("1 edits are left out" in note and "(cn/k4)" in note for note in results["notes"]) == 1
-        base, tuned = (system["counts"] for system in results["systems"])
-        assert base == {
-            "edits": 12,
-            "missing edits": 0,
-            "edits without an answer (writer)": 1,
-            "images of no prompt, left out": 0,
-        }
-        assert tuned["missing edits"] == 1 and tuned["edits without an answer (writer)"] == 0
-        assert not any("different conditions" in note for note in results["notes"])
-        first, second = systems
-        other = System("tuned", "other", second.found, second.folder, {**second.settings, "num_inference_steps": 4})
-        compared = gedit_results(prompts, [first, other], missing="zero")
-        assert "different conditions: num_inference_steps 8 and 4." in compared["alerts"][0]
-        assert len(compared["alerts"]) == 3
 
     def test_alerts_next_to_the_headline(self, prompts, systems):
         first, second = systems
@@ -806,14 +689,6 @@ class TestResults:
         assert gedit_results(prompts, [first])["alerts"] == [left_out]
         unknown = System("tuned", "a folder", second.found, second.folder)
         assert "How 'a folder' generated is not known" in gedit_results(prompts, [first, unknown], "zero")["alerts"][0]
-
-    def test_leakage_is_that_of_texts(self, prompts, systems):
-        found = find_leaks(prompts["prompt"][:], prompts["prompt"][:], edit_keys(prompts))
-        assert len({one["id"] for one in found["exact"]}) == 12  # both languages have the ids k0 to k5
-        results = gedit_results(prompts, systems[:1], leakage=found)
-        assert results["leakage"] == found
-        assert sum("checked in the texts of the instructions only" in x for x in results["notes"]) == 1
-        assert not any("texts of the instructions" in note for note in gedit_results(prompts, systems[:1])["notes"])
 
     def test_sets_show_source_and_edits(self, prompts, systems, tmp_path):
         results = gedit_results(prompts, systems, missing="zero", source_folder=tmp_path)
@@ -831,21 +706,11 @@ class TestResults:
         assert sets["cn/k4"]["scores"][0] == dict.fromkeys(gedit.METRICS)
         assert sets["en/k5"]["source"] == one["source"]  # the same image
         assert all(one["source"] is None for one in gedit_results(prompts, systems[:1])["sets"])
-        # A source that is a file already
-        path = tmp_path / "source.png"
-        Image.new("RGB", (60, 60), (0, 7, 9)).save(path)
-        stored = gedit.SourceImages(edits_of([{"image": str(path)}, {"image": Image.new("RGB", (8, 8))}]), "it")
-        assert [stored.files(row) for row in range(2)] == [[path], [None]]
-        assert gedit._source_file(stored, 0, None) == str(path) and gedit._source_file(stored, 1, None) is None
 
     def test_systems_that_cannot_be_compared(self, prompts, systems, server, tmp_path):
         first, second = systems
-        with pytest.raises(ValueError, match="There are 0 systems"):
-            gedit_results(prompts, [])
         with pytest.raises(ValueError, match="not all prompts have a `task_type`"):
             gedit_results(prompts.remove_columns("task_type"), [first])
-        with pytest.raises(ValueError, match="'the base one' are of other prompts"):
-            gedit_results(prompts.select(range(6)), [first])
         unscored = System("tuned", "unscored", find_edits(plant(tmp_path / "a"), prompts), tmp_path / "a")
         with pytest.raises(
             ValueError, match="No judge has scored the edits of 'unscored' under the protocol 'default'"
@@ -1016,21 +881,6 @@ class TestPublishedProtocol:
         ours = gedit_results(prompts, [system], missing="zero")
         assert ours["protocol"] == "default" and ours["tables"][0]["rows"][2]["cells"][0]["count"] == 6
         assert gedit_results(prompts, [system], missing="zero", protocol="published") == results
-
-    def test_what_is_refused(self, server, prompts, gedit_repo, tmp_path):
-        found = find_edits(plant(tmp_path), prompts)
-        for arguments, message in (
-            ({"protocol": "published"}, "`gedit_repo` is None and `protocol` 'published'"),
-            ({"gedit_repo": gedit_repo}, "`protocol` 'default'"),
-            ({"protocol": "script"}, "`protocol` is 'script', but must be one of default, published"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                score_edits(endpoint_of(server), prompts, found, tmp_path, **arguments)
-        assert server.requests == []
-        found.sets["en/k2"].files[0].write_bytes(found.sets["en/k2"].files[0].read_bytes()[:-30])
-        published = {"protocol": "published", "gedit_repo": gedit_repo}
-        with pytest.raises(ValueError, match="en/k2.png cannot be read"):
-            score_edits(endpoint_of(server), prompts, find_edits(tmp_path, prompts), tmp_path, **published)
 
 
 SCRIPT = """

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -110,13 +110,13 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         return 130
 
 
-def read_config(words: list[str]) -> dict[str, Any]:
-    """Read the YAML file of options that `--config` names, if it is given."""
+def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Read the YAML file of options that `--config` names, if it is given; return the other words too."""
     parser = ArgumentParser(prog="paco-trl", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
-    file = parser.parse_known_args(words)[0].config
-    if file is None:
-        return {}
+    parsed, rest = parser.parse_known_args(words)
+    if (file := parsed.config) is None:
+        return {}, rest
     try:
         config = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -128,13 +128,13 @@ def read_config(words: list[str]) -> dict[str, Any]:
         raise ValueError(
             f"'{file}' has {kind} in it, not options. Write `option: value` lines, such as `max_steps: 100`."
         )
-    return config
+    return config, rest
 
 
 def _launch(command: str, words: list[str]) -> None:
     """Replace this process by `accelerate launch` of the same command if its options are given, under TRL's names."""
     is_launched = bool({"LOCAL_RANK", _IS_LAUNCHED} & os.environ.keys())
-    config = {} if is_launched else read_config(words)
+    config = {} if is_launched else read_config(words)[0]
     parser = ArgumentParser(prog=f"paco-trl {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--accelerate_config", default=config.get("accelerate_config"))
     parser.add_argument("--num_processes", type=int, default=config.get("num_processes"))

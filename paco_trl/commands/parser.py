@@ -3,12 +3,12 @@
 
 import argparse
 import inspect
+import json
+import os
 import sys
-import types
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from enum import Enum
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers import TrainingArguments
 from trl import TrlParser
@@ -29,12 +29,9 @@ _USUAL = (
 )
 
 
-_TRUTH = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")  # values of a switch
-
-
 class CommandParser(TrlParser):
     """
-    Parser that hides the `hidden` options, names the nearest of an unknown one, and checks the values of a file.
+    Parser that hides the `hidden` options, names the nearest of an unknown one, and reads a file as the command line.
 
     `positional` is an option that may be given without its name: `paco-trl push paco-flux`.
     """
@@ -50,7 +47,7 @@ class CommandParser(TrlParser):
         named = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
         kwargs = {"usage": f"%(prog)s {named}[--config FILE] [options]", **kwargs}
         super().__init__(dataclass_types, **{"formatter_class": argparse.HelpFormatter, **kwargs})
-        self.positional = positional
+        self.positional, self.is_launched = positional, is_launched
         if is_launched:  # by `main`, before the options are parsed
             own: Any = {"default": argparse.SUPPRESS}
             self.add_argument("--num_processes", type=int, help="Start that many processes, one for each GPU.", **own)
@@ -99,6 +96,8 @@ class CommandParser(TrlParser):
     def parse_known_args(self, args=None, namespace=None):
         """Parse the options; refuse an unknown one, and name the nearest."""
         namespace, unknown = super().parse_known_args(args, namespace)
+        if self.positional is not None and unknown and not unknown[0].startswith("-"):
+            setattr(namespace, self.positional, unknown.pop(0))
         if unknown:
             self._refuse(unknown[0].partition("=")[0])  # its value may be a token
         for action in self.required:
@@ -126,72 +125,29 @@ class CommandParser(TrlParser):
         return list(matches.values())
 
     def parse_args_and_config(self, args: Sequence[str] | None = None, *more, **kwargs) -> tuple:
-        """Parse the options of the command line and of the YAML file that `--config` names."""
-        words = list(sys.argv[1:] if args is None else args)
-        if self.positional is not None and (place := self._place_of_positional(words)) is not None:
-            words.insert(place, f"--{self.positional}")
-        read_config(words)  # its errors are sentences
-        words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-        return super().parse_args_and_config(words, *more, **kwargs)
+        """Parse the options of the YAML file that `--config` names, then those of the command line."""
+        config, words = read_config(sys.argv[1:] if args is None else args)
+        os.environ |= {name: str(value) for name, value in config.pop("env", {}).items()}  # as `TrlParser` does
+        return super().parse_args_and_config([*self._words(config), *words], *more, **kwargs)
 
-    def _place_of_positional(self, words: list[str]) -> int | None:
-        """Find the first word that is neither an option nor the value of one."""
-        place = 0
-        while place < len(words) and words[place].startswith("-"):
-            action = self._option_string_actions.get(words[place])
-            takes_value = "=" not in words[place] and (action is None or action.nargs != 0)
-            if takes_value and action is not None and action.nargs == "?":  # a switch, which may stand alone
-                takes_value = words[place + 1 : place + 2] != [] and words[place + 1].lower() in _TRUTH
-            place += 1 + takes_value
-        return place if place < len(words) else None
-
-    def set_defaults_with_config(self, **config: Any) -> list[str]:
-        """Take the values of a YAML file: one value for a list of one, and an option by any of its names."""
-        config = {str(name).replace("-", "_"): value for name, value in config.items()}
+    def _words(self, config: dict[str, Any]) -> list[str]:
+        """Write the options of a file as those of a command line."""
         hints = {name: hint for each in self.dataclass_types for name, hint in get_type_hints(each).items()}
-        for action in self._actions:
-            for name in [option.lstrip("-") for option in action.option_strings if action.nargs != 0]:
-                if name not in config:
-                    continue
-                value = config.pop(name)
-                if action.dest in hints:
-                    config[action.dest] = _fitting(name, value, action, hints[action.dest])
-        for name in config.keys() - {action.dest for action in self._actions}:
-            self._refuse(f"--{name}")
-        return super().set_defaults_with_config(**config)
-
-
-def _fitting(name: str, value: Any, action: argparse.Action, hint: Any) -> Any:
-    """Return a value of a YAML file as its option takes it."""
-    is_union = isinstance(hint, types.UnionType) or get_origin(hint) is Union
-    kinds = {get_origin(kind) or kind for kind in (get_args(hint) if is_union else [hint])}
-    if value is None and type(None) in kinds:
-        return None
-    if value is None:
-        raise ValueError(f"`{name}` has no value in the file. Give it one, or leave the line out.")
-    if action.nargs != "+":
-        return _checked(name, value, kinds)
-    convert: Any = action.type  # argparse converts a text, but none in a list
-    values = [_checked(name, each, {convert}) for each in (value if isinstance(value, list) else [value])]
-    if any(isinstance(each, bool) for each in values):
-        raise ValueError(f"`{name}` is {value!r} in the file, but takes names. Put a name such as `no` in quotes.")
-    try:
-        return [convert(each) if isinstance(each, str) or convert is str else each for each in values]
-    except ValueError as error:
-        raise ValueError(f"`{name}` is {value!r} in the file, which does not fit: {error}.") from error
-
-
-def _checked(name: str, value: Any, kinds: set) -> Any:
-    fits = any(not isinstance(kind, type) or isinstance(value, kind) for kind in kinds) or isinstance(value, str)
-    fits = fits or isinstance(value, int) and float in kinds
-    if isinstance(value, bool) or not fits:
-        # A text may be True or a number, such as `resume_from_checkpoint`, but not that of a choice: YAML's `no` is False
-        is_choice = any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds)
-        fits = bool in kinds or str in kinds and not is_choice and isinstance(value, (bool, int, float))
-    if not fits:
-        names = " or ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in kinds - {type(None)}))
-        raise ValueError(f"`{name}` is {value!r} in the file, but takes {names}. Put a text such as `no` in quotes.")
-    return value
+        words = []
+        for name, value in config.items():
+            option = f"--{str(name).replace('-', '_')}"
+            action = self._option_string_actions.get(option)
+            if self.is_launched and name in ("num_processes", "accelerate_config"):
+                continue  # `main` has started them
+            if value is None and action is not None:
+                if type(None) not in get_args(hints[action.dest]):
+                    raise ValueError(f"`{name}` has no value in the file. Give it one, or leave the line out.")
+                self.set_defaults(**{action.dest: None})
+            elif isinstance(value, list):
+                words += [option, *map(str, value)]
+            else:
+                words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
+        return words
 
 
 def run_stage(words: list[str], stages: Mapping[str, tuple[type, Any]], program: str, text: str | None) -> int:
