@@ -246,6 +246,7 @@ class TestErrors:
         assert main.answer(command, lambda: os.kill(os.getpid(), signal.SIGUSR1)) == 75
         assert capsys.readouterr().err == ""
 
+
 def test_version_and_environment(capsys):
     assert main.main(["--version"]) == 0
     assert capsys.readouterr().out == f"{__version__}\n"
@@ -298,7 +299,15 @@ def test_two_processes_by_the_command(tiny_flux, tmp_path):
         "def size(prompts, completions, **kwargs):\n    return [i.width for i in completions]\n"
     )
     words = ["--num_processes", "2", "--use_cpu", "--bf16", "False", "--report_to", "none"]
-    words += ["--model_name_or_path", tiny_flux, "--dataset_name", "prompts.txt", "--rewards", "redness", "my_rewards.py"]
+    words += [
+        "--model_name_or_path",
+        tiny_flux,
+        "--dataset_name",
+        "prompts.txt",
+        "--rewards",
+        "redness",
+        "my_rewards.py",
+    ]
     words += ["--num_generations", "2", "--num_prompts_per_generation", "2", "--per_device_train_batch_size", "2"]
     words += "--num_inference_steps 3 --height 64 --width 64 --max_steps 1 --output_dir out".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}

@@ -31,7 +31,6 @@ from paco_trl.image_benchmarks.report_content import (
     breakdown_tables,
     cell_text,
     comparable_tables,
-    find_row,
     leakage_line,
     leaks,
     metric_tables,
@@ -103,14 +102,18 @@ def section_of(markdown: str, heading: str) -> str:
     return found[1]
 
 
-def rows_of(markdown: str, first: str) -> list[list[str]]:
-    """Cells of the table rows whose first cell is a text."""
-    rows = [
+def cells_of(markdown: str) -> list[list[str]]:
+    """Cells of the table rows."""
+    return [
         [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
         for line in markdown.split("\n")
         if line[:1] == "|"
     ]
-    return [row for row in rows if row[0].strip("*") == first]
+
+
+def rows_of(markdown: str, first: str) -> list[list[str]]:
+    """Cells of the table rows whose first cell is a text."""
+    return [row for row in cells_of(markdown) if row[0].strip("*") == first]
 
 
 ################
@@ -179,18 +182,6 @@ def test_published_figures_are_those_of_the_reference_cards():
     assert rows("PaCo-Reward-7B") == rows("PaCo-Reward-7B-Lora") == expected
 
 
-def test_published_figures_of_an_unknown_benchmark():
-    with pytest.raises(
-        ValueError,
-        match="no published figures of 'DPG-Bench'.*EditReward-Bench, ConsistencyRank, T2IS-Bench, GEdit-Bench",
-    ):
-        published_tables("DPG-Bench")
-    # The paper has no Chinese figures of FLUX.1-Kontext
-    (gedit,) = published_tables("GEdit-Bench")
-    kontext = next(row for row in gedit.rows if row[0] == "FLUX.1-Kontext")
-    assert kontext[-3:] == (None, None, None) and published_text(kontext[-1]) == "-"
-
-
 ################
 # Tables
 ################
@@ -237,49 +228,33 @@ def test_numbers_as_texts():
     assert cell_text(cell(0.0004, 1e-12), signed=True) == "+0.0004 [+0.0004, +0.0004]"
 
 
+def rows_by_name(table: str) -> dict[str, list[str]]:
+    return {row[0].strip("*"): row[1:] for row in cells_of(table)}
+
+
 def test_metric_tables_have_a_row_for_each_metric_of_each_judge(planted):
     tables = metric_tables(planted)
-    assert [table.title for table in tables] == [f"Judge: {judge}" for judge in JUDGES]
-    for table, result in zip(tables, planted["tables"], strict=True):
-        assert len(table.rows) == len(result["rows"]) == 11
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-    first, second = tables
-    assert first.columns[:5] == (
-        "metric",
-        "FLUX.1-dev (base)",
-        "fox-lora (tuned)",
-        "difference",
-        "interval excludes 0",
-    )
-    rows = {row[0]: row[1:] for row in first.rows}
-    assert rows["Identity"][:4] == (
-        "0.301 [0.281, 0.321]",
-        "0.512 [0.492, 0.532]",
-        "+0.211 [+0.191, +0.231]",
-        "yes: better",
-    )
+    assert list(tables) == [f"Judge: {judge}" for judge in JUDGES]
+    first, second = tables.values()
+    head = ["metric", "FLUX.1-dev (base)", "fox-lora (tuned)", "difference", "interval excludes 0", "n"]
+    assert cells_of(first)[0] == head and len(cells_of(first)) == 2 + 11
+    rows = rows_by_name(first)
+    assert rows["Identity"] == [
+        "0.301 [0.281, 0.321]", "0.512 [0.492, 0.532]", "+0.211 [+0.191, +0.231]", "yes: better", "10"
+    ]  # fmt: skip
     assert rows["Logic"][3] == "no" and rows["Entity"][3] == "yes: worse"
     # Lower is better
-    assert rows["Duplicate rate"][2:4] == ("+0.150 [+0.140, +0.160]", "yes: worse")
-    assert "Lower is better: Duplicate rate." in first.lines
+    assert rows["Duplicate rate"][2:4] == ["+0.150 [+0.140, +0.160]", "yes: worse"]
+    assert "Lower is better: Duplicate rate." in first
     # The weights are written out
     assert rows["Weighted average (0.2 aesthetics + 0.3 alignment + 0.5 consistency)"][0] == "n/a"
-    assert {row[0]: row[1] for row in second.rows}["Identity"] == "0.601 [0.581, 0.621]"
-
-
-def test_counts_are_shown_where_systems_differ(results):
-    assert metric_tables(results)[0].rows[0][5] == "10"
-    row = results["tables"][0]["rows"][0]
-    row["cells"][1]["count"], row["difference"]["count"] = 9, 8
-    assert metric_tables(results)[0].rows[0][5] == "10 / 9 / 8 in both"
+    assert rows_by_name(second)["Identity"][0] == "0.601 [0.581, 0.621]"
 
 
 def test_one_system_has_no_differences(world):
     results = plant_t2is(world / "one", num_systems=1)
-    (first, _), (broken_down, *_) = metric_tables(results), breakdown_tables(results)
-    assert first.columns == ("metric", "fox-lora (tuned)", "n")
-    assert broken_down.columns == ("", "prompts", "fox-lora (tuned)")
-    assert settings_table(results).columns == ("setting", "fox-lora (tuned)")
+    assert cells_of(next(iter(metric_tables(results).values())))[0] == ["metric", "fox-lora (tuned)", "n"]
+    assert cells_of(settings_table(results))[0] == ["setting", "fox-lora (tuned)"]
     assert difference_chart(results["tables"][0]) is None
     assert summary(results) == [
         "Consistency (judge Qwen2.5-VL-7B-Instruct): 0.480 [0.460, 0.500] for fox-lora (tuned).",
@@ -309,26 +284,6 @@ def test_summary_says_what_the_intervals_say(results):
     assert summary(results)[0].endswith("; the paired difference is n/a.")
 
 
-def test_summary_says_the_average_of_each_judge(results):
-    for number, table in enumerate(results["tables"]):
-        row = find_row(table, "average")
-        row["cells"], row["difference"] = [cell(0.6), cell(0.5)], cell(-0.1 * (number + 1), 0.15)
-    first, second = [line for line in summary(results) if line.startswith("Weighted average (judge ")]
-    assert first.endswith("-0.100 [-0.250, +0.050], whose interval includes 0.")
-    assert second.endswith("-0.200 [-0.350, -0.050], whose interval excludes 0: worse.")
-    # What was not scored is not mentioned, except the duplicate rate
-    for table in results["tables"]:
-        table["rows"] = [row for row in table["rows"] if row["metric"] not in ("alignment", "duplicate_rate")]
-    sentences = summary(results)
-    assert not any("Alignment" in sentence for sentence in sentences)
-    assert sentences[-1] == "There is no duplicate rate."
-
-
-def test_summary_of_edits_says_the_headline_once(tmp_path):
-    (line,) = summary(plant_gedit(tmp_path))
-    assert line.startswith("Overall (English: all instructions): 6.469")
-
-
 def test_alerts_are_under_the_summary(results, tmp_path):
     (alert,) = results["alerts"]
     results["alerts"].append("The two systems drew under <b>different</b> conditions.")
@@ -341,7 +296,7 @@ def test_alerts_are_under_the_summary(results, tmp_path):
     assert head.index(last) < head.index(alert) < head.index("under <b>different</b> conditions") < head.index(dataset)
     console = Console(width=140, record=True, file=io.StringIO())
     print_report(results, console)
-    assert alert in console.export_text()
+    assert alert in " ".join(console.export_text().split())
     # Results of before have none
     del results["alerts"]
     assert markdown_report(results).split("\n\n")[2].startswith("- dataset: ")
@@ -352,46 +307,34 @@ def test_alerts_are_under_the_summary(results, tmp_path):
 def test_breakdowns_warn_of_many_intervals(results):
     tables = breakdown_tables(results)
     # What does not depend on the judge is there once
-    assert [table.title for table in tables] == [
+    assert list(tables) == [
         f"By category: consistency (judge {JUDGES[0]})",
         "By category: alignment (scorer clip-flant5-xxl)",
         "By category: duplicate rate",
         f"By category: consistency (judge {JUDGES[1]})",
     ]
-    assert tables[1].rows[0][-1] == tables[2].rows[0][-1] == "yes: worse"
-    table = tables[0]
-    assert table.rows[0] == (
-        "Character Generation",
-        "5",
-        "0.400 [0.380, 0.420]",
-        "0.510 [0.490, 0.530]",
-        "+0.110 [-0.090, +0.310]",
-        "no",
-    )
-    assert "by chance" not in " ".join(table.lines)
+    table, alignment, duplicates, _ = tables.values()
+    assert cells_of(alignment)[2][-1] == cells_of(duplicates)[2][-1] == "yes: worse"
+    assert cells_of(table)[2] == [
+        "Character Generation", "5", "0.400 [0.380, 0.420]", "0.510 [0.490, 0.530]", "+0.110 [-0.090, +0.310]", "no"
+    ]  # fmt: skip
+    assert "by chance" not in table
     results["breakdowns"][0]["rows"] *= 20
-    assert "Of 40 intervals about 2 would exclude 0 by chance" in " ".join(breakdown_tables(results)[0].lines)
+    assert "Of 40 intervals about 2 would exclude 0 by chance" in next(iter(breakdown_tables(results).values()))
 
 
 def test_settings_that_differ_are_marked(results):
-    table = settings_table(results)
-    marked = {row[0] for row, kind in zip(table.rows, table.kinds, strict=True) if kind == "differs"}
-    assert marked == {row[0] for row in table.rows if row[-1] == "differs"} == {"adapter"}
+    for number, system in enumerate(results["systems"]):
+        system["settings"]["adapter"] = f"/runs/{number}/adapter"  # two paths, of which the same part is shown
+    rows = rows_by_name(settings_table(results))
+    assert {name for name, row in rows.items() if row[-1] == "differs"} == {"adapter"}
+    assert rows["adapter"] == ["adapter", "adapter", "differs"]
     results["systems"][0]["settings"]["num_inference_steps"] = 28
     results["systems"][1]["settings"]["true_cfg_scale"] = 4.0
-    rows = {row[0]: row[1:] for row in settings_table(results).rows}
-    assert rows["num_inference_steps"] == ("28", "20", "differs")
-    assert rows["true_cfg_scale"] == ("not given", "4.0", "differs")
-    assert rows["guidance_scale"] == ("3.5", "3.5", "")
-
-
-def test_settings_of_two_folders_with_one_name_differ(results):
-    """The paths are not shown, but that they differ is."""
-    for number, system in enumerate(results["systems"]):
-        system["settings"]["adapter"] = f"/runs/{number}/adapter"
-    assert {row[0]: row[1:] for row in settings_table(results).rows}["adapter"] == ("adapter", "adapter", "differs")
-    settings = section_of(markdown_report(results), "Settings")
-    assert rows_of(settings, "adapter") == [["adapter", "adapter", "adapter", "differs"]]
+    rows = rows_by_name(settings_table(results))
+    assert rows["num_inference_steps"] == ["28", "20", "differs"]
+    assert rows["true_cfg_scale"] == ["not given", "4.0", "differs"]
+    assert rows["guidance_scale"] == ["3.5", "3.5", ""]
 
 
 def test_leakage(results):
@@ -440,9 +383,8 @@ def test_many_leaks_are_cut_off_but_in_the_json(results, tmp_path):
 def test_markdown_has_the_numbers_of_the_tables(planted):
     markdown = markdown_report(planted)
     measured = section_of(markdown, "Results")
-    for table in metric_tables(planted):
-        for row in table.rows:
-            assert list(row[1:]) in [found[1:] for found in rows_of(measured, row[0])]
+    for table in metric_tables(planted).values():
+        assert table in measured
     assert "**Consistency**" in measured and "**Identity**" not in measured
     assert "nan" not in markdown.lower()
     assert "aesthetics: no scorer was given" in markdown
@@ -523,13 +465,10 @@ def test_terminal_tables_have_the_same_numbers(results):
     console = Console(width=140, record=True, file=io.StringIO())
     print_report(results, console)
     text = console.export_text()
-    for table in metric_tables(results):
-        for row in table.rows:
-            for part in "\n".join(row[1:5]).replace(" [", "\n[").split("\n"):
-                assert part in text
+    for part in re.findall(r"[+-]?\d\.\d{3}\b", "".join(metric_tables(results).values())):
+        assert part in text
     assert "[bold]fox[/bold]" in text
     assert "Leakage: not checked" in text and "1 sets lack images: 0008/0" in text
-    assert "Consistency (judge Qwen2.5-VL-7B-Instruct): 0.480" in text
 
 
 ################
@@ -549,24 +488,6 @@ def test_chosen_sets_are_the_planted_ones(results):
         one["scores"][0] = dict(one["scores"][1])
     chosen = choose_sets(results, 2)
     assert chosen["gained"] == chosen["lost"] == [] and chosen["best"] == [3, 5]
-
-
-def test_num_shown_below_one_is_refused_before_anything_is_made(tmp_path):
-    for number in (0, -3):
-        with pytest.raises(ValueError, match=f"`num_shown` is {number}, but .* Set it to 1 or more"):
-            save_generation_report({}, tmp_path / "report", num_shown=number)
-    assert not (tmp_path / "report").exists()
-
-
-def test_sections_have_entries_in_the_navigation(results, tmp_path):
-    def entries(page: Page) -> set[str]:
-        return {attrs["href"][1:] for tag, _, attrs in page.tags if tag == "a"}
-
-    page = Page(save_generation_report(results, tmp_path, num_shown=1)["html"])
-    assert entries(page) == set(page.texts) - {""} and {"notes", "leakage"} <= entries(page)
-    results["notes"] = []
-    page = Page(save_generation_report(results, tmp_path, num_shown=1)["html"])
-    assert entries(page) == set(page.texts) - {""} and "notes" not in entries(page)
 
 
 @pytest.mark.parametrize("per_panel", [False, True])
@@ -603,22 +524,6 @@ def test_missing_images_are_shown_as_empty_frames(results, tmp_path):
     assert page.sets["best"] == ["0003/0"] and page.pictures("best") == []
     assert "missing" in page.text("best") and "not readable" in page.text("best")
     assert frames(page) == 4  # among the best, and among those that gained most
-
-
-def test_images_of_16_bits_are_shown_in_8(results, tmp_path):
-    Image.new("I;16", (8, 8), 257 * 100).save(tmp_path / "gray.png")
-    results["sets"][3]["pictures"][1] = [str(tmp_path / "gray.png")]
-    _, shown = Page(save_generation_report(results, tmp_path, num_shown=1)["html"]).pictures("best")
-    assert shown.getpixel((4, 4)) == pytest.approx((100, 100, 100), abs=2)
-
-
-def test_page_of_one_system(world, tmp_path):
-    results = plant_t2is(world / "one", num_systems=1)
-    page = Page(save_generation_report(results, tmp_path)["html"])
-    assert {"best", "worst", "copies"} == {name for name in page.sets if name in ("best", "worst", "copies")}
-    assert "gained" not in page.texts and "lost" not in page.texts
-    assert len(page.pictures("best")) == len(page.sets["best"]) == 5
-    assert not any(tag == "svg" for tag, *_ in page.tags)
 
 
 def test_page_of_edits_shows_the_sources(tmp_path):
@@ -783,10 +688,10 @@ def test_results_are_added_to_a_card(results, card):
     before = card.read_text(encoding="utf-8")
     assert add_results_to_card(card.parent, results) == card
     after = card.read_text(encoding="utf-8")
-    # The rest is the same to the letter
-    assert after.startswith(before[: before.index("model-index")])
+    # The rest of the text is the same to the letter
     assert after.endswith(before[before.index("## Training\n\nLong") :])
-    assert "\ntags: [lora]\n---\n\n# fox-lora\n\n```text\n## Training\n```\n\n<!-- results of" in after
+    assert "\n---\n\n# fox-lora\n\n```text\n## Training\n```\n\n<!-- results of" in after
+    assert ModelCard.load(card).data.tags == ["lora"]
     found = {
         (one.dataset_name, one.dataset_config, one.metric_type): one for one in ModelCard.load(card).data.eval_results
     }
@@ -813,13 +718,7 @@ def test_results_are_added_to_a_card(results, card):
     ]
     assert "Leakage: not checked" in section and "missing: 1" in section
     bullets = re.findall(r"^- (.+)$", section[: section.index("<!-- end")], re.MULTILINE)
-    assert bullets[0] == "**Missing pictures count 0 (1 of tuned).**"
-    assert bullets[-3:] == [
-        "Leakage: not checked: the training prompts were not given.",
-        "The pictures are in images.",
-        "Which scorer of aesthetics the published figures are of is not known.",
-    ]
-    assert after.count("scorer of aesthetics") == 2
+    assert bullets[0] == "**Missing pictures count 0 (1 of tuned).**" and "The pictures are in images." in bullets
     assert "Seedream" not in after and "Gemini" not in after
 
 
@@ -839,45 +738,6 @@ def test_a_card_written_twice_is_the_same_card(results, card):
     text = card.read_text(encoding="utf-8")
     assert text.count("## T2IS-Bench, judge") == 2 and "0.900 [0.880, 0.920]" in text
     assert "0.812 [" not in text
-
-
-def test_results_of_both_protocols_are_kept(results, card):
-    add_results_to_card(card, results)
-    once = card.read_text(encoding="utf-8")
-    results["protocol"] = "published"
-    results["tables"][0]["rows"][0]["cells"][1] = cell(0.9)
-    for _ in range(2):
-        add_results_to_card(card, results)
-    text = card.read_text(encoding="utf-8")
-    assert text.count("<!-- results of") == 4 and once.count("<!-- results of") == 2
-    assert text.count("## T2IS-Bench, published protocol, judge") == 2 and text.count("- protocol: published") == 2
-    assert once.count("- protocol: default") == text.count("- protocol: default") == 2
-    values = {
-        (one.dataset_config, one.metric_type): one.metric_value for one in ModelCard.load(card).data.eval_results
-    }
-    judge = f"judge {JUDGES[0]}"
-    assert values[judge, "identity"] == 0.512 and values[f"{judge}, published protocol", "identity"] == 0.9
-    assert values["scorer clip-flant5-xxl, published protocol", "entity"] == 0.721
-
-
-def test_results_of_edits_are_added_to_others(results, card, tmp_path):
-    add_results_to_card(card, results)
-    add_results_to_card(card, plant_gedit(tmp_path / "edits"))
-    text = card.read_text(encoding="utf-8")
-    assert text.count("<!-- results of") == text.count("<!-- end of the results of") == 3
-    found = {one.dataset_name: one for one in ModelCard.load(card).data.eval_results}
-    assert found["GEdit-Bench"].dataset_config == "English: all instructions, judge Qwen2.5-VL-72B-Instruct"
-    assert found["GEdit-Bench"].metric_value == 6.469
-
-
-def test_results_on_data_without_a_hub_id(results, card):
-    for dataset in (None, "/data/benchmarks/t2is"):
-        results["dataset"] = dataset
-        add_results_to_card(card, results)
-        ours = [one for one in ModelCard.load(card).data.eval_results if one.dataset_config]
-        assert len(ours) == 12 and {one.dataset_type for one in ours} == {"T2IS-Bench"}
-        assert "/data" not in card.read_text(encoding="utf-8")
-        assert f"dataset: {'t2is' if dataset else 'without a name'}, fingerprint" in markdown_report(results)
 
 
 @pytest.mark.parametrize("line_break", ["\n", "\r\n"])
@@ -905,9 +765,8 @@ def test_a_card_that_this_package_renders(results, tmp_path):
     assert len(added) == 3 and all("source" not in entry for entry in added)
     after["model-index"][0]["results"] = after["model-index"][0]["results"][: -len(added)]
     assert after == before
-    assert path.read_text(encoding="utf-8").index("## T2IS-Bench") < path.read_text(encoding="utf-8").index(
-        "## Training"
-    )
+    text = path.read_text(encoding="utf-8")
+    assert text.index("## T2IS-Bench") < text.index("## Training")
 
 
 def test_cards_that_results_cannot_go_into(results, card, tmp_path):
@@ -921,12 +780,10 @@ def test_cards_that_results_cannot_go_into(results, card, tmp_path):
     before = card.read_bytes()
     base = copy.deepcopy(results)
     base["systems"] = base["systems"][:1]
-    with pytest.raises(
-        ValueError, match="results are of 'base', and a card has results of its own model, with the role 'tuned'"
-    ):
+    with pytest.raises(ValueError, match="'tuned'"):
         add_results_to_card(card, base)
     assert card.read_bytes() == before
-    card.write_bytes(before.replace(b"- name: fox-lora", b"- title: fox-lora"))
+    card.write_bytes(before.replace(b"    dataset:", b"    data:"))
     for attempt in (lambda: add_results_to_card(card, results), lambda: check_card(card)):
         with pytest.raises(ValueError, match="`model-index` in the metadata"):
             attempt()

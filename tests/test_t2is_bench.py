@@ -828,6 +828,7 @@ class TestResume:
         ):
             pass
 
+
 class TestServed:
     """The judge is on a server: questions over HTTP."""
 

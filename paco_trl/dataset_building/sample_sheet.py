@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..data.columns import by_id
 from ..data.pairs import content_text, decision_of
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
 # Images of a row at most, without the reference
 _MAX_IMAGES = 8
-
-# Pixels
-_THUMBNAIL = 176
-_GAP = 8
-_LINE = 20
 
 
 def _evenly_spaced(items: Sequence[int], chosen: int) -> list[int]:
@@ -100,39 +95,8 @@ def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> 
 
 
 def _render(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> "Image.Image":
-    """Render rows of blocks of images with captions, a title above each row. matplotlib would take seconds."""
-    from matplotlib.font_manager import FontProperties, findfont
-    from PIL import Image, ImageDraw, ImageFont, ImageOps
+    from ..plots.contact_sheet import render_sheet
 
-    from ..plots.figures import font_families, legible
-    from ..utils.images import to_rgb
-
-    def width_of(blocks: list[list[Any]]) -> int:
-        return sum(len(block) * (_THUMBNAIL + _GAP) + 2 * _GAP for block in blocks)
-
-    font, title_font = ImageFont.load_default(13), ImageFont.load_default(14)
-    height = _THUMBNAIL + 2 * _LINE + 2 * _GAP  # of a row
-    size = (max(width_of(blocks) for _, blocks in rows), len(rows) * height + _GAP)
-    sheet = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(sheet)
-    for number, (title, blocks) in enumerate(rows):
-        top, left = number * height + _GAP, _GAP
-        text, own_font = " ".join(title.split()), title_font
-        if not text.isascii():  # Pillow's font shows boxes then
-            families = font_families()
-            family = next((name for name in families if legible(text, [name]) == text), families[0])
-            text, own_font = legible(text, [family]), ImageFont.truetype(findfont(FontProperties(family=[family])), 14)
-        while len(text) > 1 and draw.textlength(text, own_font) > size[0] - 2 * _GAP:
-            text = text[:-2].rstrip() + "…"
-        draw.text((left, top), text, "black", own_font)
-        for block in blocks:
-            for image, caption in block:
-                shown = ImageOps.contain(to_rgb(image, "An image of the sample"), (_THUMBNAIL, _THUMBNAIL))
-                place = (left + (_THUMBNAIL - shown.width) // 2, top + _LINE + (_THUMBNAIL - shown.height) // 2)
-                sheet.paste(shown, place)
-                middle = left + _THUMBNAIL // 2
-                draw.text((middle, top + _LINE + _THUMBNAIL + 2), caption, "#444444", font, anchor="ma")
-                left += _THUMBNAIL + _GAP
-            left += 2 * _GAP
+    sheet = render_sheet(rows)
     sheet.save(path)
     return sheet

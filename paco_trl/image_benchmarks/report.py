@@ -5,22 +5,21 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, Template
+from jinja2 import Environment
+from markdown_it import MarkdownIt
 from markupsafe import Markup
-from markupsafe import escape as html_escape
 from PIL import Image, ImageOps
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.markdown import Markdown
 
 from ..utils.files import read_template, write_atomically
 from ..utils.images import data_url, to_rgb
-from ..utils.tables import markdown_table, markdown_text, number_text
+from ..utils.tables import markdown_text, number_text
 from . import report_content as content
 
 
@@ -79,48 +78,27 @@ def print_report(results: dict[str, Any], console: Console) -> None:
         console (`rich.console.Console`):
             Console to print to.
     """
-    results = content.public_results(results)
-    console.print(escape(" ".join(content.summary(results))))
-    for line in results.get("alerts") or ():
-        console.print(escape(line), style="bold")
-    for table in (*content.metric_tables(results), content.count_table(results)):
-        shown = Table(title=escape(table.title), caption=escape(" ".join(table.lines)), caption_justify="left")
-        for number, name in enumerate(table.columns):
-            shown.add_column(escape(name), overflow="fold", min_width=None if number else 12)
-        for row, kind in zip(table.rows, table.kinds, strict=True):
-            # Intervals on lines of their own: the table fits a terminal
-            cells = [escape(cell.replace(" [", "\n[")) for cell in row]
-            shown.add_row(*cells, style="bold" if kind in content.MEANS else None)
-        console.print(shown)
-    for line in (*content.missing_lines(results), content.leakage_line(results)):
-        console.print(escape(line))
+    shown = content.public_results(results)
+    tables = [f"### {markdown_text(title)}\n\n{table}" for title, table in content.metric_tables(shown).items()]
+    below = [*map(markdown_text, (*content.missing_lines(shown), content.leakage_line(shown)))]
+    console.print(Markdown("\n\n".join([*_head(shown), *tables, content.count_table(shown), *below])))
 
 
 def markdown_report(results: dict[str, Any]) -> str:
     """Write the report as Markdown."""
     shown = content.public_results(results)
-    parts = [f"# {markdown_text(content.report_title(shown))}", markdown_text(" ".join(content.summary(shown)))]
-    parts += [bullet_list(shown.get("alerts"), bold=True), bullet_list(content.facts(shown))]
-    for section in content.report_sections(results):
-        parts += [f"## {section.title}", *map(markdown_text, section.text), bullet_list(section.bullets)]
-        for table in section.tables:
-            # The only table of a section needs no title
-            parts += [f"### {markdown_text(table.title)}"] if table.title != section.title else []
-            parts += [report_table(table), markdown_text(" ".join(table.lines))]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    parts = [
+        f"# {markdown_text(content.report_title(shown))}",
+        *_head(shown),
+        content.bullet_list(content.facts(shown)),
+    ]
+    parts += [f"## {section.title}\n\n{section.body}" for section in content.report_sections(results)]
+    return "\n\n".join(parts) + "\n"
 
 
-def report_table(table: content.ReportTable) -> str:
-    """Write a table as Markdown."""
-    rows = zip(table.rows, table.kinds, strict=True)
-    shown = [(f"**{row[0]}**", *row[1:]) if kind in content.MEANS else row for row, kind in rows]
-    return markdown_table(table.columns, shown)
-
-
-def bullet_list(lines: Iterable[str] | None, bold: bool = False) -> str:
-    """Write a list in Markdown."""
-    mark = "**" if bold else ""
-    return "\n".join(f"- {mark}{markdown_text(line)}{mark}" for line in lines or ())
+def _head(shown: dict[str, Any]) -> list[str]:
+    alerts = content.bullet_list(shown.get("alerts") or (), bold=True)
+    return [*filter(None, (markdown_text(" ".join(content.summary(shown))), alerts))]
 
 
 def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> str:
@@ -134,14 +112,16 @@ def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> st
         for name, numbers in choose_sets(results, num_shown).items()
     }
     names = (results["headline"], content.duplicate_metric(results) or "")
-    return _template().render(
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"html": _html, "number": number_text, "system": content.system_name}
+    return environment.from_string(read_template("generation_report.html.jinja")).render(
         title=content.report_title(results),
         systems=results["systems"],
-        summary=content.summary(results),
-        alerts=results.get("alerts"),
-        facts=[*content.facts(results), content.leakage_line(results, _LISTED_LEAKS)],
+        summary="\n\n".join(map(markdown_text, content.summary(results))),
+        alerts=content.bullet_list(results.get("alerts") or ()),
+        facts=content.bullet_list([*content.facts(results), content.leakage_line(results, _LISTED_LEAKS)]),
         sections=sections,
-        charts=list(map(difference_chart, results["tables"])),
+        charts=[*filter(None, map(difference_chart, results["tables"]))],
         headline=results["headline"],
         measured=[labels.get(name, name).lower() for name in names],
         labels=labels,
@@ -150,17 +130,15 @@ def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> st
     )
 
 
-@cache
-def _template() -> Template:
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"interval": _with_interval, "number": number_text, "system": content.system_name}
-    return environment.from_string(read_template("generation_report.html.jinja"))
-
-
-def _with_interval(text: str) -> Markup:
-    """Mark the interval of a cell, or the weights of a label, which the page can put on a line of its own."""
-    found = re.fullmatch(r"(.+?) (\[[^\[]*\]|\((?:no interval|[\d.]+ .*)\))", text)
-    return Markup('{} <span class="interval">{}</span>').format(*found.groups()) if found else html_escape(text)
+def _html(markdown: str) -> Markup:
+    """Convert Markdown to HTML, with tables that scroll and cells that stand out."""
+    html = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+    html = re.sub(r"<tr>\n<td>(.*?)</td>", r'<tr>\n<th scope="row">\1</th>', html)
+    html = re.sub(r"<td>((?:yes: )?(better|worse|differs))</td>", r'<td class="\2">\1</td>', html)
+    # The interval of a cell, which the page can put on a line of its own
+    html = re.sub(r" (\[[^\[\]<]*\]|\(no interval\))(?=</t)", r' <span class="interval">\1</span>', html)
+    html = html.replace("<table>", '<div class="scroll" tabindex="0" role="region" aria-label="Table">\n<table>')
+    return Markup(html.replace("</table>", "</table>\n</div>"))
 
 
 def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]:
@@ -216,7 +194,7 @@ def difference_chart(table: dict[str, Any]) -> dict[str, Any] | None:
         for (row, change), span in zip(found, spans, strict=True)
     ]
     ticks = [(place(value), number_text(value, signed=True)) for value in (low, high) if value]
-    return {"zero": place(0.0), "ticks": ticks, "marks": marks}
+    return {"title": table["title"], "zero": place(0.0), "ticks": ticks, "marks": marks}
 
 
 def _shown_set(results: dict[str, Any], one: dict[str, Any], labels: dict[str, str], load: Callable) -> dict[str, Any]:

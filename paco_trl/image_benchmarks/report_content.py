@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out the content of a report, once for all its formats: sentences, tables and sections of text."""
+"""Write the content of a report as Markdown: sentences, tables and sections."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from ..evaluation.report import PublishedTable, published_tables, published_text
 from ..evaluation.runs import PROTOCOLS
 from ..utils.files import read_template
 from ..utils.names import public_name
-from ..utils.tables import number_text
+from ..utils.tables import markdown_table, markdown_text, number_text
 
 
 NOTES: dict[str, str] = yaml.safe_load(read_template("generation_report_notes.yaml"))
@@ -31,53 +31,55 @@ MEANS = ("group", "average")
 _MAX_LISTED = 20
 
 
-class ReportTable(NamedTuple):
-    """A table of texts."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    kinds: tuple[str, ...]
-    lines: tuple[str, ...]
-
-
 class Section(NamedTuple):
-    """A section of a report: text, a list, and tables."""
+    """A section of a report, in Markdown."""
 
     id: str
     title: str
-    text: Sequence[str] = ()
-    bullets: Sequence[str] = ()
-    tables: Sequence[ReportTable] = ()
+    body: str
 
 
 def report_sections(results: dict[str, Any]) -> list[Section]:
-    """Lay out everything below the head of a report, except images."""
+    """Write everything below the head of a report, except images."""
     # Before the paths are cut: two of them can have the same last part
     settings = settings_table(results)
     results = public_results(results)
     published = comparable_tables(results)
     remarks = list(dict.fromkeys(remark for table in published for remark in table.remarks))
-    copied = []
-    for one in published:
-        rows = [map(published_text, row) for row in one.rows]
-        copied.append(_table(f"Published: {one.title}", one.columns, rows, [f"Source: {one.source}."]))
+    copied = {
+        f"Published: {one.title}": _table(
+            one.columns, [list(map(published_text, row)) for row in one.rows], [f"Source: {one.source}."]
+        )
+        for one in published
+    }
+    images = [*map(markdown_text, missing_lines(results)), count_table(results)]
     sections = [
-        Section("results", "Results", tables=metric_tables(results)),
-        Section("breakdowns", "Breakdowns", tables=breakdown_tables(results)),
-        Section("images", "Images", missing_lines(results), tables=[count_table(results)]),
-        Section("leakage", "Leakage", [leakage_line(results)]),
-        Section("settings", "Settings", tables=[settings]),
-        Section("notes", "Notes", bullets=results["notes"]),
-        Section("published", PUBLISHED_HEADING, [NOTES["published"]] if published else [], remarks, copied),
-        Section("versions", "Versions", bullets=[f"{name}: {number}" for name, number in results["versions"].items()]),
+        Section("results", "Results", _titled(metric_tables(results))),
+        Section("breakdowns", "Breakdowns", _titled(breakdown_tables(results))),
+        Section("images", "Images", "\n\n".join(images)),
+        Section("leakage", "Leakage", markdown_text(leakage_line(results))),
+        Section("settings", "Settings", settings),
+        Section("notes", "Notes", bullet_list(results["notes"])),
+        Section("versions", "Versions", bullet_list(f"{name}: {n}" for name, n in results["versions"].items())),
     ]
-    return [section for section in sections if section.text or section.bullets or section.tables]
+    if published:
+        body = [markdown_text(NOTES["published"]), bullet_list(remarks), _titled(copied)]
+        sections.insert(-1, Section("published", PUBLISHED_HEADING, "\n\n".join(body)))
+    return [section for section in sections if section.body]
 
 
-def _table(title: str, columns: Iterable, rows: Iterable, lines: Iterable = (), kinds: Iterable = ()) -> ReportTable:
-    rows = tuple(map(tuple, rows))
-    return ReportTable(title, tuple(columns), rows, tuple(kinds) or ("other",) * len(rows), tuple(lines))
+def bullet_list(lines: Iterable[str], bold: bool = False) -> str:
+    """Write a list."""
+    mark = "**" if bold else ""
+    return "\n".join(f"- {mark}{markdown_text(line)}{mark}" for line in lines)
+
+
+def _titled(tables: dict[str, str]) -> str:
+    return "\n\n".join(f"### {markdown_text(title)}\n\n{table}" for title, table in tables.items())
+
+
+def _table(columns: Iterable, rows: Iterable[Sequence], lines: Iterable[str] = ()) -> str:
+    return "\n\n".join(filter(None, (markdown_table(columns, rows), markdown_text(" ".join(lines)))))
 
 
 def _columns(results: dict[str, Any], *first: str) -> list[str]:
@@ -90,10 +92,10 @@ def _cells(cells: Sequence[dict[str, Any]], difference: dict[str, Any] | None, r
     return [*map(cell_text, cells), *(paired if len(cells) > 1 else [])]
 
 
-def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
-    """Lay out the metrics: a table for each judge (or language and subset), a row for each metric."""
+def metric_tables(results: dict[str, Any]) -> dict[str, str]:
+    """Write the metrics: by its title a table for each judge (or language and subset), a row for each metric."""
     paired = " The difference is paired: the second system minus the first, over what both have a value of."
-    tables = []
+    tables = {}
     for table in results["tables"]:
         rows = []
         for row in table["rows"]:
@@ -101,7 +103,9 @@ def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
             both = row["difference"]["count"] if len(counts) > 1 else counts[0]
             text = " / ".join(map(str, counts)) + f" / {both} in both" * (len(counts) > 1)
             text = str(both) if len({*counts, both}) == 1 else text
-            rows.append([row_label(row, results), *_cells(row["cells"], row["difference"], row), text])
+            label = row_label(row, results)
+            label = f"**{label}**" if row["kind"] in MEANS else label
+            rows.append([label, *_cells(row["cells"], row["difference"], row), text])
         lines = [
             (f"Protocol: {protocol_of(results)}. " if results["benchmark"] else "")
             + f"{_INTERVALS}{paired * (len(results['systems']) > 1)}",
@@ -111,14 +115,13 @@ def metric_tables(results: dict[str, Any]) -> list[ReportTable]:
         lines += [f"Lower is better: {', '.join(lower)}."] if lower else []
         if "n/a" in sum(rows, []):
             lines.append("n/a: no value. The notes and the list of scorers give the reason.")
-        kinds = [row["kind"] for row in table["rows"]]
-        tables.append(_table(table["title"], [*_columns(results, "metric"), "n"], rows, lines, kinds))
+        tables[table["title"]] = _table([*_columns(results, "metric"), "n"], rows, lines)
     return tables
 
 
-def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
-    """Lay out the breakdowns: a table for each metric, a row for each category."""
-    tables: dict[str, ReportTable] = {}
+def breakdown_tables(results: dict[str, Any]) -> dict[str, str]:
+    """Write the breakdowns: by its title a table for each metric, a row for each category."""
+    tables: dict[str, str] = {}
     for breakdown in results["breakdowns"]:
         (of_judge,) = [one for one in results["tables"] if one["title"] == breakdown["table"]] or [{"rows": []}]
         for metric in breakdown["columns"]:
@@ -131,8 +134,8 @@ def breakdown_tables(results: dict[str, Any]) -> list[ReportTable]:
                 rows.append([part["name"], str(part["num_prompts"]), *cells])
             count = sum(cells[-1] in ("no", "yes: better", "yes: worse") for cells in rows)
             by_chance = [f"Of {count} intervals about {count / 20:.0f} would exclude 0 by chance."] * (count >= 20)
-            tables.setdefault(title, _table(title, _columns(results, "", "prompts"), rows, [_INTERVALS, *by_chance]))
-    return list(tables.values())
+            tables.setdefault(title, _table(_columns(results, "", "prompts"), rows, [_INTERVALS, *by_chance]))
+    return tables
 
 
 def scored_by(metric: str, title: str, results: dict[str, Any]) -> str:
@@ -143,26 +146,24 @@ def scored_by(metric: str, title: str, results: dict[str, Any]) -> str:
     return f"scorer {own}" if own else in_sentence(title)
 
 
-def count_table(results: dict[str, Any]) -> ReportTable:
-    """Lay out how many images there are, and how many are missing or near-duplicates."""
+def count_table(results: dict[str, Any]) -> str:
+    """Write how many images there are, and how many are missing or near-duplicates."""
     all_counts = [system["counts"] for system in results["systems"]]
     names = dict.fromkeys(name for counts in all_counts for name in counts)
-    rows = [(name, *(str(counts.get(name, "n/a")) for counts in all_counts)) for name in names]
-    return _table("Images", ("", *map(system_name, results["systems"])), rows)
+    rows = [[name, *(counts.get(name, "n/a") for counts in all_counts)] for name in names]
+    return _table(["", *map(system_name, results["systems"])], rows)
 
 
-def settings_table(results: dict[str, Any]) -> ReportTable:
-    """Lay out the settings of the systems side by side and mark those that differ."""
-    systems, rows, kinds = results["systems"], [], []
+def settings_table(results: dict[str, Any]) -> str:
+    """Write the settings of the systems side by side and mark those that differ."""
+    systems, rows = results["systems"], []
     for name in dict.fromkeys(name for system in systems for name in system["settings"]):
         values = [system["settings"].get(name, "not given") for system in systems]
-        differs = any(value != values[0] for value in values)
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
         shown = ["none" if value is None else public_text(text) for value, text in zip(values, texts, strict=True)]
-        rows.append([name, *shown, *["differs" * differs] * (len(systems) > 1)])
-        kinds.append("differs" if differs else "other")
-    columns = ["setting", *map(system_name, public_results(systems)), *[""] * (len(systems) > 1)]
-    return _table("Settings", columns, rows, kinds=kinds)
+        mark = "differs" if any(value != values[0] for value in values) else ""
+        rows.append([name, *shown, *[mark] * (len(systems) > 1)])
+    return _table(["setting", *map(system_name, public_results(systems)), *[""] * (len(systems) > 1)], rows)
 
 
 def comparable_tables(results: dict[str, Any]) -> list[PublishedTable]:

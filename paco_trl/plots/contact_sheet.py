@@ -1,33 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make contact sheets: a row of images with their scores for each prompt, with rows before and after training."""
+"""Render sheets of images: rows with a title, and a caption below each image."""
 
-import textwrap
-import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import TextPath
-from matplotlib.transforms import Bbox
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ..utils.files import write_atomically
-from .figures import new_figure, open_png, png_bytes
+from ..utils.generation import to_png
+from ..utils.images import to_rgb
 
 
-# Limits of a sheet, and of its images in pixels
-MAX_PROMPTS = 8
-MAX_IMAGES = 8
+# Limits of a contact sheet, and of its images in pixels
+MAX_PROMPTS = MAX_IMAGES = 8
 THUMBNAIL = 512
+CARD_PROMPTS = CARD_IMAGES = 4  # of the sheet of a model card
+# Pixels of a card, which is shown about 700 pixels wide, and of its letters, which are legible then
+_CARD_WIDTH, _CARD_LETTER = 1008, 15
+_TITLE_LINES = 3
 
-# Of the sheet of a model card: a card is about 700 pixels wide, on which the letters of 5.3 inches are legible
-CARD_PROMPTS = CARD_IMAGES = 4
-CARD_WIDTH, _CARD_DPI = 5.3, 190
-
-LABEL_LETTERS = 12  # per line of the label of a row
-LABEL_FONT = FontProperties(size=7, weight="bold")
-TITLE_LINES = 3  # of an edit instruction; other prompts have one
+# An image and its caption, or an empty place
+Cell = tuple[Image.Image | None, str]
 
 
 @dataclass
@@ -40,7 +35,7 @@ class SheetImage:
     prompt_text: str  # title of the row
     caption: str = ""  # scores, below the image
     series: int = 0  # place of its row among those of the prompt: 0 before training, 1 after it
-    series_name: str = ""  # label at the left of the row; the same for all images of a row
+    series_name: str = ""  # label above the row; the same for all images of a row
 
 
 def thumbnail(image: Image.Image) -> Image.Image:
@@ -48,49 +43,6 @@ def thumbnail(image: Image.Image) -> Image.Image:
     copy = image.copy()
     copy.thumbnail((THUMBNAIL, THUMBNAIL))
     return copy
-
-
-def _wrap(text: str, letters: int, lines: int) -> str:
-    """Wrap a text to the width of so many letters; those of East Asia are twice as wide, and have no spaces."""
-    text = " ".join(text.split())
-    widths = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
-    letters = letters * len(text) // max(widths, 1)
-    wrapped = textwrap.wrap(text, max(letters, 3))
-    if len(wrapped) > lines:  # `max_lines` of textwrap would leave nothing of a long word
-        last = wrapped[lines - 1]
-        last = last if len(last) + 2 <= letters else last[: letters - 2].rpartition(" ")[0] or last[: letters - 2]
-        wrapped = [*wrapped[: lines - 1], f"{last} …"]
-    return "\n".join(wrapped)
-
-
-def _composite(images: list[Image.Image], aspect: float) -> Image.Image:
-    """Paste images into a grid, in the arrangement that shows them largest in a box of an aspect (height / width)."""
-    side = max(max(image.size) for image in images)
-    images = [ImageOps.contain(image, (side, side)) for image in images]  # small ones grow
-    gap = round(0.04 * side)
-    width, height = (max(lengths) for lengths in zip(*(image.size for image in images), strict=True))
-
-    def size(columns: int) -> tuple[int, int]:
-        return columns * (width + gap) - gap, -(-len(images) // columns) * (height + gap) - gap
-
-    columns = max(range(1, len(images) + 1), key=lambda count: min(1 / size(count)[0], aspect / size(count)[1]))
-    composite = Image.new("RGB", size(columns), "white")
-    for number, image in enumerate(images):
-        row, column = divmod(number, columns)
-        padded = ImageOps.pad(image, (width, height), color="white")
-        composite.paste(padded, (column * (width + gap), row * (height + gap)))
-    return composite
-
-
-def _show(canvas: Any, place: Bbox, image: Image.Image, caption: str, size: int) -> Bbox:
-    """Show an image in the center of a place of the figure, with its caption below; return its box."""
-    width, height = canvas.figure.get_size_inches()
-    box = place.shrunk_to_aspect(image.height / image.width, fig_aspect=height / width).anchored("C", place)
-    interpolation = "nearest" if size < 128 else "antialiased"
-    canvas.imshow(image, interpolation=interpolation, aspect="auto", extent=(box.x0, box.x1, box.y0, box.y1))
-    below = box.y0 - 2 / 72 / height
-    canvas.figure.text((box.x0 + box.x1) / 2, below, caption, fontsize=6, ha="center", va="top")
-    return box
 
 
 def save_contact_sheet(
@@ -101,81 +53,105 @@ def save_contact_sheet(
     is_for_card: bool = False,
 ) -> Image.Image:
     """Save a PNG with a row of images per prompt and series; `sources` are thumbnails left of them."""
-    rows = sorted({(image.prompt, image.series) for image in images})
-    columns = max(image.generation for image in images) + 1
-    # All lengths are in inches; `width` is that of the images, `gap` is in widths of an image
-    width, gap = 1.7 * columns * 1.06 + 0.3, 0.06
-    labels = {(i.prompt, i.series): textwrap.fill(i.series_name, LABEL_LETTERS) for i in images if i.series_name}
-    lines = [TextPath((0, 0), line, prop=LABEL_FONT) for label in labels.values() for line in label.splitlines()]
-    margin = max(line.get_extents().x1 for line in lines) / 72 + 0.08 if labels else 0.0
-    per_width = 0.96 / (columns + gap * (columns - 1))
-    title_letters = columns * 26
+    columns, sources = max(image.generation for image in images) + 1, sources or {}
+    num_sources = max(map(len, sources.values()), default=0)
+    rows, titled = [], set[int]()
+    for prompt, series in sorted({(image.prompt, image.series) for image in images}):
+        in_row = {image.generation: image for image in images if (image.prompt, image.series) == (prompt, series)}
+        first = next(iter(in_row.values()))
+        own_sources = [] if prompt in titled else sources.get(prompt, [])
+        text = first.series_name if prompt in titled else f"{first.prompt_text}\n{first.series_name}"
+        titled.add(prompt)
+        shown: list[Cell] = [
+            (in_row[column].image, in_row[column].caption) if column in in_row else (None, "")
+            for column in range(columns)
+        ]
+        captions = ["source"] if len(own_sources) == 1 else [f"source {n + 1}" for n in range(len(own_sources))]
+        left: list[Cell] = [*zip(own_sources, captions, strict=True), *[(None, "")] * (num_sources - len(own_sources))]
+        rows.append((text, [left, shown] if num_sources else [shown]))
     if is_for_card:
-        width = (CARD_WIDTH - margin) / (1 + (1 + gap) * per_width * bool(sources))
-        title_letters = int(18 * width)
-    if len(rows) > len({prompt for prompt, _ in rows}) or labels or sources or is_for_card:
-        # Rows are close to one another: each must fit with the last line of its caption
-        caption_lines = max(image.caption.count("\n") + 1 for image in images)
-        image_width = per_width * width
-        text_height, below = max(0.62, 0.1 * caption_lines + 0.3), 0.1 * caption_lines
+        gap = _gap(_CARD_LETTER)
+        cell = (_CARD_WIDTH - gap * (2 + bool(num_sources))) // (columns + num_sources) - gap
+        sheet = render_sheet(rows, cell, _CARD_LETTER, title)
     else:
-        image_width, text_height, below = 1.7, 0.62, 0.0
-    source_column = (1 + gap) * image_width if sources else 0.0
-    instructions = {}
-    if sources:
-        for image in images:
-            instructions[image.prompt] = _wrap(image.prompt_text, title_letters + 26, TITLE_LINES)
-        text_height += 0.13 * max(text.count("\n") for text in instructions.values())
-    # Rows are as high as their images
-    aspects = [max(i.image.height / i.image.width for i in images if (i.prompt, i.series) == row) for row in rows]
-    heights = [image_width * aspect + text_height for aspect in aspects]
-    own_rows = {prompt: [number for number, row in enumerate(rows) if row[0] == prompt] for prompt in instructions}
-    composites, sources = {}, sources or {}
-    for prompt, own in own_rows.items():
-        if sources.get(prompt):
-            space = sum(heights[number] for number in own) - text_height
-            # Rows grow for sources up to this height, so that they are not tiny next to wide images
-            most = max(space, image_width * (1.0 if len(sources[prompt]) == 1 else 1.5))
-            composite = composites[prompt] = _composite(sources[prompt], most / image_width)
-            missing = min(image_width * composite.height / composite.width, most) - space
-            for number in own:
-                heights[number] += max(missing, 0.0) / len(own)
-    left = source_column + margin
-    size = (width + left, sum(heights) + 0.5 + below)
-    figure = new_figure(*size, _CARD_DPI) if is_for_card else new_figure(*size)
-    total, height = figure.get_size_inches()
-    edge = 0.02 * width / total  # where the title and the sources begin
-    grid = figure.add_gridspec(
-        len(rows), columns, height_ratios=heights, wspace=gap, hspace=0.0, left=(left + 0.02 * width) / total,
-        right=(left + 0.98 * width) / total, bottom=0.01 + below / height, top=1 - 0.45 / height,
-    )  # fmt: skip
-    # One for all images: axes take Matplotlib tens of times as long as an image
-    canvas = figure.add_axes((0, 0, 1, 1), xlim=(0, 1), ylim=(0, 1), autoscale_on=False)
-    canvas.set_axis_off()
-    figure.suptitle(title, fontsize=10, x=edge, ha="left", y=1 - 0.1 / height, va="top")
-    for row, label in labels.items():
-        place = grid[rows.index(row), 0].get_position(figure)
-        label_edge, middle = edge + source_column / total, (place.y0 + place.y1) / 2
-        figure.text(label_edge, middle, label, fontproperties=LABEL_FONT, ha="left", va="center")
-    for prompt, own in own_rows.items():
-        # From the top of the first row's images to the bottom of the last row's
-        first, last = (grid[number, 0].get_position(figure) for number in (own[0], own[-1]))
-        top = (first.y0 + first.y1 + (heights[own[0]] - text_height) / height) / 2
-        bottom = (last.y0 + last.y1 - (heights[own[-1]] - text_height) / height) / 2
-        place = {"x": edge, "y": top + 3 / 72 / height, "ha": "left", "va": "bottom"}
-        figure.text(s=instructions[prompt], fontsize=7, parse_math=False, **place)  # a "$" is a dollar
-        if prompt in composites:
-            caption = "source" if len(sources[prompt]) == 1 else f"{len(sources[prompt])} sources"
-            box = Bbox.from_bounds(edge, bottom, image_width / total, top - bottom)
-            _show(canvas, box, composites[prompt], caption, max(composites[prompt].size))
-    titled = set(instructions)
-    for image in sorted(images, key=lambda image: image.series):
-        place = grid[rows.index((image.prompt, image.series)), image.generation].get_position(figure)
-        box = _show(canvas, place, image.image, image.caption, image.image.width)
-        if image.generation == 0 and image.prompt not in titled:
-            titled.add(image.prompt)
-            text = _wrap(image.prompt_text, title_letters, 1)
-            figure.text(box.x0, box.y1 + 3 / 72 / height, text, fontsize=7, parse_math=False)
-    data = png_bytes(figure)
-    write_atomically(path, data)
-    return open_png(data)
+        sheet = render_sheet(rows, heading=title)
+    write_atomically(path, to_png(sheet))
+    return sheet
+
+
+def render_sheet(
+    rows: Sequence[tuple[str, Sequence[Sequence[Cell]]]], cell: int = 180, letter: int = 13, heading: str = ""
+) -> Image.Image:
+    """Render rows of blocks of images below their titles; `cell` is the width of an image in pixels."""
+    gap = _gap(letter)
+    width = gap + max(sum(len(block) * (cell + gap) + gap for block in blocks) for _, blocks in rows)
+    strips = [_render_row(heading, [], width, cell, letter)] if heading else []
+    strips += [_render_row(text, blocks, width, cell, letter) for text, blocks in rows]
+    sheet, top = Image.new("RGB", (width, sum(strip.height for strip in strips) + gap), "white"), gap
+    for strip in strips:
+        sheet.paste(strip, (0, top))
+        top += strip.height
+    return sheet
+
+
+def _gap(letter: int) -> int:
+    return letter * 2 // 3
+
+
+def _render_row(text: str, blocks: Sequence[Sequence[Cell]], width: int, cell: int, letter: int) -> Image.Image:
+    gap, line = _gap(letter), letter * 3 // 2
+    lines = [part for paragraph in text.split("\n") for part in _wrap(paragraph, letter, width - 2 * gap)]
+    shown = [[(image and _scale(image, cell), caption) for image, caption in block] for block in blocks]
+    cells = [each for block in shown for each in block]
+    below = len(lines) * line + max((image.height for image, _ in cells if image), default=0)
+    num_captions = max((len(caption.split("\n")) for _, caption in cells), default=0)
+    strip = Image.new("RGB", (width, below + num_captions * line + gap), "white")
+    draw, left = ImageDraw.Draw(strip), gap
+    for number, part in enumerate(lines):
+        part, font = _legible(part, letter)
+        draw.text((gap, number * line), part, "black", font)
+    for block in shown:
+        for image, caption in block:
+            if image is not None:
+                middle = (len(lines) * line + below - image.height) // 2
+                strip.paste(image, (left + (cell - image.width) // 2, middle))
+            for number, part in enumerate(caption.split("\n")):
+                part, font = _legible(part, letter)
+                draw.text((left + cell // 2, below + number * line + 2), part, "#333333", font, anchor="ma")
+            left += cell + gap
+        left += gap
+    return strip
+
+
+def _scale(image: Image.Image, cell: int) -> Image.Image:
+    """Scale an image to the width of a cell; the pixels of a small one stay sharp, and a tall one is not as wide."""
+    method = Image.Resampling.NEAREST if max(image.size) < cell else Image.Resampling.BICUBIC
+    return ImageOps.contain(to_rgb(image, "An image of the sheet"), (cell, cell * 3 // 2), method)
+
+
+def _wrap(text: str, letter: int, width: int) -> list[str]:
+    """Break a text into at most three lines of a width in pixels, at spaces where there are any."""
+    text, font = _legible(" ".join(text.split()), letter)
+    lines: list[str] = []
+    while text:
+        end = next((n for n in range(1, len(text)) if font.getlength(text[: n + 1]) > width), len(text))
+        if end < len(text) and len(lines) == _TITLE_LINES - 1:
+            return [*lines, text[: end - 1].rstrip() + "…"]
+        if end < len(text):
+            end = text.rfind(" ", 0, end + 1) if " " in text[: end + 1] else end
+        lines.append(text[:end])
+        text = text[end:].lstrip()
+    return lines
+
+
+def _legible(text: str, letter: int) -> tuple[str, Any]:
+    """Choose a font that has the letters of a text, and replace what none has: Pillow's own shows boxes then."""
+    if text.isascii():
+        return text, ImageFont.load_default(letter)
+    from matplotlib.font_manager import FontProperties, findfont  # takes seconds
+
+    from .figures import font_families, legible
+
+    families = font_families()
+    family = next((name for name in families if legible(text, [name]) == text), families[0])
+    return legible(text, [family]), ImageFont.truetype(findfont(FontProperties(family=[family])), letter)
