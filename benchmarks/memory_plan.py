@@ -28,8 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, tiny
-from paco_trl.commands.memory import ImagePlan, JudgePlan, as_in_training, largest_batch, peak
-from paco_trl.commands.memory_check import USABLE
+from paco_trl.commands.memory import USABLE, ImagePlan, JudgePlan, as_in_training, largest_batch, peak
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward

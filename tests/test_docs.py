@@ -21,7 +21,7 @@ import launching
 from docstrings import docstring
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import build_arguments, evaluate_reward, evaluation_arguments, reward
-from paco_trl.commands.memory_check import PlanArguments
+from paco_trl.commands.doctor import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.commands.space import SpaceArguments
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, make_pair

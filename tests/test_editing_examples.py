@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The editing examples as users start them, their defaults, and `paco-trl doctor` on editing prompts."""
 
-import inspect
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from trl import TrlParser
 
 import launching
 from launching import ROOT
-from paco_trl import PaCoGRPOConfig, tiny
+from paco_trl import tiny
 from paco_trl.commands import doctor
 from paco_trl.commands.script_arguments import (
     ScriptArguments,
@@ -206,30 +205,16 @@ class TestDefaults:
     }
     CASES = [
         (
-            KontextArguments,
-            KontextConfig,
-            "FLUX.1-Kontext-dev",
-            {
-                "num_inference_steps": 8,
-                "sde_steps": [1],
-                "noise_level": 0.9,
-                "guidance_scale": 2.5,
-                "negative_prompt": None,
-            },
+            KontextArguments, KontextConfig, "FLUX.1-Kontext-dev",
+            {"num_inference_steps": 8, "sde_steps": [1], "noise_level": 0.9, "guidance_scale": 2.5,
+             "negative_prompt": None},
         ),
         (
-            QwenImageEditArguments,
-            QwenImageEditConfig,
-            "Qwen-Image-Edit",
-            {
-                "num_inference_steps": 10,
-                "sde_steps": [1, 2, 3, 4],
-                "noise_level": 1.0,
-                "guidance_scale": 4.0,
-                "negative_prompt": " ",
-            },
+            QwenImageEditArguments, QwenImageEditConfig, "Qwen-Image-Edit",
+            {"num_inference_steps": 10, "sde_steps": [1, 2, 3, 4], "noise_level": 1.0, "guidance_scale": 4.0,
+             "negative_prompt": " "},
         ),
-    ]
+    ]  # fmt: skip
 
     @pytest.mark.parametrize(("arguments", "config", "name", "settings"), CASES)
     def test_defaults(self, arguments, config, name, settings, tmp_path):
@@ -252,31 +237,10 @@ class TestDefaults:
         )
         assert args.guidance_scale == 3.0 and script_args.rewards == ["redness"] and not script_args.edits
 
-    @pytest.mark.parametrize(("arguments", "config", "name", "settings"), CASES)
-    def test_nothing_else_is_set(self, arguments, config, name, settings):
-        assert issubclass(arguments, ScriptArguments) and issubclass(config, PaCoGRPOConfig)
-        assert set(inspect.get_annotations(config)) <= {*settings, *self.COMMON}
-        assert set(inspect.get_annotations(arguments)) - {"max_source_images"} == {
-            "model_name_or_path", "edits", "rewards"
-        }  # fmt: skip
-
 
 class TestPrompts:
     def arguments(self, workspace: Path, **kwargs) -> ScriptArguments:
         return ScriptArguments(dataset_name=str(workspace / "edits.jsonl"), **kwargs)
-
-    def test_edits(self, workspace):
-        dataset = load_train_prompts(self.arguments(workspace, edits=True))
-        assert list(dataset["prompt"]) == INSTRUCTIONS
-        assert [image.size for image in dataset["image"]] == [SIZES[number % 3] for number in range(5)]
-
-    def test_the_folder_of_images(self, workspace, tmp_path):
-        (tmp_path / "edits.jsonl").write_text((workspace / "edits.jsonl").read_text())
-        arguments = ScriptArguments(dataset_name=str(tmp_path / "edits.jsonl"), edits=True)
-        with pytest.raises(ValueError, match="there is no image"):
-            load_train_prompts(arguments)
-        arguments.image_folder = str(workspace)
-        assert len(load_train_prompts(arguments)) == 5
 
     def test_the_benchmark_is_left_out(self, workspace):
         arguments = self.arguments(workspace, edits=True, exclude_dataset_name=str(workspace / "benchmark.jsonl"))
@@ -292,49 +256,17 @@ class TestPrompts:
         arguments = self.arguments(workspace, edits=True, eval_dataset_name=benchmark, exclude_dataset_name=benchmark)
         assert len(load_eval_prompts(arguments)) == len(load_edit_prompts(benchmark)) > 0
 
-    @pytest.mark.parametrize("option", ["image_folder", "exclude_dataset_name"])
-    def test_options_that_are_for_edits(self, workspace, option):
-        with pytest.raises(ValueError, match=f"`--{option}` is .* but is for `--edits`"):
-            load_train_prompts(self.arguments(workspace, **{option: str(workspace)}))
-
 
 class TestDoctor:
     def examine(self, workspace: Path, model: Path, *options: str) -> dict[str, doctor.Row]:
         arguments = ["--config", str(workspace / "settings.yaml"), "--output_dir", str(workspace / "out")]
         arguments += ["--model_name_or_path", str(model), "--rewards", "redness", "--guidance_scale", "4"]
         arguments += ["--epsilon", "1e-5"]  # more is warned of for FLUX.2-klein
-        arguments += [
-            "--resolution_scale",
-            "1",
-            "--height",
-            "32",
-            "--width",
-            "32",
-            "--num_prompts_per_generation",
-            "2",
-        ]
+        arguments += "--resolution_scale 1 --height 32 --width 32 --num_prompts_per_generation 2".split()
         return {row.check: row for row in doctor.examine([*arguments, *options], Console(quiet=True))}
 
     @pytest.mark.slow
     def test_edits_pass(self, workspace, klein):
         rows = self.examine(workspace, klein, "--edits")
-        assert {name: row.verdict for name, row in rows.items()} == {
-            "versions": "ok",
-            "configuration": "ok",
-            "output directory": "ok",
-            "hub": "ok",
-            "data": "ok",
-            "reports before training": "ok",
-            "rewards": "ok",
-            "model and adapter": "ok",
-            "memory": "ok",
-            "noise-free image": "ok",
-            "ratio": "ok",
-            "saved files": "ok",
-            "reward redness_reward": "ok",
-        }
+        assert {row.verdict for row in rows.values()} == {"ok"} and "reward redness_reward" in rows
         assert not (workspace / "out").exists()
-
-    def test_edits_without_the_option_do_not(self, workspace, klein):
-        rows = self.examine(workspace, klein)
-        assert rows["data"].verdict == "failed"

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 import launching
-from judge_server import JudgeServer
 from paco_trl.commands import evaluate_generation as script
 from paco_trl.data import demo_prompts_path
 from paco_trl.tiny import build_tiny_flux_kontext
@@ -21,20 +20,8 @@ SETTINGS = ["--height", "32", "--width", "32", "--num_inference_steps", "2", "--
 
 def evaluate(*words, model, folder: Path, rewards=("redness",)) -> dict[str, dict]:
     """Run the stage; return the results of each page by its directory."""
-    words = list(map(str, words))
-    script.main(
-        [
-            "prompts",
-            "--model_name_or_path",
-            str(model),
-            "--output_dir",
-            str(folder),
-            "--rewards",
-            *rewards,
-            *SETTINGS,
-            *words,
-        ]
-    )
+    words = ["--model_name_or_path", model, "--output_dir", folder, "--rewards", *rewards, *SETTINGS, *words]
+    script.main(["prompts", *map(str, words)])
     return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/results.json")}
 
 
@@ -98,9 +85,6 @@ class TestSingles:
         assert gain["interval"][0] < gain["mean"] < gain["interval"][1]
         assert gain["count"] == 6
 
-    def test_images_of_a_prompt_and_of_equal_prompts_differ(self, singles):
-        assert len(set(scores(directory_of(singles[1], "moved"), 0))) == 6
-
     def test_the_page_shows_both_systems_by_gain(self, singles):
         (page,) = [path.read_text() for path in singles[0].glob("*moved/report.html")]
         assert page.count("<img") == 12
@@ -140,21 +124,14 @@ class TestRewards:
     @pytest.mark.slow
     def test_failures_are_left_out_and_counted(self, files, adapters, tiny_flux, tmp_path, monkeypatch):
         """An own, asynchronous reward gives nothing for one prompt; another run asks only about those again."""
+        first = json.loads((files / "sets.jsonl").read_text().splitlines()[0])["prompt"]
         (tmp_path / "flaky_reward.py").write_text(
             "calls = []\nasync def brightness(prompts, completions, panel_images, **kwargs):\n"
             "    assert all(len(panels) == 4 for panels in panel_images)\n"
             "    calls.append(len(prompts))\n"
             "    means = [sum(image.convert('L').resize((1, 1)).getpixel((0, 0)) for _ in '1') for image in completions]\n"
-            "    return [None if 'beekeeper' in prompt.lower() else mean / 255 for prompt, mean in zip(prompts, means)]\n"
+            f"    return [None if prompt == {first!r} else mean / 255 for prompt, mean in zip(prompts, means)]\n"
         )
-        rows = [json.loads(line) for line in (files / "sets.jsonl").read_text().splitlines()]
-        name = rows[0]["prompt"].lower()
-        source = (
-            (tmp_path / "flaky_reward.py")
-            .read_text()
-            .replace("'beekeeper' in prompt.lower()", f"prompt.lower() == {name!r}")
-        )
-        (tmp_path / "flaky_reward.py").write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
         words = ["--dataset_name", files / "sets.jsonl", "--adapter_name_or_path", adapters["moved"]]
         rewards = ["flaky_reward.brightness", "redness"]
@@ -171,22 +148,6 @@ class TestRewards:
         assert flaky_reward.calls == [3, 3]
         evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
         assert flaky_reward.calls == [3, 3, 1, 1]
-
-    @pytest.mark.slow
-    def test_a_served_judge_of_sets(self, files, tiny_flux, tmp_path):
-        """The base model alone; scores of another question are not taken for those of this one."""
-        rows = [json.loads(line) for line in (files / "sets.jsonl").read_text().splitlines()]
-        rows = [row | {"theme": "A story.", "criteria": {"Style": {"paint": "Painted."}}} for row in rows]
-        (tmp_path / "sets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = ["--dataset_name", tmp_path / "sets.jsonl", "--judge_model", "judge"]
-        with JudgeServer(lambda first, second, question: 0.0) as server:
-            words += ["--judge_url", server.url]
-            results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=["consistency"])["base"]
-            assert row(results, "consistency")["cells"][0]["mean"] == pytest.approx(0.5)
-            assert row(results, "consistency")["difference"] is None
-            with pytest.raises(ValueError, match="'theme' there and 'criteria' now"):
-                words += ["--judge_question", "criteria"]
-                evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=["consistency"])
 
 
 @pytest.mark.slow
@@ -224,8 +185,6 @@ class TestRefusals:
         "words, error",
         [
             (["--num_generations", "0"], "`--num_generations` is 0"),
-            (["--num_inference_steps", "0"], "`--num_inference_steps` is 0"),
-            (["--rewards", "rednes"], "rednes"),
             (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
             (["--adapter_name_or_path", "a", "a"], "of its last name"),
         ],
@@ -234,11 +193,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=error):
             evaluate("--dataset_name", files / "single.txt", *words, model=tiny_flux, folder=tmp_path / "out")
         assert not (tmp_path / "out").exists()
-
-    def test_an_empty_file(self, tiny_flux, tmp_path):
-        (tmp_path / "empty.txt").write_text("")
-        with pytest.raises(ValueError, match="no rows"):
-            evaluate("--dataset_name", tmp_path / "empty.txt", model=tiny_flux, folder=tmp_path / "out")
 
     def test_an_adapter_of_another_model(self, files, adapters, tmp_path):
         with pytest.raises(ValueError, match="was made for"):

@@ -169,11 +169,6 @@ class TestWrite:
         assert (found["negative_prompt"], found["guidance_scale"]) == (negative, 4.5)
         assert found["prompts"] == [PROMPT] and found["panel_size"] == (512, 512)
 
-    def test_without_gradio(self, adapter, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr("paco_trl.commands.space.version_of", lambda name: None)
-        assert main(["space", str(adapter), "--output_dir", str(tmp_path / "space")]) == 1
-        assert 'The app needs `gradio`: pip install "paco_trl[apps]".' in capsys.readouterr().err
-
     def test_what_cannot_be_compared(self, adapter, tmp_path, capsys):
         copy = tmp_path / "toy"
         shutil.copytree(adapter, copy)
@@ -248,8 +243,8 @@ class TestLimits:
         "asked",
         [
             {"prompt": PASTED},
-            {"rows": 30}, {"cols": 17}, {"rows": 5, "cols": 5}, {"rows": 0}, {"rows": None}, {"cols": 1.5},
-            {"steps": 101}, {"steps": None}, {"seed": -1}, {"seed": 2**31}, {"prompt": "a" * 10_001},
+            {"rows": 30}, {"rows": 5, "cols": 5}, {"rows": 0}, {"cols": 1.5}, {"steps": 101}, {"seed": 2**31},
+            {"prompt": "a" * 10_001},
         ],
         ids=str,
     )  # fmt: skip
@@ -264,12 +259,7 @@ class TestLimits:
             with pytest.raises(ValueError, match="choose"):
                 next(comparison.generate(**given))
 
-    def test_pixels(self, comparison):
-        large = Comparison(comparison.pipeline, None, (1024, 1024), 1.0)
-        with pytest.raises(ValueError, match="pixels"):
-            next(large.generate("a hat", 3, 2, 0, 1))
-
-    @pytest.mark.parametrize("error", [RuntimeError("/home/me"), torch.OutOfMemoryError(), KeyError("b")])
+    @pytest.mark.parametrize("error", [RuntimeError("/home/me"), torch.OutOfMemoryError()])
     def test_any_error_is_a_sentence(self, comparison, monkeypatch, error):
         def fail(*arguments, **keywords):
             raise error
@@ -341,20 +331,8 @@ class TestSingleImages:
         found = arguments_of(write_space(SpaceArguments(str(single), str(tmp_path / "gallery"))))
         assert found["prompts"] == ["a hat"] and found["layout"] == (1, 1)
 
-    def test_edits_are_refused(self, single, tmp_path, capsys):
-        (single / SETTINGS).write_text(json.dumps({"trained_on": "edits"}))
-        assert main(["space", str(single), "--output_dir", str(tmp_path / "space")]) == 1
-        assert "edits images" in capsys.readouterr().err
 
-    def test_the_page(self, comparison):
-        _, of_sets = compare_of(comparison)
-        compare, of_single = compare_of(comparison, (1, 1))
-        assert "several images" in of_sets and "several images" not in of_single
-        (*_, last) = compare("a hat", 1, 1, 0, 1)
-        assert [len(one["panels"]) for one in last["sets"]] == [1, 1] and last["doing"] is None
-
-
-@pytest.mark.parametrize("name", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "nope.safetensors"])
+@pytest.mark.parametrize("name", ["./nope", "nope.safetensors"])
 def test_a_directory_that_does_not_exist(name, tmp_path, capsys):
     assert main(["space", "--output_dir", str(tmp_path / "space"), name]) == 1
     said = capsys.readouterr().err

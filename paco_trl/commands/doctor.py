@@ -2,6 +2,7 @@
 """`paco-trl doctor`: checks of a training run, in minutes and without training."""
 
 import asyncio
+import functools
 import importlib.metadata
 import inspect
 import logging
@@ -9,21 +10,25 @@ import math
 import os
 import tempfile
 import time
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils.modeling import convert_file_size_to_int
 from datasets import Dataset
 from huggingface_hub import HfApi
 from packaging.requirements import Requirement
 from peft import PeftModel
 from PIL import Image
-from rich.console import Console
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
 from torch import nn
 from transformers.trainer_utils import IntervalStrategy
 
@@ -43,9 +48,20 @@ from ..trainer.rounds import RoundSchedule
 from . import reward
 from .env import VERSIONS, version_of
 from .grpo import parser_of
-from .memory_check import PlanArguments, format_size, image_plan, judge_plan, memory_row, read_trainer
+from .memory import (
+    USABLE,
+    ImagePlan,
+    JudgePlan,
+    Phase,
+    format_size,
+    image_plan,
+    judge_plan,
+    largest_batch,
+    peak,
+    smallest_change,
+)
+from .options import option
 from .parser import CommandParser
-from .report import COLORS, FAILED, OK, SKIPPED, WARNING, Row, colored, report
 from .sample_generator import Generation, SampleGenerator
 from .script_arguments import (
     ScriptArguments,
@@ -70,8 +86,66 @@ _ROUND_TRIP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # own scheduler rounds the latent after each step, by half a unit in the last place (2^-9), which the model amplifies.
 _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
 
+OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
+_COLORS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
 _PACKAGE = "paco_trl"
 _MISSING: Any = None  # what no check has found yet
+
+
+@dataclass
+class Row:
+    """Finding of a check, and what to do about it."""
+
+    verdict: str
+    finding: str
+    advice: str = ""
+    check: str = ""
+    table: Table | None = None
+
+
+@dataclass
+class PlanArguments:
+    """What the memory is planned for."""
+
+    device_memory: str | None = option(
+        None,
+        "Memory of the card to plan for, such as 24GiB; no weights are loaded. If `None`, that of this machine's.",
+    )
+    trainer: str = option("grpo", "Trainer to plan for: `grpo`, `nft`, or `reward` (options of `paco-trl reward`).")
+
+    def is_for_another(self) -> bool:
+        """Return whether the plan is for another card or trainer than the checks use."""
+        return self.device_memory is not None or self.trainer != "grpo"
+
+    def memory_of(self, args: Any) -> int | None:
+        """Return the memory of the card."""
+        if self.device_memory is not None:
+            return parse_memory(self.device_memory)
+        if torch.cuda.is_available() and not args.use_cpu:
+            return torch.cuda.get_device_properties(args.device).total_memory
+        return None
+
+
+def read_trainer(arguments: list[str]) -> str:
+    """Return the trainer that a command line names."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--trainer", default="grpo")
+    trainer = parser.parse_known_args(arguments)[0].trainer
+    if trainer not in ("grpo", "nft", "reward"):
+        raise ValueError(f"`--trainer` is {trainer!r}; it must be 'grpo', 'nft' or 'reward'.")
+    return trainer
+
+
+def parse_memory(text: str) -> int:
+    """Read a size such as "24GiB"."""
+    try:
+        size = convert_file_size_to_int(text.strip().upper())  # a lower-case b would be bits
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        problem = f"`--device_memory` is {text!r}, which is not a size"
+        raise ValueError(f"{problem}: give a number with a unit, such as 24GiB or 80GB.")
+    return size
 
 
 @dataclass
@@ -351,6 +425,53 @@ def check_judge_memory(state: DoctorState) -> list[Row]:
     return [*rows, memory_row(judge_plan(script_args, args), plan_args.memory_of(args))]
 
 
+def memory_row(plan: ImagePlan | JudgePlan, total: int | None) -> Row:
+    """Show the phases of a run, and compare them with a device of `total` bytes."""
+    setting = plan.setting()
+    phases = plan.phases(setting)
+    largest, needed = max(phases, key=lambda phase: peak([phase])), peak(phases)
+    lines = [
+        f"Micro-batches of {setting.batch_size} at {plan.size}: {format_size(needed)} on the device of each "
+        f"process, in `{largest.name}`."
+    ]
+    optim = getattr(plan.args.optim, "value", plan.args.optim)
+    if not optim.startswith("adamw_torch") or "8bit" in optim or "4bit" in optim:
+        fraction = "; 8-bit: a quarter of the states" if "8bit" in optim else ""
+        lines.append(f"The optimizer `{optim}` is counted as AdamW in float32{fraction}.")
+    verdict, advice = OK, ""
+    if total is None:
+        lines.append("No CUDA device to compare with; `--device_memory 24GiB` plans for one.")
+    else:
+        limit = USABLE * total
+        lines.append(f"The device has {format_size(total)}, of which the plan may take {USABLE:.0%}.")
+        if needed > limit:
+            verdict = FAILED if needed > total else WARNING
+            changes = smallest_change(plan, setting, limit)
+            nothing = (
+                "Nothing that the plan can change makes it fit: use a larger device, or smaller images or models."
+            )
+            advice = f"The smallest change that fits: {' with '.join(changes)}." if changes else nothing
+        else:
+            fits = [f"{largest_batch(plan.phases, setting, limit)} at {plan.size}"]
+            if isinstance(plan, ImagePlan) and plan.sizes[0] != plan.sizes[1]:
+                batch = largest_batch(functools.partial(plan.phases, is_full=True), setting, limit)
+                fits.append("{} at {} x {}".format(batch or "none", *plan.sizes[1]))
+            lines.append(f"The largest micro-batch that fits: {', '.join(fits)}.")
+            without = replace(setting, gradient_checkpointing=False)
+            if without != setting and peak(plan.phases(without)) <= limit:
+                lines.append("`--gradient_checkpointing False` fits too, and saves a forward of each image.")
+    return Row(verdict, "\n".join(lines), advice, table=_table(phases))
+
+
+def _table(phases: list[Phase]) -> Table:
+    table = Table("phase", "device", "host", "on the device", box=None, pad_edge=False)
+    for name, device, host in phases:
+        parts = sorted(device.items(), key=lambda part: -part[1])
+        shown = ", ".join(f"{part} {format_size(size)}" for part, size in parts if size > sum(device.values()) / 100)
+        table.add_row(name, format_size(sum(device.values())), format_size(sum(host.values())), shown)
+    return table
+
+
 def check_noise_free(state: DoctorState) -> Row:
     """Check that without noise the policy generates what the pipeline itself generates."""
     generator, trainer = state.generator, state.trainer
@@ -413,8 +534,10 @@ def check_ratio(state: DoctorState) -> Row:
         f"`ratio_tolerance` is {args.ratio_tolerance:.3g}."
     )
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        finding += f" Forward and backward took {format_size(peak)} on the device, without the optimizer's states."
+        allocated = torch.cuda.max_memory_allocated(device)
+        finding += (
+            f" Forward and backward took {format_size(allocated)} on the device, without the optimizer's states."
+        )
     if args.activation_checkpointing:
         finding += (
             " Checkpointing costs a forward of each image: see if it fits with `--gradient_checkpointing False`."
@@ -636,7 +759,7 @@ def examine(arguments: list[str], console: Console) -> list[Row]:
             for row in found:
                 row.check = row.check or check.name
                 seconds = time.perf_counter() - started
-                console.print(f"      {row.check}: {colored(row.verdict)}, {seconds:.1f} s", highlight=False)
+                console.print(f"      {row.check}: {_colored(row.verdict)}, {seconds:.1f} s", highlight=False)
             rows.extend(found)
         if state.trainer is not None:
             state.trainer.accelerator.end_training()
@@ -688,6 +811,10 @@ def _message(error: Exception) -> str:
     return text if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
+def _colored(verdict: str) -> str:
+    return f"[{_COLORS[verdict]}]{verdict}[/]"
+
+
 def _listed(counter: Counter, with_counts: bool = False) -> str:
     """Format `Counter({(2, 2): 12})` as "2 x 2 (12)", the most frequent first."""
     shown = [f"{a} x {b}" + f" ({count})" * with_counts for (a, b), count in counter.most_common(4)]
@@ -702,7 +829,14 @@ def main(arguments: list[str]) -> int:
     # Under `accelerate launch` every process runs the checks, and one of them prints
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     rows = examine(arguments, console)
-    console.print(report(rows))
+    table = Table(title="paco-trl doctor", show_lines=True)
+    table.add_column("check", max_width=16, overflow="fold")
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("finding, and what to do", overflow="fold")
+    for row in rows:
+        text = escape(row.finding) + (f"\n[bold]->[/] {escape(row.advice)}" if row.advice else "")
+        table.add_row(escape(row.check), _colored(row.verdict), text if row.table is None else Group(text, row.table))
+    console.print(table)
     verdicts = Counter(row.verdict for row in rows)
-    console.print(", ".join(f"{verdicts[name]} {colored(name)}" for name in COLORS if verdicts[name]))
+    console.print(", ".join(f"{verdicts[name]} {_colored(name)}" for name in _COLORS if verdicts[name]))
     return 1 if verdicts[FAILED] else 0

@@ -29,15 +29,22 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, CLIPConfig, CLIPModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
+from .. import PaCoGRPOConfig, PaCoRewardConfig
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
-from ..rollout.loading import keep_dtype_of_norms, prepare_transformer
+from ..rollout.loading import keep_dtype_of_norms, prepare_transformer, read_peft_config
 from ..rollout.prompt_rows import PromptRows
+from ..trainer.judge_model import complete_peft_config
+from ..utils.files import find_model_file
+from . import reward
+from .script_arguments import ScriptArguments, get_peft_config, judges_of
 
 
+# Fraction of a device that a plan may take: the rest is for CUDA, fragmentation, and what the plan leaves out
+USABLE = 0.9
 # Bytes of a weight of a linear layer; nf4 has a float32 scale for each 64 weights
 BYTES_PER_WEIGHT = {"nf4": 0.5 + 4 / 64, "int8": 1, "fp8": 1, "fp8_storage": 1}
 _FLOAT32 = 4
@@ -592,3 +599,49 @@ def largest_batch(phases: Callable[[Setting], list[Phase]], setting: Setting, li
     while peak(phases(replace(setting, batch_size=size))) <= limit and size <= 1024:
         size *= 2
     return size // 2
+
+
+def judge_plan(script_args: reward.ScriptArguments, args: PaCoRewardConfig) -> JudgePlan:
+    """Plan the memory of the training of a judge."""
+    model = script_args.model_name_or_path
+    peft_config = LoraConfig(r=script_args.lora_r, target_modules=script_args.lora_target_modules)
+    peft_config = complete_peft_config(peft_config, model, None, args.trust_remote_code)
+    quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
+    return JudgePlan(model, args, peft_config, quantization)
+
+
+def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Dataset) -> ImagePlan:
+    """Plan the memory of a run of PaCo-GRPO, DiffusionNFT or AWM."""
+    peft_config = get_peft_config(script_args)
+    is_copied = isinstance(peft_config, str) and args.has_reference and args.reference == "initial"
+    if isinstance(peft_config, str):
+        peft_config = read_peft_config(peft_config)
+        peft_config.inference_mode = False
+    init, hub = args.model_init_kwargs or {}, ("revision", "cache_dir", "token")
+    where = {name: init[name] for name in hub if name in init}
+    names = [model for model, url in judges_of(script_args) if url is None]
+    plans = {name: _plan_reward_judge(name, script_args.judge_quantization) for name in set(names)}
+    judges = [plans[name] for name in names]
+    clip_bytes, rewards = 0, {*script_args.rewards, *(script_args.eval_rewards or ())}
+    if count := len(rewards & {"clip_t", "clip_i"}):
+        with init_empty_weights():
+            clip_bytes = count * weights_bytes(CLIPModel(CLIPConfig.from_pretrained(script_args.clip_model)))
+    plan = ImagePlan(script_args.model_name_or_path, args, peft_config, dataset, judges, clip_bytes, **where)
+    if is_copied:  # the adapter `ref`
+        plan.reference_bytes = plan.element_size * plan.num_trained
+    return plan
+
+
+def _plan_reward_judge(name: str, quantization: str | None) -> JudgePlan:
+    if find_model_file(name, "adapter_config.json") is not None:
+        name = read_peft_config(name).base_model_name_or_path
+    # A `PaCoRewardConfig` would reset the device of the trainer that earlier checks have made
+    return JudgePlan(name, SimpleNamespace(bf16=True, max_pixels=None, max_length=None), None, quantization)
+
+
+def format_size(num_bytes: int) -> str:
+    """Format a number of bytes."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"

@@ -2,13 +2,9 @@
 """`paco-trl merge`: an adapter, merged into the weights of its base model."""
 
 import json
-import os
 import sys
 import time
-import uuid
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
-from transformers.utils import cached_file
 
 from ..cards import ImageModelCard, JudgeCard, LoRA, render_card, save_card
 from ..checkpointing.checkpoints import checkpoints_of
@@ -30,7 +25,7 @@ from ..hub.files import read_settings
 from ..hub.licenses import base_license
 from ..rewards.paco_reward import has_processor, load_judge_adapter, safetensors_of
 from ..rollout.loading import load_transformer_adapter
-from ..utils.files import find_model_file, scratch_folder
+from ..utils.files import find_model_file, new_folder
 from ..utils.names import check_adapter_base
 from .main import say
 from .options import option
@@ -78,40 +73,34 @@ class Merged(NamedTuple):
 
 def merge(args: MergeArguments) -> Merged:
     """Merge an adapter into its base model and write the result, whole or not at all."""
-    output_dir = Path(args.output_dir)
-    _check_is_free(output_dir)
-    adapter = _find_adapter(args.adapter_name_or_path)
-    config = _read_config(adapter)
-    base, revision = args.model_name_or_path, None
-    if base is None:
-        base, revision = config.base_model_name_or_path, config.revision
-        if not base:
+    with new_folder(args.output_dir) as folder:
+        adapter = _find_adapter(args.adapter_name_or_path)
+        config = PeftConfig.from_pretrained(adapter)
+        if not isinstance(config, LoraConfig):
             raise ValueError(
-                f"The adapter '{adapter}' does not name its base model: `base_model_name_or_path` in its {_CONFIG} "
-                "is empty. Name it with `--model_name_or_path`."
+                f"The adapter '{adapter}' is a {config.peft_type}; only LoRA can be merged. Load it with PEFT."
             )
-    check_adapter_base(adapter, config.base_model_name_or_path, base)
-    pipeline_class = _read_pipeline_class(base, revision)
-    _check_is_unquantized(base, revision, is_judge=pipeline_class is None)
-
-    with _staged(output_dir) as folder:
+        base, revision = args.model_name_or_path, None
+        if base is None:
+            base, revision = config.base_model_name_or_path, config.revision
+            if not base:
+                raise ValueError(
+                    f"The adapter '{adapter}' does not name its base model: `base_model_name_or_path` in its {_CONFIG} "
+                    "is empty. Name it with `--model_name_or_path`."
+                )
+        check_adapter_base(adapter, config.base_model_name_or_path, base)
+        pipeline_class = _read_pipeline_class(base, revision)
+        _check_is_unquantized(base, revision, is_judge=pipeline_class is None)
+        merge_weights = _merge_judge if pipeline_class is None else _merge_transformer
         try:
-            if pipeline_class is None:
-                merged = _merge_judge(adapter, base, revision, args.dtype, folder)
-            else:
-                merged = _merge_transformer(adapter, base, revision, args.dtype, folder)
-        except SafetensorError as error:  # the adapter's file was checked
+            merged = merge_weights(adapter, base, revision, args.dtype, folder)
+        except SafetensorError as error:  # which names no file
             raise ValueError(
-                f"The weights of the base model '{base}' cannot be read: {error}. One of its safetensors files is damaged or "
-                "incomplete: copy or download it again."
+                f"The weights of '{adapter}' or of '{base}' cannot be read, or the merged ones not be written to "
+                f"'{args.output_dir}': {error}. Copy or download a damaged file again, or free space."
             ) from error
-        _write_card(merged, config, pipeline_class, output_dir.absolute().name, folder)
+        _write_card(merged, config, pipeline_class, Path(args.output_dir).absolute().name, folder)
     return merged
-
-
-def _check_is_free(output_dir: Path) -> None:
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ValueError(f"'{output_dir}' exists and is not empty. Nothing is overwritten: name a new `--output_dir`.")
 
 
 def _find_adapter(name: str) -> str:
@@ -128,63 +117,22 @@ def _find_adapter(name: str) -> str:
             "PEFT's format, a checkpoint with one, or a run's output directory. A checkpoint with all weights does not "
             "need merging."
         )
-    weights = safetensors_of(name)
-    try:
-        with safe_open(weights, "pt"):  # compares the list of the weights with the length of the file
-            pass
-    except SafetensorError as error:
-        raise ValueError(
-            f"The weights of the adapter, '{weights}', cannot be read: {error}. The file is damaged or incomplete: copy "
-            "or download it again."
-        ) from error
+    safetensors_of(name)  # refuses pickles before the base model is read
     return name
 
 
-def _read_config(adapter: str) -> LoraConfig:
-    path = cached_file(adapter, _CONFIG)
-    try:
-        config = PeftConfig.from_pretrained(adapter)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # not JSON, or not what PEFT writes
-        raise ValueError(
-            f"The adapter's settings, '{path}', cannot be read: {type(error).__name__}: {error}. The file is damaged or "
-            "of another version of PEFT: copy or download it again, or save the adapter with `save_pretrained`."
-        ) from error
-    if not isinstance(config, LoraConfig):
-        raise ValueError(
-            f"The adapter '{adapter}' is a {config.peft_type}; only LoRA can be merged. Load it with PEFT."
-        )
-    if not config.target_modules:
-        raise ValueError(
-            f"The adapter's settings, '{path}', do not name the layers that it changes: `target_modules` is missing or "
-            "empty. Copy or download the file again, or write the names of the layers into it."
-        )
-    return config
-
-
 def _read_pipeline_class(base: str, revision: str | None) -> str | None:
-    """Return the class of a pipeline with a transformer, or `None` for a single model."""
-
-    def find(name: str) -> str | None:
-        try:
-            return find_model_file(base, name, revision=revision)
-        except OSError as error:
-            raise OSError(
-                f"The base model '{base}' cannot be found or read: {error}\nIf it is elsewhere on this machine, or has another "
-                "name, give its Hub id or directory with `--model_name_or_path`."
-            ) from error
-
-    index = find("model_index.json")
+    """Return the class of a pipeline, or `None` for a single model."""
+    try:
+        index = find_model_file(base, "model_index.json", revision=revision)
+    except OSError as error:
+        raise OSError(
+            f"The base model '{base}' cannot be found or read: {error}\nIf it is elsewhere on this machine, or has another "
+            "name, give its Hub id or directory with `--model_name_or_path`."
+        ) from error
     if index is None:
-        if find("config.json") is None:
-            raise ValueError(
-                f"The base model '{base}' is neither an image pipeline (it has no model_index.json) nor a vision-language "
-                "model (no config.json). Give its Hub id or directory with `--model_name_or_path`."
-            )
         return None
-    components = json.loads(Path(index).read_text(encoding="utf-8"))
-    if "transformer" not in components:
-        raise ValueError(f"The pipeline '{base}' has no transformer, which the adapters of this package belong to.")
-    name = components["_class_name"]
+    name = json.loads(Path(index).read_text(encoding="utf-8"))["_class_name"]
     return name if isinstance(name, str) else name[-1]  # of code in the repository: the module and the class
 
 
@@ -199,41 +147,19 @@ def _check_is_unquantized(base: str, revision: str | None, is_judge: bool) -> No
         )
 
 
-@contextmanager
-def _staged(output_dir: Path) -> Iterator[Path]:
-    """Provide a directory next to `output_dir`, renamed to it at the end, or deleted."""
-    folder = output_dir.absolute()
-    with scratch_folder(folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")) as staged:
-        yield staged
-        os.replace(staged, folder)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    say("merge", "Writing the merged weights.")
-    try:
-        yield
-    except (OSError, SafetensorError) as error:  # a full disk is either
-        raise OSError(
-            f"The merged weights could not be written to '{folder.parent}': {error}. Nothing of them is left. Free space "
-            "there, or give another `--output_dir`."
-        ) from error
-
-
 def _merge_judge(adapter: str, base: str, revision: str | None, dtype: str | None, folder: Path) -> Merged:
     network = AutoModelForImageTextToText.from_pretrained(
         base, revision=revision, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
     )
     model = load_judge_adapter(network, adapter)
-    change, rounding = _merge_layers(model, adapter)
-    network = _unload(model)
+    network, change, rounding = _merge_layers(model, adapter)
     has_own = has_processor(adapter)
     processor = AutoProcessor.from_pretrained(
         adapter if has_own else base, revision=None if has_own else revision, trust_remote_code=False
     )
-    with _writing(folder):
-        network.save_pretrained(folder)
-        processor.save_pretrained(folder)
+    say("merge", "Writing the merged weights.")
+    network.save_pretrained(folder)
+    processor.save_pretrained(folder)
     return Merged(True, adapter, base, network.dtype, change, rounding)
 
 
@@ -244,10 +170,9 @@ def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str
         base, subfolder="transformer", revision=revision, dtype=wanted, use_safetensors=True, trust_remote_code=False
     )
     model = load_transformer_adapter(transformer, adapter, base)
-    change, rounding = _merge_layers(model, adapter)
-    transformer = _unload(model)
-    with _writing(folder):
-        save_transformer(transformer, transformer.state_dict(), folder)
+    transformer, change, rounding = _merge_layers(model, adapter)
+    say("merge", "Writing the merged weights.")
+    save_transformer(transformer, transformer.state_dict(), folder)
     return Merged(False, adapter, base, wanted, change, rounding)
 
 
@@ -268,8 +193,8 @@ def _dtype_of_files(base: str, revision: str | None) -> torch.dtype:
 
 
 @torch.no_grad()
-def _merge_layers(model: PeftModel, adapter: str) -> tuple[float, float]:
-    """Merge each layer in float32; return the norm of the change, and that of the rounding as a fraction of it."""
+def _merge_layers(model: PeftModel, adapter: str) -> tuple[nn.Module, float, float]:
+    """Merge each layer in float32; return the model, the norm of the change, and the rounding as a fraction of it."""
     # In bf16 the adapter and its product would be rounded too: up to 1.8 times the error, on a tiny FLUX. Layer by layer,
     # since a whole model in float32 needs twice the memory
     added, lost = 0.0, 0.0
@@ -290,14 +215,11 @@ def _merge_layers(model: PeftModel, adapter: str) -> tuple[float, float]:
                 )
             added += float((whole - before[key]).square().sum(dtype=torch.float64))
             lost += float((weight.float() - whole).square().sum(dtype=torch.float64))
-    return added**0.5, (lost / added) ** 0.5 if added else 0.0
-
-
-def _unload(model: PeftModel) -> nn.Module:
     with warnings.catch_warnings():
         # Other layers are merged here; PEFT warns of each LoRA layer that it is merged already
         warnings.filterwarnings("ignore", message="All adapters are already merged")
-        return model.merge_and_unload()
+        merged = model.merge_and_unload()
+    return merged, added**0.5, (lost / added) ** 0.5 if added else 0.0
 
 
 def _write_card(merged: Merged, config: LoraConfig, pipeline_class: str | None, title: str, folder: Path) -> None:
@@ -313,19 +235,16 @@ def _write_card(merged: Merged, config: LoraConfig, pipeline_class: str | None, 
         render_card(JudgeCard(weights="merged", **common)).save(folder / "README.md")
     else:
         transformer = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
+        is_editing = "Kontext" in pipeline_class or "Edit" in pipeline_class
         card = ImageModelCard(
             weights="transformer",
             pipeline_class=pipeline_class,
             transformer_class=transformer["_class_name"],
             dtype=str(merged.dtype).removeprefix("torch."),
-            trained_on=read_settings(merged.adapter).get("trained_on") or _trained_on(pipeline_class),
+            trained_on=read_settings(merged.adapter).get("trained_on") or ("edits" if is_editing else "sets"),
             **common,
         )
         save_card(card, folder)
-
-
-def _trained_on(pipeline_class: str) -> str:
-    return "edits" if "Kontext" in pipeline_class or "Edit" in pipeline_class else "sets"
 
 
 def _describe(merged: Merged, output_dir: str, seconds: float) -> str:

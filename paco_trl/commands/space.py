@@ -10,7 +10,6 @@ import runpy
 import shlex
 import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from huggingface_hub import ModelCard
 
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
 from ..hub.files import read_settings
-from ..utils.files import find_model_file, write_atomically
+from ..utils.files import find_model_file, new_folder, write_atomically
 from ..utils.names import is_local, public_name, repository
 from .env import version_of
 from .main import say
@@ -79,26 +78,23 @@ def write_space(args: SpaceArguments) -> Path:
     """Write `app.py`, `requirements.txt` and `README.md`, with a copy of a local adapter; return the directory."""
     adapter, is_copied = args.adapter_name_or_path, Path(args.adapter_name_or_path).is_dir()
     folder = Path(args.output_dir or f"{Path(adapter).absolute().name}-space").absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"'{folder}' exists and is not empty. Nothing is overwritten: name a new `--output_dir`.")
-    if (gradio_version := version_of("gradio")) is None:
-        raise ImportError('The app needs `gradio`: pip install "paco_trl[apps]".')
-    if is_copied:
-        adapter = str(find_saved_model(Path(adapter)))
-    config_file, weights = (find_model_file(adapter, name) for name in (_CONFIG, _WEIGHTS))
-    if config_file is None or weights is None:
-        missing = _CONFIG if config_file is None else _WEIGHTS
-        problem = f"'{adapter}' has no {missing}: there is no adapter in PEFT's format"
-        raise ValueError(f"{problem}, and without one there is no base model to compare with.")
-    config = json.loads(Path(config_file).read_text(encoding="utf-8"))
-    card, trained_on = _read_card(adapter), read_settings(adapter).get("trained_on", "sets")
-    if card.data.get("pipeline_tag") not in (None, "text-to-image") or trained_on == "edits":
-        raise ValueError(
-            f"'{adapter}' edits images, by its own files, but the app compares images generated from text."
-        )
-    settings = _settings(args, adapter, config, card, is_single=trained_on == "single images")
-    staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=_made(folder.parent)))
-    try:
+    with new_folder(folder) as staged:
+        if (gradio_version := version_of("gradio")) is None:
+            raise ImportError('The app needs `gradio`: pip install "paco_trl[apps]".')
+        if is_copied:
+            adapter = str(find_saved_model(Path(adapter)))
+        config_file, weights = (find_model_file(adapter, name) for name in (_CONFIG, _WEIGHTS))
+        if config_file is None or weights is None:
+            missing = _CONFIG if config_file is None else _WEIGHTS
+            problem = f"'{adapter}' has no {missing}: there is no adapter in PEFT's format"
+            raise ValueError(f"{problem}, and without one there is no base model to compare with.")
+        config = json.loads(Path(config_file).read_text(encoding="utf-8"))
+        card, trained_on = _read_card(adapter), read_settings(adapter).get("trained_on", "sets")
+        if card.data.get("pipeline_tag") not in (None, "text-to-image") or trained_on == "edits":
+            raise ValueError(
+                f"'{adapter}' edits images, by its own files, but the app compares images generated from text."
+            )
+        settings = _settings(args, adapter, config, card, is_single=trained_on == "single images")
         if is_copied:
             settings["adapter"] = None  # next to app.py
             config["base_model_name_or_path"] = settings["model"]
@@ -108,16 +104,6 @@ def write_space(args: SpaceArguments) -> Path:
         shown = {"settings": settings, "name": folder.name, "head": head, "repository": repository()}
         for name in ("app.py", "README.md", "requirements.txt"):
             write_atomically(staged / name, _TEMPLATES.get_template(f"space_{name}.jinja").render(shown))
-        staged.chmod(0o755)
-        os.replace(staged, folder)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
-    return folder
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

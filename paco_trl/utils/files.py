@@ -61,6 +61,17 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """Provide a directory that becomes `folder`, a new or empty one, at the end, or is deleted after an error."""
+    folder = Path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"'{folder}' exists and is not empty. Nothing is overwritten: name a new `--output_dir`.")
+    with scratch_folder(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")) as staged:
+        yield staged
+        os.replace(staged, folder)
+
+
 def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
     """Find a file of a model, by Hub id or directory; return its path, or `None` if the model has no such file."""
     from transformers.utils import cached_file  # takes a second to import
