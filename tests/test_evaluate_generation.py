@@ -371,6 +371,7 @@ class TestOptions:
             (["score", "--alignment_model", "model"], "--alignment_file"),
             (["score", "--max_concurrency", "2"], "`--max_concurrency` would do nothing"),
             (["score", "--api_key_variable", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
+            (["score", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
             (["report", "--card", "adapter"], "--tuned"),
             (["report", "--card", "nowhere", "--tuned", "tuned"], "nowhere"),
         ],

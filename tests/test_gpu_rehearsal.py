@@ -125,33 +125,6 @@ def test_time_limits(rehearse, tmp_path):
     assert not stale.exists()
 
 
-@pytest.mark.slow
-def test_a_stopped_step_says_what_it_did_not_do(gpu, monkeypatch, tmp_path):
-    import gpu_rounds
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu_rounds, "build_pipeline", stop)
-    output = tmp_path / "gpu.json"
-    words = ["gpu_rounds.py", "--sweep", "flux-1024", "--device", "cpu", "--folder", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*words, "--output", str(output)])
-    with pytest.raises(KeyboardInterrupt):
-        gpu_rounds.main()
-    left_out = json.loads(output.read_text())["left out"]
-    assert [entry["setting"] for entry in left_out] == ["batch 2", "batch 1", "batch 1, checkpointing False"]
-    assert {entry["reason"] for entry in left_out} == {"it was not finished in time"}
-
-
-def test_division_of_the_time(gpu):
-    """Each step has its own minutes and what those before it left."""
-    assert sum(minutes for minutes, _ in gpu.STEPS.values()) == 30
-    parse = {"rehearse": False, "minutes": 6, "steps": ["tests", "flux-512"]}
-    assert gpu.seconds_of(gpu.argparse.Namespace(**parse)) == {"tests": 210, "flux-512": 360}
-    parse = {"rehearse": False, "minutes": 12, "steps": ["tests", "flux-512"]}
-    assert gpu.seconds_of(gpu.argparse.Namespace(**parse)) == {"tests": 420, "flux-512": 720}
-
-
 def test_without_a_gpu_it_refuses_in_a_sentence(tmp_path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = ["make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}", f"OUT={tmp_path / 'out'}"]

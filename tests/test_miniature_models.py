@@ -46,24 +46,8 @@ class TestFiles:
         assert sum(path.stat().st_size for path in files) <= 8 * 2**20
         assert {path.suffix for path in files} == {".json", ".safetensors", ".jinja"}
 
-    def test_no_path_of_a_machine(self):
-        for path in WEIGHTS.rglob("*"):
-            if path.suffix in (".json", ".jinja"):
-                assert not any(word in path.read_text(encoding="utf-8") for word in ("/tmp", "/home", "/work"))
-
 
 class TestFlux:
-    def test_the_parts_are_those_of_the_real_one(self, pipeline):
-        names = {name: type(part).__name__ for name, part in pipeline.components.items() if part is not None}
-        assert {name: names[name] for name in ("transformer", "vae", "text_encoder", "text_encoder_2")} == {
-            "transformer": "FluxTransformer2DModel",
-            "vae": "AutoencoderKL",
-            "text_encoder": "CLIPTextModel",
-            "text_encoder_2": "T5EncoderModel",
-        }
-        assert 1e6 < sum(parameter.numel() for parameter in pipeline.transformer.parameters()) < 5e6
-        assert {parameter.dtype for parameter in pipeline.transformer.parameters()} == {torch.float32}
-
     @pytest.mark.parametrize(("size", "named"), [(128, True), (64, False)])
     def test_it_draws_the_world_and_is_not_always_consistent(self, pipeline, size, named):
         means = np.mean(draw(pipeline, make_prompts(24, seed=3, named=named), size), axis=0)

@@ -11,8 +11,6 @@ from miniature.data import make_prompts, make_true_rankings, shared_properties
 from miniature.truth import judge_set, read_panels
 from miniature.world import (
     ALL_PANELS,
-    GROUNDS,
-    PLACES,
     Panel,
     PromptSpec,
     describe_spec,
@@ -56,10 +54,6 @@ class TestReading:
         assert read_panels([Image.fromarray(noise), flat, draw_panel(RED, 64)]) == [None, None, RED]
         assert read_panels([]) == []
 
-    def test_two_pictures_in_one_are_not_read(self):
-        first, second = draw_panel(RED, 64), draw_panel(Panel("square", "blue", "flag", "night", "right"), 64)
-        assert read_panels([Image.blend(first, second, 0.5)]) == [None]
-
 
 class TestTruth:
     def test_a_consistent_set_that_follows(self):
@@ -70,19 +64,11 @@ class TestTruth:
         panels = set_of(*[RED.identity] * 3, ("round", "blue", "hat"))
         assert judge_set(panels, OPEN) == (3 / 6, 1.0, 0, 0)
 
-    def test_one_other_accessory_counts_as_much(self):
-        panels = set_of(*[RED.identity] * 3, ("round", "red", "flag"))
-        assert judge_set(panels, OPEN) == (3 / 6, 1.0, 0, 0)
-
     def test_copies_are_consistent_and_do_not_follow(self):
         truth = judge_set([RED] * 4, OPEN)
         assert truth.consistency == truth.copies == 1.0
         # The shape of all four; the ground of the first; the place of the first and the last
         assert truth.prompt_following == (4 + 1 + 2) / 12
-
-    def test_a_wrong_shape_in_all_panels_is_consistent(self):
-        panels = set_of(*[("square", "red", "hat")] * 4)
-        assert judge_set(panels, OPEN) == (1.0, 8 / 12, 0, 0)
 
     def test_a_figure_that_is_named_is_asked_for(self):
         panels = set_of(*[RED.identity] * 3, ("round", "blue", "hat"))
@@ -97,15 +83,6 @@ class TestTruth:
         assert judge_set([*panels[:3], None], OPEN) == (3 / 6, 9 / 12, 0, 1 / 4)
         assert judge_set([None] * 4, OPEN) == (0.0, 0.0, 0, 1)
 
-    def test_shared_properties(self):
-        others = [
-            ("round", "red", "hat"),
-            ("round", "blue", "hat"),
-            ("square", "red", "flag"),
-            ("square", "blue", "belt"),
-        ]
-        assert [shared_properties(RED, Panel(*other, "snow", "right")) for other in others] == [3, 2, 1, 0]
-
 
 class TestPrompts:
     def test_the_format_is_that_of_t2is(self):
@@ -115,18 +92,6 @@ class TestPrompts:
         assert "one round figure" in parsed.theme
         assert parsed.panels[0] == "Meadow, on the left: red, hat."
         assert parse_image_set_prompt(write_prompt(OPEN)).panels[1] == "Beach, in the middle."
-
-    def test_texts_of_scenes_are_all_different(self):
-        assert (
-            len(
-                {
-                    describe_spec(PromptSpec("round", None, None, ground, place))
-                    for ground in GROUNDS
-                    for place in PLACES
-                }
-            )
-            == 18
-        )
 
     def test_prompts_are_different_and_the_same_for_a_seed(self):
         prompts = make_prompts(200, seed=0)
@@ -147,7 +112,7 @@ class TestPrompts:
 
 class TestCareless:
     @pytest.mark.parametrize("named", [True, False])
-    @pytest.mark.parametrize("care", [1.0, 0.5, 0.0])
+    @pytest.mark.parametrize("care", [1.0, 0.5])
     def test_it_is_as_wrong_as_planted(self, named, care):
         random = np.random.default_rng(0)
         truths = []

@@ -54,16 +54,6 @@ def test_only_what_is_on_a_server_requires_its_client():
     assert run_python(code) == 'A model on a server requires `openai`: pip install "paco_trl[served]".'
 
 
-def test_public_names():
-    names = ["PaCoGRPOConfig", "PaCoGRPOTrainer", "PaCoNFTConfig", "PaCoNFTTrainer"]
-    names += ["PaCoReward", "PaCoRewardConfig", "PaCoRewardTrainer"]
-    assert sorted(paco_trl.__all__) == [*names, "__version__"]
-    for name in paco_trl.__all__:
-        assert getattr(paco_trl, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        paco_trl.Nothing  # noqa: B018
-
-
 def test_the_version_is_in_setup_cfg_alone():
     version = setup_cfg()["metadata"]["version"]
     assert paco_trl.__version__ == version
@@ -98,79 +88,21 @@ class TestLongDescription:
         assert "](https://example.com/user/name/actions/workflows/tests.yml)" in text
         assert all(target.startswith(("https://", "#")) for target in self.TARGETS.findall(text))
 
-    def test_without_a_repository_links_are_left_out_and_their_text_stays(self):
-        text = self.description(self.README, None)
-        targets = self.TARGETS.findall(text)
-        assert len(targets) > 8 and all(target.startswith(("https://", "#")) for target in targets)
-        assert "[A tour]" not in text and "A tour" in text and "miniature.png" not in text
-
-    def test_the_badges_are_true(self):
-        versions = re.search(r"badge/python-(\S+)-blue", self.README)[1].replace("%20%7C%20", " ").split()
-        assert versions == re.findall(r":: Python :: (3\.\d+)", setup_cfg()["metadata"]["classifiers"])
-        assert f"license-{setup_cfg()['metadata']['license'].replace('-', '--')}-blue" in self.README
-        (workflow,) = set(re.findall(r"actions/(workflows/\w+\.yml)", self.README))
-        assert (ROOT / ".github" / workflow).exists()
-
-
-def test_ruff_is_the_same_before_a_commit():
-    (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert f"ruff=={hooks['rev'].removeprefix('v')}" in setup_cfg()["options.extras_require"]["quality"].split()
-
-
-def test_every_all_is_true():
-    for module in pkgutil.walk_packages(paco_trl.__path__, "paco_trl."):
-        imported = importlib.import_module(module.name)
-        for name in getattr(imported, "__all__", []):
-            assert hasattr(imported, name), f"{module.name}.{name}"
-
 
 def test_public_functions_and_classes_have_docstrings():
-    missing = []
+    missing = [name for name in paco_trl.__all__ if getattr(paco_trl, name) is None]
     for module in pkgutil.walk_packages(paco_trl.__path__, "paco_trl."):
         imported = importlib.import_module(module.name)
         assert imported.__doc__, module.name
+        missing += [
+            f"{module.name}.{name}" for name in getattr(imported, "__all__", []) if not hasattr(imported, name)
+        ]
         for name, thing in vars(imported).items():
             if name.startswith("_") or getattr(thing, "__module__", None) != module.name:
                 continue
             if callable(thing) and not (thing.__doc__ or "").strip():
                 missing.append(f"{module.name}.{name}")
     assert not missing
-
-
-# What the wheel holds beside Python files
-DATA_FILES = {
-    "py.typed",
-    "data/prompts/demo.jsonl",
-    "evaluation/published.json",
-    "templates/annotation_app.html",
-    "templates/categories.json",
-    "templates/citations.yaml",
-    "templates/comparison_app.html",
-    "templates/gedit_quality.txt",
-    "templates/gedit_semantic.txt",
-    "templates/generation_report.html.jinja",
-    "templates/generation_report_notes.yaml",
-    "templates/given_label.txt",
-    "templates/judge_report_notes.yaml",
-    "templates/label_studio.xml",
-    "templates/licenses.yaml",
-    "templates/model_card_parts.md.jinja",
-    "templates/paco_dataset_card.md.jinja",
-    "templates/paco_grpo_model_card.md.jinja",
-    "templates/paco_reward_model_card.md.jinja",
-    "templates/questions.yaml",
-    "templates/space_README.md.jinja",
-    "templates/space_app.py.jinja",
-    "templates/space_requirements.txt.jinja",
-    "templates/tiny_flux2_chat.jinja",
-    "templates/tiny_models.yaml",
-    "templates/tiny_qwen2_5_vl_chat.jinja",
-    "templates/tiny_z_image_chat.jinja",
-    "templates/visible_attributes.json",
-    "templates/write_prompts.txt.jinja",
-    "templates/write_reasons.txt.jinja",
-}
-MAX_WHEEL_SIZE = 700_000  # bytes
 
 
 def test_wheel_holds_code_templates_and_demo_prompts(tmp_path):
@@ -187,17 +119,8 @@ def test_wheel_holds_code_templates_and_demo_prompts(tmp_path):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {str(path.relative_to(source)) for path in (source / "paco_trl").rglob("*.py")}
     assert len(sources) > 100
-    assert names == sources | {f"paco_trl/{name}" for name in DATA_FILES}
-    assert 100_000 < wheel.stat().st_size < MAX_WHEEL_SIZE
+    data = {path for path in (source / "paco_trl").rglob("*") if path.is_file() and path.suffix != ".py"}
+    assert names == sources | {str(path.relative_to(source)) for path in data}
+    assert 100_000 < wheel.stat().st_size < 700_000
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
     assert "\n## Use a published model\n" in zipfile.ZipFile(wheel).read(metadata).decode("utf-8")
-
-
-def test_sources_are_in_the_house_style():
-    sources = [*(ROOT / "paco_trl").rglob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
-    assert len(sources) > 20
-    for path in sources:
-        text = path.read_text(encoding="utf-8")
-        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
-        if "tests" not in path.parts:
-            assert not re.search(r"\bassert \b", re.sub(r'""".*?"""', "", text, flags=re.S)), path

@@ -70,9 +70,6 @@ class TestPages:
         rendered = hooks.render_page(text, "faq.md", None)
         assert rendered == "!!! note\n\n    Look at\n    it.\n\n```python\nx = [a](b.md)\n```\n"
 
-    def test_anchors_are_those_of_github(self, hooks):
-        assert hooks.github_slug("The paper's claims: `a_b` - c") == "the-papers-claims-a_b---c"
-
 
 def test_docstrings_become_markdown(hooks):
     docstring = """Make an [`~PIL.Image.Image`] for [`ClipTReward`] and [`~ServedJudge.score`].

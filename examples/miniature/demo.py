@@ -5,9 +5,11 @@ import os
 import shlex
 import sys
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from paco_trl.commands.options import option
 
 
 if TYPE_CHECKING:
@@ -19,49 +21,20 @@ MEMORY_NEEDED = 2.0  # GiB; the measured peak is 1.7, see docs/miniature.md
 
 @dataclass
 class DemoArguments:
-    """
-    Arguments of the demo, which requires two cores and 2 GiB of free memory, but no network and no GPU.
+    """Arguments of the demo, which requires two cores and 2 GiB of free memory, but no network and no GPU."""
 
-    Args:
-        output_dir (`str`, *optional*, defaults to `"demo-output"`):
-            Directory for all results. An interrupted demo resumes.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of everything. The same seed gives the same results on the same machine.
-        step (`str`, *optional*):
-            Single step to run again, with the settings of the directory: `dataset`, `judge`, `generator`, `evaluation`
-            or `report`. The results of later steps are deleted.
-        restart (`bool`, *optional*, defaults to `False`):
-            Whether to delete the results of an earlier demo in the directory and start over.
-        short (`bool`, *optional*, defaults to `False`):
-            Whether to run all steps on so little data that it takes a minute. This shows that everything works; the
-            results mean nothing.
-    """
-
-    output_dir: str = field(
-        default="demo-output",
-        metadata={"help": "Directory for all results. An interrupted demo resumes."},
+    output_dir: str = option("demo-output", "Directory for all results. An interrupted demo resumes.")
+    seed: int = option(0, "Seed of everything. The same seed gives the same results on the same machine.")
+    step: str | None = option(
+        None,
+        "Single step to run again, with the settings of the directory: `dataset`, `judge`, `generator`, `evaluation` "
+        "or `report`. The results of later steps are deleted.",
     )
-    seed: int = field(
-        default=0,
-        metadata={"help": "Seed of everything. The same seed gives the same results on the same machine."},
-    )
-    step: str | None = field(
-        default=None,
-        metadata={
-            "help": "Single step to run again, with the settings of the directory: `dataset`, `judge`, `generator`, "
-            "`evaluation` or `report`. The results of later steps are deleted."
-        },
-    )
-    restart: bool = field(
-        default=False,
-        metadata={"help": "Whether to delete the results of an earlier demo in the directory and start over."},
-    )
-    short: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to run all steps on so little data that it takes a minute. This shows that everything "
-            "works; the results mean nothing."
-        },
+    restart: bool = option(False, "Whether to delete the results of an earlier demo in the directory and start over.")
+    short: bool = option(
+        False,
+        "Whether to run all steps on so little data that it takes a minute. This shows that everything works; the "
+        "results mean nothing.",
     )
 
 
@@ -108,11 +81,9 @@ def _run(args: DemoArguments) -> None:
     import datasets
     import torch
 
-    from miniature.run import SETTINGS_FILE, STEPS, Miniature, clear, read_settings
+    from miniature.run import SETTINGS_FILE, Miniature, clear, read_settings
     from miniature.settings import SHORT, MiniatureSettings
 
-    if args.step is not None and args.step not in STEPS:
-        raise ValueError(f"There is no step {args.step!r}. The steps are {', '.join(STEPS)}.")
     if args.step is not None and args.restart:
         raise ValueError(f"`--restart` deletes what `--step {args.step}` requires. Give one of the two.")
     folder = Path(args.output_dir).expanduser().absolute()
@@ -128,12 +99,7 @@ def _run(args: DemoArguments) -> None:
     settings = replace(SHORT if args.short else MiniatureSettings(), seed=args.seed)
     if args.step is not None and is_demo and not args.seed and not args.short:
         settings = read_settings(folder)
-    try:
-        miniature = Miniature(folder, settings, say=lambda line: _say(f"\n{line}"))
-    except OSError as error:
-        raise ValueError(
-            f"Nothing can be written to '{folder}': {error.strerror}. Give another `--output_dir`."
-        ) from None
+    miniature = Miniature(folder, settings, say=lambda line: _say(f"\n{line}"))
     results = miniature.run(alone=args.step)
     if "report" in results:
         if settings == replace(SHORT, seed=settings.seed):

@@ -149,13 +149,11 @@ class Miniature:
     def _prepare_alone(self, alone: str) -> None:
         if alone not in STEPS:
             raise ValueError(f"There is no step {alone!r}. The steps are {', '.join(STEPS)}.")
-        for name in STEPS:
-            if name == alone:
-                break
-            if self.result(name) is None:
-                raise ValueError(f"The step {alone!r} requires the results of {name!r}. Run that first, or all steps.")
         names = list(STEPS)
-        for name in reversed(names[names.index(alone) :]):
+        before, after = names[: names.index(alone)], names[names.index(alone) :]
+        if missing := [name for name in before if self.result(name) is None]:
+            raise ValueError(f"The step {alone!r} requires the results of {missing[0]!r}. Run that first, or all steps.")
+        for name in reversed(after):
             _delete(self.step_folder(name))
 
     @contextmanager
