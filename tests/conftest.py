@@ -74,7 +74,7 @@ def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
             "train_dataset": prompts,
             "peft_config": LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
         }
-        for name in (*trainer_arguments, "eval_dataset", "callbacks", "family"):
+        for name in (*trainer_arguments, "eval_dataset", "eval_reward_funcs", "callbacks", "family"):
             if name in kwargs:
                 trainer_arguments[name] = kwargs.pop(name)
         settings = {
@@ -96,7 +96,7 @@ def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
             "disable_tqdm": True,
             **kwargs,
         }
-        return trainer_class(args=PaCoGRPOConfig(**settings), **trainer_arguments)
+        return trainer_class(args=trainer_class._config_class(**settings), **trainer_arguments)
 
     return make
 

@@ -4,20 +4,17 @@
 import json
 import re
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from diffusers import DiffusionPipeline
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText
 
 from hub_server import HubServer
 from paco_trl import tiny
-from paco_trl.checkpointing.export import save_adapter
-from paco_trl.rollout.loading import check_peft_config
 
 
 ROOT = Path(__file__).parent.parent
@@ -168,65 +165,3 @@ def test_what_does_not_fit(hub, run, repositories, tmp_path):
     assert f"{kontext}: its config names 'black-forest-labs/FLUX.1-dev' as its base model, not" in output
     assert re.search(f"{qwen}: cannot be checked: RepositoryNotFoundError: 401 .*Repository Not Found for url", output)
     assert f"{whole}: cannot be checked: NotASafetensorsRepoError" in output
-
-
-def test_other_repositories_and_layouts(hub, run, repositories, tiny_flux, tmp_path):
-    flux = repositories["X-GenGroup/PaCo-FLUX.1-dev-Lora"]
-    hub.add_repo("someone/nameless", flux)
-    hub.add_repo("someone/in-a-folder", {f"checkpoint-20/lora/{name}": content for name, content in flux.items()})
-    pickled = {name: content for name, content in flux.items() if name != WEIGHTS} | {"adapter_model.bin": b"?"}
-    hub.add_repo("someone/pickled", pickled)
-    pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
-    (tmp_path / "lora").mkdir()
-    for name, content in flux.items():
-        (tmp_path / "lora" / name).write_bytes(content)
-    model = PeftModel.from_pretrained(pipeline.transformer, tmp_path / "lora", is_trainable=True)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    shutil.rmtree(tmp_path / "lora")
-    save_adapter(model, pipeline, trained, tmp_path / "lora")
-    content = (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes()
-    hub.add_repo("someone/diffusers", {"pytorch_lora_weights.safetensors": content})
-    weights = load_file(tmp_path / "lora" / "pytorch_lora_weights.safetensors")
-    wrong = {name.replace("to_q", "to_x"): value for name, value in weights.items()}
-    hub.add_repo("someone/other-layers", edited(flux, unchanged, tmp_path, target_modules=["a_layer"]))
-    hub.add_repo("someone/wrong", {"pytorch_lora_weights.safetensors": save(wrong)})
-
-    base = "black-forest-labs/FLUX.1-dev"
-    fitting = ["someone/nameless", "someone/in-a-folder", "someone/diffusers"]
-    others = ["someone/pickled", "someone/wrong", "someone/other-layers"]
-    code, output = run("--repo", *fitting, *others, "--base", base)
-    assert code == 1
-    assert [row(output, repo)[5] for repo in fitting + others] == ["yes", "yes", "yes", "no", "no", "no"], output
-    assert [row(output, repo)[1] for repo in fitting] == [
-        "PEFT adapter, rank 4, alpha 8",
-        "PEFT adapter, rank 4, alpha 8",
-        "diffusers LoRA, rank 4, alpha 4",
-    ]
-    assert 'someone/in-a-folder: The adapter is in a folder: load it with `subfolder="checkpoint-20/lora"`.' in output
-    assert "someone/diffusers: Its file does not say `lora_alpha`" not in output
-    assert "someone/pickled: it has no adapter_model.safetensors" in output
-    assert row(output, "someone/pickled")[4] == "adapter_model.bin"
-    assert "someone/wrong: 4 weights have no place in the model (" in output
-    assert "someone/other-layers: Target modules {'a_layer'} not found" in output
-    assert "someone/wrong: Its file does not say `lora_alpha`" in output
-
-    code, output = run("--repo", "someone/nameless")
-    assert code == 1 and "it does not name its base model; give it with `--base`" in output
-
-
-def test_the_trainer_reads_the_same(hub, repositories, tmp_path):
-    """What the trainer takes from the Hub itself."""
-    kontext, base = "X-GenGroup/PaCo-FLUX.1-Kontext-Lora", "Black-Forest-Labs/FLUX.1-Kontext-dev"
-    flux = edited(repositories[kontext], unchanged, tmp_path, base_model_name_or_path="black-forest-labs/FLUX.1-dev")
-    hub.add_repo("someone/of-flux", flux)
-    pickled = {name: content for name, content in flux.items() if name != WEIGHTS} | {"adapter_model.bin": b"?"}
-    hub.add_repo("someone/pickled", pickled)
-    with hub.connected(tmp_path / "cache"):
-        check_peft_config(kontext, base)
-        made_for = (
-            "^The adapter 'someone/of-flux' was made for 'black-forest-labs/FLUX.1-dev', but is to be loaded on "
-        )
-        with pytest.raises(ValueError, match=f"{made_for}'{base}'"):
-            check_peft_config("someone/of-flux", base)
-        with pytest.raises(ValueError, match="^`peft_config` is 'someone/pickled', a repository without"):
-            check_peft_config("someone/pickled", base)

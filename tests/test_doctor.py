@@ -21,7 +21,7 @@ from torch import nn
 
 import launching
 from paco_trl.commands import doctor, script_arguments
-from paco_trl.commands.main import COMMANDS, main
+from paco_trl.commands.main import main
 from paco_trl.commands.memory import ImagePlan, image_plan, peak
 from paco_trl.data import demo_prompts_path
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
@@ -29,7 +29,6 @@ from paco_trl.tiny import build_tiny_flux2_klein
 
 
 ROOT = Path(__file__).parent.parent
-GIB = 2**30
 
 SETTINGS = {
     "rewards": ["redness", "panel_similarity"],
@@ -155,16 +154,6 @@ class TestCommandLine:
         module, function = target.split(":")
         assert name == "paco-trl"
         assert getattr(importlib.import_module(module), function) is main
-
-    def test_commands_exist(self):
-        for module, summary in COMMANDS.values():
-            assert callable(importlib.import_module(module).main)
-            assert summary
-
-    @pytest.mark.parametrize("arguments, problem", [([], "missing"), (["doctr"], "'doctr'")])
-    def test_no_such_command(self, arguments, problem, capsys):
-        assert main(arguments) == 2
-        assert problem in capsys.readouterr().err
 
     def test_exit_code_and_table(self, make_arguments, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
@@ -609,11 +598,6 @@ class TestMemory:
             doctor.examine([*make_arguments(), "--trainer", "dpo"], Console(quiet=True))
 
 
-@pytest.mark.parametrize("text, size", [("24GiB", 24 * GIB), (" 80GB", 80 * 10**9), ("24gb", 24 * 10**9)])
-def test_sizes(text, size):
-    assert doctor.parse_memory(text) == size
-
-
 @pytest.mark.slow
 def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
     settings = {"images_per_prefix": 2, "sde_steps": [1], "tail_steps": 1, "gradient_checkpointing": False}
@@ -644,9 +628,3 @@ class TestReportsBeforeTraining:
         # There are 15 prompts
         assert row.verdict == "ok" and row.finding == "`resolution_transfer_prompts`: 60 images in 300 forwards."
         assert self.row(examine).finding == "None."
-
-    def test_the_steps_are_those_of_round_zero(self, examine, make_trainer, tmp_path):
-        changes = {"sde_steps": [0, 1, 2], "num_sde_steps": 1, "num_inference_steps": 6, "tail_steps": 1, "seed": 1}
-        shown = self.row(examine, **changes).finding
-        (step,) = make_trainer(**changes, max_steps=1).schedule.sde(0).steps
-        assert step != 2 and f"take {step + 2} denoising steps in place of 6" in shown

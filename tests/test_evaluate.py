@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from paco_trl.trainer.evaluator import Evaluation, load_baseline, save_baseline
 
 
 ROOT = Path(__file__).parent.parent
-NEW = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 NOT_NEW = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False)  # B is not 0
 
 
@@ -77,49 +75,21 @@ def pipeline(tiny_flux) -> FluxPipeline:
 
 
 @pytest.fixture
-def make(pipeline, prompts, tmp_path, watch) -> Callable:
-    """
-    As `make_trainer`, with 2 prompts x 4 images a round, and three prompts to evaluate by `watch`, in two denoising
-    steps.
-    """
+def make(make_trainer, pipeline, prompts, watch) -> Callable:
+    """As `make_trainer`, with rounds of 2 prompts, and three prompts to evaluate by `watch`, in two denoising steps."""
 
-    def make(**kwargs) -> PaCoGRPOTrainer:
-        trainer_arguments = {
+    def make(kind=PaCoGRPOTrainer, **kwargs) -> PaCoGRPOTrainer:
+        settings = {
             "model": copy.deepcopy(pipeline),  # takes less time than to load it
-            "reward_funcs": redness_reward,
-            "train_dataset": prompts,
             "eval_dataset": prompts.select(range(3)),
             "eval_reward_funcs": watch,
-            "peft_config": NEW,
-            "callbacks": None,
-        }
-        for name in trainer_arguments:
-            if name in kwargs:
-                trainer_arguments[name] = kwargs.pop(name)
-        settings = {
-            "output_dir": str(tmp_path / "out"),
-            "use_cpu": True,
-            "bf16": False,
-            "height": 64,
-            "width": 64,
-            "num_generations": 4,
             "num_prompts_per_generation": 2,
-            "per_device_train_batch_size": 4,
-            "num_inference_steps": 4,
             "num_inference_steps_eval": 2,
-            "max_steps": 2,
-            "learning_rate": 1e-2,
-            "report_to": "none",
-            "save_strategy": "no",
-            "log_completions": False,
-            "plot_curves": False,
-            "disable_tqdm": True,
             "gradient_checkpointing": False,
+            **({"num_noise_levels": 1} if kind is PaCoNFTTrainer else {}),
             **kwargs,
         }
-        if (kind := settings.pop("kind", PaCoGRPOTrainer)) is PaCoNFTTrainer:
-            settings["num_noise_levels"] = 1
-        return kind(args=kind._config_class(**settings), **trainer_arguments)
+        return make_trainer(kind, **settings)
 
     return make
 
@@ -291,21 +261,6 @@ class TestHybridInference:
         trainer.evaluate()
         assert same_images(watch.take(), expected)
 
-    def test_the_card_says_so(self, make, tmp_path):
-        trainer = make(peft_config=NOT_NEW, adapter_fraction=0.5)
-        trainer.evaluate()
-        trainer.save_model()
-        text = (tmp_path / "out" / "README.md").read_text()
-        assert "the adapter in the first 50 % of the denoising steps" in text
-        code = re.search(r"```python\n(from paco_trl\.rollout.*?)```", text, flags=re.S)[1]
-        assert "with hybrid_inference(pipe, adapter_fraction=0.5) as callback:" in code
-        compile(code, "card", "exec")
-        other = make(peft_config=NOT_NEW, output_dir=str(tmp_path / "other"))
-        other.evaluate()
-        other.save_model()
-        text = (tmp_path / "other" / "README.md").read_text()
-        assert "## Evaluation" in text and "hybrid" not in text
-
 
 class TestMetrics:
     @pytest.fixture
@@ -378,20 +333,6 @@ class TestMetrics:
         assert metrics["eval_rewards/redness_reward/mean"] == pytest.approx(sum(red) / 3, abs=1e-5)
         # The sum exists where both do
         assert metrics["eval_reward"] == pytest.approx((2.0 + red[0] + 5.0 + red[2]) / 2, abs=1e-5)
-
-    def test_a_column_that_an_evaluation_reward_takes_is_missing(self, make, prompts):
-        def needs_answers(prompts, completions, answers, **kwargs):
-            return [float(answer) for answer in answers]
-
-        with pytest.raises(ValueError, match="'needs_answers' has the parameter `answers`, which the dataset 'eval"):
-            make(eval_reward_funcs=needs_answers)
-        dataset = prompts.select(range(3)).map(lambda row, index: {"answers": index}, with_indices=True)
-        trainer = make(eval_reward_funcs=needs_answers, eval_dataset=dataset, peft_config=NOT_NEW)
-        before = weights_of(trainer)
-        with pytest.raises(RuntimeError, match="'needs_answers' raised TypeError.*'answers'"):
-            trainer.evaluate(prompts.select(range(3)))
-        assert are_equal(weights_of(trainer), before)
-        assert trainer.evaluate()["eval_rewards/needs_answers/mean"] == 1.0
 
     def test_grid_artifacts(self, make, watch):
         trainer = make(peft_config=NOT_NEW)
@@ -481,24 +422,6 @@ class TestBaseline:
         scores.write_text(whole)
         (tmp_path / "folder" / "1.png").unlink()
         assert load_baseline(tmp_path / "folder", "key") is None
-
-    @pytest.mark.slow
-    def test_a_resumed_run_keeps_it_with_its_pictures(self, make, watch, base_images, tmp_path, monkeypatch):
-        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "log_completions": True}
-        first = make(eval_strategy="steps", eval_steps=4, **settings)
-        first.train()
-        assert watch.steps == [4] * 6
-        sheets = []
-        keep_sheets(monkeypatch, sheets)
-        watch.take()
-        resumed = make(eval_strategy="steps", eval_steps=4, **settings)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-        images = watch.take()
-        assert len(images) == 3
-        before, after = ([pixels(i.image) for i in sheets[-1] if i.caption.startswith(k)] for k in ("before", "after"))
-        assert same_images(before, base_images)
-        assert same_images(after, images)
-        assert not same_images(before, after)
 
     def test_all_weights_the_baseline_is_drawn_before_training(self, make, watch, base_images):
         trainer = make(peft_config=None, eval_strategy="steps", eval_steps=2)
@@ -690,17 +613,6 @@ class TestResolutionTransfer:
         assert result["correlation"] == pytest.approx(1.0 if kind == "stable" else -1.0, abs=1e-5)
         reports = [message for message in caplog.messages if "gave the same value" not in message]
         assert any("planted" in report for report in reports) == (kind == "turned_around")
-
-    def test_not_on_a_resumed_run_and_not_unasked(self, make, tmp_path, watch):
-        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "reward_funcs": watch}
-        make(resolution_transfer_prompts=3, **settings).train()
-        assert [image.shape[1] for image in watch.take()].count(64) == 3
-        resumed = make(resolution_transfer_prompts=3, **settings)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-        assert [image.shape[1] for image in watch.take()] == [32] * 8
-        make(output_dir=str(tmp_path / "other"), reward_funcs=watch).train()
-        assert [image.shape[1] for image in watch.take()] == [32] * 8
-        assert not (tmp_path / "other" / "evaluation").exists()
 
 
 # ---- Two processes ----

@@ -156,16 +156,6 @@ class TestT2IS:
         for text in (json.dumps(evaluated), page, card, (workspace / "report" / "results.md").read_text()):
             assert str(workspace) not in text
 
-    def test_the_published_protocol_is_that_of_the_report(self, evaluated, workspace, options, tmp_path):
-        words = ["--base", str(workspace / "base"), "--tuned", str(workspace / "tuned"), "--output_dir", str(tmp_path)]
-        script.main(["report", *options["report"], *words, "--protocol", "published"])
-        results = json.loads((tmp_path / "results.json").read_text())
-        assert (evaluated["protocol"], results["protocol"]) == ("default", "published")
-        # No picture is missing, and no score is 0: both are the same arithmetic
-        assert means(results, 1) == pytest.approx(means(evaluated, 1))
-        # The published tables are of other judges
-        assert "Seedream" not in (tmp_path / "results.md").read_text()
-
     def test_again_is_the_same(self, evaluated, workspace, options, monkeypatch):
         def fail(*args, **kwargs):
             raise AssertionError("a judge was asked again")
@@ -217,17 +207,6 @@ class TestT2IS:
         with pytest.raises(ValueError, match="begun with other settings: `adapter_fraction`"):
             script.main([*words, "--adapter_fraction", "1.0"])
 
-        # The report and the card name it
-        shutil.copytree(workspace / "adapter", tmp_path / "adapter")
-        script.main(["score", *options["score"], "--output_dir", str(folder)])
-        places = ["--base", str(workspace / "base"), "--tuned", str(folder), "--output_dir", str(tmp_path / "report")]
-        script.main(["report", *options["report"], *places, "--card", str(tmp_path / "adapter")])
-        for name in ("results.json", "results.md", "report.html"):
-            assert "adapter_fraction" in (tmp_path / "report" / name).read_text(), name
-        said = "The adapter made the first 50% of the denoising steps"
-        assert said in (tmp_path / "adapter" / "README.md").read_text()
-        assert said not in (workspace / "adapter" / "README.md").read_text()  # of all steps
-
     @pytest.mark.slow
     def test_an_adapter_that_has_changed(self, evaluated, workspace, options):
         words = ["generate", *options["generate"], "--output_dir", str(workspace / "tuned"), "--adapter"]
@@ -274,21 +253,6 @@ class TestT2IS:
         with pytest.raises(ValueError, match="has scores of the images in .*panels"):
             script.main([*words, "--missing", "zero"])
         assert json.loads((tmp_path / "system" / "system.json").read_text())["name"] == "theirs"
-
-    @pytest.mark.slow
-    def test_two_seeds_and_one_seed_are_not_compared(self, workspace, options, tmp_path, evaluated):
-        folder = str(tmp_path / "two")
-        script.main(["generate", *options["generate"], "--output_dir", folder, "--seeds", "0", "1"])
-        script.main(["score", *options["score"], "--output_dir", folder])
-        words = ["--base", str(workspace / "base"), "--output_dir", str(tmp_path / "report"), "--tuned", folder]
-        with pytest.raises(ValueError, match="other prompts or seeds"):
-            script.main(["report", *options["report"], *words])
-        script.main(["report", *options["report"], "--base", folder, "--output_dir", str(tmp_path / "report")])
-        results = json.loads((tmp_path / "report" / "results.json").read_text())
-        assert results["seeds"] == [0, 1] and len(results["sets"]) == 6
-        one_seed = [entry for entry in results["sets"] if entry["key"].endswith("/0")]
-        before = [entry["scores"][0]["consistency"] for entry in evaluated["sets"]]
-        assert [entry["scores"][0]["consistency"] for entry in one_seed] == pytest.approx(before, abs=1e-5)
 
 
 def anew(workspace: Path, options: dict) -> list[str]:

@@ -19,7 +19,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 import launching
-from chat_server import ChatServer, answer
+from chat_server import ChatServer
 from judge_server import pictures_of
 from paco_trl import tiny
 from paco_trl.dataset_building import load_pipeline
@@ -27,7 +27,7 @@ from paco_trl.image_benchmarks import gedit
 from paco_trl.image_benchmarks.edit_generation import edit_keys, find_edits, generate_edits
 from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
 from paco_trl.image_benchmarks.gedit_published import read_published_answer, read_published_prompts
-from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
+from paco_trl.image_benchmarks.gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, read_answer
 from paco_trl.image_benchmarks.t2is_comparison import System
 from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
 from paco_trl.utils.files import file_name
@@ -79,24 +79,6 @@ def test_answers_that_can_be_read(text, scores):
 )
 def test_answers_that_are_no_scores(text):
     assert read_answer(text) is None
-
-
-def test_the_arithmetic_of_one_edit():
-    assert overall(4, 9) == 6 and overall(0, 10) == 0
-    answers = {
-        "k": ([9.0, 4.0], [9.0, 10.0]),
-        "l": ([9.0, 4.0], None),
-        "m": (None, [9.0, 10.0]),
-        "n": ([0.0, 4.0], [9.0, 9.0]),
-    }
-    records = {
-        f"{kind}/{key}": {"scores": scores}
-        for key, pair in answers.items()
-        for kind, scores in zip(("semantic", "quality"), pair, strict=True)
-    }
-    assert gedit._edit_scores(records, answers) == {
-        "k": EditScore(4.0, 9.0, 6.0), "l": None, "m": None, "n": EditScore(0.0, 9.0, 0.0)
-    }  # fmt: skip
 
 
 # ---- Generation ----
@@ -190,21 +172,6 @@ class TestGeneration:
             generate_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
         assert calls.count == 0
 
-    @pytest.mark.slow
-    def test_qwen_image_edit(self, tmp_path):  # reads its source at a megapixel
-        folder = tiny.build_tiny_qwen_image_edit(tmp_path / "tiny-qwen-image-edit")
-        qwen = load_pipeline(str(folder), torch.float32, "cpu")
-        call = {"num_inference_steps": 1, "true_cfg_scale": 4.0, "negative_prompt": " "}
-        row = {**EDITS[0], "height": 64, "width": 128}
-        prompts = edits_of([row], height=Value("int64"), width=Value("int64")).remove_columns("language")
-        edits = generate_edits(qwen, prompts, StageFolder(tmp_path / "edits"), **call)
-        assert list(files(tmp_path / "edits")) == ["images/a%2F1.png"]
-        noise = torch.Generator().manual_seed(0)
-        by_hand = qwen(image=row["image"], prompt=row["prompt"], height=64, width=128, generator=noise, **call).images[
-            0
-        ]
-        assert by_hand.size == (128, 64) and by_hand.tobytes() == edits[0]["image"].tobytes()
-
     def test_what_is_refused_before_anything_is_generated(self, pipeline, tiny_flux, tmp_path):
         def refused(message, rows=EDITS, with_pipeline=pipeline, **arguments):
             prompts = rows if isinstance(rows, Dataset) else edits_of(rows)
@@ -279,14 +246,6 @@ class TestFinding:
         assert not (found.missing or found.unknown) and len(set(found.digests.values())) == 12
         found.check_complete()
         assert find_edits(tmp_path, prompts.select(range(6, 12))).sets.keys() == {f"cn/k{n}" for n in range(6)}
-
-    @pytest.mark.parametrize(
-        "places", ["fullset/{task_type}/{language}/{id}.jpg", "images/{language}/{id}.webp", "{language}/{id}.PNG"]
-    )
-    def test_other_layouts(self, prompts, tmp_path, places):
-        found = find_edits(plant(tmp_path, places=places), prompts)
-        assert len(found.sets) == 12 and not (found.missing or found.unknown)
-        assert found.sets["cn/k4"].files[0].parent.name == "cn"
 
     @pytest.mark.parametrize("name", ["zh/CN", "../outside", "{}/outside", ".."])
     def test_languages_and_tasks_stay_in_the_directory(self, tmp_path, name):
@@ -477,40 +436,6 @@ class TestScoring:
         assert len(server.requests) - num_requests == 2 and after["cn/k2"] != before["cn/k2"]
         assert after == {**before, "cn/k2": after["cn/k2"]}
 
-    @pytest.mark.slow
-    def test_an_unreadable_answer_is_asked_for_again(self, server, prompts, tmp_path, caplog):
-        found = find_edits(plant(tmp_path), prompts)
-        bad_until, seen = 2, Counter()
-
-        def sometimes_bad(body):
-            seen[asked(body)] += 1
-            if asked(body) == ("semantic", color_of(3)[0]) and seen[asked(body)] <= bad_until:
-                return ["I give it 9 of 10.", answer('{"score": [1, ', "length")][seen[asked(body)] % 2]
-            if asked(body) == ("quality", color_of(4)[0]) and seen[asked(body)] <= bad_until:
-                return (400, "this image is refused")
-            return say(body)
-
-        server.say = sometimes_bad
-        scores = score_edits(endpoint_of(server), prompts, found, tmp_path / "two")
-        assert scores["en/k3"] == pytest.approx(by_hand(3)) and scores["en/k4"] == pytest.approx(by_hand(4))
-        again = [body for body in server.requests if seen[asked(body)] > 1]
-        assert len(again) == 6 and len({body["seed"] for body in again}) == 6
-        assert Counter(body["temperature"] for body in again) == {0.0: 2, 0.7: 4}
-
-        seen.clear()
-        bad_until = 3
-        with caplog.at_level(logging.WARNING):
-            scores = score_edits(endpoint_of(server), prompts, found, tmp_path / "three")
-        assert [key for key, score in scores.items() if score is None] == ["en/k3", "en/k4"]
-        assert scores["en/k2"] == pytest.approx(by_hand(2))
-        assert (
-            "no readable answer about 2 of 12 edits in 3 attempt(s)" in caplog.text and "en/k3, en/k4" in caplog.text
-        )
-        # Only these are asked about again in the next run
-        num_requests = len(server.requests)
-        scores = score_edits(endpoint_of(server), prompts, found, tmp_path / "three")
-        assert len(server.requests) - num_requests == 2 and None not in scores.values()
-
     def test_each_run_asks_with_seeds_of_its_own(self, server, prompts, tmp_path, caplog):
         found = find_edits(plant(tmp_path), prompts)
         silent = "quality", color_of(3)[0]
@@ -676,19 +601,11 @@ class TestResults:
         alone = gedit_results(prompts, systems[:1])  # nothing is missing
         assert alone["tables"][0]["rows"][0]["difference"] is None
         assert not any("count 0" in note for note in alone["notes"])
-        notes = gedit_results(prompts, systems, missing="zero")["notes"]
-        assert sum("1 missing edits count 0 (en/k1)" in note for note in notes) == 1
-
-    def test_alerts_next_to_the_headline(self, prompts, systems):
-        first, second = systems
-        results = gedit_results(prompts, systems, missing="zero")
-        left_out, zero = results["alerts"]
+        left_out, zero = gedit_results(prompts, systems, missing="zero")["alerts"]
         assert "the base one: 1 edits are left out" in left_out and "(cn/k4)" in left_out
         assert "the tuned one: 1 missing edits count 0 (en/k1)" in zero
-        assert results["notes"][-2:] == results["alerts"] and len(set(results["notes"])) == len(results["notes"])
-        assert gedit_results(prompts, [first])["alerts"] == [left_out]
-        unknown = System("tuned", "a folder", second.found, second.folder)
-        assert "How 'a folder' generated is not known" in gedit_results(prompts, [first, unknown], "zero")["alerts"][0]
+        base, tuned = (system["counts"] for system in gedit_results(prompts, systems, missing="zero")["systems"])
+        assert base["edits without an answer (writer)"] == tuned["missing edits"] == 1
 
     def test_sets_show_source_and_edits(self, prompts, systems, tmp_path):
         results = gedit_results(prompts, systems, missing="zero", source_folder=tmp_path)

@@ -11,13 +11,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 from rich.console import Console
 
 from paco_trl.cards import load_reference_card, render_card
-from paco_trl.evaluation.report import published_tables, published_text
+from paco_trl.evaluation.published import published_tables
 from paco_trl.image_benchmarks.card_results import add_results_to_card, check_card
 from paco_trl.image_benchmarks.report import (
     choose_sets,
@@ -32,13 +31,12 @@ from paco_trl.image_benchmarks.report_content import (
     cell_text,
     comparable_tables,
     leakage_line,
-    leaks,
     metric_tables,
     settings_table,
     summary,
     verdict,
 )
-from paco_trl.utils.tables import interval_text, markdown_table, number_text
+from paco_trl.utils.tables import number_text
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
 
 
@@ -121,67 +119,6 @@ def rows_of(markdown: str, first: str) -> list[list[str]]:
 ################
 
 
-def test_published_averages_follow_the_formula_where_the_remark_says_so():
-    def by_formula(row):
-        _, aesthetics, entity, attribute, relation, identity, style, logic, _ = row
-        return 0.2 * aesthetics + 0.1 * (entity + attribute + relation) + 0.5 / 3 * (identity + style + logic)
-
-    qwen, gemma, _ = published_tables("T2IS-Bench")
-    assert len(qwen.rows) == len(gemma.rows) == 10
-    for row in qwen.rows:
-        assert by_formula(row) == pytest.approx(row[-1], abs=5e-4)
-    above = {row[0]: by_formula(row) - row[-1] for row in gemma.rows}
-    follows = {name for name, difference in above.items() if abs(difference) < 5e-4}
-    assert len(follows) == 3 and all(name in gemma.remarks[-1] for name in follows)
-    others = [difference for name, difference in above.items() if name not in follows]
-    assert (f"{min(others):.3f}", f"{max(others):.3f}") == ("0.002", "0.030")
-    assert "lower by 0.002 to 0.030" in gemma.remarks[-1]
-
-
-def test_published_figures_are_those_of_the_reference_cards():
-    def rows(name: str) -> list[list[str]]:
-        card = yaml.safe_load((ROOT / "model_cards" / f"{name}.yaml").read_text(encoding="utf-8"))
-        return [row for table in card["published"]["tables"] for row in table["rows"]]
-
-    def texts(row) -> list[str]:
-        return [published_text(value) for value in row]
-
-    qwen, gemma, ablation = published_tables("T2IS-Bench")
-    of_card = {name: values for name, *values in rows("PaCo-FLUX.1-dev")}
-    ours = [
-        dict(zip(table.columns, next(r for r in table.rows if "PaCo" in r[0]), strict=True)) for table in (qwen, gemma)
-    ]
-    for name in ("identity", "style", "logic", "average"):
-        assert of_card[name] == [published_text(table[name]) for table in ours]
-    for name in ("aesthetics", "entity", "attribute", "relation"):
-        assert [of_card[name]] * 2 == [[published_text(table[name])] for table in ours]
-    for name, *values in ablation.rows:
-        assert of_card[name] == texts(values)
-
-    (gedit,) = published_tables("GEdit-Bench")
-    assert len(gedit.rows) == 11 and all(len(row) == 13 for row in gedit.rows)
-    place = gedit.columns.index("EN overall")
-    overall = {row[0]: published_text(row[place]) for row in gedit.rows}
-    assert rows("PaCo-FLUX.1-Kontext-dev") == [
-        ["FLUX.1-Kontext-dev", overall["FLUX.1-Kontext"]],
-        ["PaCo-FLUX.1-Kontext-dev", overall["FLUX.1-Kontext + PaCo-Reward-7B"]],
-    ]
-    assert rows("PaCo-QwenImage-Edit") == [
-        ["Qwen-Image-Edit", overall["Qwen-Image-Edit"]],
-        ["PaCo-QwenImage-Edit", overall["Qwen-Image-Edit + PaCo-Reward-7B"]],
-    ]
-
-    (rankings,) = published_tables("ConsistencyRank")
-    judges, raters = published_tables("EditReward-Bench")
-    assert (judges.protocol, raters.protocol) == ("published", "EditScore")
-    expected = [
-        *map(texts, rankings.rows),
-        *([name, table.protocol, *texts(values)] for table in (raters, judges) for name, *values in table.rows),
-    ]
-    assert len(expected) == 6 + 11
-    assert rows("PaCo-Reward-7B") == rows("PaCo-Reward-7B-Lora") == expected
-
-
 ################
 # Tables
 ################
@@ -194,19 +131,6 @@ def test_verdict_says_whether_the_interval_excludes_zero():
     assert verdict(cell(-0.1, 0.05), higher_is_better=False) == "yes: better"
     assert verdict(cell(0.1, 0.2)) == verdict(cell(-0.1, 0.1)) == "no"
     assert verdict(cell(0.1, None)) == verdict(None) == "n/a"
-
-
-def test_tables_show_what_they_are_given():
-    rows = [["<b>x</b>", 1], ["[y](https://z)\n&lt; \\", 0.5]]
-    assert markdown_table(["a|b", "n"], rows).splitlines() == [
-        "| a\\|b | n |",
-        "| --- | --- |",
-        "| &lt;b>x&lt;/b> | 1 |",
-        "| [y]\\(https://z) &amp;lt; \\\\ | 0.5 |",
-    ]
-    assert interval_text(0.5, 0.4, 0.61) == "0.500 [0.400, 0.610]"
-    assert interval_text(0.5, math.nan, math.nan) == interval_text(0.5, None, None) == "0.500"
-    assert interval_text(math.nan, math.nan, math.nan, missing="-") == "-"
 
 
 def test_numbers_as_texts():
@@ -351,46 +275,9 @@ def test_leakage(results):
     assert "among the 100 training prompts. The same text" in leakage_line(results)
 
 
-def test_many_leaks_are_cut_off_but_in_the_json(results, tmp_path):
-    def shown(page: Page) -> list[str]:
-        return [attrs["class"] for tag, where, attrs in page.tags if tag == "details" and where == "leakage"]
-
-    near = [
-        {"id": f"n{number}", "training_row": number, "text": "A", "similarity": number / 40} for number in range(19)
-    ]
-    exact = [{"id": "0001", "training_row": 70, "text": "A fox"}]
-    results["leakage"] = {"dataset": "user/x", "num_training_prompts": 100, "exact": exact, "near": near}
-    page = Page(save_generation_report(results, tmp_path)["html"])
-    assert shown(page) == ["leak"] * 20 and "more" not in page.text("leakage").replace("and 14 more", "")
-    near += [{"id": f"m{number}", "training_row": number, "text": "B", "similarity": 0.9} for number in range(11)]
-    rows, num_more = leaks(results)
-    assert rows[0] == ("0001: training row 70, the same text", "A fox")
-    # The most similar first
-    assert rows[1][0] == "m0: training row 0, similarity 0.90" and rows[12][0].startswith("n18: ")
-    assert len(rows) == 20 and num_more == 11
-    paths = save_generation_report(results, tmp_path)
-    page = Page(paths["html"])
-    assert shown(page) == ["leak"] * 20 and page.text("leakage").endswith("And 11 more, which results.json has.")
-    assert "m4 (similarity 0.90) and 25 more" in page.text("")
-    assert json.loads(paths["json"].read_text(encoding="utf-8"))["leakage"]["near"] == near
-
-
 ################
 # Markdown and terminal
 ################
-
-
-def test_markdown_has_the_numbers_of_the_tables(planted):
-    markdown = markdown_report(planted)
-    measured = section_of(markdown, "Results")
-    for table in metric_tables(planted).values():
-        assert table in measured
-    assert "**Consistency**" in measured and "**Identity**" not in measured
-    assert "nan" not in markdown.lower()
-    assert "aesthetics: no scorer was given" in markdown
-    assert rows_of(section_of(markdown, "Images"), "missing") == [["missing", "0", "1"]]
-    assert "fox-lora (tuned): 1 sets lack images: 0008/0." in section_of(markdown, "Images")
-    assert "not checked" in section_of(markdown, "Leakage")
 
 
 def test_published_figures_stand_apart(planted):
@@ -560,13 +447,6 @@ def test_hostile_prompts_are_text(results, tmp_path):
     assert "<script>alert(2)</script>" in page.texts["leakage"]
 
 
-def test_page_needs_nothing_from_elsewhere(planted, tmp_path):
-    text = save_generation_report(planted, tmp_path)["html"].read_text(encoding="utf-8")
-    outside = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", text)
-    assert outside and all(url.startswith(("data:", "#")) for url in outside)
-    assert "@import" not in text and text.count("<svg") == 2
-
-
 def test_chart_places_differences_and_intervals(results, tmp_path):
     table = results["tables"][0]
     chart = difference_chart(table)
@@ -582,6 +462,8 @@ def test_chart_places_differences_and_intervals(results, tmp_path):
     )
     assert "Aesthetics" not in marks and chart["ticks"] == [(0.0, "-0.090"), (100.0, "+0.231")]
     page = save_generation_report(results, tmp_path, num_shown=1)["html"].read_text()
+    outside = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", page)
+    assert outside and all(url.startswith(("data:", "#")) for url in outside)
     assert "Identity +0.211; Style +0.121" in page and page.count("<circle") == 2 * len(marks)
     for row in table["rows"]:
         row["difference"] = cell(0.01, 0.5)
@@ -640,20 +522,11 @@ def card(tmp_path) -> Path:
     """A card with results on another dataset, a comment in its metadata, and a heading in a block of code."""
     text = """---
 base_model: black-forest-labs/FLUX.1-dev
-license: other  # see below
-license_name: flux-1-dev-non-commercial-license
+license: other
 pipeline_tag: text-to-image
 model-index:
 - name: fox-lora
   results:
-  - task:
-      type: text-to-image
-    dataset:
-      name: evaluation prompts
-      type: evaluation
-    metrics:
-    - type: clip_t
-      value: 0.31
   - task:
       type: text-to-image
     dataset:
@@ -695,7 +568,6 @@ def test_results_are_added_to_a_card(results, card):
     found = {
         (one.dataset_name, one.dataset_config, one.metric_type): one for one in ModelCard.load(card).data.eval_results
     }
-    assert found["evaluation prompts", None, "clip_t"].metric_value == 0.31
     published = found["T2IS-Bench", None, "average"]
     assert published.metric_value == 0.576 and published.source_name == "Published figures"
     # Of the tuned system, by the judge that is named
@@ -706,7 +578,7 @@ def test_results_are_added_to_a_card(results, card):
     # What does not depend on the judge is there once, with its own scorer; what has no value is not there
     assert found["T2IS-Bench", "scorer clip-flant5-xxl", "entity"].metric_value == 0.721
     assert not {("aesthetics"), ("duplicate_rate")} & {metric for _, _, metric in found}
-    assert len(found) == 2 + 2 * 4 + 4
+    assert len(found) == 1 + 2 * 4 + 4
     section = after[after.index("## T2IS-Bench, judge Qwen") :]
     assert rows_of(section, "Identity")[0] == [
         "Identity",
@@ -738,21 +610,6 @@ def test_a_card_written_twice_is_the_same_card(results, card):
     text = card.read_text(encoding="utf-8")
     assert text.count("## T2IS-Bench, judge") == 2 and "0.900 [0.880, 0.920]" in text
     assert "0.812 [" not in text
-
-
-@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
-def test_cards_of_other_makes(results, tmp_path, line_break):
-    """Without metadata, without a heading that the results stand before, with the line ends of another system."""
-    path = tmp_path / "README.md"
-    path.write_bytes(f"# Foxes{line_break}Drawn.{line_break}".encode())
-    add_results_to_card(path, results)
-    once = path.read_bytes()
-    add_results_to_card(path, results)
-    assert path.read_bytes() == once
-    assert once.count(b"\n") == once.count(line_break.encode())
-    loaded = ModelCard.load(path)
-    assert loaded.data.model_name == "Foxes" and len(loaded.data.eval_results) == 12
-    assert "Drawn." in loaded.text and loaded.text.rstrip().endswith("-->")
 
 
 def test_a_card_that_this_package_renders(results, tmp_path):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of an evaluation in a real browser, from the disk and without a network."""
 
-import copy
 import re
 import shutil
 from functools import cache
@@ -15,7 +14,7 @@ playwright = pytest.importorskip("playwright.sync_api")
 from paco_trl.data import join_grid  # noqa: E402
 from paco_trl.image_benchmarks.report import save_generation_report  # noqa: E402
 from paco_trl.image_benchmarks.report_content import metric_tables, summary  # noqa: E402
-from planted_results import panel, plant_gedit, plant_t2is  # noqa: E402
+from planted_results import panel, plant_t2is  # noqa: E402
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -76,18 +75,6 @@ def results(world) -> dict:
 
 
 @pytest.fixture(scope="module")
-def leaky(results, world) -> Path:
-    """A report with prompts that were trained on, of long texts."""
-    leaky = copy.deepcopy(results)
-    found = [
-        {"id": f"{number:04d}", "training_row": number, "text": "A fox in the snow. " * 10, "similarity": 0.5}
-        for number in range(30)
-    ]
-    leaky["leakage"] = {"dataset": "user/x", "num_training_prompts": 100, "exact": [], "near": found}
-    return save_generation_report(leaky, world / "leaky")["html"]
-
-
-@pytest.fixture(scope="module")
 def report(results, world) -> Path:
     return save_generation_report(results, world / "report")["html"]
 
@@ -132,22 +119,6 @@ def test_the_table_scrolls_in_its_own_frame_on_a_phone(open_page, report):
     assert frame.locator("tbody th").first.bounding_box()["x"] == pytest.approx(frame.bounding_box()["x"], abs=1)
 
 
-def test_leaks_and_settings_on_a_phone(open_page, leaky):
-    page = open_page(leaky, 390)
-    assert page.evaluate(LEFT_OF_PAGE) == 0
-    rows = page.locator("#leakage details")
-    assert rows.count() == 20 and page.locator("#leakage").bounding_box()["height"] < 1200
-    text = rows.first.locator("p")
-    assert not text.is_visible()
-    rows.first.locator("summary").click()
-    # As wide as the page, and not a word a line
-    assert text.is_visible() and text.bounding_box()["width"] > 300 and text.bounding_box()["height"] < 200
-    # The names of settings do not run into the values
-    name = page.locator("#settings tbody th").filter(has_text="num_inference_steps")
-    assert name.count() == 1
-    assert name.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
-
-
 def test_prompts_are_shown_as_they_are(open_page, report):
     page = open_page(report)
     prompt = page.locator("#best .set").first.locator("details p")
@@ -156,45 +127,3 @@ def test_prompts_are_shown_as_they_are(open_page, report):
     assert prompt.is_visible()
     assert prompt.inner_text().startswith('A fox & a "hare" | in <b>four</b> seasons <script>document.title =')
     assert "hacked" not in page.title()
-
-
-def test_light_and_dark(open_page, report):
-    def contrasts(page) -> list[float]:
-        return page.evaluate(
-            """() => {
-            const light = text => {
-                const parts = text.match(/[\\d.]+/g).slice(0, 3).map(value => value / 255);
-                const [r, g, b] = parts.map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-            };
-            const body = getComputedStyle(document.body).backgroundColor;
-            return [".lead", ".alerts", ".small", ".better", ".worse", "nav a", "summary"].map(name => {
-                const style = getComputedStyle(document.querySelector(name));
-                const own = style.backgroundColor;
-                const [ink, paper] = [light(style.color), light(own === "rgba(0, 0, 0, 0)" ? body : own)];
-                return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
-            });
-        }"""
-        )
-
-    papers = []
-    for scheme in ("light", "dark"):
-        page = open_page(report, scheme=scheme)
-        papers.append(page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
-        assert min(contrasts(page)) > 4.5  # what WCAG asks of text
-        # The chart has the colours of the page
-        assert page.locator("#results svg line").count() > 10
-        ink = page.evaluate("() => getComputedStyle(document.body).color")
-        strokes = page.evaluate(
-            "() => [...document.querySelectorAll('#results svg line')].map(one => getComputedStyle(one).stroke)"
-        )
-        assert ink in strokes
-    assert papers[0] != papers[1]
-
-
-def test_edits_with_their_sources(open_page, world):
-    results = plant_gedit(world / "edits")
-    page = open_page(save_generation_report(results, world / "edits" / "report")["html"], 390)
-    assert page.evaluate(LEFT_OF_PAGE) == 0 and page.evaluate(UNDECODED) == 0
-    first = page.locator("#best .set").first
-    assert first.locator("figcaption").all_inner_texts() == ["source", "base", "tuned"]

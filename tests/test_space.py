@@ -2,7 +2,6 @@
 """`paco-trl space`, and the app that it writes: same noise, scores of the judge, in a real browser."""
 
 import functools
-import inspect
 import io
 import json
 import re
@@ -30,7 +29,6 @@ from paco_trl.data import format_image_set_prompt, split_grid
 from paco_trl.hub.files import SETTINGS
 from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rewards import ConsistencyReward
-from paco_trl.tiny.longcat_image import build_tiny_longcat_image
 from test_annotation_app import free_port
 from test_annotation_browser import ARGUMENTS, CHROMIUM
 
@@ -215,15 +213,6 @@ def test_the_same_noise_and_the_score_of_training(adapter):
     assert Comparison(pipeline, None, (64, 64), 1.0).score(PROMPT, sets) is None
     with pytest.raises(ValueError, match="height of the grid is 100: it must be a multiple of"):
         next(Comparison(pipeline, None, (50, 64), 1.0).generate(PROMPT, 2, 2, 0, 3))
-
-
-def test_a_pipeline_that_takes_no_callback(tmp_path, monkeypatch):
-    pipeline = load_system(str(build_tiny_longcat_image(tmp_path)), torch.float32, device="cpu")
-    assert "callback_on_step_end" not in inspect.signature(pipeline.__call__).parameters
-    monkeypatch.setattr(pipeline, "rewire_prompt", None)  # prompts stay as they are
-    pipeline.transformer.add_adapter(LoraConfig(target_modules=["to_q"], init_lora_weights=False))
-    sets = list(Comparison(pipeline, None, (64, 64), 4.5).generate(PROMPT, 2, 2, 7, 2))
-    assert not np.array_equal(*(np.hstack(panels) for panels in sets))
 
 
 @pytest.fixture(scope="module")

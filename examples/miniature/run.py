@@ -152,7 +152,9 @@ class Miniature:
         names = list(STEPS)
         before, after = names[: names.index(alone)], names[names.index(alone) :]
         if missing := [name for name in before if self.result(name) is None]:
-            raise ValueError(f"The step {alone!r} requires the results of {missing[0]!r}. Run that first, or all steps.")
+            raise ValueError(
+                f"The step {alone!r} requires the results of {missing[0]!r}. Run that first, or all steps."
+            )
         for name in reversed(after):
             _delete(self.step_folder(name))
 
