@@ -64,7 +64,7 @@ def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
     """
     from peft import LoraConfig
 
-    from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+    from paco_trl import PaCoGRPOTrainer
     from paco_trl.rewards import redness_reward
 
     def make(trainer_class: type = PaCoGRPOTrainer, **kwargs) -> PaCoGRPOTrainer:

@@ -95,12 +95,6 @@ def draw(entries, path, drawn, **kwargs):
 
 
 class TestHistoryRows:
-    def test_training_and_evaluation_of_a_step_share_a_row(self):
-        rows = history_rows([train_entry(1), train_entry(2), eval_entry(2), train_entry(3)])
-        assert [row["step"] for row in rows] == [1, 2, 3]
-        assert rows[1]["rewards/a/mean"] == 0.52 and rows[1]["eval_rewards/a/mean"] == 0.42
-        assert "eval_rewards/a/mean" not in rows[0] and "eval_rewards/a/mean" not in rows[2]
-
     def test_none_is_nan_and_text_is_left_out(self):
         (row,) = history_rows([{"x": None, "y": np.float32(0.5), "z": "text", "step": 1}])
         assert math.isnan(row["x"]) and row["y"] == 0.5 and set(row) == {"step", "x", "y"}
@@ -209,12 +203,6 @@ class TestPicture:
         assert axes.get_ylim() == (0, 1) and legend_of(axes) == ["c", "b", "a"]  # as they lie
         for name, patch in zip("abc", axes.patches, strict=True):
             assert patch.get_facecolor()[:3] == _rgb(line_of(panel(figure, f"{name}: mean"), "training"))
-
-    def test_clip_fraction(self, tmp_path, drawn):
-        entries = [{"clip_ratio/low_mean": 0.1, "clip_ratio/high_mean": 0.2, "clip_ratio/region_mean": 0.3, "step": 1}]
-        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Clip")
-        heights = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
-        assert heights == {"below the range": [0.1], "above the range": [0.2], "both": [0.3]}
 
     @pytest.mark.slow
     def test_ratio_deviation_is_a_line_though_its_kinds_alternate(self, tmp_path, drawn):

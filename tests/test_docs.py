@@ -183,16 +183,6 @@ class TestSnippets:
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
 
-    def test_the_first_reward_differs_within_a_group(self):
-        """Whose images have one size: docs/write_a_reward.md says that nothing else trains."""
-        names: dict = {}
-        exec(blocks(ROOT / "docs" / "write_a_reward.md", "python")[0][1], names)
-        images = [Image.new("RGB", (64, 64), color) for color in ("black", "white")]
-        logged = {}
-        panels = [[image] for image in images]
-        assert names["brightness_reward"](["a", "a"], images, panels, logged.__setitem__) == [0.0, 1.0]
-        assert logged == {"panels": 1.0}
-
     @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.stem)
     def test_the_numbers_of_a_benchmark_are_those_of_its_results(self, path):
         text = text_of(ROOT / "benchmarks" / "README.md")

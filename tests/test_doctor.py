@@ -2,6 +2,7 @@
 """`paco-trl doctor` on the tiny FLUX: a healthy run has only "ok", and each planted fault is found in its row."""
 
 import configparser
+import copy
 import importlib
 import importlib.metadata
 import json
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import launching
+from paco_trl import PaCoGRPOConfig
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import main
 from paco_trl.commands.memory import ImagePlan, image_plan, peak
@@ -111,10 +113,20 @@ def examine(make_arguments, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="module")
+def module_plan(tiny_flux, prompts, tmp_path_factory) -> ImagePlan:
+    args = PaCoGRPOConfig(
+        str(tmp_path_factory.mktemp("plan")), use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
+        num_prompts_per_generation=4, per_device_train_batch_size=4, num_inference_steps=4, report_to="none",
+    )  # fmt: skip
+    return ImagePlan(str(tiny_flux), args, LoraConfig(r=4, lora_alpha=8), prompts)
+
+
 @pytest.fixture
-def tiny_plan(make_trainer, prompts, tiny_flux) -> ImagePlan:
-    """The plan of the settings of `make_trainer`."""
-    return ImagePlan(str(tiny_flux), make_trainer().args, LoraConfig(r=4, lora_alpha=8), prompts)
+def tiny_plan(module_plan, monkeypatch) -> ImagePlan:
+    """A plan, whose arguments a test may change."""
+    monkeypatch.setattr(module_plan, "args", copy.copy(module_plan.args))
+    return module_plan
 
 
 def generator_of(trainer) -> doctor.SampleGenerator:
@@ -166,11 +178,6 @@ class TestCommandLine:
         assert "must be at least 2" in shown
         assert "needs: configuration" in shown
         assert all(len(line) <= 80 for line in shown.splitlines())
-
-    def test_unknown_options_are_errors(self, make_arguments, capsys):
-        rows = doctor.examine([*make_arguments(), "--no_such_option", "1"], Console(quiet=True))
-        assert rows[1].verdict == "failed"
-        assert "no_such_option" in rows[1].finding
 
 
 class TestHealthy:
@@ -486,14 +493,6 @@ class TestOutputFolder:
         assert find(resume_from_checkpoint=str(cut_short)).verdict == "failed"
         assert find(resume_from_checkpoint=str(tmp_path / "nothing")).verdict == "failed"
 
-    def test_from_the_beginning(self, find, add_checkpoint):
-        assert find().verdict == "ok"
-        add_checkpoint(9)
-        add_checkpoint(10)
-        row = find()
-        assert row.verdict == "warning"
-        assert "2 checkpoint(s), the latest 'checkpoint-10'" in row.finding
-
 
 class TestMemory:
     @pytest.mark.parametrize(
@@ -593,10 +592,6 @@ class TestMemory:
         assert row.verdict == "failed"
         assert f"`--device_memory` is '{size}'" in row.finding
 
-    def test_an_unknown_trainer(self, make_arguments):
-        with pytest.raises(ValueError, match="--trainer.*'dpo'"):
-            doctor.examine([*make_arguments(), "--trainer", "dpo"], Console(quiet=True))
-
 
 @pytest.mark.slow
 def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
@@ -613,11 +608,6 @@ def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
 class TestReportsBeforeTraining:
     def row(self, examine, **changes) -> doctor.Row:
         return examine("reports before training", **changes)["reports before training"]
-
-    def test_a_short_tail_without_a_report_is_a_warning(self, examine):
-        row = self.row(examine, tail_steps=1, num_inference_steps=6)
-        assert row.verdict == "warning" and "take 4 denoising steps in place of 6" in row.finding
-        assert "`tail_transfer_prompts`: 0" in row.finding and "set `tail_transfer_prompts`" in row.advice
 
     def test_their_cost_is_what_they_generate(self, examine):
         changes = {"tail_steps": 1, "num_inference_steps": 6, "tail_transfer_prompts": 3}

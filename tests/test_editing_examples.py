@@ -21,7 +21,6 @@ from paco_trl.commands.script_arguments import (
     ScriptArguments,
     get_peft_config,
     load_eval_prompts,
-    load_train_prompts,
 )
 from paco_trl.data import load_edit_prompts
 
@@ -241,10 +240,6 @@ class TestDefaults:
 class TestPrompts:
     def arguments(self, workspace: Path, **kwargs) -> ScriptArguments:
         return ScriptArguments(dataset_name=str(workspace / "edits.jsonl"), **kwargs)
-
-    def test_the_benchmark_is_left_out(self, workspace):
-        arguments = self.arguments(workspace, edits=True, exclude_dataset_name=str(workspace / "benchmark.jsonl"))
-        assert list(load_train_prompts(arguments)["prompt"]) == INSTRUCTIONS[:4]
 
     def test_evaluation(self, workspace):
         assert load_eval_prompts(self.arguments(workspace, edits=True)) is None

@@ -205,13 +205,6 @@ class TestDrawing:
             assert first.shape == second.shape and np.abs(first - second).max() <= 1
         assert np.abs(drawn[0][0] - drawn[0][2]).max() > 1
 
-    def test_several_images_of_a_prompt(self, make, watch, prompts, base_images):
-        make(num_generations_eval=2).evaluate()
-        images = watch.take()
-        assert watch.prompts == [prompts[row]["prompt"] for row in (0, 0, 1, 1, 2, 2)]
-        assert same_images(images[::2], base_images)
-        assert not same_images(images[1::2], base_images)
-
 
 class TestHybridInference:
     """The adapter in the first steps of an evaluation; with diffusers alone it is tested in test_hybrid_inference.py."""
@@ -379,11 +372,6 @@ class TestBaseline:
         trainer.evaluate(prompts.select(range(1, 2)))
         assert len(watch.take()) == 1
 
-    def test_can_be_switched_off(self, make, watch):
-        metrics = make(peft_config=NOT_NEW, eval_baseline=False).evaluate()
-        assert len(watch.take()) == 3 and "eval_reward" in metrics
-        assert not any("baseline" in name or "gain" in name for name in metrics)
-
     def test_another_run_in_the_same_folder_does_not_take_it(self, make, watch):
         # Its rewards may have been others of the same names
         metrics = make(eval_reward_funcs=redness_reward).evaluate()
@@ -443,6 +431,11 @@ class TestBaseline:
         assert "eval_reward" in metrics
         assert not [name for name in metrics if "baseline" in name or "gain" in name]
 
+    def test_can_be_switched_off(self, make, watch):
+        metrics = make(peft_config=NOT_NEW, eval_baseline=False).evaluate()
+        assert len(watch.take()) == 3 and "eval_reward" in metrics
+        assert not any("baseline" in name or "gain" in name for name in metrics)
+
 
 def keep_sheets(monkeypatch, sheets: list) -> None:
     """Lets a list take the images of each contact sheet that is saved, but not of its part for a card."""
@@ -499,15 +492,6 @@ class TestSheets:
 
 
 class TestInTraining:
-    def test_on_start_and_at_steps(self, make, watch):
-        trainer = make(learning_rate=0.1, eval_on_start=True, eval_strategy="steps", eval_steps=1)
-        trainer.train()
-        assert watch.steps == [0] * 3 + [1] * 3 + [2] * 3
-        entries = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
-        assert [entry["step"] for entry in entries] == [0, 1, 2]
-        assert {entry["eval_reward_baseline"] for entry in entries} == {entries[0]["eval_reward"]}
-        assert len({entry["eval_reward"] for entry in entries}) == 3
-
     def test_several_datasets(self, make, watch, prompts, tmp_path):
         datasets = {"a": prompts.select(range(1)), "b": prompts.select(range(1, 3))}
         trainer = make(eval_dataset=datasets, eval_strategy="steps", eval_steps=2, log_completions=True)

@@ -44,83 +44,43 @@ SCRIPTS = {
 
 # The paper's figures, from the paper: none of them comes from a default of this package
 JUDGE = {
-    "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct",
-    "dataset_name": "X-GenGroup/PaCo-Dataset",
-    "dataset_files": ["consistency_reward_cot_train", "sharegpt_editing_cot"],
-    "bf16": True,
-    "max_pixels": 2_097_152,
-    "lora_r": 32,
-    "lora_alpha": 64,
-    "lora_target_modules": None,
-    "first_token_weight": 0.1,
-    "loss_variant": "paper",
-    "learning_rate": 2e-4,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.1,
-    "num_train_epochs": 2.0,
+    "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct", "dataset_name": "X-GenGroup/PaCo-Dataset",
+    "dataset_files": ["consistency_reward_cot_train", "sharegpt_editing_cot"], "bf16": True, "max_pixels": 2_097_152,
+    "lora_r": 32, "lora_alpha": 64, "lora_target_modules": None, "first_token_weight": 0.1, "loss_variant": "paper",
+    "learning_rate": 2e-4, "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "num_train_epochs": 2.0,
     "per_device_train_batch_size": 8,
-}
+}  # fmt: skip
 ALL_POLICIES = {
-    "height": 1024,
-    "width": 1024,
-    "sde_type": "flow_sde",
-    "num_generations": 16,
-    "num_prompts_per_generation": 42,
-    "optimizer_steps_per_generation": 2,
-    "per_device_train_batch_size": 1,
-    "judge_model": "X-GenGroup/PaCo-Reward-7B",
-    "scale_rewards": "group",
-    "advantage_clip": 5.0,
-    "lora_r": 64,
-    "lora_alpha": 128,
-    "loss_type": "grpo",
-    "epsilon": 1e-4,
-    "beta": 0.0,
-    "learning_rate": 3e-4,
-}
+    "height": 1024, "width": 1024, "sde_type": "flow_sde", "num_generations": 16, "num_prompts_per_generation": 42,
+    "optimizer_steps_per_generation": 2, "per_device_train_batch_size": 1, "judge_model": "X-GenGroup/PaCo-Reward-7B",
+    "scale_rewards": "group", "advantage_clip": 5.0, "lora_r": 64, "lora_alpha": 128, "loss_type": "grpo",
+    "epsilon": 1e-4, "beta": 0.0, "learning_rate": 3e-4,
+}  # fmt: skip
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 FLUX_LAYERS = [f"attn.{name}" for name in ATTENTION]
 FLUX_LAYERS += ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"]
+EDITS = ALL_POLICIES | {"edits": True, "resolution_scale": 384 / 1024, "rewards": ["edit"]}
 PAPER = {
     "paco-reward-7b-lora.yaml": JUDGE,
     "paco-reward-7b.yaml": JUDGE,
     "paco-flux.1-dev.yaml": ALL_POLICIES
     | {
-        "model_name_or_path": "black-forest-labs/FLUX.1-dev",
-        "num_inference_steps": 10,
-        "sde_steps": [1],
-        "noise_level": 0.7,
-        "guidance_scale": 3.5,
-        "resolution_scale": 512 / 1024,
-        "rewards": ["consistency", "clip_t"],
-        "multi_objective_aggregation": "log_tamed",
-        "log_tame_threshold": 0.2,
+        "model_name_or_path": "black-forest-labs/FLUX.1-dev", "num_inference_steps": 10, "sde_steps": [1],
+        "noise_level": 0.7, "guidance_scale": 3.5, "resolution_scale": 512 / 1024,
+        "rewards": ["consistency", "clip_t"], "multi_objective_aggregation": "log_tamed", "log_tame_threshold": 0.2,
         "lora_target_modules": FLUX_LAYERS,
     },
-    "paco-flux.1-kontext-dev.yaml": ALL_POLICIES
+    "paco-flux.1-kontext-dev.yaml": EDITS
     | {
-        "model_name_or_path": "black-forest-labs/FLUX.1-Kontext-dev",
-        "edits": True,
-        "num_inference_steps": 8,
-        "sde_steps": [1],
-        "noise_level": 0.9,
-        "guidance_scale": 2.5,
-        "resolution_scale": 384 / 1024,
-        "rewards": ["edit"],
-        "lora_target_modules": FLUX_LAYERS,
+        "model_name_or_path": "black-forest-labs/FLUX.1-Kontext-dev", "num_inference_steps": 8, "sde_steps": [1],
+        "noise_level": 0.9, "guidance_scale": 2.5, "lora_target_modules": FLUX_LAYERS,
     },
-    "paco-qwen-image-edit.yaml": ALL_POLICIES
+    "paco-qwen-image-edit.yaml": EDITS
     | {
-        "model_name_or_path": "Qwen/Qwen-Image-Edit",
-        "edits": True,
-        "num_inference_steps": 10,
-        "sde_steps": [1, 2, 3, 4],
-        "noise_level": 1.0,
-        "guidance_scale": 4.0,
-        "resolution_scale": 384 / 1024,
-        "rewards": ["edit"],
+        "model_name_or_path": "Qwen/Qwen-Image-Edit", "num_inference_steps": 10, "sde_steps": [1, 2, 3, 4],
+        "noise_level": 1.0, "guidance_scale": 4.0,
     },
-}
+}  # fmt: skip
 # Where the paper is silent, the published code's: PaCo-GRPO/config/base.py and grpo.py
 PUBLISHED_CODE = {
     "num_inference_steps_eval": 20,

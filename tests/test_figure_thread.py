@@ -8,7 +8,7 @@ import time
 import pytest
 from transformers import TrainerCallback
 
-from paco_trl.plots import curves, scored_sheets
+from paco_trl.plots import scored_sheets
 from paco_trl.plots.figures import FigureThread
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer import paco_grpo_trainer
@@ -81,27 +81,6 @@ def test_the_card_of_a_checkpoint_has_the_sheet_of_its_round(make, replace_savin
     make(max_steps=1, save_strategy="steps", save_steps=1).train()
     sheet = sheets_in(tmp_path / "out")["card/round_00000.png"]
     assert (tmp_path / "out" / "checkpoint-1" / "contact_sheet.png").read_bytes() == sheet
-
-
-def test_one_thread_makes_sheets_and_curves(make, replace_saving, tmp_path, monkeypatch):
-    threads = {"sheet": [], "curves": []}
-
-    def saving(save, *args):
-        threads["sheet"].append(threading.current_thread())
-        return save(*args)
-
-    def plot(*args, plot=curves.plot_curves):
-        threads["curves"].append(threading.current_thread())
-        return plot(*args)
-
-    replace_saving(saving)
-    monkeypatch.setattr(curves, "plot_curves", plot)
-    monkeypatch.setattr(curves, "PLOT_PAUSE", 0)
-    make(max_steps=2, plot_curves=True).train()
-    assert len(threads["sheet"]) == 2 and len(threads["curves"]) >= 3
-    (thread,) = {thread for some in threads.values() for thread in some}
-    assert thread is not threading.main_thread()
-    assert (tmp_path / "out" / "curves.png").is_file()
 
 
 def test_trackers_get_each_sheet_with_its_step_on_the_main_thread(make, monkeypatch):

@@ -15,8 +15,6 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from rich.console import Console
 
-from paco_trl.cards import load_reference_card, render_card
-from paco_trl.evaluation.published import published_tables
 from paco_trl.image_benchmarks.card_results import add_results_to_card, check_card
 from paco_trl.image_benchmarks.report import (
     choose_sets,
@@ -38,9 +36,6 @@ from paco_trl.image_benchmarks.report_content import (
 )
 from paco_trl.utils.tables import number_text
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
-
-
-ROOT = Path(__file__).parents[1]
 
 
 class Page(HTMLParser):
@@ -247,20 +242,6 @@ def test_breakdowns_warn_of_many_intervals(results):
     assert "Of 40 intervals about 2 would exclude 0 by chance" in next(iter(breakdown_tables(results).values()))
 
 
-def test_settings_that_differ_are_marked(results):
-    for number, system in enumerate(results["systems"]):
-        system["settings"]["adapter"] = f"/runs/{number}/adapter"  # two paths, of which the same part is shown
-    rows = rows_by_name(settings_table(results))
-    assert {name for name, row in rows.items() if row[-1] == "differs"} == {"adapter"}
-    assert rows["adapter"] == ["adapter", "adapter", "differs"]
-    results["systems"][0]["settings"]["num_inference_steps"] = 28
-    results["systems"][1]["settings"]["true_cfg_scale"] = 4.0
-    rows = rows_by_name(settings_table(results))
-    assert rows["num_inference_steps"] == ["28", "20", "differs"]
-    assert rows["true_cfg_scale"] == ["not given", "4.0", "differs"]
-    assert rows["guidance_scale"] == ["3.5", "3.5", ""]
-
-
 def test_leakage(results):
     assert leakage_line(results) == "Leakage: not checked: the training prompts were not given."
     leakage = results["leakage"] = {"dataset": "user/prompts", "num_training_prompts": 100, "exact": [], "near": []}
@@ -278,18 +259,6 @@ def test_leakage(results):
 ################
 # Markdown and terminal
 ################
-
-
-def test_published_figures_stand_apart(planted):
-    markdown = markdown_report({**planted, "protocol": "published"})
-    published = section_of(markdown, PUBLISHED_HEADING)
-    before = markdown[: markdown.index(PUBLISHED_HEADING)]
-    assert published.count("### Published: ") == 3
-    for table in published_tables("T2IS-Bench"):
-        for row in table.rows:
-            assert rows_of(published, row[0]) and not rows_of(before, row[0])
-    # Once, though two tables have it
-    assert published.count("It is not the untuned FLUX.1-dev") == 1
 
 
 def test_published_figures_are_those_of_the_same_scorers(results, tmp_path):
@@ -612,20 +581,6 @@ def test_a_card_written_twice_is_the_same_card(results, card):
     assert "0.812 [" not in text
 
 
-def test_a_card_that_this_package_renders(results, tmp_path):
-    path = tmp_path / "README.md"
-    render_card(load_reference_card(ROOT / "model_cards" / "PaCo-FLUX.1-dev.yaml")).save(path)
-    before = ModelCard.load(path).data.to_dict()
-    add_results_to_card(path, results)
-    after = ModelCard.load(path).data.to_dict()
-    added = after["model-index"][0]["results"][len(before["model-index"][0]["results"]) :]
-    assert len(added) == 3 and all("source" not in entry for entry in added)
-    after["model-index"][0]["results"] = after["model-index"][0]["results"][: -len(added)]
-    assert after == before
-    text = path.read_text(encoding="utf-8")
-    assert text.index("## T2IS-Bench") < text.index("## Training")
-
-
 def test_cards_that_results_cannot_go_into(results, card, tmp_path):
     assert check_card(card) == check_card(card.parent) == card
     for path in (tmp_path, tmp_path / "README.md"):
@@ -644,3 +599,17 @@ def test_cards_that_results_cannot_go_into(results, card, tmp_path):
     for attempt in (lambda: add_results_to_card(card, results), lambda: check_card(card)):
         with pytest.raises(ValueError, match="`model-index` in the metadata"):
             attempt()
+
+
+def test_settings_that_differ_are_marked(results):
+    for number, system in enumerate(results["systems"]):
+        system["settings"]["adapter"] = f"/runs/{number}/adapter"  # two paths, of which the same part is shown
+    rows = rows_by_name(settings_table(results))
+    assert {name for name, row in rows.items() if row[-1] == "differs"} == {"adapter"}
+    assert rows["adapter"] == ["adapter", "adapter", "differs"]
+    results["systems"][0]["settings"]["num_inference_steps"] = 28
+    results["systems"][1]["settings"]["true_cfg_scale"] = 4.0
+    rows = rows_by_name(settings_table(results))
+    assert rows["num_inference_steps"] == ["28", "20", "differs"]
+    assert rows["true_cfg_scale"] == ["not given", "4.0", "differs"]
+    assert rows["guidance_scale"] == ["3.5", "3.5", ""]

@@ -139,6 +139,7 @@ def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompt
     assert train.device["activations"] == plan.peak("training", 1, flag=checkpointing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("builder", ["build_tiny_qwen_image_21", "build_tiny_longcat_image"])
 def test_training_of_a_family_takes_what_is_planned(make_trainer, prompts, tmp_path, builder):
     folder = str(getattr(tiny, builder)(tmp_path / "tiny"))

@@ -282,19 +282,6 @@ class TestJudge:
         assert {path.name for path in tiny_qwen.iterdir()} <= {path.name for path in merged_judge.iterdir()}
         assert type(AutoProcessor.from_pretrained(merged_judge)) is type(AutoProcessor.from_pretrained(tiny_qwen))
 
-    def test_card(self, merged_judge, judge_adapter):
-        card = ModelCard.load(merged_judge / "README.md")
-        assert card.data.library_name == "transformers" and card.data.pipeline_tag == "image-text-to-text"
-        assert judge_adapter.name in card.text and "None" not in card.content
-
-    def test_dtype(self, judge_adapter, merged_judge, tmp_path):
-        merged = merge(MergeArguments(str(judge_adapter), str(tmp_path / "merged"), dtype="bfloat16"))
-        assert merged.dtype == torch.bfloat16 and 1e-4 < merged.rounding < 1
-        rounded, exact = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", merged_judge))
-        assert {value.dtype for value in rounded.values()} == {torch.bfloat16}
-        # The sum of a rounded weight of the base, which the files say
-        assert all(torch.allclose(rounded[name].float(), exact[name], rtol=2**-6, atol=2**-8) for name in exact)
-
     def test_names_of_layers_of_older_versions(self, judge_adapter, judge_with_adapter, tmp_path):
         adapter = shutil.copytree(judge_adapter, tmp_path / "adapter")
         weights = load_file(adapter / "adapter_model.safetensors")

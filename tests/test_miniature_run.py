@@ -22,7 +22,7 @@ from PIL import Image
 
 import launching
 from miniature.before_and_after import choose_sets
-from miniature.evaluation_step import compare, generate_and_read
+from miniature.evaluation_step import generate_and_read
 from miniature.generator_step import train_generator
 from miniature.models import toy_flux_path
 from miniature.run import (
@@ -89,11 +89,6 @@ class TestShortRun:
             of_one_set = first.rsplit("/", 1)[0] == second.rsplit("/", 1)[0]
             assert (completion[0]["content"] == "Yes") == of_one_set
 
-    def test_no_prompt_is_in_two_parts(self, finished):
-        parts = [set(finished[0].prompts(name)["prompt"][:]) for name in ("dataset", "train", "test")]
-        assert [len(part) for part in parts] == [10, 8, 4]
-        assert len(set.union(*parts)) == 22
-
     def test_the_lines_that_load_the_adapter(self, finished, monkeypatch):
         """As printed, and with those that generate on the page, where the demo was started."""
         monkeypatch.chdir(ROOT)
@@ -111,14 +106,6 @@ class TestShortRun:
         assert length < 512 and f"max_sequence_length={length}" in card
         assert 'FluxPipeline.from_pretrained("examples/miniature/weights/flux"' in card
         assert (finished[0].folder / "toy-flux-lora" / "images" / "0.png").is_file()
-
-    def test_again_does_nothing_again(self, finished):
-        miniature = finished[0]
-        before = {path: path.stat().st_mtime_ns for path in miniature.folder.rglob("*") if path.is_file()}
-        said: list[str] = []
-        Miniature(miniature.folder, SHORT, say=said.append).run()
-        assert len(said) == 5 and all("found in" in line for line in said)
-        assert before == {path: path.stat().st_mtime_ns for path in miniature.folder.rglob("*") if path.is_file()}
 
     def test_a_step_alone_gives_the_same_again(self, finished):
         miniature = finished[0]
@@ -154,19 +141,6 @@ class TestShortRun:
             kept = np.asarray(Image.open(folder / name / path)).astype(int)
             assert np.abs(drawn[name] - kept).max() <= 1  # another batch rounds otherwise
         assert np.abs(drawn["before"] - drawn["after"]).max() > 4
-
-
-class TestCompare:
-    def test_the_difference_is_that_of_the_pairs(self):
-        units = [(prompt, seed) for prompt in "abcdefgh" for seed in range(2)]
-        before = {unit: SetTruth(0.5, 0.9, 0.0, 0.0) for unit in units}
-        after = {unit: SetTruth(1.0, 0.8, 1 / 6, 0.25) for unit in units}
-        results = compare(before, after)
-        means = {name: results[name]["difference"]["mean"] for name in SetTruth._fields}
-        assert means == pytest.approx(
-            {"consistency": 0.5, "prompt_following": -0.1, "copies": 1 / 6, "unreadable": 0.25}
-        )
-        assert results["consistency"]["before"]["mean"] == 0.5 and results["consistency"]["after"]["mean"] == 1.0
 
 
 class TestRefusals:

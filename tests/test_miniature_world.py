@@ -78,11 +78,6 @@ class TestTruth:
         assert judge_set(other, OPEN) == (1.0, 1.0, 0, 0)
         assert judge_set([*other[:3], None], NAMED) == (3 / 6, 9 / 20, 0, 1 / 4)
 
-    def test_unreadable_panels_count_as_wrong(self):
-        panels = set_of(*[RED.identity] * 4)
-        assert judge_set([*panels[:3], None], OPEN) == (3 / 6, 9 / 12, 0, 1 / 4)
-        assert judge_set([None] * 4, OPEN) == (0.0, 0.0, 0, 1)
-
 
 class TestPrompts:
     def test_the_format_is_that_of_t2is(self):
@@ -92,14 +87,6 @@ class TestPrompts:
         assert "one round figure" in parsed.theme
         assert parsed.panels[0] == "Meadow, on the left: red, hat."
         assert parse_image_set_prompt(write_prompt(OPEN)).panels[1] == "Beach, in the middle."
-
-    def test_prompts_are_different_and_the_same_for_a_seed(self):
-        prompts = make_prompts(200, seed=0)
-        assert len(set(prompts["prompt"][:])) == len(set(prompts["id"][:])) == 200
-        assert prompts["prompt"][:] == make_prompts(200, seed=0)["prompt"][:]
-        assert prompts["prompt"][:] != make_prompts(200, seed=1)["prompt"][:]
-        # More of them begin with the same
-        assert make_prompts(20, seed=0)["prompt"][:] == prompts["prompt"][:20]
 
     @pytest.mark.parametrize("named", [True, False])
     def test_what_a_prompt_asks_for_is_in_its_row(self, named):
@@ -160,8 +147,3 @@ class TestTrueRankings:
             # All candidates are of one place in the sets, and the reference is of another
             assert len({(panel.ground, panel.place) for panel in candidates}) == 1
             assert (reference.ground, reference.place) != (candidates[0].ground, candidates[0].place)
-
-    def test_sets_that_are_all_the_same_give_none(self, tmp_path):
-        panels, prompts = self.make_panels(tmp_path, [("round", "red", "hat")] * 3)
-        with pytest.raises(ValueError, match="give no ranking"):
-            make_true_rankings(panels, prompts)

@@ -2,7 +2,6 @@
 """The notebook of the miniature: what is committed, and a run of all of its cells."""
 
 import io
-import json
 import re
 from base64 import b64decode
 
@@ -34,21 +33,6 @@ def outputs_of(notebook) -> tuple[dict[str, tuple[float, ...]], list[np.ndarray]
     numbers = {name: tuple(map(float, match.groups())) for name, match in matches.items()}
     decoded = [np.asarray(Image.open(io.BytesIO(b64decode("".join(image)))).convert("RGB")) for image in images]
     return numbers, decoded
-
-
-def test_the_committed_outputs():
-    text = NOTEBOOK.read_text(encoding="utf-8")
-    assert len(text) < 500_000
-    notebook = json.loads(text)
-    assert all(cell["execution_count"] for cell in notebook["cells"] if cell["cell_type"] == "code")
-    assert not re.search(r"/(home|root|tmp|work|Users)/|stderr|Traceback", text)
-    numbers, images = outputs_of(notebook)
-    # Of a full run: most labels are true, the judge learns, and the truth improves beyond its interval
-    assert all(share > 0.5 for share in numbers["labels"])
-    assert numbers["trained"][0] > numbers["untrained"][0] + 10
-    before, after, low, _ = numbers["consistency"]
-    assert after > before and low > 0
-    assert len(images) == 3 and all(image.std() > 10 for image in images)
 
 
 @pytest.mark.slow

@@ -273,20 +273,6 @@ class TestBesideTheDrawing:
         assert means[1] - means[0] == pytest.approx(1.0, abs=1e-5)
         assert means[2] - means[1] == pytest.approx(1.0, abs=1e-5)
 
-    def test_async_rewards_have_no_gradients_whatever_ends_first(self, make_trainer):
-        seen = []
-
-        async def reward(prompts, completions, **kwargs):
-            number = len(seen)
-            seen.append(torch.is_grad_enabled())
-            for _ in range(20 - 2 * number):  # the later call ends first
-                await asyncio.sleep(0.005)
-                seen.append(torch.is_grad_enabled())
-            return redness_reward(prompts, completions)
-
-        make_trainer(reward_funcs=reward, **TWO_CALLS).train()
-        assert len(seen) > 20 and not any(seen)
-
     def test_columns_of_the_dataset_and_panels_belong_to_their_images(self, make_trainer, prompts):
         seen = []
 
@@ -524,23 +510,6 @@ class TestMemory:
             else:
                 assert storages <= given
                 assert not storages & kept_storages
-
-    def test_a_micro_batch_comes_back_with_the_values(self, make_trainer):
-        trainer = make_trainer(offload_embeddings=True, per_device_train_batch_size=8)  # two prompts in each
-        trainer.state.max_steps = 2
-        inputs = trainer._prepare_inputs(None)
-        assert inputs is not trainer.buffer.entries[0]  # the buffer's own stays on the CPU
-        assert inputs["record"] is not trainer.buffer.entries[0]["record"]
-        (call,), (kept,) = inputs["record"].calls, trainer.buffer.entries[0]["record"].calls
-        for name, tensor in call.items():
-            if isinstance(tensor, torch.Tensor):
-                assert tensor.device == trainer.accelerator.device
-                assert torch.equal(tensor, kept[name]), name
-        plain = make_trainer(per_device_train_batch_size=8)
-        plain.state.max_steps = 2
-        reference = plain._prepare_inputs(None)
-        assert reference["record"] is plain.buffer.entries[0]["record"]
-        assert torch.equal(reference["record"].calls[0]["encoder_hidden_states"], call["encoder_hidden_states"])
 
     @pytest.mark.parametrize(
         ("settings", "is_told"),

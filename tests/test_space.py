@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from peft import LoraConfig
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -125,27 +124,6 @@ class TestWrite:
         requirements, readme, said = written("known")
         assert requirements == "paco_trl[apps] @ git+https://a.b/paco\nspaces\n" and "index" not in readme
         assert "how to publish it.\n" in said
-
-    def test_the_metadata(self, adapter, tmp_path):
-        copy = tmp_path / "toy"
-        shutil.copytree(adapter, copy)
-        readme = (copy / "README.md").read_text().replace("---\n", "---\nlicense: apache-2.0\n", 1)
-        (copy / "README.md").write_text(readme)
-        options = {"model_name_or_path": "user/flux", "judge_model": "user/other"}
-        folder = write_space(SpaceArguments(str(copy), str(tmp_path / "space"), **options))
-        data = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
-        assert {name: data[name] for name in ("sdk", "app_file", "license", "models", "title")} == {
-            "sdk": "gradio",
-            "app_file": "app.py",
-            "license": "apache-2.0",
-            "models": ["user/flux", "user/other"],
-            "title": "my <b>adapter</b>",
-        }
-        assert re.fullmatch(r"6\.\d+\.\d+", data["sdk_version"]) and re.fullmatch(r"3\.\d+", data["python_version"])
-        assert len(data["short_description"]) <= 60  # the Hub's limit
-        config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
-        assert config["base_model_name_or_path"] == "user/flux"  # no path of this machine
-        assert str(ROOT) not in "".join(path.read_text() for path in folder.glob("*.*"))
 
     def test_the_negative_prompt_and_own_prompts(self, adapter, tmp_path):
         copy, negative = tmp_path / "toy", 'blurry | "<low>" \\ &amp; ](x)'

@@ -3,7 +3,6 @@
 
 import json
 import math
-import re
 import subprocess
 import sys
 from itertools import combinations
@@ -33,7 +32,7 @@ from paco_trl.image_benchmarks.image_sets import FoundImages, ImageSet, find_gen
 from paco_trl.image_benchmarks.score_store import ScoreStore
 from paco_trl.image_benchmarks.statistics import cell, difference
 from paco_trl.image_benchmarks.t2is_bench import consistency_criteria, weighted_average
-from paco_trl.rewards import JudgeUnavailableError, ServedJudge
+from paco_trl.rewards import ServedJudge
 
 
 SIZE = 32
@@ -257,11 +256,6 @@ class TestStatistics:
 
 
 class TestLoading:
-    def test_columns(self, bench):
-        assert bench["id"][:] == list(PROMPTS)
-        assert len(bench[0]["alignment"]) == 4 * 4 and len(bench[2]["alignment"]) == 2 * 4
-        assert bench[0]["alignment"][4] == {"panel": 1, "dimension": "Entity", "text": "bright"}
-
     @pytest.mark.parametrize(
         "change, message",
         [
@@ -282,7 +276,6 @@ class TestLoading:
         [
             (lambda cases: cases.pop("0009_0002"), "lacks 1 of the 3 cases: 0009_0002"),
             (lambda cases: cases["0009_0001"].pop("0003"), "has 3 panels of the case '0009_0001'.* 4"),
-            (lambda cases: cases["0009_0001"]["0000"].update(Entity="a fox"), "`Entity` of panel 0"),
         ],
     )
     def test_broken_alignment(self, tmp_path, change, message):
@@ -364,36 +357,6 @@ class TestOwnFiles:
         with pytest.raises(ValueError, match="T2IS-Bench.json has cases with an instruction alone.*the PaCo-RL code"):
             load_image_set_prompts(folder)
 
-    @pytest.mark.parametrize(
-        "changes, message",
-        [
-            ({"output_image_count": 4}, "`output_image_count` is 4"),
-            ({"prompt": ..., "output_image_count": "2"}, "no prompt of a grid"),
-            ({"prompt": "A 1x2 grid layout of a fox. [LEFT]:It sits."}, "1 panel markers"),
-        ],
-    )
-    def test_broken_cases(self, tmp_path, changes, message):
-        with pytest.raises(ValueError, match=f"T2IS-Bench.json, case.*{message}"):
-            load_t2is_bench(self.write(tmp_path / "own", **changes))
-
-    @pytest.mark.parametrize(
-        "change, message",
-        [
-            (lambda criteria: criteria.pop("0011_0001"), "lacks 1 of 2 cases: '0011_0001'"),
-            (lambda criteria: criteria["0011_0001"].update(Style=["ink"]), "case '0011_0001'"),
-        ],
-    )
-    def test_broken_criteria(self, tmp_path, change, message):
-        path = self.write(tmp_path / "own") / "prompt_consistency.json"
-        criteria = json.loads(path.read_text())
-        change(criteria)
-        path.write_text(json.dumps(criteria))
-        with pytest.raises(ValueError, match=message):
-            load_t2is_bench(tmp_path / "own")
-        path.unlink()
-        with pytest.raises(FileNotFoundError, match="prompt_consistency.json"):
-            load_t2is_bench(tmp_path / "own")
-
 
 class TestFolders:
     def test_grids_and_panels_are_the_same_images(self, bench, tmp_path):
@@ -429,15 +392,6 @@ class TestFolders:
         assert set(files) == set((root / "official").iterdir()) and len(files) == 2
         (again,) = find_image_sets(root / "official", bench).sets.values()
         assert [image.getpixel((0, 0))[0] for image in again.panels()] == [1, 2]
-
-    def test_a_name_with_two_readings(self, tmp_path):
-        prompts = {"a": ((1, 2), {"Style": ["one"]}), "a_1": ((1, 2), {"Style": ["one"]})}
-        bench = load_t2is_bench(write_bench(tmp_path / "bench", prompts) / "bench.jsonl").remove_columns("case_id")
-        folder = tmp_path / "pictures"
-        folder.mkdir()
-        panel(1).save(folder / "a_1.png")
-        with pytest.raises(ValueError, match="can be the grid of 'a_1' or panel 1 of 'a'"):
-            find_image_sets(folder, bench)
 
     @pytest.mark.parametrize(
         "change, message",
@@ -586,22 +540,6 @@ class TestPlantedSets:
         assert sum("not scored, and so the weighted average is not computed" in note for note in results["notes"]) == 2
         assert any("independent one" in note for note in results["notes"])
 
-    def test_two_judges_side_by_side(self, bench, tmp_path):
-        class Strict(PlantedJudge):
-            name = "strict judge"
-
-            def score(self, images, prompts):
-                return [score / 2 for score in super().score(images, prompts)]
-
-        found = find_image_sets(write_grids(tmp_path / "grids", FOREIGN), bench)
-        system = evaluate(bench, tmp_path / "scores", found)
-        score_consistency(Strict(), found, bench, tmp_path / "scores")
-        results = t2is_results(bench, [system])
-        assert [table["title"] for table in results["tables"]] == ["Judge: planted", "Judge: strict judge"]
-        first, second = (row(results, "identity", table)["cells"][0]["mean"] for table in range(2))
-        assert second == pytest.approx(first / 2)
-        assert row(results, "entity", 0) == row(results, "entity", 1)
-
     def test_systems_that_cannot_be_compared(self, bench, tmp_path):
         found = {name: find_image_sets(write_grids(tmp_path / name, FOREIGN), bench) for name in ("a", "b")}
         systems = [evaluate(bench, tmp_path / f"{name}-scores", one) for name, one in found.items()]
@@ -611,7 +549,7 @@ class TestPlantedSets:
             name = "other"
 
         score_consistency(Other(), found["a"], bench, tmp_path / "a-scores")
-        with pytest.raises(ValueError, match="scores of consistency are not .* lacks other"):
+        with pytest.raises(ValueError, match="lacks consistency by other"):
             t2is_results(bench, systems)
 
     @pytest.mark.parametrize(
@@ -814,22 +752,6 @@ class TestServed:
                 expected.append(fmean(1 / (1 + math.exp(-value)) for value in odds))
         assert mean(results, "identity") == pytest.approx(fmean(expected))
         assert results["scorers"]["consistency"] == ["judge"]  # never the address
-
-    def test_a_judge_that_goes_down_stops_the_run_and_nothing_is_lost(self, bench, tmp_path):
-        found = find_image_sets(write_grids(tmp_path / "grids", FOREIGN), bench)
-        with JudgeServer(self.log_odds) as server:
-            judge = ServedJudge(server.url, "judge", timeout=2.0, time_budget=2.0, max_concurrency=1)
-            whole = score_consistency(judge, found, bench, tmp_path / "whole")
-            asked = len(server.requests)
-            server.fault = lambda number: "500" if number > asked + 24 else None
-            with pytest.raises(JudgeUnavailableError, match=re.escape(server.url)):
-                score_consistency(judge, found, bench, tmp_path / "scores", batch_size=1)
-            with pytest.raises(ValueError, match="2 of 3 sets have no scores"):
-                t2is_results(bench, [System("base", "it", found, tmp_path / "scores")])
-            server.fault = lambda number: None
-            before = len(server.requests)
-            assert score_consistency(judge, found, bench, tmp_path / "scores", batch_size=1) == whole
-            assert len(server.requests) == before + 3 * 2 + 1 * 3  # the finished set is not asked about again
 
 
 class TestDrawnSets:

@@ -75,12 +75,10 @@ def score_consistency(
         each pair for each criterion. `None` where there is no answer; the next run queries the judge about it again.
 
     Raises:
-        TypeError: If `judge` has no `score` or no `name`.
         ValueError: If images have changed since they were scored, another run is writing these scores, the scores in the
             directory were made in another way (also by other weights of the same name), or the judge does not give a
             probability or `None` for each question.
     """
-    _check_has(judge, "score", "`score(images, prompts)`")
     # The benchmark's side, rounded to a multiple of the judge's merged patches, as `qwen_vl_utils` does
     processor = getattr(judge, "processor", None)
     patch = getattr(judge, "patch_size", None) or (patch_size_of(processor) if processor is not None else 14)
@@ -133,12 +131,7 @@ def score_alignment(
     Returns:
         `dict[str, dict]`: key -> record with `scores`: for each panel dimension -> P(Yes) of each text; `None` for a
         missing panel, and where there is no answer.
-
-    Raises:
-        TypeError: If `judge` has no `score_images` or no `name`.
-        ValueError: As [`score_consistency`], and if the benchmark has no texts to align with.
     """
-    _check_has(judge, "score_images", "`score_images(images, prompts)`")
     if "alignment" not in benchmark.column_names:
         raise ValueError("The benchmark has no `alignment`: load it with `load_t2is_bench(..., alignment_file=...)`.")
 
@@ -182,12 +175,7 @@ def score_aesthetics(
 
     Returns:
         `dict[str, dict]`: key -> record with `scores`, one for each panel; `None` for a missing one.
-
-    Raises:
-        TypeError: If `scorer` has no `score_images` or no `name`.
-        ValueError: As [`score_consistency`].
     """
-    _check_has(scorer, "score_images", "`score_images(images)`")
 
     def prepare(one: ImageSet, row: dict) -> Prepared:
         panels = one.panels()
@@ -214,9 +202,6 @@ def score_duplicates(
     Returns:
         `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`, the [`panel_similarity`]
         of each.
-
-    Raises:
-        ValueError: As [`score_consistency`].
     """
 
     def prepare(one: ImageSet, row: dict) -> Prepared:
@@ -242,8 +227,6 @@ def _score(
 ) -> dict[str, Record]:
     """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""
     found, benchmark, folder, batch_size, rescore_changed = where
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     benchmark = benchmark.with_format(None)
     row_of = {name: number for number, name in enumerate(benchmark["id"][:])}
     name = public_name(str(getattr(scorer, "model_name", None) or scorer.name))
@@ -280,11 +263,6 @@ def _score(
                 "of its figures and counted in the report. Re-run to query it about them again."
             )
     return records
-
-
-def _check_has(scorer: Any, method: str, described: str) -> None:
-    if not callable(getattr(scorer, method, None)) or not isinstance(getattr(scorer, "name", None), str):
-        raise TypeError(f"The scorer is a {type(scorer).__name__}, but must have a method {described} and a `name`.")
 
 
 def _probabilities(judge: Any, method: Callable, questions: list[tuple[Any, str]]) -> list[float | None]:

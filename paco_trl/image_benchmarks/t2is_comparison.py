@@ -252,20 +252,22 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
             f"{' and '.join(systems)} have other prompts or seeds: only one of them has {some_of(sorted(only))}. Generate "
             "both with the same; images of other origin count as seed 0."
         )
-    for kind in sorted(first.scorers.keys() | second.scorers.keys()):
-        names = [set(one.names(kind)) for one in (first, second)]
-        for system, other in zip(systems, (names[1] - names[0], names[0] - names[1]), strict=True):
-            if other:
-                other = ", ".join(sorted(other))
-                raise ValueError(f"The scores of {kind} are not the same: {system} lacks {other}. Score both.")
-        settings_of = {one.settings["scorer"]: one.settings for one in second.scorers[kind]}
-        for scores in first.scorers[kind]:
-            before, name = scores.settings, scores.settings["scorer"]
-            after = settings_of[name]
-            pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
-            other = [f"`{key}` is {one!r} and {two!r}" for key, (one, two) in pairs.items() if one != two]
-            if other:
-                raise ValueError(f"{kind} was scored by {name!r} in two ways: {'; '.join(other)}. Score both alike.")
+    settings_of = [
+        {(kind, scores.settings["scorer"]): scores.settings for kind, found in one.scorers.items() for scores in found}
+        for one in (first, second)
+    ]
+    for system, other in zip(
+        systems, (settings_of[1].keys() - settings_of[0], settings_of[0].keys() - settings_of[1]), strict=True
+    ):
+        if other:
+            names = ", ".join(f"{kind} by {name}" for kind, name in sorted(other))
+            raise ValueError(f"The scores are not the same: {system} lacks {names}. Score both.")
+    for (kind, name), before in settings_of[0].items():
+        after = settings_of[1][kind, name]
+        pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+        other = [f"`{key}` is {one!r} and {two!r}" for key, (one, two) in pairs.items() if one != two]
+        if other:
+            raise ValueError(f"{kind} was scored by {name!r} in two ways: {'; '.join(other)}. Score both alike.")
 
 
 def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | None = None) -> tuple | None:
