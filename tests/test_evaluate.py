@@ -25,6 +25,7 @@ from paco_trl.plots import scored_sheets
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout.sde import keyed_generator
 from paco_trl.trainer.evaluator import Evaluation, load_baseline, save_baseline
+from testing_utils import are_equal, jsonl, weights_of
 
 
 ROOT = Path(__file__).parent.parent
@@ -33,15 +34,6 @@ NOT_NEW = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False)  # B is not 0
 
 def pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image, dtype=np.int16)
-
-
-def weights_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    assert first.keys() == second.keys()
-    return all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 class Watch:
@@ -121,10 +113,6 @@ def base_images(pipeline, prompts) -> list[np.ndarray]:
 def same_images(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
     assert len(first) == len(second) > 0
     return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 class TestDrawing:

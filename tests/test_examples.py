@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import launching
 from launching import CONFIGS, ROOT
 from paco_trl.data import demo_prompts_path
+from testing_utils import check_same_training
 
 
 # Two sizes and micro-batches of two images; the learning rate is high because the tiny model's gradients are small
@@ -91,36 +92,13 @@ def alone(workspace) -> Path:
     return train(workspace, "alone", launch=run_here)
 
 
-def scores(output: Path, round_index: int) -> list[float]:
-    lines = (output / "contact_sheets" / f"round_{round_index:05d}.jsonl").read_text().splitlines()
-    return [
-        value for line in lines for key, value in json.loads(line).items() if key in ("redness_reward", "advantage")
-    ]
-
-
-def assert_same_training(output: Path, reference: Path) -> None:
-    """The same images, rewards and advantages, and the same adapter within rounding."""
-    assert len(scores(reference, 0)) == 2 * 24
-    assert scores(output, 0) == pytest.approx(scores(reference, 0), abs=2e-5)
-    assert scores(output, 1) == pytest.approx(scores(reference, 1), abs=2e-2)
-    logs = [
-        json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-        for folder in (output, reference)
-    ]
-    evaluated = [[entry["eval_reward"] for entry in log if "eval_reward" in entry] for log in logs]
-    assert len(evaluated[1]) == 1
-    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-3)
-    losses, reference_losses = ([entry["loss"] for entry in log if "loss" in entry] for log in logs)
-    assert len(reference_losses) == 4
-    assert losses == pytest.approx(reference_losses, abs=1e-3)
-    adapter, reference_adapter = (load_file(folder / "adapter_model.safetensors") for folder in (output, reference))
-    assert adapter.keys() == reference_adapter.keys()
-    for name, value in reference_adapter.items():
-        assert value.dtype == torch.float32
-        # Four steps of Adam at 1e-2 move a weight by up to 4e-2
-        assert (adapter[name] - value).abs().max() < 1e-3, name
-    moved = [value.abs().max() for name, value in reference_adapter.items() if "lora_B" in name]
-    assert min(moved) > 1e-3  # B begins at 0
+def check(output: Path, reference: Path) -> None:
+    """The same training in two rounds, evaluations and losses included; four steps of Adam move a weight by 4e-2."""
+    check_same_training(output, reference, rounds=2, images=24, tolerance=1e-3)
+    states = [json.loads((path / "checkpoint-4" / "trainer_state.json").read_text()) for path in (output, reference)]
+    for key, count in (("eval_reward", 1), ("loss", 4)):
+        values, expected = ([entry[key] for entry in state["log_history"] if key in entry] for state in states)
+        assert len(expected) == count and values == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -129,7 +107,7 @@ def test_two_processes_equal_one(workspace, alone):
     folder = workspace / "embeddings"
     output = train(workspace, "ddp", "--ddp_backend", "gloo", "--embeddings_dir", folder, launch=launch)
     assert len({path.name for path in folder.rglob("*.*")}) > 12  # each prompt is encoded by one of the processes
-    assert_same_training(output, alone)
+    check(output, alone)
 
 
 # train_flux.py is started by `accelerate launch`, and build_dataset.py as it is
@@ -195,7 +173,7 @@ def zero3_whole(workspace) -> Path:
 @pytest.mark.slow
 def test_zero3_equals_one_process(zero3_whole, alone):
     output = zero3_whole
-    assert_same_training(output, alone)
+    check(output, alone)
     # Only what is trained is in the checkpoint: the frozen weights alone would be more than this
     checkpoint = output / "checkpoint-4"
     adapter = (checkpoint / "adapter_model.safetensors").stat().st_size
@@ -251,7 +229,7 @@ with open(sys.argv[sys.argv.index("--output_dir") + 1] + "/watched.json", "w") a
 def test_zero3_without_gathering_for_the_rollout(workspace, alone):
     (workspace / "watched.py").write_text(WATCHED)
     output = zero3(workspace, "zero3-sharded", "--ds3_gather_for_generation", "False", script=workspace / "watched.py")
-    assert_same_training(output, alone)
+    check(output, alone)
     # No GPU ever has to hold the transformer: its weights are divided one after the other
     watched = json.loads((output / "watched.json").read_text())
     assert len(watched["whole"]) > 50 and set(watched["whole"]) == {1}

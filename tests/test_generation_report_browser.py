@@ -2,7 +2,6 @@
 """The report of an evaluation in a real browser, from the disk and without a network."""
 
 import re
-import shutil
 from functools import cache
 from pathlib import Path
 
@@ -15,17 +14,13 @@ from paco_trl.data import join_grid  # noqa: E402
 from paco_trl.image_benchmarks.report import save_generation_report  # noqa: E402
 from paco_trl.image_benchmarks.report_content import metric_tables, summary  # noqa: E402
 from planted_results import panel, plant_t2is  # noqa: E402
+from testing_utils import CHROMIUM, CHROMIUM_ARGUMENTS  # noqa: E402
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
     pytest.mark.slow,
 ]
-ARGUMENTS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 LEFT_OF_PAGE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 UNDECODED = "() => [...document.images].filter(image => !(image.complete && image.naturalWidth > 0)).length"
 
@@ -33,7 +28,7 @@ UNDECODED = "() => [...document.images].filter(image => !(image.complete && imag
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS.split())
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
         yield browser
         browser.close()
 

@@ -16,7 +16,10 @@ from diffusers import AutoencoderKL, FluxPipeline
 from torch import nn
 
 from paco_trl.rewards import ConsistencyReward, EditReward, panel_similarity_reward, redness_reward
-from paco_trl.rewards.runner import IMAGES_PER_CALL, RewardError, offloadable_models
+from paco_trl.rewards.runner import RewardError
+from paco_trl.rewards.runner import RewardRunner
+from paco_trl.rewards.runner import IMAGES_PER_CALL
+from testing_utils import are_equal, logs_with, weights_of
 
 
 # 8 prompts x 4 images in micro-batches of 4: two calls of 16, the first of them after half of the drawing
@@ -27,19 +30,6 @@ TWO_CALLS = {"num_prompts_per_generation": 8, "max_steps": 1, "gradient_checkpoi
 def make_trainer(make_trainer):
     """The shortest rollouts that there are: what is scored does not matter here."""
     return functools.partial(make_trainer, num_inference_steps=2, sde_steps=[0])
-
-
-def weights_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    assert first.keys() == second.keys()
-    return all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def logs_with(trainer, key: str) -> list:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 def pixels(images) -> list[np.ndarray]:

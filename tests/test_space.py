@@ -29,7 +29,7 @@ from paco_trl.hub.files import SETTINGS
 from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rewards import ConsistencyReward
 from test_annotation_app import free_port
-from test_annotation_browser import ARGUMENTS, CHROMIUM
+from testing_utils import CHROMIUM, CHROMIUM_ARGUMENTS
 
 
 gradio = pytest.importorskip("gradio")
@@ -329,7 +329,7 @@ def test_in_a_browser(adapter, monkeypatch, has_judge):
     playwright = pytest.importorskip("playwright.sync_api")
     asked, complaints = [], []
     with served(adapter, monkeypatch, JUDGE if has_judge else None) as url, playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS.split())
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
         page = browser.new_page(viewport={"width": 390, "height": 844})
         page.set_default_timeout(60_000)
         page.on("request", lambda request: asked.append(request.url))

@@ -1,36 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that several test files share."""
+"""Vocabulary that several tests share."""
 
-import io
+import json
+import shutil
+from pathlib import Path
 
-import numpy as np
-from datasets import Dataset, Features, Image, List, Value
-from PIL import Image as PILImage
-
-
-# ---- Judges and rewards ----
-
-
-def noise(seed: int, size: tuple[int, int] = (56, 56), mode: str = "RGB") -> PILImage.Image:
-    """An image that differs from seed to seed; with transparency where the mode has it."""
-    values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
-    image = PILImage.fromarray(values, "RGBA")
-    return image if mode == "RGBA" else image.convert("RGB").convert(mode)
+import pytest
+import torch
+from safetensors.torch import load_file
 
 
-def plain(value: int, size: tuple[int, int] = (28, 28)) -> PILImage.Image:
-    """An image of one color, which tells the value."""
-    return PILImage.new("RGB", size, (value, 0, 255 - value))
+################
+# Image benchmarks, plots, commands and examples
+################
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM_ARGUMENTS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
 
 
-def png(image: PILImage.Image) -> bytes:
-    """The file of an image."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    """Copies of the trained weights."""
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
-def pair_dataset(rows: list[dict]) -> Dataset:
-    """Rows in the format of pairs as a dataset, with images as files have them."""
-    turns = List({"role": Value("string"), "content": Value("string")})
-    return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights are the same to the bit."""
+    assert first.keys() == second.keys()
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def logs_with(trainer, key: str) -> list:
+    """The logged values of a metric."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def jsonl(path: Path) -> list[dict]:
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def scores_of_round(output: Path, number: int) -> list[float]:
+    """The rewards and advantages of a round of a run that was rewarded by redness."""
+    entries = jsonl(output / "contact_sheets" / f"round_{number:05d}.jsonl")
+    return [entry[key] for entry in entries for key in ("redness_reward", "advantage")]
+
+
+def check_same_training(output: Path, reference: Path, rounds: int, images: int, tolerance: float) -> None:
+    """The same images, rewards and advantages, and the same adapter within rounding."""
+    for number in range(rounds):
+        expected = scores_of_round(reference, number)
+        assert len(expected) == 2 * images and len(set(expected)) > images  # images differ
+        assert scores_of_round(output, number) == pytest.approx(expected, abs=2e-2 if number else 2e-5)
+    adapter, expected = (load_file(folder / "adapter_model.safetensors") for folder in (output, reference))
+    assert adapter.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.dtype == torch.float32 and (adapter[name] - value).abs().max() < tolerance, name
+    # B begins at 0, and stays there in a last block whose text stream leads nowhere
+    moved = [value.abs().max().item() > 1e-3 for name, value in expected.items() if "lora_B" in name]
+    assert sum(moved) > 0.7 * len(moved) > 0
