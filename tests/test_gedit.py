@@ -180,7 +180,6 @@ class TestGeneration:
             assert calls.count == 0 and files(tmp_path) == {}
 
         refused("FluxPipeline has no `image`, so", with_pipeline=load_pipeline(str(tiny_flux), torch.float32, "cpu"))
-        refused("`strength` cannot be given", strength=0.5)
         refused("`seed` is -1", seed=-1)
         refused("no column `id`", edits_of(EDITS).remove_columns("id"))
         refused(r"Rows 0 and 1 .* same `id` 'a/1', so", edits_of(EDITS).remove_columns("language"))

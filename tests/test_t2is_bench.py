@@ -680,7 +680,7 @@ class TestResume:
         changed = bench.map(lambda one: {"criteria": [{**c, "text": "two"} for c in one["criteria"]]})
         with pytest.raises(ValueError, match="consistency of 'planted system' was scored .* with another criteria"):
             t2is_results(changed, [system])
-        with pytest.raises(ValueError, match="alignment of .* the benchmark has no alignment now"):
+        with pytest.raises(ValueError, match="alignment of"):
             t2is_results(bench.remove_columns("alignment"), [system])
 
     @pytest.mark.slow

@@ -117,10 +117,7 @@ def _settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
     file = Path(folder) / "settings.json"
     settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     if settings is not None and settings["prompts"] != _digest_of(benchmark):
-        raise ValueError(
-            f"The images in {folder} were generated with other prompts than those of `--dataset_name` now. Give the same "
-            "ones, or generate into another directory."
-        )
+        raise ValueError(f"The images in {folder} were generated with other prompts than those of `--dataset_name`.")
     return settings
 
 
@@ -182,8 +179,7 @@ def _images_of(args, folder: str, benchmark: Dataset, settings: Any, images: str
     """Find the images of a system: generated here, or elsewhere."""
     if settings is None and images is None:
         raise FileNotFoundError(
-            f"There are no images in {folder}. Run `generate` with this `--output_dir` first, or give a directory of images as "
-            "`--images`."
+            f"There are no images in {folder}. Run `generate` first, or give a directory as `--images`."
         )
     if args.benchmark == "gedit":
         return find_edits(images or folder, benchmark)
@@ -234,8 +230,7 @@ def _remember_images(args) -> None:
     )
     if known["images"] != str(images):
         raise ValueError(
-            f"{args.output_dir} has scores of the images in {known['images']}. Give those in {images} another "
-            "`--output_dir`."
+            f"{args.output_dir} has scores of the images in {known['images']}. Choose another `--output_dir` for {images}."
         )
     if PartialState().is_main_process:
         system = {**known, "name": args.name or known["name"]}
@@ -285,10 +280,7 @@ def _free_memory() -> None:
 
 def _score_gedit(args: ScoreArguments, benchmark: Dataset, found) -> None:
     if args.judge_url is None or args.judges is None or len(args.judges) != 1:
-        raise ValueError(
-            f"`--judge_url` is {args.judge_url!r} and `--judges` {args.judges!r}: GEdit-Bench takes one judge on a server, "
-            "by its address and its name there."
-        )
+        raise ValueError("`--benchmark gedit` takes one judge on a server: `--judge_url` and its name in `--judges`.")
     endpoint = ChatEndpoint(args.judge_url, args.judges[0], args.api_key_variable, args.max_concurrency)
     score_edits(
         endpoint,
@@ -345,8 +337,7 @@ def report(args: ReportArguments) -> None:
     adapters = [system.settings.get("adapter") for system in systems]
     if len(systems) == 2 and adapters[0] is not None and systems[1].settings and adapters[1] is None:
         raise ValueError(
-            f"`--base` {args.base} was generated with the adapter {adapters[0]!r}, and `--tuned` {args.tuned} with none: "
-            "they are the wrong way around."
+            f"`--base` has the adapter {adapters[0]!r} and `--tuned` none: they are the wrong way around."
         )
     leakage, name = _find_trained_on(args, benchmark), public_name(str(args.dataset_name))
     if args.benchmark == "t2is":

@@ -46,8 +46,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
     if len({*folders, "sources"}) <= len(folders):
         raise ValueError(
-            f"`--adapter_name_or_path` is {', '.join(adapters)}, and each gets a directory of its last name, next to `base` "
-            "and `sources`: two are the same. Give them in calls of their own, with another `--output_dir`."
+            f"`--adapter_name_or_path` is {', '.join(adapters)}: the results of each go to a directory of its last name, and "
+            "two are the same, or `base` or `sources`. Use another `--output_dir` for some."
         )
     for adapter in adapters:
         check_peft_config(adapter, args.model_name_or_path)

@@ -84,10 +84,7 @@ def merge(args: MergeArguments) -> Merged:
         if base is None:
             base, revision = config.base_model_name_or_path, config.revision
             if not base:
-                raise ValueError(
-                    f"The adapter '{adapter}' does not name its base model: `base_model_name_or_path` in its {_CONFIG} "
-                    "is empty. Name it with `--model_name_or_path`."
-                )
+                raise ValueError(f"The adapter '{adapter}' names no base model. Name it with `--model_name_or_path`.")
         check_adapter_base(adapter, config.base_model_name_or_path, base)
         pipeline_class = _read_pipeline_class(base, revision)
         _check_is_unquantized(base, revision, is_judge=pipeline_class is None)
@@ -113,9 +110,8 @@ def _find_adapter(name: str) -> str:
             name = str(newest)
     if find_model_file(name, _CONFIG) is None:
         raise ValueError(
-            f"There is no adapter in '{name}': it has no {_CONFIG}. Pass the Hub id or directory of a LoRA adapter in "
-            "PEFT's format, a checkpoint with one, or a run's output directory. A checkpoint with all weights does not "
-            "need merging."
+            f"'{name}' has no {_CONFIG}. Name a LoRA adapter in PEFT's format, a checkpoint with one, or the output directory of "
+            "a run. A checkpoint with all weights does not need merging."
         )
     safetensors_of(name)  # refuses pickles before the base model is read
     return name
@@ -127,8 +123,7 @@ def _read_pipeline_class(base: str, revision: str | None) -> str | None:
         index = find_model_file(base, "model_index.json", revision=revision)
     except OSError as error:
         raise OSError(
-            f"The base model '{base}' cannot be found or read: {error}\nIf it is elsewhere on this machine, or has another "
-            "name, give its Hub id or directory with `--model_name_or_path`."
+            f"The base model '{base}' cannot be read: {error}\nName it with `--model_name_or_path`."
         ) from error
     if index is None:
         return None
@@ -141,9 +136,8 @@ def _check_is_unquantized(base: str, revision: str | None, is_judge: bool) -> No
     path = find_model_file(base, "config.json", revision=revision, subfolder=folder)
     if path is not None and "quantization_config" in json.loads(Path(path).read_text(encoding="utf-8")):
         raise ValueError(
-            f"The weights of the base model '{base}' are stored quantized, and rounding merged weights again would lose "
-            "what the adapter adds. Name the unquantized model with `--model_name_or_path`, and in the adapter's "
-            f"{_CONFIG} as `base_model_name_or_path`."
+            f"The weights of the base model '{base}' are stored quantized: rounding merged weights again would lose what the "
+            "adapter adds. Name the unquantized model, also in the adapter's `base_model_name_or_path`."
         )
 
 
@@ -184,10 +178,7 @@ def _dtype_of_files(base: str, revision: str | None) -> torch.dtype:
         name = next(iter(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
     path = find_model_file(base, name, **where)
     if path is None:
-        raise ValueError(
-            f"The transformer of '{base}' has no {_TRANSFORMER_WEIGHTS}. Other formats are pickles, which can run code; "
-            "convert it, or use a repository with safetensors files."
-        )
+        raise ValueError(f"The transformer of '{base}' has no {_TRANSFORMER_WEIGHTS}; other formats are pickles.")
     with safe_open(path, "pt") as file:
         return file.get_tensor(next(iter(file.keys()))).dtype
 
@@ -210,8 +201,8 @@ def _merge_layers(model: PeftModel, adapter: str) -> tuple[nn.Module, float, flo
             weight.data = whole.to(dtypes[key])
             if not torch.isfinite(weight).all():
                 raise ValueError(
-                    f"`{key}` of the layer '{name}' is not finite after merging: the adapter '{adapter}' is broken, or "
-                    f"its weights overflow in {dtypes[key]}. With `--dtype float32` an overflow would not happen."
+                    f"`{key}` of the layer '{name}' is not finite after merging: the adapter is broken, or its weights overflow in "
+                    f"{dtypes[key]}. Try `--dtype float32`."
                 )
             added += float((whole - before[key]).square().sum(dtype=torch.float64))
             lost += float((weight.float() - whole).square().sum(dtype=torch.float64))

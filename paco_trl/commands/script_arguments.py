@@ -129,8 +129,8 @@ def check_evaluation(script_args: ScriptArguments, training_args: PaCoGRPOConfig
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
     if split != "train" and Path(name).expanduser().is_file():
         raise ValueError(
-            f"`--{'dataset' if is_training else 'eval'}_split` is {split!r}, but '{name}' is a file, whose rows are all in "
-            "the split `train`. Leave the option out, or put other rows into a file of their own (`--eval_dataset_name`)."
+            f"`--{'dataset' if is_training else 'eval'}_split` is {split!r}, but all rows of the file '{name}' are in the split "
+            "`train`. Leave the option out, or name a file of its own with `--eval_dataset_name`."
         )
     if not script_args.edits:
         for option in ("image_folder", "max_source_images", "exclude_dataset_name", "allow_remote_images"):
@@ -288,8 +288,7 @@ def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
     if not script_args.use_peft:
         if script_args.adapter_name_or_path is not None:
             raise ValueError(
-                f"`--adapter_name_or_path` is '{script_args.adapter_name_or_path}', but `--use_peft False` trains all "
-                "weights. Leave one of the two out."
+                "`--adapter_name_or_path` and `--use_peft False`, which trains all weights, exclude each other."
             )
         return None
     if script_args.adapter_name_or_path is not None:
@@ -299,8 +298,7 @@ def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
             value, its = getattr(script_args, option), getattr(existing, name)
             if value is not None and (set(value) != its if isinstance(value, list) else value != its):
                 raise ValueError(
-                    f"`--{option}` is {value}, but the adapter '{script_args.adapter_name_or_path}' is continued with its "
-                    f"own, {its}. Leave it out, or train a new adapter without `--adapter_name_or_path`."
+                    f"`--{option}` is {value}, but the adapter that is continued has {its}. Leave it out."
                 )
         return script_args.adapter_name_or_path
     return LoraConfig(

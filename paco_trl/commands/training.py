@@ -14,10 +14,7 @@ def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | Non
     """Train, then save the model, or save and push it; Ctrl-C says how to resume."""
     args, started = trainer.args, int(os.environ.get("WORLD_SIZE", 1))
     if started != trainer.accelerator.num_processes:
-        raise ValueError(
-            f"{started} processes are started, but each would train alone: without a GPU they find each other only with "
-            "`--use_cpu`."
-        )
+        raise ValueError(f"{started} processes would each train alone: without a GPU, add `--use_cpu`.")
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except KeyboardInterrupt:

@@ -42,8 +42,7 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     roles = [system["role"] for system in results["systems"]]
     if "tuned" not in roles:
         raise ValueError(
-            f"The results are of {', '.join(map(repr, roles))}, and a card has results of its own model, with the role 'tuned'. "
-            "Score the tuned model, and give its card."
+            f"The results are of {', '.join(map(repr, roles))}, but a card has those of a 'tuned' system."
         )
     card = _read(card_path)
     line_break = "\r\n" if "\r\n" in card.text else "\n"
@@ -67,10 +66,7 @@ def check_card(card_path: str | Path) -> Path:
     if card_path.is_dir():
         card_path = card_path / "README.md"
     if not card_path.is_file():
-        raise FileNotFoundError(
-            f"There is no model card {card_path}. Give the directory of the tuned model with the README.md of its training, or "
-            "save the model again."
-        )
+        raise FileNotFoundError(f"There is no model card {card_path}. Give the directory of the tuned model.")
     _read(card_path)
     return card_path
 
@@ -80,8 +76,7 @@ def _read(card_path: Path) -> ModelCard:
         return ModelCard(card_path.read_bytes().decode("utf-8"))  # `load` would change the line ends
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"The `model-index` in the metadata of {card_path} does not have the Hub's form: one model with a name and results, "
-            "each with its dataset. Correct it, or delete it."
+            f"The `model-index` in the metadata of {card_path} does not have the Hub's form ({error}). Correct or delete it."
         ) from error
 
 

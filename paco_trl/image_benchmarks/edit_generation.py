@@ -96,7 +96,7 @@ def generate_edits(
 
     def generate(number: int) -> dict[int, "Image"]:
         arguments = call_arguments | _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
-        return {number: _edit(pipeline, rows[number]["prompt"], sources.load(number), seed, arguments, keys[number])}
+        return {number: _edit(pipeline, rows[number]["prompt"], sources.load(number), seed, arguments)}
 
     flat = [keys[row] for row in sorted(generate_missing(pipeline, paths, read, generate, "Generating edits"))]
     columns = {"id": [row["id"] for row in rows], "seed": [seed] * len(rows)}
@@ -195,13 +195,6 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
 def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -> None:
     advice = "Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
     check_call(pipeline, _CALL, f"edit a given image as a text describes, from given noise. {advice}")
-    parameters = inspect.signature(type(pipeline).__call__).parameters
-    unknown = [f"`{name}`" for name in call_arguments if name not in parameters or name in _CALL]
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown)} cannot be given for the call of {type(pipeline).__name__}: it takes "
-            f"{', '.join(f'`{name}`' for name in parameters if name not in ('self', *_CALL))}."
-        )
     height, width = call_arguments.get("height"), call_arguments.get("width")
     if (height is None) != (width is None):
         raise ValueError(f"`height` is {height} and `width` {width}. Give both, or neither for the row's or source's.")
@@ -216,7 +209,7 @@ def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: l
     if most is not None and sources.max_count > most:
         raise ValueError(
             f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images, but {name} takes at most "
-            f"{most}. Leave such rows out (`load_edit_prompts(..., max_images={most})`)."
+            f"{most}: `load_edit_prompts(..., max_images={most})`."
         )
     for row, key in enumerate(keys):
         sizes = sources.sizes(row)  # finds unreadable sources of any pipeline
@@ -247,20 +240,13 @@ def _size_arguments(
 
 
 def _edit(
-    pipeline: "DiffusionPipeline", prompt: str, images: list["Image"], seed: int, arguments: dict[str, Any], key: str
+    pipeline: "DiffusionPipeline", prompt: str, images: list["Image"], seed: int, arguments: dict[str, Any]
 ) -> "Image":
     import torch
-    from PIL import Image
 
     source = images[0] if len(images) == 1 else images
     noise = torch.Generator().manual_seed(seed)
-    edited = pipeline(image=source, prompt=prompt, generator=noise, **arguments).images
-    if len(edited) != 1 or not isinstance(edited[0], Image.Image):
-        raise ValueError(
-            f"{type(pipeline).__name__} returned {len(edited)} of {type(edited[0]).__name__} for the edit {key!r}, not one "
-            "PIL image. Leave out the call argument that changes its output."
-        )
-    return edited[0]
+    return pipeline(image=source, prompt=prompt, generator=noise, **arguments).images[0]
 
 
 def _places(folder: Path, row: dict[str, Any]) -> Iterator[Path]:

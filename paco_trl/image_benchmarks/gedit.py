@@ -138,15 +138,15 @@ def score_edits(
         raise ValueError(f"`max_attempts` is {max_attempts!r}. It must be an int of at least 1.")
     if is_published != (gedit_repo is not None):
         raise ValueError(
-            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}. Give a clone of "
-            "https://github.com/stepfun-ai/Step1X-Edit, which has the prompts, for the published protocol and only for it."
+            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol, and only it, takes its prompts "
+            "from a clone of https://github.com/stepfun-ai/Step1X-Edit."
         )
     questions = _QUESTIONS if gedit_repo is None else published.read_published_prompts(gedit_repo)
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
         raise ValueError(
-            f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images, but the judge sees only one. "
-            "Leave such rows out (`load_edit_prompts(..., max_images=1)`)."
+            f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images, but the judge sees one: "
+            "`load_edit_prompts(..., max_images=1)`."
         )
     row_of, files = {key: row for row, key in enumerate(edit_keys(prompts))}, _files(edits)
     instructions = list(prompts.with_format(None)["prompt"])
@@ -242,8 +242,7 @@ def gedit_results(
     prompts = prompts.with_format(None)
     if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
         raise ValueError(
-            f"GEdit-Bench averages over task types, but not all prompts have a `task_type` (columns: {prompts.column_names})."
-            " Convert its raw rows with `convert_gedit_bench`."
+            "GEdit-Bench averages over task types: all prompts need a `task_type`. See `convert_gedit_bench`."
         )
     for system in systems:
         if system.found.sets.keys() != set(keys):
@@ -383,8 +382,7 @@ def _scored(system: comparison.System, prompts: "Dataset", sources: SourceImages
     found = read_scores(system.folder, _digests(prompts, sources, files), benchmark=BENCHMARK, protocol=protocol)
     if not found:
         raise ValueError(
-            f"No judge has scored the edits of {system.name!r} under the protocol {protocol!r} ({system.folder}). Call "
-            "`score_edits`. Scores of an earlier version name no protocol and are not read."
+            f"No judge has scored the edits of {system.name!r} ({system.folder}) under the protocol {protocol!r}."
         )
     settings = {scores.settings["scorer"]: scores.settings for scores in found}
     return _Scored(system, {s.settings["scorer"]: _edit_scores(s.records, files) for s in found}, settings)
@@ -394,13 +392,12 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
     if first.by_judge.keys() != second.by_judge.keys():
         raise ValueError(
             f"{first.system.name!r} has scores of {', '.join(first.by_judge)} and {second.system.name!r} of "
-            f"{', '.join(second.by_judge)}. Score both with the same judges."
+            f"{', '.join(second.by_judge)}: compare those of the same judges."
         )
     for judge in first.by_judge:
         if first.settings[judge]["rubric"] != second.settings[judge]["rubric"]:
             raise ValueError(
-                f"{judge} has scored {first.system.name!r} with other prompts than {second.system.name!r}. Delete the scores of "
-                "one of them, and score it again."
+                f"{judge} has scored {first.system.name!r} and {second.system.name!r} with different prompts."
             )
 
 

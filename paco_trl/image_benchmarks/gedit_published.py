@@ -32,10 +32,7 @@ def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
     """Read the questions `semantic`, with `<instruction>` in it, and `quality`. The Python file is parsed and never run."""
     path = Path(gedit_repo).expanduser() / _PROMPTS_FILE
     if not path.is_file():
-        raise FileNotFoundError(
-            f"There is no file {path} with the benchmark's prompts. Give the directory of a clone: "
-            "`git clone https://github.com/stepfun-ai/Step1X-Edit`."
-        )
+        raise FileNotFoundError(f"No {path}: give a clone, `git clone https://github.com/stepfun-ai/Step1X-Edit`.")
     try:
         statements = ast.parse(path.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError) as error:

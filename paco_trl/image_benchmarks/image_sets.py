@@ -101,9 +101,8 @@ class FoundImages:
             some.append(f"{key} ({'all' if len(numbers) == self.sets[key].num_panels else listed})")
         if some:
             raise ValueError(
-                f"{len(some)} of {len(self.sets)} sets lack images: {'; '.join(some[:10])}{'; ...' * (len(some) > 10)}. "
-                "A mean over the others would favor a system that leaves out what is hard. Add the images, or count "
-                "missing ones as 0 (`missing='zero'`)."
+                f"{len(some)} of {len(self.sets)} sets lack images: {some_of(some)}. A mean over the others would favor a system "
+                "that leaves out what is hard. Add the images, or count missing ones as 0 (`missing='zero'`)."
             )
 
 
@@ -159,8 +158,7 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
         )
     if any(len(other) == len(found) and other != found for other in matched.values()):
         raise ValueError(
-            f"The names of the images in {folder}, such as {files[0].name!r}, can be ids with panel numbers as well as case "
-            "ids. Rename the files so that they begin with one or the other."
+            f"The image names in {folder}, such as {files[0].name!r}, can be ids or case ids. Rename the files."
         )
 
     images: dict[str, dict[int | None, list[Path]]] = {}
@@ -197,8 +195,7 @@ def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, 
             readings.append((known[head], int(tail)))
         if len(readings) == 2:
             raise ValueError(
-                f"{path} can be the grid of {readings[0][0]!r} or panel {readings[1][1]} of {readings[1][0]!r}. Rename the "
-                "files, or the ids, so that no id is another one with a number."
+                f"{path} can be the grid of {readings[0][0]!r} or panel {readings[1][1]} of {readings[1][0]!r}. Rename the files."
             )
         if readings:
             found[path] = readings[0]
@@ -213,8 +210,7 @@ def _first_number(images: dict[str, dict[int | None, list[Path]]], counts: dict[
     if any(number == counts[name] for name, number in numbered):
         return 1
     raise ValueError(
-        f"The panels in {folder} are numbered neither from 0 nor up to the number of panels: the first or the last of each is "
-        "missing. Add one of them, an empty image if need be."
+        f"The panels in {folder} are numbered neither from 0 nor up to their number: add a first or a last one."
     )
 
 
@@ -233,8 +229,7 @@ def _files_of(row: dict, name: str, images: dict[int | None, list[Path]], start:
     beyond = [number for number in numbers if not start <= number < start + count]
     if beyond:
         raise ValueError(
-            f"{found[beyond[0]]} has the number {beyond[0]}, but {name!r} has {count} panels, numbered from {start} "
-            "in this directory. It is of another layout, or of another prompt."
+            f"{found[beyond[0]]} has the number {beyond[0]}, but {name!r} has {count} panels, from {start}."
         )
     return tuple(found.get(number) for number in range(start, start + count))
 
@@ -259,8 +254,7 @@ def _checked(
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
                 raise ValueError(
                     f"{file} has {size[0]}x{size[1]} pixels (height x width), but the {one.rows}x{one.cols} grid of "
-                    f"{one.prompt_id!r} is {expected[0]}x{expected[1]}: the shape differs, so it would be cut in the wrong "
-                    "places. Is it an image of another prompt or layout?"
+                    f"{one.prompt_id!r} is {expected[0]}x{expected[1]}: the shape differs. Is it another prompt's?"
                 )
     if found.mixed_sizes and _is_main_process():
         logger.warning(
@@ -308,10 +302,7 @@ def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Pa
     names = {row["id"]: row.get("case_id") or row["id"] for row in _layouts(benchmark)}
     twice = [name for name, count in Counter(names[one.prompt_id] for one in found.sets.values()).items() if count > 1]
     if twice:
-        raise ValueError(
-            f"Several prompts have the `case_id` {twice[0]!r}, so that the panels of one would overwrite those of another. "
-            "Give each its own."
-        )
+        raise ValueError(f"Several prompts have the `case_id` {twice[0]!r}: their panels would overwrite one another.")
     written = []
     for one in found.sets.values():
         for number, panel in enumerate(one.panels()):

@@ -52,10 +52,7 @@ def load_system(
 
         load_lora(pipeline, adapter)
         if not getattr(pipeline.transformer, "peft_config", None):
-            raise ValueError(
-                f"{adapter!r} has no LoRA for the pipeline {model!r}: nothing was loaded. Give an adapter in PEFT's format "
-                "(adapter_config.json), or a diffusers LoRA of this model."
-            )
+            raise ValueError(f"{adapter!r} has no LoRA for the pipeline {model!r}: nothing was loaded.")
     return pipeline
 
 
@@ -66,7 +63,4 @@ def adapter_weights_digest(adapter: str) -> str:
         if path is not None:
             with open(path, "rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
-    raise ValueError(
-        f"The adapter {adapter!r} has neither adapter_model.safetensors nor pytorch_lora_weights.safetensors. Other formats "
-        "are pickles, which can run code."
-    )
+    raise ValueError(f"The adapter {adapter!r} has no safetensors file of weights; other formats are pickles.")

@@ -300,8 +300,7 @@ def protocol_of(results: dict[str, Any]) -> str:
     protocol = results.get("protocol")
     if protocol not in PROTOCOLS:
         raise ValueError(
-            f"`protocol` of the results is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}. An earlier version did "
-            "not write it: run `report` again, which queries no judge."
+            f"`protocol` of the results is {protocol!r}: they are of an early version. Run `report` again."
         )
     return protocol
 

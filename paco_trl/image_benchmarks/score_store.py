@@ -47,8 +47,7 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
         missing = [key for key in digests if key not in records]
         if missing:
             raise ValueError(
-                f"{len(missing)} of {len(digests)} sets have no scores {name!r} in {folder}: {some_of(missing)}. Scoring "
-                "was interrupted: rerun the same command to resume."
+                f"{len(missing)} of {len(digests)} sets have no scores {name!r} in {folder}: {some_of(missing)}. Rerun the scoring."
             )
         found.append(Scores(settings, {key: records[key] for key in digests}))
     return found
@@ -131,8 +130,7 @@ class ScoreStore:
             if keys:
                 raise ValueError(
                     f"{len(keys)} of the images that have scores in {self.folder} ({self.settings['scores']!r}) {what}: "
-                    f"{some_of(keys)}. Restore the images that were scored, or score them again: `rescore_changed=True` "
-                    "(`score --rescore_changed True`)."
+                    f"{some_of(keys)}. Restore them, or score again with `rescore_changed=True` (`--rescore_changed True`)."
                 )
         return records
 
@@ -165,8 +163,7 @@ class ScoreStore:
                 earlier = records.get(key, {"incomplete": True})
                 if not (record.get("incomplete") or earlier.get("incomplete")):
                     raise ValueError(
-                        f"{path} has scores of {shorten(key)}, as does another file there: two runs wrote at the same "
-                        f"time. Delete {', '.join(part.name for part in parts)}, and run one at a time."
+                        f"{path} has scores of {shorten(key)}, as does another file there: two runs wrote at once. Delete both files."
                     )
                 if key not in records or not record.get("incomplete"):
                     records[key] = record

@@ -69,10 +69,7 @@ def load_t2is_bench(
     dataset = load_image_set_prompts(name_or_path, split) if folder is None else read_t2is_bench(folder)
     missing = [column for column in ("id", "criteria") if column not in dataset.column_names]
     if missing:
-        raise ValueError(
-            f"{name_or_path} has no column `{missing[0]}`, only {dataset.column_names}. Give a copy of T2IS-Bench with ids and "
-            "the criteria of each prompt."
-        )
+        raise ValueError(f"{name_or_path} has no column `{missing[0]}`, only {dataset.column_names}.")
     seen: dict[str, int] = {}
     columns = (dataset[column] for column in ("id", "rows", "cols", "criteria"))
     for row, (name, rows, cols, criteria) in enumerate(zip(*columns, strict=True)):
@@ -197,22 +194,15 @@ def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
             continue
         if len(case) != rows * cols:
             raise ValueError(
-                f"{path} has {len(case)} panels of the case {shown!r}, but its {rows}x{cols} grid has {rows * cols}. It is "
-                "the file of another version of the benchmark."
+                f"{path} has {len(case)} panels of the case {shown!r}, but its {rows}x{cols} grid has {rows * cols}."
             )
         column.append(_alignment_of(case, f"The case {shown!r} of {path}"))
     if lacking:
-        raise ValueError(
-            f"{path} lacks {len(lacking)} of the {len(dataset)} cases: {some_of(lacking)}. Give the file of this version of "
-            "the benchmark, or prompts that it has."
-        )
+        raise ValueError(f"{path} lacks {len(lacking)} of the {len(dataset)} cases: {some_of(lacking)}.")
     present = {entry["dimension"] for entries in column for entry in entries}
     absent = [title for title in ALIGNMENT.values() if title not in present]
     if absent:
-        raise ValueError(
-            f"{path} has no text of {' and '.join(absent)} in any of the {len(dataset)} cases. Neither alignment nor the "
-            "weighted average could be computed: give a file with the texts of all three dimensions."
-        )
+        raise ValueError(f"{path} has no text of {' and '.join(absent)} in any of the {len(dataset)} cases.")
     return dataset.add_column("alignment", column)
 
 

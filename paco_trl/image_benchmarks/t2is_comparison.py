@@ -162,10 +162,7 @@ def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protoco
         _check_asked(scores, benchmark, system)
         by_kind.setdefault(scores.settings["kind"], []).append(scores)
     if "consistency" not in by_kind:
-        raise ValueError(
-            f"No judge has scored the consistency of {system.name!r} ({system.folder}). Score it with at least one, better "
-            "with a second one that is independent of the reward."
-        )
+        raise ValueError(f"No judge has scored the consistency of {system.name!r} ({system.folder}).")
     for kind, scores in by_kind.items():
         if kind != "consistency" and len(scores) > 1:
             names = " and ".join(one.settings["scorer"] for one in scores)
@@ -231,13 +228,8 @@ def _judge_values(scores: Scores, sets: dict, protocol: str) -> _Metrics:
 def _check_asked(scores: Scores, benchmark: "Dataset", system: System) -> None:
     """Refuse scores of another benchmark than this one."""
     kind, columns = scores.settings["kind"], COLUMNS[scores.settings["kind"]]
-    lacking = [name for name in columns if name not in benchmark.column_names]
-    if lacking:
-        raise ValueError(
-            f"{kind} of {system.name!r} was scored ({system.folder}), but the benchmark has no {', '.join(lacking)} now. Load it "
-            "with the same files."
-        )
-    if scores.settings["benchmark"] != dataset_fingerprint(benchmark, columns, ()):
+    has_all = set(columns) <= set(benchmark.column_names)
+    if not has_all or scores.settings["benchmark"] != dataset_fingerprint(benchmark, columns, ()):
         raise ValueError(
             f"{kind} of {system.name!r} was scored by {scores.settings['scorer']!r} with another {columns[-1]}, or other "
             f"prompts, than the benchmark has now ({system.folder}). Give the same data, or score into another directory."
@@ -248,10 +240,7 @@ def _check_comparable(first: _Scored, second: _Scored) -> None:
     systems = [repr(one.system.name) for one in (first, second)]
     only = first.system.found.sets.keys() ^ second.system.found.sets.keys()
     if only:
-        raise ValueError(
-            f"{' and '.join(systems)} have other prompts or seeds: only one of them has {some_of(sorted(only))}. Generate "
-            "both with the same; images of other origin count as seed 0."
-        )
+        raise ValueError(f"{' and '.join(systems)} have other prompts or seeds: only one has {some_of(sorted(only))}.")
     settings_of = [
         {(kind, scores.settings["scorer"]): scores.settings for kind, found in one.scorers.items() for scores in found}
         for one in (first, second)
