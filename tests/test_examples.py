@@ -8,7 +8,6 @@ import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -108,56 +107,6 @@ def test_two_processes_equal_one(workspace, alone):
     output = train(workspace, "ddp", "--ddp_backend", "gloo", "--embeddings_dir", folder, launch=launch)
     assert len({path.name for path in folder.rglob("*.*")}) > 12  # each prompt is encoded by one of the processes
     check(output, alone)
-
-
-# train_flux.py is started by `accelerate launch`, and build_dataset.py as it is
-SCRIPTS = sorted({path.name for path in (ROOT / "examples").glob("*.py")} - {"train_flux.py", "build_dataset.py"})
-COMMANDS = [[f"examples/{name}"] for name in SCRIPTS] + [
-    ["-m", "paco_trl.commands.main", name] for name in ("doctor", "merge")
-]
-
-# Each of them imports these libraries before it answers, and they take most of its time: so each is forked from one
-# process that has imported them, and nothing of this package
-STARTED = """
-import json, os, runpy, sys
-import torch, datasets, transformers, peft, trl
-
-assert not any(name.startswith("paco_trl") for name in sys.modules)
-for number, command in enumerate(json.loads(sys.argv[1])):
-    child = os.fork()
-    if child == 0:
-        for descriptor, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{sys.argv[2]}/{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-        sys.argv = [*command, "--help"]
-        if command[0] == "-m":
-            sys.argv.pop(0)
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = os.path.dirname(command[0])
-            runpy.run_path(command[0], run_name="__main__")
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def helps(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
-    """The exit code, output and errors of each command with `--help`."""
-    folder = tmp_path_factory.mktemp("helps")
-    command = [sys.executable, "-c", STARTED, json.dumps(COMMANDS), folder]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    codes = [int(line) for line in done.stdout.split()]
-    assert len(codes) == len(COMMANDS), done.stderr
-    texts = [[(folder / f"{number}.{name}").read_text() for name in ("out", "err")] for number in range(len(codes))]
-    return {command[-1]: (code, *text) for command, code, text in zip(COMMANDS, codes, texts, strict=True)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [command[-1] for command in COMMANDS])
-def test_starts_without_what_others_have_imported(name, helps):
-    code, out, err = helps[name]
-    assert code == 0, err
-    assert "--" in out
 
 
 def zero3(workspace: Path, name: str, *options: str, run=launching.check_run, **kwargs) -> Path:

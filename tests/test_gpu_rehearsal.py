@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 import launching
 from launching import ROOT
@@ -134,21 +133,3 @@ def test_without_a_gpu_it_refuses_in_a_sentence(tmp_path):
     assert "NVIDIA GPU" in sentence and sentence.endswith(".") and len(rest) == 1
     assert re.match(r"make(\[\d+\])?: \*\*\*", rest[0])  # of a make within make
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_operations_of_a_forward(gpu):
-    """Of FLUX.1-dev's transformer at 512 pixels, counted without its memory."""
-    from diffusers import FluxTransformer2DModel
-
-    import gpu_rounds
-
-    with torch.device("meta"):
-        config = FluxTransformer2DModel(guidance_embeds=True).config
-    shapes = {
-        "hidden_states": (2, 1024, 64), "encoder_hidden_states": (2, 512, 4096), "pooled_projections": (2, 768),
-        "timestep": (2,), "guidance": (2,), "img_ids": (1024, 3), "txt_ids": (512, 3),
-    }  # fmt: skip
-    inputs = tuple((name, shape, torch.bfloat16) for name, shape in shapes.items())
-    flops = gpu_rounds.forward_flops(FluxTransformer2DModel, config, inputs)
-    assert flops / 2 == pytest.approx(21.5e12, rel=0.003)
