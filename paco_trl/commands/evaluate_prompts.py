@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +30,15 @@ from ..utils.files import digest, sole_writer, write_atomically
 from ..utils.generation import generate_missing, read_image, to_png, warn_of_flat
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
-from .evaluation_arguments import SHARED_WITH_TRAINING, PromptsArguments
-from .script_arguments import ScriptArguments, check_judged, load_rewards, load_train_prompts
+from .evaluation_arguments import PromptsArguments
+from .script_arguments import (
+    PromptDataArguments,
+    RewardOptions,
+    ScriptArguments,
+    check_judged,
+    load_rewards,
+    load_train_prompts,
+)
 
 
 # Settings that an adapter's training run may have changed, with what it saves in its checkpoints
@@ -51,7 +59,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         )
     for adapter in adapters:
         check_peft_config(adapter, args.model_name_or_path)
-    script_args = ScriptArguments(**{name: getattr(args, name) for name in SHARED_WITH_TRAINING})
+    shared = (*fields(PromptDataArguments), *fields(RewardOptions))
+    script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared})
     dataset = load_train_prompts(script_args)
     settings = _settings(args)
     rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")

@@ -3,12 +3,12 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .build_arguments import PipelineArguments, RequestArguments
 from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
-from .script_arguments import ScriptArguments
+from .script_arguments import PromptDataArguments, RewardOptions
 
 
 if TYPE_CHECKING:
@@ -60,32 +60,15 @@ def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward 
     return PaCoReward.from_pretrained(name, **options, **judge_options(args, None))
 
 
-# Options of `PromptsArguments` that are those of training
-SHARED_WITH_TRAINING = (
-    "model_name_or_path", "dataset_name", "dataset_split", "edits", "image_folder", "max_source_images", "rewards",
-    "judge_model", "judge_url", "judge_quantization", "judge_attn_implementation", "judge_question", "judge_max_pairs", "clip_model",
-    "allow_remote_images",
-)  # fmt: skip
-
-
-def _as_in_training(name: str) -> Any:
-    """Declare an option with the default and the help that it has in training."""
-    found: Any = ScriptArguments.__dataclass_fields__[name]
-    return field(default=found.default, default_factory=found.default_factory, metadata=found.metadata)
-
-
 @dataclass
-class PromptsArguments:
+class PromptsArguments(RewardOptions, PromptDataArguments):
     """Your own prompts: the base model against adapters, by any rewards, on a page with the images side by side."""
 
-    dataset_name: str | None = _as_in_training("dataset_name")
-    model_name_or_path: str = _as_in_training("model_name_or_path")
     adapter_name_or_path: list[str] | None = option(
         None,
         "Adapters (Hub ids or directories) to compare with the base model, each. If `None`, the base model alone.",
     )
     output_dir: str = option("evaluation/prompts", "Directory for images, scores, and a page for each adapter.")
-    rewards: list[str] = _as_in_training("rewards")
     num_generations: int = option(1, "Number of images per prompt and model.")
     num_inference_steps: int = option(20, "Number of denoising steps.")
     guidance_scale: float | None = option(
@@ -103,18 +86,6 @@ class PromptsArguments:
     seed: int = option(42, "Seed of the noise, which is the same for the base model and each adapter.")
     bf16: bool = option(True, "Whether to generate in bf16. If `False`, in float32.")
     num_shown: int = option(24, "Number of images per model on the page: those of the largest gain and loss.")
-    dataset_split: str = option("train", "Split of the dataset.")
-    edits: bool = _as_in_training("edits")
-    image_folder: str | None = _as_in_training("image_folder")
-    allow_remote_images: bool = _as_in_training("allow_remote_images")
-    max_source_images: int | None = _as_in_training("max_source_images")
-    judge_model: str = _as_in_training("judge_model")
-    judge_url: str | None = _as_in_training("judge_url")
-    judge_quantization: str | None = _as_in_training("judge_quantization")
-    judge_attn_implementation: str | None = _as_in_training("judge_attn_implementation")
-    judge_question: str = _as_in_training("judge_question")
-    judge_max_pairs: int | None = _as_in_training("judge_max_pairs")
-    clip_model: str = _as_in_training("clip_model")
 
 
 @dataclass

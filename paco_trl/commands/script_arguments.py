@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class ScriptArguments:
-    """Model, dataset, rewards and adapter of a training run."""
+class PromptDataArguments:
+    """Pipeline, and the prompts that it gets."""
 
     model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of the pipeline.")
     dataset_name: str | None = option(
@@ -39,20 +39,17 @@ class ScriptArguments:
         "ShareGPT-4o-Image rows.",
         required=True,
     )
-    dataset_split: str = option("train", "Split to train on.", "--dataset_train_split")
-    eval_dataset_name: str | None = option(None, "Prompts to evaluate on. If `None`, those of `dataset_name`.")
-    eval_split: str | None = option(
-        None,
-        "Split to evaluate on. If `None`, `train` of `eval_dataset_name`, or none.",
-        "--dataset_test_split",
-    )
+    dataset_split: str = option("train", "Split of the prompts.", "--dataset_train_split")
     edits: bool = option(False, "Whether the prompts are instructions with source images, not image-set prompts.")
     image_folder: str | None = option(None, "Directory of source images. If `None`, that of the file naming them.")
     max_source_images: int | None = option(None, "Rows with more source images are left out. If `None`, all are kept.")
     allow_remote_images: bool = option(False, REMOTE_IMAGES)
-    exclude_dataset_name: str | None = option(
-        None, "Editing prompts not to train on, such as a benchmark's: rows with their source images are left out."
-    )
+
+
+@dataclass
+class RewardOptions:
+    """Rewards, and the models that they load."""
+
     rewards: list[str] = option(
         ["consistency", "clip_t"],
         "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `clip_i`, `pick_score`, "
@@ -68,10 +65,25 @@ class ScriptArguments:
     judge_attn_implementation: str | None = option(None, JUDGE_ATTENTION)
     judge_question: str = option("theme", "Question for the judge: `theme`, or `criteria` for each of the dataset's.")
     judge_max_pairs: int | None = option(None, "Maximum number of pairs per set for the judge. If `None`, all.")
+    clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP of the rewards `clip_t` and `clip_i`.")
+
+
+@dataclass
+class ScriptArguments(RewardOptions, PromptDataArguments):
+    """Model, dataset, rewards and adapter of a training run."""
+
+    eval_dataset_name: str | None = option(None, "Prompts to evaluate on. If `None`, those of `dataset_name`.")
+    eval_split: str | None = option(
+        None,
+        "Split to evaluate on. If `None`, `train` of `eval_dataset_name`, or none.",
+        "--dataset_test_split",
+    )
+    exclude_dataset_name: str | None = option(
+        None, "Editing prompts not to train on, such as a benchmark's: rows with their source images are left out."
+    )
     eval_rewards: list[str] | None = option(None, "Rewards of the evaluation. If `None`, those of `rewards`.")
     eval_judge_model: str | None = option(None, "Judge of the evaluation's rewards. If `None`, `judge_model`.")
     eval_judge_url: str | None = option(None, "Its address. If `None`, `judge_url` unless `eval_judge_model` is set.")
-    clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP of the rewards `clip_t` and `clip_i`.")
     lora_r: int | None = option(None, "Rank of a new adapter. If `None`, 64 (paper).")
     lora_alpha: int | None = option(None, "Scale of a new adapter. If `None`, 128 (paper).")
     lora_target_modules: list[str] | None = option(None, "Layers with an adapter. If `None`, the family's default.")
