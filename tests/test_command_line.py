@@ -60,6 +60,7 @@ class TestFiles:
             ("sde_steps: 1", "sde_steps", [1]),
             ("sde_steps:", "sde_steps", None),
             ("learning-rate: 1e-4", "learning_rate", 1e-4),
+            ("rewards: [--a, b]", "rewards", ["--a", "b"]),
             ("reward_weights: [1, 1e-1]", "reward_weights", [1, 0.1]),  # PyYAML reads 1e-1 as a text
             ("swap: no", "swap", False),
             ("save_strategy: 'no'", "save_strategy", "no"),
@@ -78,7 +79,7 @@ class TestFiles:
         ("text", "message"),
         [
             ("learning_rate:", "learning_rate"),
-            ("learning_rate: [1, 2]", "'2'"),
+            ("learning_rate: [1, 2]", "learning_rate"),
             ("max_steps: true", "max_steps.* 'True'"),
             ("sde_steps: [1, 2.5]", "sde_steps.* '2.5'"),
             ("save_strategy: no", "save_strategy.* 'no'"),  # YAML's `no` is False

@@ -89,7 +89,7 @@ def test_gradients_that_exist_are_not_counted():
     assert model.weight.grad is None
 
 
-@pytest.mark.parametrize(("bf16", "checkpointing"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("bf16", "checkpointing"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])
 def test_training_takes_what_is_planned(make_trainer, tiny_flux, prompts, bf16, checkpointing):
     settings = {"bf16": bf16, "gradient_checkpointing": checkpointing}
     trainer = make_trainer(**settings)

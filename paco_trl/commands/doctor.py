@@ -12,7 +12,7 @@ import tempfile
 import time
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from logging.handlers import BufferingHandler
@@ -143,8 +143,7 @@ def parse_memory(text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size <= 0:
-        problem = f"`--device_memory` is {text!r}, which is not a size"
-        raise ValueError(f"{problem}: give a number with a unit, such as 24GiB or 80GB.")
+        raise ValueError(f"`--device_memory` is {text!r}; it must be a number with a unit, such as 24GiB or 80GB.")
     return size
 
 
@@ -237,14 +236,12 @@ def check_output_folder(state: DoctorState) -> Row:
         return Row(WARNING if warned else OK, f"The run continues from '{checkpoint}'.", warned)
     found = checkpoints_of(state.output_dir)
     if found:
-        finding = (
-            f"'{state.output_dir}' has {len(found)} checkpoint(s), the latest '{found[0].name}', and the run starts "
-        )
+        finding = f"'{state.output_dir}' has {len(found)} checkpoint(s), the latest '{found[0].name}', but the run starts anew."
         advice = (
             "To resume, set `resume_from_checkpoint` to true. Otherwise choose another directory: the run refuses one "
+            "with checkpoints of other settings, and replaces those of its own."
         )
-        advice += "with checkpoints of other settings, and replaces those of its own."
-        return Row(WARNING, f"{finding}from the beginning.", advice)
+        return Row(WARNING, finding, advice)
     return Row(OK, f"'{state.output_dir}' has no checkpoints; the run starts from the beginning.")
 
 
@@ -544,15 +541,13 @@ def check_ratio(state: DoctorState) -> Row:
         )
     if not worst <= args.ratio_tolerance:
         advice = (
-            "Rollout and training compute different numbers: look for dropout, for layers that behave differently "
+            "Rollout and training compute different numbers: look for dropout, for layers that behave differently with "
+            f"gradients, for a compiled replay. In bf16 a deviation below `epsilon` ({args.epsilon:g}) can be rounding: "
+            "then set `ratio_tolerance` above it."
         )
-        advice += (
-            f"with gradients, for a compiled replay. In bf16 a deviation below `epsilon` ({args.epsilon:g}) can be "
-        )
-        return Row(FAILED, finding, f"{advice}rounding: then set `ratio_tolerance` above it.")
+        return Row(FAILED, finding, advice)
     if not any(gradients):
-        advice = "Find out what cuts the graph in the transformer."
-        return Row(FAILED, f"{finding} What is trained gets no gradient.", advice)
+        return Row(FAILED, f"{finding} What is trained gets no gradient.", "Find out what cuts the graph.")
     return Row(OK, finding)
 
 
@@ -676,8 +671,7 @@ def check_reward_values(state: DoctorState) -> list[Row]:
     for title, (rewards, index) in state.rewards.items():
         try:
             values = rewards.call(index, **arguments)
-            if inspect.isawaitable(values):
-                values = asyncio.run(_awaited(values))
+            values = asyncio.run(values) if inspect.iscoroutine(values) else values
         except Exception as error:
             rows.append(Row(FAILED, _message(error), "Correct the reward: in training this stops the run.", title))
             continue
@@ -688,17 +682,11 @@ def check_reward_values(state: DoctorState) -> list[Row]:
         if not scored:
             verdict, advice = FAILED, "No image could be scored: find out why the reward returns None."
         elif len(scored) > 1 and len(set(scored)) == 1:
-            verdict = WARNING
-            advice = "A group whose values are all equal teaches nothing. If most prompts are like that, use a finer "
-            advice += "reward or another prompt; watch `frac_reward_zero_std`."
+            verdict, advice = WARNING, "A group of equal values teaches nothing. Watch `frac_reward_zero_std`."
         elif len(scored) < len(values):
             verdict, advice = WARNING, "Images that get None are left out: find out why."
         rows.append(Row(verdict, finding, advice, title))
     return rows
-
-
-async def _awaited(values: Awaitable) -> list[float | None]:
-    return await values
 
 
 class Check(NamedTuple):

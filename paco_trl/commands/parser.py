@@ -143,8 +143,11 @@ class CommandParser(TrlParser):
                 if type(None) not in get_args(hints[action.dest]):
                     raise ValueError(f"`{name}` has no value in the file. Give it one, or leave the line out.")
                 self.set_defaults(**{action.dest: None})
-            elif isinstance(value, list):
-                words += [option, *map(str, value)]
+            elif isinstance(value, list) and action is not None and action.nargs == "+":
+                try:  # not as words, which may begin with dashes
+                    self.set_defaults(**{action.dest: [self._get_value(action, str(each)) for each in value]})
+                except argparse.ArgumentError as error:
+                    self.error(str(error))
             else:
                 words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
         return words
