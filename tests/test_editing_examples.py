@@ -223,7 +223,7 @@ class TestPrompts:
     def test_evaluation(self, workspace):
         assert load_eval_prompts(self.arguments(workspace, edits=True)) is None
         assert len(load_eval_prompts(self.arguments(workspace, edits=True, eval_split="train"))) == 5
-        with pytest.raises(ValueError, match="`--eval_split` is 'test', but .*edits.jsonl' is a file"):
+        with pytest.raises(ValueError, match="--eval_split"):
             load_eval_prompts(self.arguments(workspace, edits=True, eval_split="test"))
         # The benchmark is left out of the training only
         benchmark = str(workspace / "benchmark.jsonl")

@@ -76,6 +76,7 @@ def generate_edits(
         ValueError: Before anything is generated: the prompts are invalid, or have no ids of their own; a source cannot be
             read; `seed` is invalid; the pipeline takes no image, prompt or generator, or not so many sources.
     """
+    import torch
     from accelerate import PartialState
     from datasets import Dataset
 
@@ -96,7 +97,9 @@ def generate_edits(
 
     def generate(number: int) -> dict[int, "Image"]:
         arguments = call_arguments | _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
-        return {number: _edit(pipeline, rows[number]["prompt"], sources.load(number), seed, arguments)}
+        images, noise = sources.load(number), torch.Generator().manual_seed(seed)
+        source = images[0] if len(images) == 1 else images
+        return {number: pipeline(image=source, prompt=rows[number]["prompt"], generator=noise, **arguments).images[0]}
 
     flat = [keys[row] for row in sorted(generate_missing(pipeline, paths, read, generate, "Generating edits"))]
     columns = {"id": [row["id"] for row in rows], "seed": [seed] * len(rows)}
@@ -237,16 +240,6 @@ def _size_arguments(
     elif "max_area" in call_arguments:
         return {"height": height, "width": width}
     return {"height": height, "width": width, "max_area": height * width}
-
-
-def _edit(
-    pipeline: "DiffusionPipeline", prompt: str, images: list["Image"], seed: int, arguments: dict[str, Any]
-) -> "Image":
-    import torch
-
-    source = images[0] if len(images) == 1 else images
-    noise = torch.Generator().manual_seed(seed)
-    return pipeline(image=source, prompt=prompt, generator=noise, **arguments).images[0]
 
 
 def _places(folder: Path, row: dict[str, Any]) -> Iterator[Path]:
