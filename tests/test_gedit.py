@@ -270,7 +270,7 @@ class TestFinding:
         assert found.unknown == ["en/K2 copy.png", "en/k10.png", "en/k1_0.png"]
         assert "2 of 12 prompts have no edit: en/k1, cn/k3. The edit of 'k1', for example, was looked" in caplog.text
         assert "3 images belong to no prompt: en/K2 copy.png" in caplog.text
-        with pytest.raises(ValueError, match=r"2 of 12 sets lack images: en/k1 \(all\); cn/k3 \(all\)"):
+        with pytest.raises(ValueError, match=r"2 of 12 sets lack images: en/k1 \(all\), cn/k3"):
             found.check_complete()
 
     def test_an_edit_of_another_task_type_is_no_edit(self, prompts, tmp_path):
@@ -605,7 +605,7 @@ class TestResults:
 
     def test_systems_that_cannot_be_compared(self, prompts, systems, server, tmp_path):
         first, second = systems
-        with pytest.raises(ValueError, match="not all prompts have a `task_type`"):
+        with pytest.raises(ValueError, match="task_type"):
             gedit_results(prompts.remove_columns("task_type"), [first])
         unscored = System("tuned", "unscored", find_edits(plant(tmp_path / "a"), prompts), tmp_path / "a")
         with pytest.raises(
@@ -667,7 +667,7 @@ class TestPublishedProtocol:
     def test_prompts_are_read_and_not_run(self, gedit_repo, tmp_path):
         prompts = read_published_prompts(gedit_repo)
         assert prompts == {"semantic": f"{PUBLISHED_SEMANTIC}<instruction>\n", "quality": PUBLISHED_QUALITY}
-        with pytest.raises(FileNotFoundError, match=r"viescore/vie_prompts.py .*git clone"):
+        with pytest.raises(FileNotFoundError, match="viescore/vie_prompts.py"):
             read_published_prompts(tmp_path)
         shutil.copytree(gedit_repo, tmp_path / "clone")
         file = tmp_path / "clone" / "GEdit-Bench" / "viescore" / "vie_prompts.py"

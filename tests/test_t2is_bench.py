@@ -424,7 +424,7 @@ class TestFolders:
         # The first panel of each is missing, in a folder that is numbered from 0
         left_out = {(name, 0) for name in FOREIGN}
         folder = write_panels(tmp_path / "panels", FOREIGN, leave_out=left_out)
-        with pytest.raises(ValueError, match="numbered neither from 0 nor up to the number of panels"):
+        with pytest.raises(ValueError, match="neither from 0"):
             find_image_sets(folder, bench)
         found = find_image_sets(write_panels(tmp_path / "one", FOREIGN, start=1, leave_out=left_out), bench)
         assert found.missing == {"0001/0": [0], "0002/0": [0], "0003/0": [0]}
@@ -484,7 +484,7 @@ class TestPlantedSets:
         found = find_image_sets(write_panels(tmp_path / "panels", IDENTICAL, leave_out=left_out), bench)
         assert found.missing == {"0001/0": [3], "0003/0": [0]}
         system = evaluate(bench, tmp_path / "scores", found)
-        with pytest.raises(ValueError, match=r"2 of 3 sets lack images: 0001/0 \(panel 4\); 0003/0 \(panel 1\)"):
+        with pytest.raises(ValueError, match=r"0001/0 \(panel 4\), 0003/0 \(panel 1\)"):
             t2is_results(bench, [system])
         results = t2is_results(bench, [system], missing="zero")
         # Three of six pairs are there; of the set of two panels none
