@@ -32,10 +32,6 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
 
     Returns:
         `Path`: the card.
-
-    Raises:
-        FileNotFoundError: If there is no card.
-        ValueError: If no system is the tuned one, or the card's `model-index` cannot be read.
     """
     card_path = check_card(card_path)
     results = content.public_results(results)

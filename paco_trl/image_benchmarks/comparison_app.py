@@ -301,10 +301,6 @@ def serve_comparison(
 
     Returns:
         `gradio.Blocks`: the app.
-
-    Raises:
-        ImportError: If Gradio is not installed.
-        ValueError: If the adapter does not fit the model, the model edits images, or the judge cannot be used.
     """
     try:
         import gradio as gr

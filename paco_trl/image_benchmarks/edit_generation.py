@@ -70,11 +70,6 @@ def generate_edits(
     Returns:
         [`~datasets.Dataset`]: the edits in the order of the prompts: `id`, `language` if the prompts have it, `seed` and
         `image`, a path. It is saved in the directory too, with a report.
-
-    Raises:
-        TypeError: If `prompts` is not a [`~datasets.Dataset`].
-        ValueError: Before anything is generated: the prompts are invalid, or have no ids of their own; a source cannot be
-            read; `seed` is invalid; the pipeline takes no image, prompt or generator, or not so many sources.
     """
     import torch
     from accelerate import PartialState
@@ -133,10 +128,6 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
     Returns:
         [`FoundImages`], each edit a set of one panel. Prompts without an image, and images without a prompt, are logged
         too.
-
-    Raises:
-        FileNotFoundError: If there is no such directory.
-        ValueError: If no image belongs to a prompt, a prompt has two, or one cannot be read.
     """
     from accelerate import PartialState
 

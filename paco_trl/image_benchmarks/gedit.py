@@ -126,9 +126,7 @@ def score_edits(
 
     Raises:
         EndpointUnavailableError: If the judge cannot be queried. Earlier answers are kept.
-        FileNotFoundError: If `gedit_repo` has no file with the prompts.
-        ValueError: If an argument is invalid, an image cannot be read, an image or an instruction has changed since it was
-            scored, the directory has answers to other questions, or no answer of the judge is readable.
+        ValueError: If an image or an instruction has changed since it was scored, or no answer is readable.
     """
     check_protocol(protocol)
     is_published = protocol == "published"
@@ -232,10 +230,6 @@ def gedit_results(
 
     Returns:
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
-
-    Raises:
-        ValueError: If there are more than two systems, an edit is missing, not scored or changed since, a column is
-            missing, or the systems have scores of different judges or prompts.
     """
     comparison.check_results_arguments(systems, missing, protocol)
     keys = edit_keys(prompts)

@@ -134,11 +134,6 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
 
     Returns:
         [`FoundImages`].
-
-    Raises:
-        FileNotFoundError: If there is no such directory.
-        ValueError: If no file belongs to a prompt, a name is ambiguous, a prompt has two images of one panel, more images
-            than panels, or a grid and panels, or a grid has another shape than its prompt asks for.
     """
     folder = Path(folder)
     if not folder.is_dir():

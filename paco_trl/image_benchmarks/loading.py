@@ -32,9 +32,6 @@ def load_system(
 
     Returns:
         [`~diffusers.DiffusionPipeline`].
-
-    Raises:
-        ValueError: If the adapter was made for another model, does not fit, or has no safetensors.
     """
     pipeline = load_pipeline(model, dtype, device)
     if adapter is None:

@@ -48,9 +48,6 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
 
     Returns:
         `dict[str, Path]`: the files, by the names `json`, `markdown` and `html`.
-
-    Raises:
-        ValueError: If `num_shown` is below 1, or the results of an early version name no protocol.
     """
     if num_shown < 1:
         raise ValueError(f"`num_shown` is {num_shown}, but each gallery has at least one set. Set it to 1 or more.")

@@ -75,9 +75,7 @@ def score_consistency(
         each pair for each criterion. `None` where there is no answer; the next run queries the judge about it again.
 
     Raises:
-        ValueError: If images have changed since they were scored, another run is writing these scores, the scores in the
-            directory were made in another way (also by other weights of the same name), or the judge does not give a
-            probability or `None` for each question.
+        ValueError: If images have changed since they were scored, or the scores in the directory were made in another way.
     """
     # The benchmark's side, rounded to a multiple of the judge's merged patches, as `qwen_vl_utils` does
     processor = getattr(judge, "processor", None)

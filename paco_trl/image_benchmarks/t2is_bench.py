@@ -59,11 +59,6 @@ def load_t2is_bench(
     Returns:
         [`~datasets.Dataset`]: image-set prompts with `id`, `criteria`, where known `category`, `subcategory` and
         `case_id`, and with an alignment file `alignment` (a list of `panel`, `dimension` and `text`).
-
-    Raises:
-        FileNotFoundError: If one of the benchmark's own files is missing.
-        ValueError: If a file is broken, ids are missing or not unique, a prompt has fewer than two panels or no criterion of any
-            dimension, or the alignment file lacks a case, or has another number of panels than the prompt.
     """
     folder = find_t2is_bench(name_or_path)
     dataset = load_image_set_prompts(name_or_path, split) if folder is None else read_t2is_bench(folder)

@@ -97,10 +97,6 @@ def t2is_results(
 
     Returns:
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
-
-    Raises:
-        ValueError: If there are more than two systems, images are missing, scores are incomplete, no judge of
-            consistency has scored, or two systems have other seeds or other scorers.
     """
     check_results_arguments(systems, missing, protocol)
     if len({Path(one.folder).resolve() for one in systems}) < len(systems):
