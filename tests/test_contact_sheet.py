@@ -62,7 +62,7 @@ def test_a_round_in_rows_and_columns(tmp_path, prompts, generations, size):
         if prompt:
             assert top > boxes[prompt - 1, generation][3]
         if generation:
-            assert left > boxes[prompt, generation - 1][2] and top == boxes[prompt, 0][1]
+            assert left > boxes[prompt, generation - 1][2] + 4 and top == boxes[prompt, 0][1]
         # Its scores are below it, and above the next row
         assert ink(sheet, left, bottom + 1, right, bottom + 60) > 100
     left, top, right, _ = boxes[0, 0]
@@ -102,9 +102,18 @@ def test_rows_before_and_after(tmp_path):
             )  # the prompt, above the first alone
         before, after = (box_of(sheet, color_of(prompt, 1, series)) for series in range(2))
         assert before[0] == after[0] and before[2] == after[2]
-    # A prompt whose first image is missing keeps its title and its columns
-    fewer = save_contact_sheet(images[1:], "Evaluation", tmp_path / "sheet.png")
-    assert fewer.size == sheet.size
+    # Where an image is missing its place stays empty
+    first, *others = images
+    left, top, right, bottom = box_of(sheet, color_of(first.prompt, first.generation, first.series))
+    fewer = save_contact_sheet(others, "Evaluation", tmp_path / "sheet.png")
+    assert fewer.size == sheet.size and fewer.getpixel(((left + right) // 2, (top + bottom) // 2)) == (255, 255, 255)
+
+
+def test_pixels_of_small_images_stay_sharp(tmp_path):
+    image = Image.new("RGB", (8, 8), SOURCE)
+    image.paste(SECOND_SOURCE, (0, 0, 4, 8))
+    sheet = save_contact_sheet([SheetImage(0, 0, image, "")], "", tmp_path / "sheet.png")
+    assert {color for _, color in sheet.getcolors()} == {SOURCE, SECOND_SOURCE, (255, 255, 255)}
 
 
 @pytest.mark.filterwarnings("error")  # of Matplotlib, for a letter that no font has
