@@ -286,6 +286,7 @@ def test_published_figures_only_with_the_published_protocol(results, tmp_path):
         assert json.loads(paths["json"].read_text())["protocol"] == protocol
         markdown, page = paths["markdown"].read_text(), Page(paths["html"])
         assert (PUBLISHED_HEADING in markdown) == ("published" in page.texts) == is_published
+        assert not is_published or markdown.index(PUBLISHED_HEADING) > markdown.index("## Notes")
         assert ("Seedream 4.0" in markdown) == ("Seedream 4.0" in paths["html"].read_text()) == is_published
         assert markdown.startswith(f"# T2IS-Bench{', published protocol' * is_published}: ")
         assert f"- protocol: {protocol}\n" in markdown and f"Protocol: {protocol}. In brackets" in page.text("results")

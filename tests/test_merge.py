@@ -353,7 +353,7 @@ class TestErrors:
             ({"adapter_name_or_path": "vera"}, "VERA"),
             ({"adapter_name_or_path": "nameless"}, "--model_name_or_path"),
             ({"model_name_or_path": "gone"}, "gone"),
-            ({"output_dir": "adapter"}, "not empty"),
+            ({"output_dir": "adapter"}, "Nothing is overwritten"),
             ({"dtype": "int8"}, "int8"),
         ],
     )
