@@ -16,9 +16,7 @@ from diffusers import AutoencoderKL, FluxPipeline
 from torch import nn
 
 from paco_trl.rewards import ConsistencyReward, EditReward, panel_similarity_reward, redness_reward
-from paco_trl.rewards.runner import RewardError
-from paco_trl.rewards.runner import RewardRunner
-from paco_trl.rewards.runner import IMAGES_PER_CALL
+from paco_trl.rewards.runner import IMAGES_PER_CALL, RewardError, offloadable_models
 from testing_utils import are_equal, logs_with, weights_of
 
 

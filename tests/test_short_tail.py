@@ -271,7 +271,7 @@ class TestReport:
 
         trainer = make_trainer(images_per_prefix=2, tail_steps=1, reward_funcs=reward)
         rows, args = trainer.train_rows, trainer.args
-        evaluator = Evaluator(trainer.sampler, trainer.rewards, trainer.scorer, args)
+        evaluator = Evaluator(trainer.sampler, trainer.rewards, args)
         sizes = rows.training_sizes, args.resolution_scale
         found = evaluator.generate(rows, "", trainer.state, [5, 2, 7], *sizes, trainer.schedule.sde(0))
         assert scored == [rows.prompts[number] for number in (5, 2, 7) for _ in range(4)]

@@ -37,7 +37,7 @@ from .. import PaCoGRPOConfig, PaCoRewardConfig
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
 from ..rollout.loading import keep_dtype_of_norms, prepare_transformer, read_peft_config
 from ..rollout.prompt_rows import PromptRows
-from ..trainer.judge_model import complete_peft_config
+from ..trainer.paco_reward_trainer import complete_peft_config
 from ..utils.files import find_model_file
 from . import reward
 from .script_arguments import ScriptArguments, get_peft_config, judges_of
