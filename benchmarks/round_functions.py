@@ -25,11 +25,14 @@ PACKAGE = str(Path(__file__).resolve().parents[1] / "paco_trl") + os.sep
 
 def count(folder: Path) -> dict[str, list[str]]:
     """Return the functions that the second round enters, by file."""
+    import numpy as np
     from peft import LoraConfig
 
     from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, tiny
     from paco_trl.data import demo_prompts_path, load_image_set_prompts
-    from paco_trl.rewards import redness_reward
+
+    def brightness_reward(completions, **kwargs):
+        return [float(np.asarray(image).mean()) for image in completions]
 
     prompts = load_image_set_prompts(demo_prompts_path())
     square = [index for index, (r, c) in enumerate(zip(prompts["rows"], prompts["cols"], strict=True)) if r == c == 2]
@@ -40,7 +43,7 @@ def count(folder: Path) -> dict[str, list[str]]:
         disable_tqdm=True,
     )  # fmt: skip
     trainer = PaCoGRPOTrainer(
-        str(tiny.build_tiny_flux(folder / "flux")), redness_reward, args,
+        str(tiny.build_tiny_flux(folder / "flux")), brightness_reward, args,
         train_dataset=prompts.select(square).remove_columns(["height", "width"]),
         peft_config=LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
     )  # fmt: skip

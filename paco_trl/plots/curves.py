@@ -27,7 +27,7 @@ from .figures import new_figure, png_bytes
 # Not accelerate's logger, which raises where no accelerate state exists: a warning must never stop a run
 logger = logging.getLogger(__name__)
 
-PLOT_PAUSE = 60  # seconds between plots at logs
+PLOT_PAUSE = 60  # seconds between curves at logs
 MANY_POINTS = 200  # a line of more is noise: its running mean is plotted over it
 MAX_LABEL = 30  # letters that fit next to the panels
 _COLORS = ("#1f77b4", "#e8710a", "#2a9d3a", "#8e5fc4", "#c2185b", "#6d4c41", "#00838f", "#9e9d24")
@@ -94,7 +94,7 @@ def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round:
 
 
 class CurvesCallback(TrainerCallback):
-    """Write `curves.csv` at each log, and `curves.png` (`plot`) at checkpoints, at the end, and now and then."""
+    """Write `curves.csv` and `curves.png` (`plot`) at checkpoints, at the end, and now and then."""
 
     # From `state.log_history`, which checkpoints hold: after a resume they equal those of an uninterrupted run
 
@@ -108,31 +108,27 @@ class CurvesCallback(TrainerCallback):
         self._not_before = time.monotonic() + PLOT_PAUSE
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if rows := self._rows(state):
-            path = Path(args.output_dir) / "curves.csv"
-            self._write(path, lambda: write_curves_csv(rows, path))
-            if time.monotonic() >= self._not_before:
-                self.on_save(args, state, control)
+        if time.monotonic() >= self._not_before:
+            self.on_save(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if self._plot and (rows := self._rows(state)):
+        rows = history_rows(state.log_history) if state.is_world_process_zero else []
+        if not rows or rows[-1]["step"] == 0:  # before the first step they would replace those of an earlier run
+            return
+        folder = Path(args.output_dir)
+        self._write(folder / "curves.csv", lambda path: write_curves_csv(rows, path))
+        if self._plot:
             # Only `PaCoGRPOConfig` has rounds
-            steps_per_round = getattr(args, "optimizer_steps_per_generation", 1) * getattr(args, "num_iterations", 1)
-            path = Path(args.output_dir) / "curves.png"
-            self._submit(lambda: self._write(path, lambda: plot_curves(rows, path, steps_per_round)))
-            self._not_before = time.monotonic() + PLOT_PAUSE
+            per_round = getattr(args, "optimizer_steps_per_generation", 1) * getattr(args, "num_iterations", 1)
+            self._submit(lambda: self._write(folder / "curves.png", lambda path: plot_curves(rows, path, per_round)))
+        self._not_before = time.monotonic() + PLOT_PAUSE
 
     on_train_end = on_save
 
-    def _rows(self, state: TrainerState) -> list[dict[str, float]]:
-        """Return the rows to write: none on other processes, and none before the first step: they would replace a run's."""
-        rows = history_rows(state.log_history) if state.is_world_process_zero else []
-        return rows if rows and rows[-1]["step"] > 0 else []
-
-    def _write(self, path: Path, write: Callable[[], object]) -> None:
+    def _write(self, path: Path, write: Callable[[Path], object]) -> None:
         # A full disk must not stop a run of weeks for its curves
         try:
-            write()
+            write(path)
         except OSError as error:
             if path not in self._failed:
                 self._failed.add(path)

@@ -507,7 +507,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader that only counts micro-steps; `_prepare_inputs` fetches each row once per round."""
         # Called when training begins: reset the state of an earlier `train()`
-        self.statistics.clear()
+        self.statistics.rows = []
         self._step, self._train_time, self._is_first_backward = 0, 0.0, True
         self.buffer = None
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
@@ -748,7 +748,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         step, num_trained = self.state.global_step, self.layout.num_trained_steps
         self.statistics.add(record, ratio, metrics, weights)
         is_on_policy = step == self.buffer.global_step
-        is_complete = len(self.statistics) % num_trained == 0  # an image's steps
+        is_complete = len(self.statistics.rows) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:
             self.statistics.check_ratio(num_trained)  # at the first image, without waiting for the others
         if self.accelerator.sync_gradients:

@@ -55,12 +55,12 @@ class VelocityStatistics(StepStatistics):
         size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
         self._names = ["velocity_deviation", *values]
         columns = [size, weights > 0, deviation, *values.values()]
-        self._rows.append(torch.stack([column.detach().float() for column in columns], dim=1))  # (B, columns)
+        self.rows.append(torch.stack([column.detach().float() for column in columns], dim=1))  # (B, columns)
 
     def finish(self, step: int) -> dict[str, float]:  # type: ignore[override]  # called below
         """Gather the optimizer step's statistics, and start the next step. Every process calls it."""
-        rows = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and times, columns)
-        self.clear()
+        rows = self.accelerator.gather(torch.cat(self.rows)).cpu()  # (images and times, columns)
+        self.rows = []
         if not torch.isfinite(rows).all():
             raise RuntimeError(
                 f"The velocity is not finite at optimizer step {step}. The weights or the latents have overflowed; "

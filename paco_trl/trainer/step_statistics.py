@@ -24,20 +24,12 @@ class StepStatistics:
     def __init__(self, accelerator: Accelerator, args: PaCoGRPOConfig):
         self.accelerator, self.args = accelerator, args
         self.tolerance: Any = args.ratio_tolerance  # which the config has set
-        self._rows: list[torch.Tensor] = []
+        self.rows: list[torch.Tensor] = []  # one for each micro-step of the optimizer step
         self._names: list[str] = []  # of the columns that are logged as means
         self._steps: dict[
             int, tuple[float, float, float, int]
         ] = {}  # sigmas and number of elements of each trained step
         self._has_warned = False
-
-    def clear(self) -> None:
-        """Discard what was collected."""
-        self._rows = []
-
-    def __len__(self) -> int:
-        """Return the number of micro-steps collected."""
-        return len(self._rows)
 
     def add(
         self, record: RecordedStep, ratio: torch.Tensor, means: dict[str, torch.Tensor], weights: torch.Tensor
@@ -51,11 +43,11 @@ class StepStatistics:
         self._names = list(means)
         self._steps[record.index] = record.sigma, record.sigma_next, record.sigma_max, record.prev_sample[0].numel()
         columns = [index, (ratio - 1).abs(), sigma, (weights > 0).float(), *means.values()]
-        self._rows.append(torch.stack(columns, dim=1))  # (B, columns)
+        self.rows.append(torch.stack(columns, dim=1))  # (B, columns)
 
     def check_ratio(self, num_micro_steps: int) -> None:
         """Check that the ratio of the last micro-steps is 1. Collective: call on all ranks."""
-        stats = self.accelerator.gather(torch.cat(self._rows[-num_micro_steps:])).cpu()
+        stats = self.accelerator.gather(torch.cat(self.rows[-num_micro_steps:])).cpu()
         if not stats[:, 1].max().item() <= self.tolerance:  # NaN, too
             raise RuntimeError(self._describe_deviation(stats))
 
@@ -66,8 +58,8 @@ class StepStatistics:
         On policy, a ratio further from 1 than `ratio_tolerance` is an error in an early round, and later a warning, as is
         one further than a tenth of `epsilon`.
         """
-        stats = self.accelerator.gather(torch.cat(self._rows)).cpu()  # (images and steps, columns)
-        self.clear()
+        stats = self.accelerator.gather(torch.cat(self.rows)).cpu()  # (images and steps, columns)
+        self.rows = []
         index, deviation, _, valid, *means = stats.T
         is_finite = torch.isfinite(stats)
         if not is_finite.all():
