@@ -59,7 +59,7 @@ from transformers import (
 from grpo_step import Stopwatch, machine, peak_memory, reset_peak_memory
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
-from paco_trl.rollout.sampler import FetchedRows, PromptEmbeddings, PromptEncoder
+from paco_trl.rollout.sampler import EncodedRows, PromptEmbeddings, PromptEncoder
 from paco_trl.tiny import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 from paco_trl.tiny.flux import build_vae
 from paco_trl.trainer.rounds import RoundBuffer
@@ -462,7 +462,7 @@ class EditingTrainer(PaCoGRPOTrainer):
             self._current.images = digest([*pixels, *latents])
         return images, records
 
-    def _inputs(self, fetched: FetchedRows, numbers: list[int]):
+    def _inputs(self, fetched: EncodedRows, numbers: list[int]):
         if self._current.recipe == AGAIN:
             number = numbers[0]  # the images of a micro-batch are of one prompt
             encoder = MeasuredEncoder(self, is_resident=True)
@@ -565,7 +565,7 @@ def measure(args: argparse.Namespace, name: str) -> dict:
     trainer.train()
     rounds = trainer.rounds[1:]
     check_same_numbers(rounds, args.device)
-    (drawn_side, _), num_images = trainer.train_rows.training_sizes[0], trainer.layout.num_images
+    (drawn_side, _), num_images = trainer.train_rows.training_sizes[0], trainer.round_plan.num_images
     shipped_side, own_side = (
         trainer.family.prepare_image(trainer.pipeline, trainer.train_rows.images(0)[0], scale).height
         for scale in (SCALE, 1.0)

@@ -44,7 +44,7 @@ from paco_trl.data import demo_prompts_path
 from paco_trl.plots.curves import CurvesCallback
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import replay
-from paco_trl.rollout.sampler import FetchedRows
+from paco_trl.rollout.sampler import EncodedRows
 from paco_trl.tiny import build_tiny_flux
 from paco_trl.trainer.rounds import RoundBuffer
 from published_loop import PublishedLoop, count_forwards, forwards_by_kind
@@ -355,7 +355,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
     def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         self.end_round()
         recipe, resolution, is_synchronized = self.plan[round_index]
-        self._current = Round(recipe, resolution, is_synchronized, self.layout.num_prompts)
+        self._current = Round(recipe, resolution, is_synchronized, self.round_plan.num_prompts)
         if self.loop is not None and recipe == DEFAULTS and (self.watch.device == "cpu" or not is_synchronized):
             for name, is_checkpointed in {LOOP: self.args.gradient_checkpointing, LOOP_STORED: False}.items():
                 seconds, counts = self.loop.run(resolution, is_checkpointed)
@@ -370,7 +370,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         with self.watch.section("scoring: advantages, metrics, buffer"):
             buffer = super()._generate_and_score_completions(round_index)
         for index, entry in enumerate(buffer.entries):
-            entry["prompts"] = self._generated_prompts[index // self.layout.num_trained_steps]
+            entry["prompts"] = self._generated_prompts[index // self.round_plan.num_trained_steps]
         return buffer
 
     def end_round(self) -> None:
@@ -407,7 +407,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
             encoded = self.family.encode_prompt(self.pipeline, prompts, self.accelerator.device)
         return {name: tensor.float() for name, tensor in encoded.items()}
 
-    def _inputs(self, fetched: FetchedRows, numbers: list[int]):
+    def _inputs(self, fetched: EncodedRows, numbers: list[int]):
         prompts = [self.train_rows.prompts[number] for number in numbers]
         self._generated_prompts.append(prompts)
         if not self.is_published:
@@ -580,7 +580,7 @@ def measure(
             if (resolution, other) in rounds
         }
         results[str(resolution)][recipe] = {
-            **summary(args, done, trainer.layout.num_images, encode),
+            **summary(args, done, trainer.round_plan.num_images, encode),
             "time per image / published": {other: round(statistics.median(turns[other]), 3) for other in turns},
             "of each turn": {other: [round(ratio, 3) for ratio in turns[other]] for other in turns},
         }
@@ -595,7 +595,7 @@ def measure(
         "attention_backend": backend or "default",
         "compiled": is_compiled,
         "gradient_checkpointing": is_checkpointed,
-        "images in a round": trainer.layout.num_images,
+        "images in a round": trainer.round_plan.num_images,
         "transformer weights": sum(p.numel() for name, p in trainer.model.named_parameters() if "lora_" not in name),
         "trained weights": trained,
         "published commit": loop and loop.commit,

@@ -150,7 +150,7 @@ def work(setting: str, model: str, output: str) -> None:
     trainer.train()
     if not trainer.accelerator.is_main_process:
         return
-    micro_batches, gather = args.round_layout.micro_batches_per_process, "all_gather_into_tensor"
+    micro_batches, gather = args.round_plan.micro_batches_per_process, "all_gather_into_tensor"
     ratio = lambda elements: round(elements / weights, 4)  # noqa: E731
     calls, elements, live = collectives.calls, collectives.elements, collectives.live
     result = {

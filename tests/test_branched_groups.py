@@ -303,7 +303,7 @@ class TestTrainer:
         for batch_size in (2, 4, 8):
             trainer = make_trainer(per_device_train_batch_size=batch_size, **settings)
             trainer.train()
-            assignment = trainer.layout.assign([(32, 32)] * 4, (trainer.args.seed, STREAMS["batches"], 0))[0]
+            assignment = trainer.round_plan.assign([(32, 32)] * 4, (trainer.args.seed, STREAMS["batches"], 0))[0]
             starts = {}
             for batch, entry in zip(assignment, trainer.buffer.entries, strict=True):
                 for branch, sample in zip(batch[::2], entry["record"].sample, strict=True):

@@ -164,7 +164,7 @@ class TestDefaults:
         config = make(num_generations=3, num_prompts_per_generation=5, sde_steps=[1, 2], per_device_train_batch_size=2)
         assert config.num_prompts_per_generation != 5  # derived values are kept, too
         again = dataclasses.replace(config)
-        assert again.round_layout == config.round_layout
+        assert again.round_plan == config.round_plan
         for name in OWN_FIELDS:
             assert getattr(again, name) == getattr(config, name), name
 
@@ -499,14 +499,14 @@ class TestRound:
 
     def test_the_layout_is_what_trainer_reads(self, make):
         config = make(num_generations=4, num_prompts_per_generation=6, per_device_train_batch_size=2)
-        layout = config.round_layout
+        layout = config.round_plan
         assert (config.generation_batch_size, layout.num_images) == (24, 24)
         assert (config.steps_per_generation, layout.steps_per_generation) == (12, 12)
         assert (config.gradient_accumulation_steps, layout.gradient_accumulation_steps) == (6, 6)
 
     def test_only_another_number_of_generations(self, make):
         """TRL's own defaults would refuse it."""
-        assert make(num_generations=24).round_layout.num_images == 42 * 24
+        assert make(num_generations=24).round_plan.num_images == 42 * 24
 
     @pytest.mark.parametrize(
         ("settings", "expected"),
@@ -537,12 +537,12 @@ class TestRound:
             base["num_prompts_per_generation"] = 12
         config = make(**{**base, **settings, "sde_steps": list(range(1, 1 + trained_steps))})
         images, steps, accumulation, optimizer_steps = expected
-        assert config.round_layout.num_images == config.generation_batch_size == images
+        assert config.round_plan.num_images == config.generation_batch_size == images
         assert config.num_prompts_per_generation == images // 4
         assert config.steps_per_generation == steps * trained_steps
         assert config.gradient_accumulation_steps == accumulation * trained_steps
         assert config.optimizer_steps_per_generation == optimizer_steps
-        assert config.round_layout.gradient_accumulation_steps == config.gradient_accumulation_steps
+        assert config.round_plan.gradient_accumulation_steps == config.gradient_accumulation_steps
 
     def test_num_sde_steps_is_the_number_of_trained_steps(self, make):
         base = {"num_generations": 4, "num_prompts_per_generation": 4, "sde_steps": [1, 2, 3, 4]}
@@ -601,7 +601,7 @@ class TestRound:
     def test_processes_are_read_from_the_launcher(self, make, monkeypatch):
         """Not more processes than there are: the layout is that of the real ones."""
         monkeypatch.setenv("WORLD_SIZE", "1")
-        assert make().round_layout.num_processes == 1
+        assert make().round_plan.num_processes == 1
 
 
 @pytest.mark.parametrize("config", [PaCoGRPOConfig, PaCoRewardConfig])

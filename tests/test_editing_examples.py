@@ -202,7 +202,7 @@ class TestDefaults:
         )
         assert {field: getattr(args, field) for field in settings} == settings
         assert {field: getattr(args, field) for field in self.COMMON} == self.COMMON
-        assert args.round_layout.num_images == 672 and args.round_layout.num_optimizer_steps == 2
+        assert args.round_plan.num_images == 672 and args.round_plan.num_optimizer_steps == 2
         assert args.ema_decay is not None
         assert script_args.model_name_or_path.endswith(f"/{name}")
         assert script_args.edits and script_args.rewards == ["edit"]

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 import launching
 from launching import CPU_ZERO3
-from paco_trl.checkpointing.weights import EMA, swapped
+from paco_trl.checkpointing.weights import EMA, use_weights
 from paco_trl.rewards import redness_reward
 
 
@@ -161,7 +161,7 @@ class TestArithmetic:
         ema.load_state_dict(ema.state_dict())
         assert {value.device.type for value in ema.average.values()} == {"cpu" if offload else "cuda"}
         assert torch.allclose(ema.average["weight"].cuda(), before + 0.5)
-        with swapped(model, ema.average, 0):
+        with use_weights(model, ema.average, 0):
             assert torch.allclose(model.weight, before + 0.5)
         assert torch.allclose(model.weight, before + 1.0)
 
@@ -206,14 +206,14 @@ class TestSwap:
         images = torch.ones(4, 3, dtype=torch.bfloat16)
         before = model(images)
         parameters = list(model.parameters())
-        with swapped(model, other, 0):
+        with use_weights(model, other, 0):
             assert torch.equal(model[0].weight, other["0.weight"].bfloat16())
             assert torch.equal(model[1].weight, own["1.weight"])
             assert not torch.equal(model(images), before)
         assert are_equal(weights_of_module(model), own)
         assert torch.equal(model(images), before)
         assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
-        with pytest.raises(KeyError, match="planted"), swapped(model, other, 0):
+        with pytest.raises(KeyError, match="planted"), use_weights(model, other, 0):
             assert not torch.equal(model[0].weight, own["0.weight"])
             raise KeyError("planted")
         assert are_equal(weights_of_module(model), own)
@@ -221,7 +221,7 @@ class TestSwap:
     def test_nothing_is_swapped_without_an_average(self):
         model = nn.Linear(3, 2)
         own = weights_of_module(model)
-        with swapped(model, None, 0):
+        with use_weights(model, None, 0):
             assert are_equal(weights_of_module(model), own)
 
     def test_evaluation_draws_with_the_average(self, make_trainer, prompts):
@@ -279,7 +279,7 @@ class TestSwap:
         broken.append(True)
         with pytest.raises(RuntimeError, match="planted"):
             trainer.evaluate()
-        assert not are_equal(used[-1], raw)  # it had been swapped
+        assert not are_equal(used[-1], raw)  # it had been use_weights
         assert are_equal(weights_of(trainer), raw)
 
 
@@ -343,7 +343,7 @@ from transformers import TrainerCallback
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from paco_trl.checkpointing.weights import split_weights, gather_weights, local_weights, swapped, trained_parameters
+from paco_trl.checkpointing.weights import split_weights, gather_weights, local_weights, use_weights, trained_parameters
 
 
 def main():
@@ -410,8 +410,8 @@ def main():
             step = {"stage": stage, "gathered": len(own_gathered), "trained": len(own)}
             dtype = next(iter(own.values())).dtype
             step["dtype"] = str(dtype)
-            with swapped(trainer.model, trainer.ema.average, stage):
-                step["swapped in"] = same(read(), {n: v.to(dtype) for n, v in averages[-1].items()})
+            with use_weights(trainer.model, trainer.ema.average, stage):
+                step["use_weights in"] = same(read(), {n: v.to(dtype) for n, v in averages[-1].items()})
                 now = gathered()
                 step["gathered ones too"] = now.keys() == own_gathered.keys() and all(
                     torch.equal(v, averages[-1][n].to(dtype)) for n, v in now.items()
@@ -421,7 +421,7 @@ def main():
             step["changed"] = not same(own, {n: v.to(dtype) for n, v in averages[-1].items()})
             step["back"] = same(read(), own) and same(gathered(), own_gathered)
             try:
-                with swapped(trainer.model, trainer.ema.average, stage):
+                with use_weights(trainer.model, trainer.ema.average, stage):
                     raise KeyError
             except KeyError:
                 step["back after an error"] = same(read(), own) and same(gathered(), own_gathered)
@@ -523,7 +523,7 @@ def assert_swapped_everywhere(run: Run, stage: int, processes: int) -> None:
         for step in found["steps"]:
             assert step["stage"] == stage
             assert step["changed"]
-            for name in ("swapped in", "masters untouched" if stage else "changed", "back", "back after an error"):
+            for name in ("use_weights in", "masters untouched" if stage else "changed", "back", "back after an error"):
                 assert step[name], name
             assert step["gathered ones too"]
             assert step["round trip"]
@@ -600,7 +600,7 @@ class TestProcesses:
         assert np.array_equal(average, zero3.images("again"))
 
     def test_zero3_without_gathering_keeps_small_weights_in_place(self, run):
-        # Of a size below the threshold they stay gathered from one forward to the next, and must be swapped as well
+        # Of a size below the threshold they stay gathered from one forward to the next, and must be use_weights as well
         alone, zero3 = run("alone"), run("sharded", "zero3", ds3_gather_for_generation=False)
         for found in zero3.found:
             for step in found["steps"]:

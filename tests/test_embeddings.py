@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paco_trl import PaCoGRPOConfig
-from paco_trl.rollout.sampler import placed
+from paco_trl.rollout.sampler import on_device
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
 
 
@@ -75,7 +75,7 @@ class TestPlacement:
     def test_modules_come_back_to_the_memory_that_they_left(self):
         module = nn.Linear(2, 3)
         before = {name: (weight.data_ptr(), weight.detach().clone()) for name, weight in module.named_parameters()}
-        with placed([module], torch.device("meta")):
+        with on_device([module], torch.device("meta")):
             assert {weight.device.type for weight in module.parameters()} == {"meta"}
         for name, weight in module.named_parameters():
             assert weight.data_ptr() == before[name][0] and torch.equal(weight, before[name][1])

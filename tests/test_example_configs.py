@@ -145,7 +145,7 @@ def test_a_preset_is_the_papers_but_for_what_it_marks(name):
     _, training_args = CommandParser(classes).parse_args_and_config(
         ["--config", str(CONFIGS / name), "--use_cpu", *DATA]
     )
-    layout = training_args.round_layout
+    layout = training_args.round_plan
     assert (layout.num_prompts, layout.num_optimizer_steps) == (42, 2)
 
 

@@ -305,7 +305,7 @@ class TestUnusedLayers:
     def test_an_adapter_of_before_is_continued_but_its_run_is_not(self, folder, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(QwenImageFamily, "unused_layers", lambda self, transformer: [])
-            patch.setattr(paco_grpo_trainer, "all_gradients_needed", lambda *args: nullcontext())
+            patch.setattr(paco_grpo_trainer, "check_all_gradients", lambda *args: nullcontext())
             trainer, _ = short_run(self.case, folder, tmp_path / "before")
             trainer.train()
             trainer._save_checkpoint(trainer.model, trial=None)

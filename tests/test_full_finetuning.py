@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from peft import AdaLoraConfig, LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
-from paco_trl.checkpointing.weights import swapped
+from paco_trl.checkpointing.weights import use_weights
 from paco_trl.trainer import paco_grpo_trainer
 
 
@@ -111,7 +111,7 @@ class TestAllWeights:
         assert np.abs(tuned - base).mean() > 2
         last = draw(trainer.pipeline)
         assert not np.array_equal(last, tuned)
-        with swapped(trainer.model, trainer.ema.average, 0):
+        with use_weights(trainer.model, trainer.ema.average, 0):
             assert np.array_equal(draw(trainer.pipeline), tuned)
         assert np.array_equal(draw(trainer.pipeline), last)
 
@@ -391,7 +391,7 @@ class TestContinuedAdapter:
         images = [draw(self.with_adapter(tiny_flux, tmp_path / "saved", peft)) for peft in (True, False)]
         assert np.array_equal(*images)
         assert not np.array_equal(images[0], draw(self.with_adapter(tiny_flux, adapter)))
-        with swapped(trainer.model, trainer.ema.average, 0):
+        with use_weights(trainer.model, trainer.ema.average, 0):
             assert np.array_equal(draw(trainer.pipeline), images[0])
         text = (tmp_path / "saved" / "README.md").read_text()
         assert "| LoRA | rank 4, alpha 32, continued from first-run |" in text

@@ -18,7 +18,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from paco_trl import PaCoReward, tiny
 from paco_trl.rewards import ClipTReward, redness_reward
-from paco_trl.rollout.sampler import placed
+from paco_trl.rollout.sampler import on_device
 from test_family_training import CASES, Case, make_dataset
 
 
@@ -165,7 +165,7 @@ def test_judge_scores_the_same_after_it_was_away(quantization, tmp_path):
     before = judge.score([pair], "Are they alike?")
     judge.model.to("cpu")
     for _ in range(2):
-        with placed([judge.model], torch.device(DEVICE)):
+        with on_device([judge.model], torch.device(DEVICE)):
             assert devices_of(judge.model) == {DEVICE}
             assert judge.score([pair], "Are they alike?") == before
         assert devices_of(judge.model) == {"cpu"}

@@ -285,7 +285,7 @@ class TestLoss:
         """Latents, noise and times of one image, by hand from the key of the image."""
         trainer, record = recorded(make_nft)
         rows = trainer.schedule.rows(0)
-        assignment = trainer.layout.assign([(32, 32)] * 2, (trainer.args.seed, 1, 0))[0]
+        assignment = trainer.round_plan.assign([(32, 32)] * 2, (trainer.args.seed, 1, 0))[0]
         for position, batch in enumerate(assignment):
             steps = [entry["record"] for entry in record.buffers[0][2 * position : 2 * position + 2]]
             for place, image in enumerate(batch.tolist()):
@@ -336,7 +336,7 @@ class TestLoss:
         found = []
         for batch_size in (1, 4):
             trainer, record = recorded(make_nft, per_device_train_batch_size=batch_size, max_steps=1)
-            images = trainer.layout.assign([(32, 32)] * 2, (trainer.args.seed, 1, 0))[0].flatten()
+            images = trainer.round_plan.assign([(32, 32)] * 2, (trainer.args.seed, 1, 0))[0].flatten()
             steps = [entry["record"] for entry in record.buffers[0]]
             parts = {}
             for level in (0, 1):
@@ -564,7 +564,7 @@ class TestConfig:
         config = make_config()
         assert (config.nft_beta, config.num_noise_levels, config.num_trained_steps) == (1.0, None, 9)
         assert (config.old_policy_decay_rate, config.old_policy_max_decay) == (0.001, 0.5)
-        assert config.round_layout.num_images == 672 and config.steps_per_generation == 672 * 9
+        assert config.round_plan.num_images == 672 and config.steps_per_generation == 672 * 9
 
     def test_documented_as_they_are(self):
         assert list(DOCUMENTED) == OWN_FIELDS and len(OWN_FIELDS) == 8
@@ -665,7 +665,7 @@ class TestConfig:
         config = make_config(**settings)
         again = dataclasses.replace(config)
         assert all(getattr(again, name) == value for name, value in settings.items())
-        assert again.round_layout == config.round_layout and again.sde_steps == config.sde_steps
+        assert again.round_plan == config.round_plan and again.sde_steps == config.sde_steps
 
     def test_on_the_command_line(self, tmp_path, capsys):
         options = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]

@@ -95,7 +95,7 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
 def test_settings_that_cannot_work(tmp_path, settings, message):
     usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 2}
     usual |= {"per_device_rollout_batch_size": 4, "sde_steps": [1]}
-    assert PaCoGRPOConfig(**usual).round_layout.rollout_batch_size == 4
+    assert PaCoGRPOConfig(**usual).round_plan.rollout_batch_size == 4
     with pytest.raises(ValueError, match=message):
         PaCoGRPOConfig(**usual | settings)
 

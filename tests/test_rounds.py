@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paco_trl.trainer.rounds import RoundLayout, plan_round
+from paco_trl.trainer.rounds import RoundPlan, plan_round
 
 
 SQUARE, WIDE, TALL = (512, 512), (256, 1280), (768, 256)
@@ -16,18 +16,18 @@ SQUARE, WIDE, TALL = (512, 512), (256, 1280), (768, 256)
 
 def layout(
     num_prompts=8, num_generations=4, batch_size=2, num_processes=1, num_trained_steps=1, num_optimizer_steps=2,
-    num_merged=1,
+    num_merged_batches=1,
 ):  # fmt: skip
     sizes = (num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
-    return RoundLayout(*sizes, num_merged)
+    return RoundPlan(*sizes, num_merged_batches)
 
 
-def images_of_steps(round_layout, assignment):
+def images_of_steps(round_plan, assignment):
     """The set of images behind each optimizer step."""
-    batches = assignment.shape[1] // round_layout.num_optimizer_steps
+    batches = assignment.shape[1] // round_plan.num_optimizer_steps
     return [
         set(assignment[:, step * batches : (step + 1) * batches].reshape(-1).tolist())
-        for step in range(round_layout.num_optimizer_steps)
+        for step in range(round_plan.num_optimizer_steps)
     ]
 
 
@@ -35,11 +35,11 @@ class TestArithmetic:
     @pytest.mark.parametrize("num_processes", [1, 2, 4, 7, 8])
     def test_the_papers_round(self, num_processes):
         """42 prompts x 16 images, batch 1, 2 optimizer steps; on 8 processes 672 / 16 is whole too."""
-        round_layout = RoundLayout(42, 16, 1, num_processes, 1, 2)
-        assert round_layout.num_images == 672
-        assert round_layout.micro_batches_per_process == 672 // num_processes
-        assert round_layout.steps_per_generation == 672 // num_processes
-        assert round_layout.gradient_accumulation_steps == 336 // num_processes
+        round_plan = RoundPlan(42, 16, 1, num_processes, 1, 2)
+        assert round_plan.num_images == 672
+        assert round_plan.micro_batches_per_process == 672 // num_processes
+        assert round_plan.steps_per_generation == 672 // num_processes
+        assert round_plan.gradient_accumulation_steps == 336 // num_processes
 
     def test_trained_steps_multiply_the_micro_steps_and_not_the_images(self):
         one, four = layout(num_trained_steps=1), layout(num_trained_steps=4)
@@ -58,7 +58,7 @@ class TestArithmetic:
         assert rows * a.num_optimizer_steps == a.num_images * a.num_trained_steps
 
     def test_describe_has_the_numbers(self):
-        text = RoundLayout(42, 16, 1, 7, 4, 2).describe()
+        text = RoundPlan(42, 16, 1, 7, 4, 2).describe()
         for words in (
             "42 prompts x 16 generations = 672 images",
             "7 process(es) 96 micro-batches of 1",
@@ -70,25 +70,32 @@ class TestArithmetic:
             assert words in text
 
 
-def plan(num_processes=1, num_generations=4, batch_size=2, num_trained_steps=1, num_merged=1, **sizes):
+def plan(num_processes=1, num_generations=4, batch_size=2, num_trained_steps=1, num_merged_batches=1, **sizes):
     names = (
         "num_prompts", "num_optimizer_steps", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps"
     )  # fmt: skip
     return plan_round(
         *(sizes.get(name) for name in names), num_processes=num_processes, num_generations=num_generations,
-        batch_size=batch_size, num_trained_steps=num_trained_steps, num_merged=num_merged,
+        batch_size=batch_size, num_trained_steps=num_trained_steps, num_merged_batches=num_merged_batches,
     )  # fmt: skip
 
 
 class TestPlan:
-    @pytest.mark.parametrize("num_merged", [1, 2])
-    def test_prompts_are_rounded_up_to_the_next_number_that_divides(self, num_merged):
+    @pytest.mark.parametrize("num_merged_batches", [1, 2])
+    def test_prompts_are_rounded_up_to_the_next_number_that_divides(self, num_merged_batches):
         found = set()
         for G, B, processes, steps in product((3, 4, 6), (1, 2, 4), (1, 2, 5), (1, 2, 3)):
             for prompts in (1, 5, 42):
-                batch = processes * B * num_merged * steps
+                batch = processes * B * num_merged_batches * steps
                 smallest = next(n for n in range(prompts, 1000) if n * G % batch == 0)
-                planned = plan(processes, G, B, num_merged=num_merged, num_prompts=prompts, num_optimizer_steps=steps)
+                planned = plan(
+                    processes,
+                    G,
+                    B,
+                    num_merged_batches=num_merged_batches,
+                    num_prompts=prompts,
+                    num_optimizer_steps=steps,
+                )
                 assert (planned.num_prompts, planned.num_optimizer_steps) == (smallest, steps)
                 found.add(smallest - prompts)
         assert len(found) > 10
@@ -103,7 +110,7 @@ class TestPlan:
         [
             {"generation_batch_size": 18},  # no full groups
             {"generation_batch_size": 12, "num_processes": 2},  # no full batches
-            {"generation_batch_size": 32, "num_merged": 3},
+            {"generation_batch_size": 32, "num_merged_batches": 3},
             {"steps_per_generation": 5},
             {"steps_per_generation": 33, "num_trained_steps": 2},
             {"generation_batch_size": 64, "gradient_accumulation_steps": 7},
@@ -121,7 +128,9 @@ class TestPlan:
         for value in sizes.values():
             assert str(value) in str(error.value)
         (numbers,) = re.findall(r"`num_prompts_per_generation` to ([\d or]+),", str(error.value))
-        rest = {name: sizes[name] for name in ("num_processes", "num_merged", "num_trained_steps") if name in sizes}
+        rest = {
+            name: sizes[name] for name in ("num_processes", "num_merged_batches", "num_trained_steps") if name in sizes
+        }
         for number in map(int, numbers.split(" or ")):
             assert plan(num_prompts=number, **rest).num_prompts == number
 
@@ -201,7 +210,7 @@ class TestAssign:
             assert not np.array_equal(a.assign(sizes, tuple(other)), first)
 
     def test_batches_of_generation_are_neighbors_on_any_number_of_processes(self):
-        sizes, plain, merged = [SQUARE, WIDE] * 4, layout(), layout(num_merged=2)
+        sizes, plain, merged = [SQUARE, WIDE] * 4, layout(), layout(num_merged_batches=2)
         assert (merged.rollout_batch_size, merged.steps_per_generation) == (4, plain.steps_per_generation)
         found = []
         for number in (1, 2, 4):
@@ -216,7 +225,7 @@ class TestAssign:
         assert any(len({image // 4 for image in batch}) > 1 for batch in batches)
 
     def test_a_round_holds_full_batches_of_generation(self):
-        assert "12 micro-batches of 2, generated 4 at a time, 1 trained" in layout(6, num_merged=2).describe()
+        assert "12 micro-batches of 2, generated 4 at a time, 1 trained" in layout(6, num_merged_batches=2).describe()
 
     def test_mixed_sizes_are_an_error_with_what_to_do(self):
         sizes = [SQUARE] * 7 + [WIDE]

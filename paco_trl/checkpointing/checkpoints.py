@@ -203,7 +203,7 @@ def check_resumed_run(
             f"'{checkpoint}' was saved {'with' if saved['is_deepspeed'] else 'without'} DeepSpeed, and this run is "
             f"{'with' if is_deepspeed else 'without'} it: their optimizer states are not the same. Start it as before."
         )
-    if different := _differences(saved.get("course", {}), settings):
+    if different := _differences(saved.get("hyperparameters", {}), settings):
         logger.warning(f"'{checkpoint}' is resumed with other settings, so this is another run:\n  {different}")
 
 
@@ -221,7 +221,7 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
             )
         different = [_differences(saved["identity"], identity)]
         if settings is not None:
-            different.append(_differences(saved["course"], settings))
+            different.append(_differences(saved["hyperparameters"], settings))
         if any(different):
             raise ValueError(
                 f"`output_dir` ('{output_dir}') has '{checkpoint.name}' of another run:\n  "
@@ -262,7 +262,7 @@ class StagedCheckpoint:
         self.folder = self.output_dir / STAGING / f"checkpoint-{step}"
 
     def write(self, part: Callable[[Path], Any]) -> None:
-        """Write a part of the checkpoint. Every process calls it, and all stop if one fails."""
+        """Write a part of the checkpoint. Collective: call on all ranks; all stop if one fails."""
         problem = None
         try:
             part(self.folder)

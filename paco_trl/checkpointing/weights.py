@@ -24,7 +24,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def all_gradients_needed(model: nn.Module, unused_layers: Sequence[str] = ()) -> Iterator[None]:
+def check_all_gradients(model: nn.Module, unused_layers: Sequence[str] = ()) -> Iterator[None]:
     """Raise `ValueError` on every process if a backward leaves a trained, used weight without a gradient."""
     # By hooks: DeepSpeed takes gradients out of `.grad` as they come
     parameters, seen = trained_parameters(model), set()
@@ -72,7 +72,7 @@ def local_weights(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
 def gather_weights(
     model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int, keep: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return full weights on the CPU, or nothing unless kept, from the local ones. Every process calls it."""
+    """Return full weights on the CPU, or nothing unless kept, from the local ones. Collective: call on all ranks."""
     full = {}
     for name, parameter in trained_parameters(model).items():
         value = local[name]
@@ -104,7 +104,7 @@ def split_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: i
 
 @torch.no_grad()
 def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: int) -> None:
-    """Load full weights into the model and into DeepSpeed's masters. Every process calls it with all of them."""
+    """Load full weights into the model and into DeepSpeed's masters. Collective: call on all ranks, with all of them."""
     local = split_weights(model, full, zero_stage)
     _write(model, local, zero_stage)
     if zero_stage == 0:
@@ -117,7 +117,7 @@ def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: in
 
 
 @contextmanager
-def swapped(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_stage: int) -> Iterator[None]:
+def use_weights(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_stage: int) -> Iterator[None]:
     """Use other local weights in forwards, not in DeepSpeed's masters, and restore the model's own bit-exactly after."""
     if local is None:
         yield
@@ -181,7 +181,7 @@ class EMA:
             torch._foreach_lerp_([self.average[name] for name in weights], list(weights.values()), 1 - self.decay)
 
     def state_dict(self, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return the full average on the CPU, empty unless kept. Every process calls it."""
+        """Return the full average on the CPU, empty unless kept. Collective: call on all ranks."""
         return gather_weights(self.model, self.average, self.zero_stage, keep)
 
     @torch.no_grad()

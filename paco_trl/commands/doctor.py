@@ -221,9 +221,9 @@ def check_configuration(state: DoctorState) -> list[Row]:
     args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
     if args.embeddings_dir is not None:
         args.embeddings_dir = str(Path(state.temporary_dir) / "embeddings")
-    finding = args.round_layout.describe()
+    finding = args.round_plan.describe()
     if args.num_iterations > 1:
-        steps = args.round_layout.num_optimizer_steps * args.num_iterations
+        steps = args.round_plan.num_optimizer_steps * args.num_iterations
         finding += f" With `num_iterations` = {args.num_iterations}: {steps} optimizer steps a round."
     state.args = args
     return [Row(WARNING if warned else OK, finding, warned), *rows]
@@ -281,7 +281,7 @@ def check_data(state: DoctorState) -> Row:
         # The later checks do not evaluate, so they can still run
         args.eval_strategy, args.eval_on_start, args.load_best_model_at_end = IntervalStrategy.NO, False, False
 
-    layout = args.round_layout
+    layout = args.round_plan
     rounds = len(dataset) // layout.num_prompts
     if rounds == 0:
         faults.append(f"A round takes {layout.num_prompts} different prompts.")
@@ -508,7 +508,7 @@ def nonzero_adapter(model: nn.Module) -> Iterator[None]:
 def check_ratio(state: DoctorState) -> Row:
     """Check that the replay gives the log-probabilities of the rollout, and a gradient."""
     generator, trainer, args = state.generator, state.trainer, state.args
-    device, layout = trainer.accelerator.device, args.round_layout
+    device, layout = trainer.accelerator.device, args.round_plan
     deviations = {}
     with nonzero_adapter(trainer.model):
         generated = generator.generate(layout.rollout_batch_size, generator.sde_settings(args.noise_level))
@@ -517,7 +517,7 @@ def check_ratio(state: DoctorState) -> Row:
             torch.cuda.reset_peak_memory_stats(device)
         for batch in generated.records:
             log_probs = []
-            for record in split_record(batch, layout.num_merged, trainer.family):
+            for record in split_record(batch, layout.num_merged_batches, trainer.family):
                 log_prob = generator.replay(record)
                 log_prob.mean().backward()
                 log_probs.append(log_prob.detach())

@@ -23,7 +23,7 @@ from ..rewards.runner import RewardRunner, offloadable_models
 from ..rollout import family_of
 from ..rollout.loading import check_peft_config, load_pipeline, make_policy
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.sampler import PromptEncoder, RolloutSampler, placed
+from ..rollout.sampler import PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import digest, sole_writer, write_atomically
@@ -86,7 +86,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
                 gc.collect()
             role, title = "tuned" if adapter else "base", public_name(adapter or args.model_name_or_path)
             systems.append({"role": role, "name": title, "settings": shown, "files": files})
-        with placed(models, accelerator.device):
+        with on_device(models, accelerator.device):
             for name, system in zip(folders, systems, strict=True):
                 system["scores"] = score_images(rewards, rows, system["files"], output_dir / name)
         if not accelerator.is_main_process:
@@ -108,7 +108,7 @@ def _settings(args: PromptsArguments) -> dict[str, Any]:
     trained: dict[str, Any] = {}
     for adapter in (args.adapter_name_or_path or [])[:1]:
         for folder in [Path(adapter), *checkpoints_of(adapter)]:
-            trained = trained or (read_run(folder) or {}).get("course", {})
+            trained = trained or (read_run(folder) or {}).get("hyperparameters", {})
     settings: dict[str, Any] = {"model": args.model_name_or_path}
     for name in TRAINED:
         default = PaCoGRPOConfig.__dataclass_fields__[name].default

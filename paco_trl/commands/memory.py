@@ -463,7 +463,7 @@ class ImagePlan:
 
     def setting(self) -> Setting:
         """Return the setting of the run."""
-        args, layout = self.args, self.args.round_layout
+        args, layout = self.args, self.args.round_plan
         names = ("offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
         return Setting(
             layout.batch_size, args.activation_checkpointing, getattr(args, "quantization", None),
@@ -473,7 +473,7 @@ class ImagePlan:
 
     def phases(self, setting: Setting, is_full: bool = False) -> list[Phase]:
         """Return the phases of a run; `is_full` trains at the inference size."""
-        args, layout, tiled = self.args, self.args.round_layout, setting.vae_tiling
+        args, layout, tiled = self.args, self.args.round_plan, setting.vae_tiling
         is_nft, has_old_policy = hasattr(args, "nft_beta"), getattr(args, "keeps_old_policy", False)  # another average
         averages = (args.ema_decay is not None) + has_old_policy
         frozen, encoders = self.frozen_bytes(setting.quantization)
@@ -507,7 +507,7 @@ class ImagePlan:
             quantization = None if kind == "decoding" else copied
             return affine(lambda size: self.peak(kind, size, is_full, flag, quantization), count)
 
-        batch, evaluated = setting.batch_size * layout.num_merged, args.per_device_eval_batch_size
+        batch, evaluated = setting.batch_size * layout.num_merged_batches, args.per_device_eval_batch_size
         step, decode = allocated("generation", batch), allocated("decoding", batch, flag=tiled)
         full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
         # A branch takes one row where only its stochastic step is trained

@@ -16,7 +16,7 @@ from torch import nn
 from .. import PaCoGRPOConfig
 from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.sampler import FetchedRows, RolloutSampler
+from ..rollout.sampler import EncodedRows, RolloutSampler
 from ..utils.images import to_rgb
 
 
@@ -47,7 +47,7 @@ class SampleGenerator:
             self.policy.model.activation_checkpointing_enable()
         self.model = self.sampler.accelerator.prepare_model(self.policy.model)
 
-    def fetch(self) -> FetchedRows:
+    def fetch(self) -> EncodedRows:
         """Encode the prompt and its source images once."""
         scale = self.args.resolution_scale
         self.sampler.prompt_encoder.encode(self.rows, [self.number], scale)
@@ -56,7 +56,7 @@ class SampleGenerator:
     def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:
         """Generate images of the prompt with the policy."""
 
-        def with_policy(fetched: FetchedRows, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
+        def with_policy(fetched: EncodedRows, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
             size, steps = (self.height, self.width), self.args.num_inference_steps
             return self.sampler.generate(fetched, [self.number] * count, noise_keys, size, steps, sde=sde)
 
@@ -75,7 +75,7 @@ class SampleGenerator:
             self.pipeline.name_or_path, subfolder="scheduler", **where
         )
 
-        def with_own_scheduler(fetched: FetchedRows, noise_keys: list) -> tuple[list[Image.Image], list]:
+        def with_own_scheduler(fetched: EncodedRows, noise_keys: list) -> tuple[list[Image.Image], list]:
             arguments, _, sources = self.sampler.inputs(fetched, [self.number])
             images = [source.image for source in sources]
             with self.family.generation_context(self.pipeline, images):

@@ -37,7 +37,7 @@ from trl.trainer.utils import (
 )
 
 from ..data import split_grid
-from ..rollout.sampler import placed
+from ..rollout.sampler import on_device
 from ..utils.fingerprint import describe_scorer
 from ..utils.stopping import Stopped, agree, stop_request
 from .aggregation import AggregationDetails, aggregate_rewards
@@ -209,7 +209,7 @@ class RewardRunner:
         """Wait for the rewards and gather them on every process; an image that was added twice counts once."""
         started = time.perf_counter()
         groups = self._exchange_groups() if self._grouped else []
-        with placed(self.models, self.accelerator.device) if self.models else nullcontext():
+        with on_device(self.models, self.accelerator.device) if self.models else nullcontext():
             while self._waiting:
                 self._submit(self._sync, self._waiting[:IMAGES_PER_CALL], state)
                 del self._waiting[:IMAGES_PER_CALL]

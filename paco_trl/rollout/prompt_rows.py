@@ -25,7 +25,7 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True)
-class Condition:
+class PromptKey:
     """What an image is generated from, `images` as digests. Rows with the same condition are encoded once."""
 
     prompt: str
@@ -117,14 +117,14 @@ class PromptRows:
             return None
         return {place: self.sources.load(number) for place, number in enumerate(numbers[:count])}
 
-    def condition(self, number: int, scale: float) -> Condition:
+    def prompt_key(self, number: int, scale: float) -> PromptKey:
         """Return what a row's images are generated from, its source images read at `scale` per side."""
         if self.sources is None:
-            return Condition(self.prompts[number])
-        return Condition(self.prompts[number], self.sources.digests(number), scale)
+            return PromptKey(self.prompts[number])
+        return PromptKey(self.prompts[number], self.sources.digests(number), scale)
 
     @contextmanager
-    def row_named_in_errors(self, number: int) -> Iterator[None]:
+    def add_row_to_errors(self, number: int) -> Iterator[None]:
         """Name the row in a `ValueError` that is raised within the context."""
         try:
             yield
@@ -160,6 +160,6 @@ class PromptRows:
                 "need another column name."
             )
         for number in range(len(self)):
-            with self.row_named_in_errors(number):
+            with self.add_row_to_errors(number):
                 for width, height in self.sources.sizes(number):
                     family.check_image_size(width, height)

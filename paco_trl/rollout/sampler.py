@@ -34,7 +34,7 @@ from ..utils.generation import truncations_counted
 from ..utils.processes import wait_for_all
 from . import Family
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
-from .prompt_rows import Condition, PromptRows
+from .prompt_rows import PromptKey, PromptRows
 
 
 logger = get_logger(__name__)
@@ -76,18 +76,18 @@ class PromptEncoder:
         self.negative_prompt = negative_prompt
         self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
         # What was encoded, or the file of it: (digest, scale) -> latents of a source image
-        self._encoded: dict[Condition | tuple[str, float], dict[str, torch.Tensor] | Path] = {}
+        self._encoded: dict[PromptKey | tuple[str, float], dict[str, torch.Tensor] | Path] = {}
 
     @torch.no_grad()
     def encode(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> None:
-        """Encode what is new in some rows. Every process calls it with the same numbers."""
+        """Encode what is new in some rows. Collective: call on all ranks, with the same numbers."""
         if rows.sources is not None:
             self._read_digests(rows, numbers)
-        prompts: dict[Condition, int] = {}  # -> a row with its source images
+        prompts: dict[PromptKey, int] = {}  # -> a row with its source images
         images: dict[tuple[str, float], tuple[int, int]] = {}  # -> a row and the place in it
         for number in dict.fromkeys(numbers):
-            condition = rows.condition(number, scale)
-            for distinct in self._text_conditions(condition):
+            condition = rows.prompt_key(number, scale)
+            for distinct in self._prompt_keys(condition):
                 if distinct not in self._encoded:
                     prompts.setdefault(distinct, number)
             for place, image in enumerate(condition.images):
@@ -102,16 +102,14 @@ class PromptEncoder:
 
     def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, PromptEmbeddings]:
         """Return the embeddings of some encoded rows, on the CPU, by number."""
-        conditions = {number: rows.condition(number, scale) for number in numbers}
-        distinct = dict.fromkeys(
-            each for condition in conditions.values() for each in self._text_conditions(condition)
-        )
+        conditions = {number: rows.prompt_key(number, scale) for number in numbers}
+        distinct = dict.fromkeys(each for condition in conditions.values() for each in self._prompt_keys(condition))
         digests = dict.fromkeys((digest, scale) for condition in conditions.values() for digest in condition.images)
-        keys: list[Condition | tuple[str, float]] = [*distinct, *digests]
+        keys: list[PromptKey | tuple[str, float]] = [*distinct, *digests]
         encoded: Any = {key: dict(self._read(key)) for key in keys}
         embeddings = {}
         for number, condition in conditions.items():
-            prompt, *negative = [encoded[each] for each in self._text_conditions(condition)]
+            prompt, *negative = [encoded[each] for each in self._prompt_keys(condition)]
             latents = [encoded[digest, scale]["latents"] for digest in condition.images]
             embeddings[number] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
         return embeddings
@@ -128,9 +126,9 @@ class PromptEncoder:
         wait_for_all()
         sources.remember(dict(gather_object(read)))
 
-    def _text_conditions(self, condition: Condition) -> list[Condition]:
+    def _prompt_keys(self, condition: PromptKey) -> list[PromptKey]:
         """Return what the text encoders see: of the prompt and, with true guidance, of the negative prompt."""
-        seen = condition if self.family.prompt_sees_images else Condition(condition.prompt)
+        seen = condition if self.family.prompt_sees_images else PromptKey(condition.prompt)
         return [seen] if self.negative_prompt is None else [seen, replace(seen, prompt=self.negative_prompt)]
 
     def _local_part(self, new: dict) -> list[tuple]:
@@ -141,10 +139,10 @@ class PromptEncoder:
     def _progress(self, mine: list[tuple], description: str) -> Iterable[tuple]:
         return tqdm(mine, description, disable=not (mine and self.accelerator.is_main_process))
 
-    def _file(self, key: Condition | tuple[str, float]) -> Path:
+    def _file(self, key: PromptKey | tuple[str, float]) -> Path:
         return self._folder / f"{digest(repr(key))[:32]}.safetensors"
 
-    def _keep(self, key: Condition | tuple[str, float], tensors: dict[str, torch.Tensor]) -> None:
+    def _keep(self, key: PromptKey | tuple[str, float], tensors: dict[str, torch.Tensor]) -> None:
         if self._folder is not None:
             # safetensors refuses tensors that share memory
             tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
@@ -152,7 +150,7 @@ class PromptEncoder:
         else:
             self._encoded[key] = tensors
 
-    def _read(self, key: Condition | tuple[str, float]) -> dict[str, torch.Tensor]:
+    def _read(self, key: PromptKey | tuple[str, float]) -> dict[str, torch.Tensor]:
         encoded = self._encoded[key]
         if not isinstance(encoded, Path):
             return encoded
@@ -164,7 +162,7 @@ class PromptEncoder:
                 "processes must see the directory of the embeddings: set `embeddings_dir` to a shared one."
             ) from error
 
-    def _encode_prompts(self, rows: PromptRows, new: dict[Condition, int]) -> None:
+    def _encode_prompts(self, rows: PromptRows, new: dict[PromptKey, int]) -> None:
         device, count = self.accelerator.device, sum(each.prompt != self.negative_prompt for each in new)
         mine, size = self._local_part(new), 0
         counting = truncations_counted(self.pipeline, f"{count} prompts")
@@ -172,7 +170,7 @@ class PromptEncoder:
             for condition, number in self._progress(mine, "Encoding prompts"):
                 images = rows.images(number) if condition.images else []
                 arguments = (condition.prompt, device, images, condition.scale)
-                with rows.row_named_in_errors(number):
+                with rows.add_row_to_errors(number):
                     encoded = self.family.encode_prompt(self.pipeline, *arguments)
                 self._keep(condition, send_to_device(encoded, "cpu"))
                 size = sum(tensor.nbytes for tensor in encoded.values())
@@ -181,7 +179,7 @@ class PromptEncoder:
                     truncations[f"the end of the text was truncated, because it is longer than {name} reads"] += 1
         self._remember(new)
         logger.info(
-            f"{sum(isinstance(known, Condition) for known in self._encoded)} distinct prompts are encoded, "
+            f"{sum(isinstance(known, PromptKey) for known in self._encoded)} distinct prompts are encoded, "
             f"{len(mine)} of them now by this process ({size / 2**20:.1f} MiB each), in {self._folder or 'CPU memory'}."
         )
 
@@ -190,7 +188,7 @@ class PromptEncoder:
         mine = self._local_part(new)
         with self._placed(("vae",) if mine else ()), _untiled(vae):
             for (digest, scale), (number, place) in self._progress(mine, "Encoding source images"):
-                with rows.row_named_in_errors(number):
+                with rows.add_row_to_errors(number):
                     image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
                     pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
                     latents = vae.encode(pixels).latent_dist.mode().float().cpu()
@@ -203,11 +201,11 @@ class PromptEncoder:
 
     def _placed(self, names: tuple[str, ...]) -> AbstractContextManager[None]:
         modules = [module for name in names if (module := getattr(self.pipeline, name)) is not None]
-        return placed(modules, self.accelerator.device)
+        return on_device(modules, self.accelerator.device)
 
 
 @contextmanager
-def placed(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+def on_device(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
     """Move frozen modules to a device, then back to the same CPU memory: files that are mapped stay shared."""
     before = [
         (layer, name, weight, weight.data)
@@ -265,7 +263,7 @@ def _untiled(vae):
             vae.enable_tiling()
 
 
-class FetchedRows:
+class EncodedRows:
     """Rows of a dataset, read and prepared once each, with their embeddings."""
 
     def __init__(
@@ -291,7 +289,7 @@ class Generated(NamedTuple):
 
 
 class RolloutSampler:
-    """Generate images of rows, in training and elsewhere. `placed` puts the weights in place."""
+    """Generate images of rows, in training and elsewhere. `place_weights` puts the weights in place."""
 
     def __init__(
         self,
@@ -300,19 +298,19 @@ class RolloutSampler:
         accelerator: Accelerator,
         guidance_scale: float,
         offload_embeddings: bool = False,
-        placed: Callable[[], AbstractContextManager] = nullcontext,
+        place_weights: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.policy = policy
         self.prompt_encoder = prompt_encoder
         self.accelerator = accelerator
         self.guidance_scale = guidance_scale
         self.offload_embeddings = offload_embeddings
-        self.placed = placed
+        self.place_weights = place_weights
 
-    def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> FetchedRows:
+    def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> EncodedRows:
         """Return some encoded rows with their embeddings."""
         family, pipeline = self.policy.family, self.policy.pipeline
-        return FetchedRows(
+        return EncodedRows(
             rows,
             self.prompt_encoder.fetch(rows, numbers, scale),
             lambda image: family.prepare_image(pipeline, image, scale),
@@ -322,11 +320,15 @@ class RolloutSampler:
     def ready(self) -> Iterator[None]:
         """Move the VAE and the weights to the accelerator, and enable autocast."""
         # Autocast as in the training step: Trainer adds it to the model only when training begins
-        with placed([self.policy.pipeline.vae], self.accelerator.device), self.placed(), self.accelerator.autocast():
+        with (
+            on_device([self.policy.pipeline.vae], self.accelerator.device),
+            self.place_weights(),
+            self.accelerator.autocast(),
+        ):
             yield
 
     def inputs(
-        self, fetched: FetchedRows, numbers: list[int]
+        self, fetched: EncodedRows, numbers: list[int]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[EncodedImage]]:
         """Return a micro-batch's prompts on the accelerator, the stored tensors behind them, and its source images."""
         device = self.accelerator.device
@@ -343,7 +345,7 @@ class RolloutSampler:
 
     def generate(
         self,
-        fetched: FetchedRows,
+        fetched: EncodedRows,
         numbers: list[int],
         noise_keys: list[tuple[int, ...]],
         size: tuple[int, int],
@@ -372,7 +374,7 @@ class RolloutSampler:
         sizes: list[tuple[int, int]],
         num_inference_steps: int,
         scale: float = 1.0,
-        fetched: FetchedRows | None = None,
+        fetched: EncodedRows | None = None,
         progress: str | None = None,
         **recording,
     ) -> Iterator[Generated]:

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardRunner) -> PromptRows:
     """Read the training prompts, and check that they fill a round and fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
-    rows, layout = PromptRows(dataset, args, "the dataset"), args.round_layout
+    rows, layout = PromptRows(dataset, args, "the dataset"), args.round_plan
     if len(dataset) < layout.num_prompts:
         raise ValueError(
             f"The dataset has {len(dataset)} prompt{'s' * (len(dataset) != 1)}, but a round takes {layout.num_prompts} different ones: "
@@ -70,7 +70,7 @@ def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negativ
         check_call(
             pipeline, ["callback_on_step_end"], "switch its adapter off between steps. Unset `adapter_fraction`."
         )
-    most, layout = family.max_batch_size, args.round_layout
+    most, layout = family.max_batch_size, args.round_plan
     options = {layout.rollout_batch_option: layout.rollout_batch_size}
     for option, size in (options | {"per_device_eval_batch_size": args.per_device_eval_batch_size}).items():
         if most is not None and size > most:
@@ -82,7 +82,7 @@ def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negativ
 
 def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
     """Check that a batch crosses prompts only where one call of the pipeline can generate it."""
-    layout, sizes = args.round_layout, set(rows.training_sizes)
+    layout, sizes = args.round_plan, set(rows.training_sizes)
     if args.num_generations % layout.rollout_batch_size == 0:
         return
     if len(sizes) > 1:
@@ -111,7 +111,7 @@ def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bo
             raise ValueError(f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it.")
 
 
-def describe_seams(vae: Any, rows: PromptRows) -> str | None:
+def vae_tiling_warning(vae: Any, rows: PromptRows) -> str | None:
     """Return a warning if the rewards of training see the seams between the VAE's tiles, else `None`."""
     # Smaller images are not tiled. Some VAEs have a size for each side
     size = getattr(vae, "tile_sample_min_size", math.inf)

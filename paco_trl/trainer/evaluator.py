@@ -72,7 +72,7 @@ class Evaluator:
         return rows.measure(self.sampler.policy.pipeline, self.sampler.policy.family)
 
     def evaluate(self, rows: PromptRows, description: str, state: TrainerState, fraction: float = 1.0) -> Evaluation:
-        """Generate and score all rows at their inference size, with `adapter_fraction`. Every process calls it."""
+        """Generate and score all rows at their inference size, with `adapter_fraction`. Collective: call on all ranks."""
         numbers, sizes = list(range(len(rows))), rows.inference_sizes
         # Every process makes the same denoising steps, and switches the adapter off at the same one
         with hybrid_inference(self.sampler.policy.pipeline, fraction) as callback:

@@ -70,7 +70,7 @@ def image_settings(
     args: PaCoGRPOConfig, rows: PromptRows, negative_prompt: str | None, step: int, is_adapter: bool, use_ema: bool
 ) -> ImageSettings:
     """Describe the settings of a run that has made `step` optimizer steps."""
-    layout, saved_weights = args.round_layout, None
+    layout, saved_weights = args.round_plan, None
     if args.ema_decay is not None:
         saved_weights = f"moving average, decay {args.ema_decay} for each optimizer step"
         if not use_ema:
@@ -166,7 +166,7 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
 
     pictures: dict[str, Path | None] = {"curves.png": output_dir / "curves.png"}
     if args.log_completions:
-        steps_per_round = args.round_layout.num_optimizer_steps * args.num_iterations
+        steps_per_round = args.round_plan.num_optimizer_steps * args.num_iterations
         pictures["contact_sheet.png"] = latest("round_*.png", steps_per_round, max(step, 1))
         if use_ema or args.ema_decay is None:
             pictures["evaluation.png"] = latest("eval*_step_*.png", 1, step + 1)

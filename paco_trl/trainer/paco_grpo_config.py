@@ -21,7 +21,7 @@ from ..utils.docstrings import help_from_docstring
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .refusals import REFUSED_GRPO_FIELDS, check_arguments, cpu_explained, name_checkpointing, refuse_fields
-from .rounds import RoundLayout, nearest_multiples, plan_round
+from .rounds import RoundPlan, nearest_multiples, plan_round
 
 
 logger = get_logger(__name__)
@@ -385,7 +385,7 @@ class PaCoGRPOConfig(GRPOConfig):
             # In bf16 two batch sizes, quantized weights and compiled graphs may be rounded by different kernels, about as
             # far as the clip range
             is_eager = self.quantization is None and not self.compile_repeated_blocks
-            rounds_alike = not self.bf16 or (layout.num_merged == 1 and is_eager)
+            rounds_alike = not self.bf16 or (layout.num_merged_batches == 1 and is_eager)
             self.ratio_tolerance = self.epsilon / 10 if rounds_alike else self.epsilon
         self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 
@@ -422,19 +422,19 @@ class PaCoGRPOConfig(GRPOConfig):
         return self.num_sde_steps if self.num_sde_steps is not None else len(self.sde_steps)
 
     @property
-    def round_layout(self) -> RoundLayout:
+    def round_plan(self) -> RoundPlan:
         """Division of a round over processes, micro-batches and optimizer steps."""
         steps = self.optimizer_steps_per_generation
         return self._plan_round(None, steps, self.generation_batch_size, None, None, self.world_size)
 
-    def _plan_round(self, num_prompts: int | None, num_optimizer_steps: int | None, *sizes: Any) -> RoundLayout:
+    def _plan_round(self, num_prompts: int | None, num_optimizer_steps: int | None, *sizes: Any) -> RoundPlan:
         """Plan a round of the sizes that are set, the last of which is the number of processes; see [`plan_round`]."""
         *requested, num_processes = sizes
         return plan_round(
             num_prompts, num_optimizer_steps, *requested, num_processes=num_processes,
             num_generations=self.num_generations, batch_size=self.per_device_train_batch_size,
             num_trained_steps=self.num_trained_steps,
-            num_merged=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
+            num_merged_batches=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
         )  # fmt: skip
 
     def _refuse_fields(self) -> None:

@@ -41,11 +41,11 @@ from ..checkpointing.checkpoints import (
 from ..checkpointing.export import save_trained
 from ..checkpointing.weights import (
     EMA,
-    all_gradients_needed,
+    check_all_gradients,
     gather_weights,
     load_weights,
     local_weights,
-    swapped,
+    use_weights,
     zero_stage_of,
 )
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
@@ -68,7 +68,7 @@ from ..rollout.loading import (
 )
 from ..rollout.policy import score_step, split_record
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.sampler import FetchedRows, PromptEncoder, RolloutSampler
+from ..rollout.sampler import EncodedRows, PromptEncoder, RolloutSampler
 from ..rollout.sde import STREAMS
 from ..utils.deepspeed import gathered_weights, partition
 from ..utils.files import sole_writer
@@ -81,8 +81,8 @@ from .checks import (
     check_model_settings,
     check_quantization,
     check_train_dataset,
-    describe_seams,
     offload_models,
+    vae_tiling_warning,
 )
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
 from .losses import (
@@ -108,8 +108,8 @@ from .paco_grpo_config import PaCoGRPOConfig
 from .refusals import end_explained, memory_explained, refuse_methods
 from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
 from .rounds import RoundBuffer, RoundSchedule
-from .run_settings import AFTER_GENERATION, adjustable_settings, reference_setting, run_identity
-from .starting import own_config
+from .run_settings import LOSS_ONLY_FIELDS, adjustable_settings, reference_setting, run_identity
+from .starting import copy_config
 from .step_statistics import StepStatistics
 from .transfer_report import compared_rows, report_resolution_transfer, report_tail_transfer
 
@@ -220,7 +220,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             args = self._config_class(f"{Path(name).name}-{self._name}")
         if not isinstance(args, self._config_class) or args.loss_types != self._config_class.loss_types:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
-        args = own_config(args)
+        args = copy_config(args)
         if peft_config is not None:
             peft_config = check_peft_config(peft_config, model)
         self.rewards = RewardRunner(
@@ -228,7 +228,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             cast(Any, args.log_tame_threshold),
         )  # fmt: skip
         self.eval_rewards = self.rewards if eval_reward_funcs is None else RewardRunner(eval_reward_funcs)
-        self.layout = args.round_layout
+        self.round_plan = args.round_plan
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
         self.schedule = RoundSchedule(args, len(self.train_rows))
@@ -270,7 +270,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if args.vae_tiling:
             self.pipeline.vae.enable_tiling()
-        if (warning := describe_seams(self.pipeline.vae, self.train_rows)) is not None:
+        if (warning := vae_tiling_warning(self.pipeline.vae, self.train_rows)) is not None:
             logger.warning(warning)
         self.has_reference = has_reference = args.has_reference
         self.policy, self.ref_model = make_policy(
@@ -332,7 +332,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if args.log_completions:
             warn_of_blind_trackers(args.report_to)
         if self.accelerator.is_main_process and not args.disable_tqdm:
-            tqdm.write(self.layout.describe())  # logs at level info are hidden
+            tqdm.write(self.round_plan.describe())  # logs at level info are hidden
 
     def _check_family(self) -> None:
         """Check that the family supports the method; every family supports GRPO."""
@@ -466,7 +466,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Prepare the run once the weights are placed, before the first step."""
         checkpoint, args = self._resumed_from, self.args
         self.averages = {}
-        for file, decay in self._average_decays().items():
+        for file, decay in self._ema_decays().items():
             self.averages[file] = EMA(self.model, decay, self.zero_stage, args.ema_offload)
             if checkpoint is not None and (checkpoint / file).exists():
                 self.averages[file].load_state_dict(load_file(checkpoint / file))
@@ -493,7 +493,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self.model.train()
         super()._begin_run()
 
-    def _average_decays(self) -> dict[str, float]:
+    def _ema_decays(self) -> dict[str, float]:
         """Return the decay of each average of the weights, by its file."""
         return {} if self.args.ema_decay is None else {EMA_WEIGHTS: self.args.ema_decay}
 
@@ -540,12 +540,12 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         """Generate and score a round, and build this process's training micro-steps."""
         started = time.perf_counter()
-        layout, args, generations = self.layout, self.args, self.num_generations
+        plan, args, generations = self.round_plan, self.args, self.num_generations
 
         # 1. Encode the round's prompts, and assign its images to the processes
         row_numbers = self.schedule.rows(round_index)
         sizes = [self.train_rows.training_sizes[number] for number in row_numbers]
-        assignment = layout.assign(sizes, (args.seed, STREAMS["batches"], round_index))
+        assignment = plan.assign(sizes, (args.seed, STREAMS["batches"], round_index))
         mine = assignment[self.accelerator.process_index]  # of (processes, batches, rollout_batch_size)
         self.prompt_encoder.encode(self.train_rows, row_numbers, args.resolution_scale)  # what `_encode_run` has not
         fetched = self.sampler.fetch(self.train_rows, row_numbers, args.resolution_scale)
@@ -584,7 +584,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             "time/rollout": rollout_time,
             "time/reward": scores.waited,
             "time/reward_hidden": scores.hidden,
-            "rollout_images_per_second": layout.num_images / rollout_time,
+            "rollout_images_per_second": plan.num_images / rollout_time,
         }
         if args.log_completions:
             shown = ScoredImages.collect(
@@ -595,17 +595,17 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self._save_sheet(f"round_{round_index:05d}", title, self.train_rows, row_numbers, shown)
 
         # 6. Build the training micro-steps
-        assignment = assignment.reshape(len(assignment), -1, layout.batch_size)  # (processes, micro-batches, B)
+        assignment = assignment.reshape(len(assignment), -1, plan.batch_size)  # (processes, micro-batches, B)
         buffer.fill(
-            layout, assignment, self.accelerator.process_index, records, advantages, is_valid, self.accelerator.device
+            plan, assignment, self.accelerator.process_index, records, advantages, is_valid, self.accelerator.device
         )
         return buffer
 
     def _generate_round(
-        self, round_index: int, mine: np.ndarray, row_numbers: list[int], fetched: FetchedRows, sde: SDESettings
+        self, round_index: int, mine: np.ndarray, row_numbers: list[int], fetched: EncodedRows, sde: SDESettings
     ) -> tuple[list[Image.Image], list[list[RecordedStep]]]:
         """Generate this process's images of a round, and record the trained steps of each micro-batch."""
-        args, rows, merged = self.args, self.train_rows, self.layout.num_merged
+        args, rows, merged = self.args, self.train_rows, self.round_plan.num_merged_batches
         images: list[Image.Image] = []
         records: list[list[RecordedStep]] = []
         is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
@@ -663,7 +663,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if self._is_first_backward:
             has_unused = not isinstance(self.model, PeftModel) and self.args.ddp_find_unused_parameters
             unused_layers = self.family.unused_layers(self.pipeline.transformer) if has_unused else ()
-            check = all_gradients_needed(self.model, unused_layers)
+            check = check_all_gradients(self.model, unused_layers)
         with check:
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._is_first_backward = False
@@ -671,7 +671,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if self.accelerator.sync_gradients:
             round_time = self.buffer.seconds + self.schedule.optimizer_steps_per_round * self._train_time
             self._metrics["train"]["time/train"].append(self._train_time)
-            self._metrics["train"]["images_per_second"].append(self.layout.num_images / round_time)
+            self._metrics["train"]["images_per_second"].append(self.round_plan.num_images / round_time)
             self._train_time = 0.0
         return loss
 
@@ -745,7 +745,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self, record: RecordedStep, ratio: torch.Tensor, metrics: dict[str, torch.Tensor], weights: torch.Tensor
     ) -> None:
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
-        step, num_trained = self.state.global_step, self.layout.num_trained_steps
+        step, num_trained = self.state.global_step, self.round_plan.num_trained_steps
         self.statistics.add(record, ratio, metrics, weights)
         is_on_policy = step == self.buffer.global_step
         is_complete = len(self.statistics.rows) % num_trained == 0  # an image's steps
@@ -793,7 +793,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             if before is not None and (self._is_untrained() or is_same):
                 after = before  # the same weights and noise would give the same images
             else:
-                with swapped(self.model, self.ema.average if self.ema else None, self.zero_stage):
+                with use_weights(self.model, self.ema.average if self.ema else None, self.zero_stage):
                     after = evaluator.evaluate(rows, "Evaluating", self.state, self.args.adapter_fraction)
             metrics = evaluation_metrics(evaluator.rewards.names, self.args.num_generations_eval, after, before)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
@@ -840,9 +840,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     # ---- Checkpoints ----
 
     def _run_record(self) -> dict[str, Any]:
-        identity, course = self._identity, self._adjustable_settings(self.args)
+        identity, hyperparameters = self._identity, self._adjustable_settings(self.args)
         return super()._run_record() | {
-            "identity": identity, "course": course, "is_round_pending": self.is_round_pending
+            "identity": identity, "hyperparameters": hyperparameters, "is_round_pending": self.is_round_pending
         }  # fmt: skip
 
     def _write_weights(self, folder: Path) -> None:
@@ -861,9 +861,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Write averages that are not exported, one at a time: each may be as large as the model."""
         for file, average in self.averages.items():
             if file != EMA_WEIGHTS:
-                whole = average.state_dict(self.args.should_save)
+                weights = average.state_dict(self.args.should_save)
                 if self.args.should_save:
-                    save_file(whole, folder / file)
+                    save_file(weights, folder / file)
 
     def _write_state(self, folder: Path) -> None:
         super()._write_state(folder)
@@ -876,8 +876,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
         settings = self._adjustable_settings(self.args)
-        before = [name for name in settings | run["course"] if name.split("/")[0] not in AFTER_GENERATION]
-        if changed := [name for name in before if run["course"].get(name) != settings.get(name)]:
+        before = [name for name in settings | run["hyperparameters"] if name.split("/")[0] not in LOSS_ONLY_FIELDS]
+        if changed := [name for name in before if run["hyperparameters"].get(name) != settings.get(name)]:
             message = f"'{checkpoint}' is in the middle of a round that was generated with other values of"
             logger.warning(f"{message} {', '.join(changed)}: it is generated again.")
             return
@@ -893,17 +893,17 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights as they were evaluated."""
         best = Path(self.state.best_model_checkpoint)
-        whole = load_file(best / (EMA_WEIGHTS if (best / EMA_WEIGHTS).exists() else POLICY_WEIGHTS))
-        load_weights(self.model, whole, self.zero_stage)
+        weights = load_file(best / (EMA_WEIGHTS if (best / EMA_WEIGHTS).exists() else POLICY_WEIGHTS))
+        load_weights(self.model, weights, self.zero_stage)
         if self.ema is not None:
-            self.ema.load_state_dict(whole)
+            self.ema.load_state_dict(weights)
         self.loaded_step = self.state.best_global_step
 
     # ---- Files, card, Hub ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, use_ema: bool = True) -> None:
         """
-        Save trained weights, card and images. Every process calls it.
+        Save trained weights, card and images. Collective: call on all ranks.
 
         With `ema_decay` (0.9 by default) the weights are their moving average, as in evaluations and checkpoints, while
         `trainer.model` holds those of the last step: `use_ema=False` saves these. `trainer.ema.average` has the average
@@ -912,16 +912,16 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         folder = output_dir if output_dir is not None else self.args.output_dir
         keep = self.args.should_save
         if self.ema is not None and use_ema:
-            whole = self.ema.state_dict(keep)
+            weights = self.ema.state_dict(keep)
         else:
-            whole = gather_weights(self.model, local_weights(self.model, self.zero_stage), self.zero_stage, keep)
+            weights = gather_weights(self.model, local_weights(self.model, self.zero_stage), self.zero_stage, keep)
         if keep:
-            self._save_trained(whole, folder, use_ema)
+            self._save_trained(weights, folder, use_ema)
         if self.args.push_to_hub and not _internal_call:
             self._push_saved(folder)
 
-    def _save_trained(self, whole: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True) -> None:
-        save_trained(self.model, self.pipeline, whole, folder)
+    def _save_trained(self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True) -> None:
+        save_trained(self.model, self.pipeline, weights, folder)
         save_card(self._model_card(use_ema=use_ema), folder)
 
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:

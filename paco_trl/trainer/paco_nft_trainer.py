@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from ..cards import ImageModelCard
-from ..checkpointing.weights import EMA, swapped
+from ..checkpointing.weights import EMA, use_weights
 from ..rollout import Family, RecordedStep, SDESettings, calls_at, keyed_generator, predict
 from ..utils.devices import to_device
 from ..utils.paper import AWM_PAPER, NFT_PAPER
@@ -58,7 +58,7 @@ class VelocityStatistics(StepStatistics):
         self.rows.append(torch.stack([column.detach().float() for column in columns], dim=1))  # (B, columns)
 
     def finish(self, step: int) -> dict[str, float]:  # type: ignore[override]  # called below
-        """Gather the optimizer step's statistics, and start the next step. Every process calls it."""
+        """Gather the optimizer step's statistics, and start the next step. Collective: call on all ranks."""
         rows = self.accelerator.gather(torch.cat(self.rows)).cpu()  # (images and times, columns)
         self.rows = []
         if not torch.isfinite(rows).all():
@@ -123,8 +123,8 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         """The average that generates in DiffusionNFT and restrains AWM, from the start of `train()`."""
         return self.averages[OLD_POLICY_WEIGHTS]
 
-    def _average_decays(self) -> dict[str, float]:
-        decays, args, steps = super()._average_decays(), self.args, self.schedule.optimizer_steps_per_round
+    def _ema_decays(self) -> dict[str, float]:
+        decays, args, steps = super()._ema_decays(), self.args, self.schedule.optimizer_steps_per_round
         if args.keeps_old_policy:  # that of the last round
             decay = nft_old_policy_decay(
                 self.state.global_step // steps * steps, args.old_policy_decay_rate, args.old_policy_max_decay
@@ -139,19 +139,24 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     def _update_old_policy(self) -> None:
         """Update the old policy at the end of each round."""
         if self.args.keeps_old_policy and self.state.global_step % self.schedule.optimizer_steps_per_round == 0:
-            self.old_policy.decay = self._average_decays()[OLD_POLICY_WEIGHTS]
+            self.old_policy.decay = self._ema_decays()[OLD_POLICY_WEIGHTS]
             self.old_policy.step()
 
     def _generate_round(self, *args, **kwargs) -> tuple[list[Image.Image], list]:
         """Generate a round with the old policy, or in AWM with the trained weights, and predict its velocities."""
         if self.args.loss_type == "nft":
-            with swapped(self.model, self.old_policy.average, self.zero_stage):
+            with use_weights(self.model, self.old_policy.average, self.zero_stage):
                 return super()._generate_round(*args, **kwargs)
         generated: tuple[list[Image.Image], list[list[Any]]] = super()._generate_round(*args, **kwargs)
         if self.args.keeps_old_policy:
             # It stays the same until the end of the round
-            old_policy = swapped(self.model, self.old_policy.average, self.zero_stage)
-            with old_policy, self.sampler.placed(), self.accelerator.autocast(), torch.no_grad():  # without the VAE
+            old_policy = use_weights(self.model, self.old_policy.average, self.zero_stage)
+            with (
+                old_policy,
+                self.sampler.place_weights(),
+                self.accelerator.autocast(),
+                torch.no_grad(),
+            ):  # without the VAE
                 for step in itertools.chain(*generated[1]):
                     calls, scale = step.to(self.accelerator.device).calls, self.args.guidance_scale
                     step.old_policy_velocity = predict(self.model, calls, self.family, scale, step.sample)

@@ -51,7 +51,7 @@ from .model_cards import judge_settings, lora_of
 from .paco_reward_config import PaCoRewardConfig
 from .refusals import end_explained, memory_explained, refuse_methods
 from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
-from .starting import check_best_metric, own_config
+from .starting import check_best_metric, copy_config
 
 
 logger = get_logger(__name__)
@@ -270,7 +270,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
         elif not isinstance(args, PaCoRewardConfig):
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
-        args = own_config(args)
+        args = copy_config(args)
         datasets: list[tuple[str, Any]] = [("train_dataset", train_dataset), *_by_name(eval_dataset).items()]
         for key, dataset in datasets:
             check_pair_columns(dataset, key)

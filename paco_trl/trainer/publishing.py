@@ -100,7 +100,7 @@ class PushesToHub(Trainer):
         **kwargs,
     ) -> CommitInfo | None:
         """
-        Save the trained model with its card to `args.output_dir`, and upload it. Every process calls it.
+        Save the trained model with its card to `args.output_dir`, and upload it. Collective: call on all ranks.
 
         Arguments are those of [`~transformers.Trainer.push_to_hub`], and in `kwargs` those of `create_model_card`;
         `private` is for a new repository. Returns a [`~huggingface_hub.CommitInfo`] on the main process, with

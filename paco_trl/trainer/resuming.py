@@ -108,7 +108,7 @@ class ResumesExactly(PushesToHub):
             raise Stopped(stop, by_all=True)
 
     def _save_before_stop(self) -> Path | None:
-        """Save a checkpoint of the last step if there is none; return the latest of the run. Every process calls it."""
+        """Save a checkpoint of the last step if there is none; return the latest of the run. Collective: call on all ranks."""
         if self._restore_rng_state is None:
             return self._resumed_from
         step = self.state.global_step

@@ -17,7 +17,7 @@ from ..utils.devices import to_device
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundLayout:
+class RoundPlan:
     """Divide a generation round over processes, micro-batches and optimizer steps."""
 
     num_prompts: int
@@ -26,7 +26,7 @@ class RoundLayout:
     num_processes: int
     num_trained_steps: int  # denoising steps, or times, at which each image is trained
     num_optimizer_steps: int  # in each iteration over the round
-    num_merged: int = 1  # micro-batches that are generated as one batch
+    num_merged_batches: int = 1  # micro-batches that are generated as one batch
 
     @cached_property
     def num_images(self) -> int:
@@ -36,12 +36,12 @@ class RoundLayout:
     @cached_property
     def rollout_batch_size(self) -> int:
         """Images that a process generates at a time."""
-        return self.batch_size * self.num_merged
+        return self.batch_size * self.num_merged_batches
 
     @property
     def rollout_batch_option(self) -> str:
         """Name of the option that sets it."""
-        return f"per_device_{'rollout' if self.num_merged > 1 else 'train'}_batch_size"
+        return f"per_device_{'rollout' if self.num_merged_batches > 1 else 'train'}_batch_size"
 
     @cached_property
     def micro_batches_per_process(self) -> int:
@@ -60,7 +60,7 @@ class RoundLayout:
 
     def describe(self) -> str:
         """Format the arithmetic as one line."""
-        merged = f", generated {self.rollout_batch_size} at a time" if self.num_merged > 1 else ""
+        merged = f", generated {self.rollout_batch_size} at a time" if self.num_merged_batches > 1 else ""
         return (
             f"{self.num_prompts} prompts x {self.num_generations} generations = {self.num_images} images a round, on "
             f"{self.num_processes} process(es) {self.micro_batches_per_process} micro-batches of {self.batch_size}"
@@ -107,8 +107,8 @@ def plan_round(
     num_generations: int,
     batch_size: int,
     num_trained_steps: int,
-    num_merged: int = 1,
-) -> RoundLayout:
+    num_merged_batches: int = 1,
+) -> RoundPlan:
     """
     Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is.
 
@@ -122,7 +122,7 @@ def plan_round(
     if not images:
         images = Fraction((steps_per_generation or 0) * parallel, num_trained_steps)
     # A multiple of this is full groups, and a full batch of generation on each process for each optimizer step
-    batch = parallel * num_merged
+    batch = parallel * num_merged_batches
     unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
     if not images:
         images = Fraction(-(-prompts * num_generations // unit) * unit)
@@ -143,7 +143,7 @@ def plan_round(
     if not are_equal or steps.denominator > 1 or images % num_generations or images % (batch * steps):
         below, above = int(images // unit * unit), int(-(-images // unit) * unit)
         nearest = " or ".join(str(each // num_generations) for each in dict.fromkeys((below, above)) if each)
-        rollout = f" generated in batches of {num_merged} micro-batches," if num_merged > 1 else ""
+        rollout = f" generated in batches of {num_merged_batches} micro-batches," if num_merged_batches > 1 else ""
         raise ValueError(
             f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in given.items())}, with "
             f"`num_generations` = {num_generations}, {num_processes} process(es) x {batch_size} image(s),{rollout} and "
@@ -153,7 +153,7 @@ def plan_round(
             "another number than 2, and leave the others out."
         )
     sizes = (int(images) // num_generations, num_generations, batch_size, num_processes, num_trained_steps)
-    return RoundLayout(*sizes, int(steps), num_merged)
+    return RoundPlan(*sizes, int(steps), num_merged_batches)
 
 
 def _number(value: Fraction) -> str:
@@ -170,10 +170,10 @@ class RoundSchedule:
     """The rounds of a run; nothing depends on processes, workers or where a run was resumed."""
 
     def __init__(self, args: Any, num_rows: int):  # PaCoGRPOConfig, which imports this module
-        self.args, self.layout, self.num_rows = args, args.round_layout, num_rows
-        self.rounds_per_epoch = num_rows // self.layout.num_prompts
-        self.micro_steps_per_round = self.layout.steps_per_generation * args.num_iterations
-        self.optimizer_steps_per_round = self.layout.num_optimizer_steps * args.num_iterations
+        self.args, self.plan, self.num_rows = args, args.round_plan, num_rows
+        self.rounds_per_epoch = num_rows // self.plan.num_prompts
+        self.micro_steps_per_round = self.plan.steps_per_generation * args.num_iterations
+        self.optimizer_steps_per_round = self.plan.num_optimizer_steps * args.num_iterations
 
     def rows(self, round_index: int) -> list[int]:
         """Return the row numbers of a round: a slice of a permutation that changes with each epoch."""
@@ -181,7 +181,7 @@ class RoundSchedule:
         order = np.arange(self.num_rows)
         if self.args.shuffle_dataset:
             order = np.random.default_rng((self.args.seed, STREAMS["prompts"], epoch)).permutation(order)
-        return order[position * self.layout.num_prompts : (position + 1) * self.layout.num_prompts].tolist()
+        return order[position * self.plan.num_prompts : (position + 1) * self.plan.num_prompts].tolist()
 
     def remaining_rows(self, max_steps: int, first_round: int) -> list[int]:
         """Return the rows that the rest of a run needs."""
@@ -216,7 +216,7 @@ class RoundBuffer:
 
     def fill(
         self,
-        layout: RoundLayout,
+        layout: RoundPlan,
         assignment: np.ndarray,  # (processes, micro-batches, B)
         process_index: int,
         records: list[list[RecordedStep]],

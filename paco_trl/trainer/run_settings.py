@@ -59,7 +59,7 @@ _UPDATES = (
     "num_train_epochs", "warmup_steps", "adapter_fraction", "metric_for_best_model", "greater_is_better",
 )  # fmt: skip
 # Settings that a round which has been generated and scored does not depend on
-AFTER_GENERATION = (
+LOSS_ONLY_FIELDS = (
     *_UPDATES,
     "num_generations_eval",
     "num_inference_steps_eval",

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 Config = TypeVar("Config", bound=TrainingArguments)
 
 
-def own_config(args: Config) -> Config:
+def copy_config(args: Config) -> Config:
     """Copy a config with its lists and dictionaries: trainers, also Trainer and SFTTrainer, write to theirs."""
     args = copy.copy(args)
     for name, value in vars(args).items():

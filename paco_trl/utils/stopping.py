@@ -80,7 +80,7 @@ def ignore_stop(names: Sequence[str], initialize: Callable[[int], None] | None, 
 
 
 def agree(accelerator: "Accelerator", *flags: int) -> list[int]:
-    """Return the largest of each flag over the processes, with one small exchange. Every process calls it."""
+    """Return the largest of each flag over the processes, with one small exchange. Collective: call on all ranks."""
     if accelerator.num_processes == 1:
         return list(flags)
     import torch
