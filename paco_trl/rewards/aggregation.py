@@ -186,11 +186,8 @@ def aggregate_rewards(
         )
     if not torch.isfinite(weights).all() or not weights.any():
         raise ValueError(f"`weights` is {weights.tolist()}, but must be finite and not all 0.")
-    _check(
-        ~torch.isinf(rewards),
-        rewards,
-        "must be finite. A reward that could not be computed is missing: pass NaN (`None` from a reward function).",
-    )
+    if (wrong := torch.isinf(rewards)).any():
+        raise _error(wrong, rewards, "must be finite. A reward that could not be computed is missing: pass NaN.")
 
     required = [True] * len(weights) if required is None else list(required)
     if len(required) != len(weights):
@@ -217,23 +214,17 @@ def aggregate_rewards(
     elif method == "log_tamed":
         candidates = used if tamable is None else used & torch.tensor(tamable, device=rewards.device)  # (K,)
         # Refused whether or not h_k exceeds the threshold: an error in the first round, not in a later one
-        _check(
-            ~((rewards <= -1) & candidates),
-            rewards,
-            "must be greater than -1 for `method='log_tamed'`, because log(1 + R) does not exist there. Shift or "
-            "rescale the reward (to [0, 1], for example), or use another method.",
-        )
+        if (wrong := (rewards <= -1) & candidates).any():
+            rule = "must be greater than -1 for `method='log_tamed'`, because log(1 + R) does not exist there. Shift or rescale"
+            raise _error(wrong, rewards, f"{rule} the reward (to [0, 1], for example), or use another method.")
         tamed = [can and h_k is not None and h_k > limit for can, h_k in zip(candidates.tolist(), h, strict=True)]
         rewards = log_tame(rewards, tamed) if any(tamed) else rewards
     elif method == "geometric_mean":
         if (weights < 0).any():
             raise ValueError(f"`weights` is {weights.tolist()}, but must be >= 0 for `method='geometric_mean'`.")
-        _check(
-            ~((rewards < 0) & used),
-            rewards,
-            "must be >= 0 for `method='geometric_mean'`. Shift or rescale the reward (to [0, 1], for example), or use "
-            "another method.",
-        )
+        if (wrong := (rewards < 0) & used).any():
+            rule = "must be >= 0 for `method='geometric_mean'`. Shift or rescale the reward (to [0, 1], for example), or use"
+            raise _error(wrong, rewards, f"{rule} another method.")
 
     is_product = method == "geometric_mean"
     share = spread_shares(weights * (torch.log(rewards) if is_product else rewards), num_generations)
@@ -245,7 +236,6 @@ def aggregate_rewards(
     return aggregate, AggregationDetails(coefficient_of_variation=h, tamed=tamed, threshold=limit, share=share)
 
 
-def _check(is_good: torch.Tensor, rewards: torch.Tensor, rule: str) -> None:
-    if not is_good.all():  # (N, K)
-        row, column = (~is_good).nonzero()[0].tolist()
-        raise ValueError(f"`rewards[{row}, {column}]` (reward {column}) is {rewards[row, column].item()}, but {rule}")
+def _error(wrong: torch.Tensor, rewards: torch.Tensor, rule: str) -> ValueError:
+    row, column = wrong.nonzero()[0].tolist()  # of (N, K)
+    return ValueError(f"`rewards[{row}, {column}]` (reward {column}) is {rewards[row, column].item()}, but {rule}")

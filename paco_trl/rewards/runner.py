@@ -223,7 +223,14 @@ class RewardRunner:
             calls = [call.values for call in self._calls]
             is_pending = self._raise_together(wait(calls, _SECONDS_PER_AGREEMENT, FIRST_EXCEPTION).not_done)
         waited = time.perf_counter() - started
-        self._raise_together(problem=_misplaced_extra(self._calls))  # all calls have ended, and none logs any more
+        problem = None
+        for call in self._calls:  # which have all ended, and log no more
+            if wrong := [column for column, values in call.extra.items() if len(values) != len(call.images)]:
+                problem = RewardError(
+                    f"Rewards logged {len(call.extra[wrong[0]])} values in the column '{wrong[0]}' (`log_extra`) for "
+                    f"{len(call.images)} images. Log one per image, and use different columns for different rewards."
+                )
+        self._raise_together(problem=problem)
 
         results = gather_object(
             [
@@ -614,18 +621,6 @@ def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
             "scored: the image is then excluded and counted."
         )
     return [None if reward is None else float(reward) for reward in rewards]
-
-
-def _misplaced_extra(calls: list[_Call]) -> RewardError | None:
-    """Return an error if a reward logged a column without a value for each image."""
-    for call in calls:
-        for column, values in call.extra.items():
-            if len(values) != len(call.images):
-                return RewardError(
-                    f"Rewards logged {len(values)} values in the column '{column}' (`log_extra`) for {len(call.images)} "
-                    "images. Log one per image, and use different columns for different rewards."
-                )
-    return None
 
 
 def _union_seconds(spans: list[list[float]], until: float) -> float:

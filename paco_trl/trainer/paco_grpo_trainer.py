@@ -618,8 +618,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             ):  # fmt: skip
                 self.rewards.add(generated.numbers, generated.rows, generated.images, self.state)
                 images.extend(generated.images)
-                split = [split_record(record, merged, self.family) for record in generated.records]
-                records.extend(map(list, zip(*split, strict=True)))  # each micro-batch, with all its steps
+                if merged == 1:
+                    records.append(generated.records)  # all steps of a micro-batch
+                else:
+                    split = [split_record(record, merged, self.family) for record in generated.records]
+                    records.extend(map(list, zip(*split, strict=True)))
         return images, records
 
     def _recording(self, sde: SDESettings) -> dict[str, Any]:
