@@ -17,7 +17,7 @@ import launching
 from docstrings import docstring
 from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
-from paco_trl.trainer.refusals import REFUSED_GRPO_FIELDS
+from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 
 

@@ -37,9 +37,9 @@ from paco_trl import (
 from paco_trl.data import make_pair
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.trainer import paco_grpo_trainer, paco_reward_trainer
+from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS, USED_GRPO_FIELDS
 from paco_trl.trainer.data_collator import TOKEN_TENSORS
 from paco_trl.trainer.publishing import PushesToHub
-from paco_trl.trainer.refusals import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS, USED_GRPO_FIELDS
 
 
 # Attributes that GRPOTrainer.__init__ sets and that PaCoGRPOTrainer, which skips it, sets itself for the inherited

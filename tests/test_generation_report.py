@@ -34,7 +34,7 @@ from paco_trl.image_benchmarks.report_content import (
     summary,
     verdict,
 )
-from paco_trl.utils.tables import number_text
+from paco_trl.utils.text import number_text
 from planted_results import JUDGES, cell, panel, plant_gedit, plant_t2is
 
 

@@ -23,7 +23,7 @@ from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, find_checkpoint
 from paco_trl.commands import reward
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.refusals import check_arguments
+from paco_trl.trainer.config_utils import check_arguments
 from test_train_reward import SETTINGS as JUDGE_SETTINGS
 from test_train_reward import pairs
 

@@ -9,7 +9,7 @@ from trl import SFTConfig, TrlParser
 
 from docstrings import docstring
 from paco_trl import PaCoRewardConfig
-from paco_trl.trainer.refusals import REFUSED_SFT_FIELDS
+from paco_trl.trainer.config_utils import REFUSED_SFT_FIELDS
 from test_config import ENTRY, default_of
 
 

@@ -20,7 +20,7 @@ from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, 
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
 from paco_trl.rewards.runner import RewardRunner
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
-from paco_trl.trainer.refusals import REFUSED_GRPO_FIELDS
+from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, compared_settings, run_identity
 from paco_trl.utils.fingerprint import describe_scorer
 from test_paco_reward_trainer import colours

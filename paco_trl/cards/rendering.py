@@ -16,7 +16,7 @@ from ..data import demo_prompts_path, theme_question
 from ..hub.files import PICTURES, SETTINGS
 from ..utils.files import read_template
 from ..utils.names import public_name, relative_name, repository
-from ..utils.tables import markdown_text
+from ..utils.text import markdown_text
 from .content import ImageModelCard, JudgeCard, Result
 
 

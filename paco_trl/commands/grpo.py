@@ -8,8 +8,8 @@ options and checks them without training.
 """
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+from ..trainer.config_utils import REFUSED_GRPO_FIELDS
 from ..trainer.paco_nft_config import UNUSED_FIELDS
-from ..trainer.refusals import REFUSED_GRPO_FIELDS
 from .parser import CommandParser
 from .script_arguments import (
     ScriptArguments,

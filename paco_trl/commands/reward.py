@@ -17,7 +17,7 @@ from trl import ModelConfig, get_quantization_config
 from .. import PaCoRewardConfig, PaCoRewardTrainer
 from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
 from ..data.dataset_files import is_saved, load_split
-from ..trainer.refusals import REFUSED_SFT_FIELDS
+from ..trainer.config_utils import REFUSED_SFT_FIELDS
 from ..utils.files import digest, take_lock
 from .options import REMOTE_IMAGES, option
 from .parser import CommandParser

@@ -13,7 +13,7 @@ from ..data.pairs import decision_of, is_label_only
 from ..hub.licenses import License
 from ..utils.names import public_name
 from ..utils.paper import PAPER
-from ..utils.tables import markdown_table, markdown_text
+from ..utils.text import markdown_table, markdown_text
 from .annotators import AUTOMATIC, judge_annotator_name
 
 

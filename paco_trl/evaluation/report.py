@@ -16,7 +16,7 @@ import yaml
 from ..utils.files import read_template, write_atomically
 from ..utils.paper import PAPER
 from ..utils.statistics import without_nan
-from ..utils.tables import interval_text, markdown_table, number_text
+from ..utils.text import interval_text, markdown_table, number_text
 from .runs import PROTOCOLS
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import pearsonr, rankdata
 
 from ..utils.statistics import bootstrap_sums, without_nan
-from ..utils.tables import interval_text, markdown_table, number_text
+from ..utils.text import interval_text, markdown_table, number_text
 
 
 # Training at half the inference resolution works with correlations of .725 (consistency), .753 (CLIP-T) and .848

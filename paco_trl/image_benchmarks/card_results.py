@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult, ModelCard
 
 from ..utils.files import write_atomically
 from ..utils.names import public_name
-from ..utils.tables import markdown_text
+from ..utils.text import markdown_text
 from . import report_content as content
 
 

@@ -19,7 +19,7 @@ from rich.markdown import Markdown
 
 from ..utils.files import read_template, write_atomically
 from ..utils.images import data_url, to_rgb
-from ..utils.tables import markdown_text, number_text
+from ..utils.text import markdown_text, number_text
 from . import report_content as content
 
 

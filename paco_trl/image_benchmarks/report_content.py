@@ -14,7 +14,7 @@ from ..evaluation.report import PublishedTable, published_tables, published_text
 from ..evaluation.runs import PROTOCOLS
 from ..utils.files import read_template
 from ..utils.names import public_name
-from ..utils.tables import markdown_table, markdown_text, number_text
+from ..utils.text import markdown_table, markdown_text, number_text
 
 
 NOTES: dict[str, str] = yaml.safe_load(read_template("generation_report_notes.yaml"))

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from trl import ModelConfig
 from ..utils.deepspeed import without_zero3_init
 from ..utils.names import check_adapter_base, check_base_model_name, check_model_name
 from ..utils.quantization import describe_quantization, quantization_config
-from ..utils.target_modules import check_lora_alpha, check_target_modules
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
 
 
@@ -535,3 +535,28 @@ def adapter_is_new(weights: dict[str, torch.Tensor]) -> bool:
     """Return whether every LoRA `B` is 0: the model still is its base model. `False` without an adapter."""
     matrices = [weight for name, weight in weights.items() if ".lora_B." in name]
     return bool(matrices) and not torch.stack([matrix.any() for matrix in matrices]).any()
+
+
+def check_lora_alpha(peft_config: LoraConfig) -> None:
+    """Refuse a scale of 0, with which no weight has a gradient."""
+    if peft_config.lora_alpha == 0:
+        raise ValueError(
+            "`lora_alpha` is 0: the adapter is multiplied by 0 and nothing is trained. Use 2 * r (paper)."
+        )
+
+
+def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
+    """Refuse names in `target_modules` that no layer has: PEFT trains the others, without a word."""
+    targets = peft_config.target_modules
+    if targets is None or isinstance(targets, str):  # a pattern, which PEFT refuses if nothing matches
+        return
+    paths = [name.split(".") for name, _ in model.named_modules()]
+    for target in sorted(map(str, targets)):
+        ends = {".".join(path[-target.count(".") - 1 :]) for path in paths}
+        if target not in ends:
+            hint = [f" Did you mean {' or '.join(found)}?" for found in [get_close_matches(target, ends)] if found]
+            raise ValueError(
+                f"`target_modules` (`--lora_target_modules`) has {target!r}, but no layer of {type(model).__name__} is "
+                f"named so.{''.join(hint)} Correct the name, or leave `target_modules` out for the default. (A pattern, or "
+                "'all-linear', is a string and not in a list.)"
+            )

@@ -14,9 +14,9 @@ from ..rewards.runner import RewardRunner, offloadable_models
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.generation import check_call
+from .config_utils import check_best_metric
 from .evaluator import metric_names
 from .paco_grpo_config import PaCoGRPOConfig
-from .starting import check_best_metric
 
 
 logger = get_logger(__name__)

@@ -17,10 +17,16 @@ from ..rollout.hybrid_inference import check_adapter_fraction
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
-from ..utils.docstrings import help_from_docstring
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
-from .refusals import REFUSED_GRPO_FIELDS, check_arguments, cpu_explained, name_checkpointing, refuse_fields
+from .config_utils import (
+    REFUSED_GRPO_FIELDS,
+    check_arguments,
+    cpu_explained,
+    help_from_docstring,
+    name_checkpointing,
+    refuse_fields,
+)
 from .rounds import RoundPlan, nearest_multiples, plan_round
 
 

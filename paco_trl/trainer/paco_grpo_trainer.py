@@ -84,6 +84,7 @@ from .checks import (
     offload_models,
     vae_tiling_warning,
 )
+from .config_utils import copy_config, end_explained, memory_explained, refuse_methods
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
 from .losses import (
     PolicyStep,
@@ -105,11 +106,9 @@ from .model_cards import (
     reward_rows,
 )
 from .paco_grpo_config import PaCoGRPOConfig
-from .refusals import end_explained, memory_explained, refuse_methods
 from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
 from .rounds import RoundBuffer, RoundSchedule
 from .run_settings import LOSS_ONLY_FIELDS, adjustable_settings, reference_setting, run_identity
-from .starting import copy_config
 from .step_statistics import StepStatistics
 from .transfer_report import compared_rows, report_resolution_transfer, report_tail_transfer
 

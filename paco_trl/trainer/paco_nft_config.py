@@ -3,9 +3,8 @@
 
 from dataclasses import dataclass
 
-from ..utils.docstrings import help_from_docstring
+from .config_utils import help_from_docstring, refuse_fields
 from .paco_grpo_config import PaCoGRPOConfig
-from .refusals import refuse_fields
 
 
 # Fields of PaCoGRPOConfig for stochastic steps

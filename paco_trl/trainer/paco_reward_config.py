@@ -7,17 +7,17 @@ import torch
 from trl import SFTConfig
 
 from ..utils.deepspeed import check_gradient_accumulation
-from ..utils.docstrings import help_from_docstring
 from ..utils.stopping import SIGNALS
-from .first_token_loss import LOSS_VARIANTS
-from .refusals import (
+from .config_utils import (
     INSTEAD_FOR_PAIRS,
     REFUSED_SFT_FIELDS,
     check_arguments,
     cpu_explained,
+    help_from_docstring,
     name_checkpointing,
     refuse_fields,
 )
+from .first_token_loss import LOSS_VARIANTS
 
 
 @help_from_docstring

@@ -36,6 +36,7 @@ from ..hub.files import JUDGE_ADAPTER
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
+from ..rollout.loading import check_lora_alpha, check_target_modules
 from ..utils.deepspeed import without_zero3_init
 from ..utils.devices import tower_arguments
 from ..utils.files import sole_writer
@@ -44,14 +45,12 @@ from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop, stop_request
-from ..utils.target_modules import check_lora_alpha, check_target_modules
+from .config_utils import check_best_metric, copy_config, end_explained, memory_explained, refuse_methods
 from .data_collator import PairCollator, PairRows, PairSampler, can_count_tokens, check_pairs
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import judge_settings, lora_of
 from .paco_reward_config import PaCoRewardConfig
-from .refusals import end_explained, memory_explained, refuse_methods
 from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
-from .starting import check_best_metric, copy_config
 
 
 logger = get_logger(__name__)

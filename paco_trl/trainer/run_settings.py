@@ -14,8 +14,8 @@ from ..rewards.runner import RewardRunner
 from ..rollout.loading import adapter_digest, adapter_file_digest, quantization_text
 from ..rollout.prompt_rows import PromptRows
 from ..utils.fingerprint import weights_fingerprint
+from .config_utils import REFUSED_GRPO_FIELDS
 from .paco_grpo_config import PaCoGRPOConfig
-from .refusals import REFUSED_GRPO_FIELDS
 
 
 # Every field of the config is compared, except these

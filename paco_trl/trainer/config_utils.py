@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse inherited settings and methods that cannot work."""
+"""What the configs of all trainers share: help texts, unsupported fields and methods, explained errors."""
 
+import copy
 import dataclasses
+import inspect
 import logging
 import math
 import os
+import re
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -23,6 +28,9 @@ from ..checkpointing.checkpoints import how_to_resume
 
 
 logger = logging.getLogger(__name__)
+
+Config = TypeVar("Config", bound=TrainingArguments)
+ConfigClass = TypeVar("ConfigClass", bound=type)
 
 # What GRPOConfig adds to TrainingArguments is for language models, except for these fields
 USED_GRPO_FIELDS = (
@@ -205,3 +213,59 @@ def refuse_methods(*names: str) -> Callable[[type], type]:
         return cls
 
     return decorate
+
+
+def copy_config(args: Config) -> Config:
+    """Copy a config with its lists and dictionaries: trainers, also Trainer and SFTTrainer, write to theirs."""
+    args = copy.copy(args)
+    for name, value in vars(args).items():
+        setattr(args, name, _copied(value))
+    return args
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else value
+
+
+def check_best_metric(
+    args: TrainingArguments, names: Iterable[str], datasets: Iterable[str], logged: tuple = ()
+) -> None:
+    """Refuse a `metric_for_best_model` that no evaluation gives: Trainer looks for it after the first one."""
+    if args.metric_for_best_model is None:
+        return
+    metric = args.metric_for_best_model.removeprefix("eval_")
+    prefixes = [f"{name}_" for name in datasets] or [""]
+    known = [prefix + name for prefix in prefixes for name in names]
+    if metric in known or metric.startswith(tuple(prefix + start for prefix in prefixes for start in logged)):
+        return
+    # One that is only not found in several datasets, or misspelled
+    close = [prefix + metric for prefix in prefixes if prefix + metric in known] or get_close_matches(metric, known, 3)
+    raise ValueError(
+        f"`metric_for_best_model` is '{args.metric_for_best_model}', which no evaluation gives. Did you mean "
+        f"{' or '.join(map(repr, close or known[:6]))}?"
+    )
+
+
+# `name (`type`, ...), other (`type`, ...):` and the indented lines below it
+_PARAMETER = re.compile(r"^ {4}(\w+ \(`.*\)):\n((?: {8}.*\n|\n)+)", re.MULTILINE)
+# Markdown links, references and quoted values, as a terminal shows them
+_MARKUP = ((r"\[([^`\]]+)\]\([^)]+\)", r"\1"), (r"\[`~?(?:\w+\.)*(\w+)`\]", r"`\1`"), (r"`\"([^`\"]*)\"`", r"'\1'"))
+
+
+def help_from_docstring(config: ConfigClass) -> ConfigClass:
+    """Decorate a dataclass of options: the help of each of its own fields is its description in the docstring."""
+    help_of: dict[str, str] = {}
+    for names, description in _PARAMETER.findall(inspect.cleandoc(config.__doc__ or "") + "\n"):
+        text = " ".join(description.split())
+        for pattern, shown in _MARKUP:
+            text = re.sub(pattern, shown, text)
+        help_of |= dict.fromkeys(re.findall(r"(\w+) \(`", names), text.replace("%", "%%"))  # argparse formats it
+    inherited = {
+        id(field) for parent in config.__mro__[1:] for field in getattr(parent, "__dataclass_fields__", {}).values()
+    }
+    for field in dataclasses.fields(config):
+        if id(field) not in inherited and field.name in help_of:
+            field.metadata = MappingProxyType({**field.metadata, "help": help_of[field.name]})
+    return config
