@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from kill_runs import Run, relative_difference
 from launching import fork_context
-from paco_trl.checkpointing.weights import swapped
+from paco_trl.checkpointing.weights import use_weights
 from paco_trl.commands.memory import ImagePlan
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import predict
@@ -85,7 +85,7 @@ class TestLogProb:
 
 
 def velocity_with(trainer, step, weights=None):
-    with torch.no_grad(), swapped(trainer.model, weights, 0):
+    with torch.no_grad(), use_weights(trainer.model, weights, 0):
         return predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
 
 

@@ -331,7 +331,7 @@ class TestFaults:
         rows = examine(generation_batch_size=18)
         assert rows["versions"].verdict == "ok"
         assert rows["configuration"].verdict == "failed"
-        assert "18 / 4 = 4.5" in rows["configuration"].finding
+        assert "`generation_batch_size` = 18" in rows["configuration"].finding
         assert {row.verdict for name, row in rows.items() if name not in ("versions", "configuration")} == {"skipped"}
 
     def test_an_outdated_version(self, monkeypatch):

@@ -100,7 +100,7 @@ class TestDirectory:
     def test_what_another_model_or_half_a_file_has_is_encoded_again(self, make_trainer, tiny_flux, tmp_path, what):
         settings = {**SHORT, "embeddings_dir": str(tmp_path / "embeddings")}
         trainer = make_trainer(**settings)
-        trainer.sampler.encode(trainer.train_rows, [0, 1])
+        trainer.prompt_encoder.encode(trainer.train_rows, [0, 1])
         first = {path: path.read_bytes() for path in files_in(tmp_path / "embeddings")}
         assert len(first) == 2
         model = str(tiny_flux)
@@ -119,7 +119,7 @@ class TestDirectory:
             pipeline.save_pretrained(model)
         trainer = make_trainer(**settings, model=model)
         encoded = count(trainer.pipeline.text_encoder_2)
-        trainer.sampler.encode(trainer.train_rows, [0, 1])
+        trainer.prompt_encoder.encode(trainer.train_rows, [0, 1])
         assert len(encoded) == 2
         if what == "damage":
             assert {path: path.read_bytes() for path in files_in(tmp_path / "embeddings")} == first

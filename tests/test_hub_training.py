@@ -23,7 +23,7 @@ from PIL import Image
 
 from hub_server import HubServer
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.checkpointing.weights import swapped
+from paco_trl.checkpointing.weights import use_weights
 from paco_trl.commands.doctor import DoctorState, check_hub
 from paco_trl.commands.main import main
 from paco_trl.commands.script_arguments import ScriptArguments
@@ -67,7 +67,7 @@ def train(output_dir: str, **kwargs) -> None:
     trainer = make_trainer(output_dir, hub_private_repo=True, **kwargs)
     trainer.train()
     trainer.save_model()
-    with swapped(trainer.model, trainer.ema.average, 0):
+    with use_weights(trainer.model, trainer.ema.average, 0):
         np.save(Path(output_dir).parent / "average.npy", draw(trainer.pipeline))
     np.save(Path(output_dir).parent / "raw.npy", draw(trainer.pipeline))
     trainer.push_to_hub(use_ema=False, revision="raw", tags="raw-weights")

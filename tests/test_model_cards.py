@@ -29,7 +29,7 @@ from hub_server import HubServer
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.cards import ImageModelCard, JudgeCard, LoRA, load_reference_card, metadata, renamed, render_card
 from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
-from paco_trl.checkpointing.weights import swapped
+from paco_trl.checkpointing.weights import use_weights
 from paco_trl.commands import reward
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.data import (
@@ -803,7 +803,7 @@ class TestFiles:
         assert np.array_equal(tuned, draw(by_peft))
         # What is saved is the average of the weights, not the last ones
         assert not np.array_equal(tuned, draw(trained.pipeline))
-        with swapped(trained.model, trained.ema.average, 0):
+        with use_weights(trained.model, trained.ema.average, 0):
             assert np.array_equal(tuned, draw(trained.pipeline))
 
     def test_files(self, trained, tiny_flux):

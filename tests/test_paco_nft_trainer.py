@@ -17,7 +17,7 @@ from trl import TrlParser
 
 from docstrings import docstring
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
-from paco_trl.checkpointing.weights import swapped
+from paco_trl.checkpointing.weights import use_weights
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, calls_at, keyed_generator, predict
 from paco_trl.rollout.families import Family
@@ -384,7 +384,7 @@ class TestOldPolicy:
         step = record.buffers[1][0]["record"]
 
         def velocity(weights):
-            with torch.no_grad(), swapped(trainer.model, weights, 0):
+            with torch.no_grad(), use_weights(trainer.model, weights, 0):
                 return predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
 
         assert torch.equal(velocity(record.old[2]), step.old_velocity)
@@ -393,7 +393,7 @@ class TestOldPolicy:
         # The images themselves: the last step of the ODE, made again
         last = [FluxFamily().call_at(call, step.sample, torch.full((4,), step.sigma)) for call in step.calls]
         for weights, is_it in ((record.old[2], True), (record.weights[2], False)):
-            with torch.no_grad(), swapped(trainer.model, weights, 0):
+            with torch.no_grad(), use_weights(trainer.model, weights, 0):
                 v = predict(trainer.model, last, trainer.family, trainer.args.guidance_scale, step.sample)
             assert torch.allclose(step.sample - step.sigma * v, step.prev_sample, atol=1e-6) is is_it
 
@@ -459,7 +459,7 @@ class TestInherited:
         trainer.train()
         metrics = trainer.evaluate()
         assert metrics["eval_reward"] != metrics["eval_reward_baseline"]
-        with swapped(trainer.model, trainer.old_policy.average, 0):
+        with use_weights(trainer.model, trainer.old_policy.average, 0):
             averages, trainer.averages = trainer.averages, {paco_nft_trainer.OLD_POLICY_WEIGHTS: trainer.old_policy}
             of_old = trainer.evaluate()
         assert of_old["eval_reward"] != metrics["eval_reward"]

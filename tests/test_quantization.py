@@ -348,9 +348,7 @@ class TestRefused:
         shutil.copytree(tiny_flux, base)
         path = base / "transformer" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"load_in_4bit": True}}))
-        with pytest.raises(
-            ValueError, match="are stored quantized.*Name the unquantized model with `--model_name_or_path`"
-        ):
+        with pytest.raises(ValueError, match="are stored quantized"):
             merge(MergeArguments(str(tmp_path / "adapter"), str(tmp_path / "other"), str(base)))
         assert not (tmp_path / "other").exists()
 

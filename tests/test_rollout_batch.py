@@ -67,7 +67,9 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
         settings = {"optimizer_steps_per_generation": 1, "max_steps": 1, "learning_rate": 1e-3}
         trainer = make_trainer(per_device_train_batch_size=2, per_device_rollout_batch_size=batch, **settings)
         trainer.train()
-        places = torch.from_numpy(trainer.schedule.assign(0, [(32, 32)] * 4).reshape(-1)).argsort()
+        places = torch.from_numpy(
+            trainer.round_plan.assign([(32, 32)] * 4, (trainer.args.seed, 1, 0)).reshape(-1)
+        ).argsort()
         entries = trainer.buffer.entries
         columns = [[getattr(entry["record"], name) for entry in entries] for name in ("prev_sample", "log_prob")]
         columns.append([entry["advantages"] for entry in entries])
@@ -88,7 +90,7 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
         ({"per_device_rollout_batch_size": 0}, "`per_device_rollout_batch_size` is 0; it must be at least 1"),
         ({"per_device_rollout_batch_size": 3}, "`per_device_rollout_batch_size` is 3, .*multiple of 2. .*: 2 or 4"),
         ({"per_device_rollout_batch_size": 1}, "`per_device_rollout_batch_size` is 1, .*micro-batches of 2 images"),
-        ({"gradient_accumulation_steps": 3}, "`gradient_accumulation_steps` is 3, .*batches of 2 micro-batches"),
+        ({"gradient_accumulation_steps": 3}, "`gradient_accumulation_steps` = 3"),
     ],
     ids=str,
 )

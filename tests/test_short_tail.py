@@ -335,9 +335,3 @@ class TestRuns:
             json.loads((each.output / "evaluation" / "tail_transfer.json").read_text()) for each in (alone, run)
         ]
         assert reports[0][0]["training_mean"] == pytest.approx(reports[1][0]["training_mean"], abs=1e-5)
-
-
-def test_a_tail_without_a_stochastic_step_is_refused():
-    assert SDESettings((), 0.7).num_steps(10) == 10
-    with pytest.raises(ValueError, match="`tail_steps` is 2, but there is no stochastic step"):
-        SDESettings((), 0.7, tail_steps=2)
