@@ -82,10 +82,10 @@ class Scores:
 
 @dataclass
 class _Call:
-    """A call of some rewards, given by their indices, with some images, given by their numbers."""
+    """A call of some rewards with some images."""
 
-    rewards: list[int]
-    images: list[int]
+    reward_indices: list[int]
+    image_numbers: list[int]
     values: Future = field(init=False)  # of a list of values for each reward
     span: list[float] = field(default_factory=list)  # when it started and ended
     extra: dict[str, list] = field(default_factory=lambda: defaultdict(list))
@@ -171,7 +171,7 @@ class RewardRunner:
         for call in self._calls:
             call.values.cancel()
         # One may be running: its model must not leave the accelerator, nor random states be saved, meanwhile
-        on_thread = [call.values for call in self._calls if not self.is_async[call.rewards[0]]]
+        on_thread = [call.values for call in self._calls if not self.is_async[call.reward_indices[0]]]
         wait(on_thread, None if self.models else _PATIENCE)
         self.num_generations = num_generations
         # Numbers and arguments of single images: for the next sync call, and for rewards that compare a group
@@ -225,16 +225,16 @@ class RewardRunner:
         waited = time.perf_counter() - started
         problem = None
         for call in self._calls:  # which have all ended, and log no more
-            if wrong := [column for column, values in call.extra.items() if len(values) != len(call.images)]:
+            if wrong := [column for column, values in call.extra.items() if len(values) != len(call.image_numbers)]:
                 problem = RewardError(
                     f"Rewards logged {len(call.extra[wrong[0]])} values in the column '{wrong[0]}' (`log_extra`) for "
-                    f"{len(call.images)} images. Log one per image, and use different columns for different rewards."
+                    f"{len(call.image_numbers)} images. Log one per image, and use different columns for different rewards."
                 )
         self._raise_together(problem=problem)
 
         results = gather_object(
             [
-                (call.images, call.rewards, call.values.result(), dict(call.extra), dict(call.metrics))
+                (call.image_numbers, call.reward_indices, call.values.result(), dict(call.extra), dict(call.metrics))
                 for call in self._calls
             ]
         )
@@ -242,13 +242,13 @@ class RewardRunner:
         rewards = torch.full((max(numbers) + 1, len(self.functions)), torch.nan)
         extra: dict[str, list] = {column: [None] * len(rewards) for *_, logged, _ in results for column in logged}
         metrics: dict[str, list[float]] = defaultdict(list)
-        for images, indices, values, logged, means in reversed(results):  # the first of two results counts
+        for images, indices, values, logged, entries_by_name in reversed(results):  # the first of two results counts
             for index, column in zip(indices, values, strict=True):
                 rewards[images, index] = torch.tensor([math.nan if value is None else value for value in column])
             for name, cells in logged.items():
                 for image, cell in zip(images, cells, strict=True):
                     extra[name][image] = cell
-            for name, entries in means.items():
+            for name, entries in entries_by_name.items():
                 metrics[name] += entries
         averages = {name: sum(entries) / len(entries) for name, entries in sorted(metrics.items())}
         hidden = _union_seconds([call.span for call in self._calls], started)
@@ -310,7 +310,7 @@ class RewardRunner:
             self._stream.wait_stream(torch.cuda.default_stream())  # which moved the weights
             stream = torch.cuda.stream(self._stream)
         with stream:
-            values = [self.call(index, **arguments) for index in call.rewards]
+            values = [self.call(index, **arguments) for index in call.reward_indices]
         call.span[1] = time.perf_counter()
         return values
 
@@ -320,7 +320,7 @@ class RewardRunner:
             call.span = [time.perf_counter(), torch.inf]
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self.call(index, **arguments)) for index in call.rewards]
+                    tasks = [group.create_task(self.call(index, **arguments)) for index in call.reward_indices]
             except BaseExceptionGroup as problems:
                 raise problems.exceptions[0] from None
             call.span[1] = time.perf_counter()

@@ -342,7 +342,8 @@ class PipelinePolicy:
         if self._checks:
             passed = torch.stack([is_good for is_good, _ in self._checks]).tolist()
             if not all(passed):
-                self._checks[passed.index(False)][1]()
+                _, raise_error = self._checks[passed.index(False)]
+                raise_error()
 
     def _raise_guidance(
         self, difference: torch.Tensor, total: torch.Tensor, scale: torch.Tensor, precision: float, index: int,

@@ -330,7 +330,7 @@ class RolloutSampler:
     def inputs(
         self, fetched: EncodedRows, numbers: list[int]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[EncodedImage]]:
-        """Return a micro-batch's prompts on the accelerator, the stored tensors behind them, and its source images."""
+        """Return a batch's prompts on the accelerator, the stored tensors behind them, and its source images."""
         device = self.accelerator.device
         encoded = [fetched.encoded[number] for number in numbers]
         embeddings = [each.place("cpu" if self.offload_embeddings else device) for each in encoded]
@@ -384,13 +384,13 @@ class RolloutSampler:
         The key of its noise is `key` (seed, stream, round), the row and its place among the images of the row. With
         `fetched` the embeddings of all rows are in memory, otherwise those of a batch.
         """
-        for images in tqdm(batches, progress, disable=progress is None, leave=False):
-            numbers = [prompts[image // num_generations] for image in images]
-            keys: list[tuple[int, ...]] = [
-                (*key, row, image % num_generations) for row, image in zip(numbers, images, strict=True)
+        for image_numbers in tqdm(batches, progress, disable=progress is None, leave=False):
+            row_numbers = [prompts[image // num_generations] for image in image_numbers]
+            noise_keys: list[tuple[int, ...]] = [
+                (*key, row, image % num_generations) for row, image in zip(row_numbers, image_numbers, strict=True)
             ]
-            part = fetched or self.fetch(rows, numbers, scale)
-            generated, records = self.generate(
-                part, numbers, keys, sizes[numbers[0]], num_inference_steps, **recording
+            encoded = fetched or self.fetch(rows, row_numbers, scale)
+            images, records = self.generate(
+                encoded, row_numbers, noise_keys, sizes[row_numbers[0]], num_inference_steps, **recording
             )
-            yield Generated(images, [part.read(number) for number in numbers], generated, records)
+            yield Generated(image_numbers, [encoded.read(row) for row in row_numbers], images, records)

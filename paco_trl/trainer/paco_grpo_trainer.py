@@ -516,7 +516,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Return the micro-step's slice of the buffer; generate a new round when it is used up."""
         accumulation = self.args.gradient_accumulation_steps
         if self._step % accumulation == 0:
-            # The optimizer step is part of the checkpoint
+            # GRPOTrainer.training_step counts on; after a resume the count follows from the optimizer step
             self._step = self.state.global_step * accumulation
         round_index, position = divmod(self._step, self.schedule.micro_steps_per_round)
         if self.buffer is None or self.buffer.round_index != round_index:
@@ -545,35 +545,31 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         row_numbers = self.schedule.rows(round_index)
         sizes = [self.train_rows.training_sizes[number] for number in row_numbers]
         assignment = plan.assign(sizes, (args.seed, STREAMS["batches"], round_index))
-        mine = assignment[self.accelerator.process_index]  # of (processes, batches, rollout_batch_size)
+        mine = assignment[self.accelerator.process_index]  # (batches, rollout_batch_size)
         self.prompt_encoder.encode(self.train_rows, row_numbers, args.resolution_scale)  # what `_encode_run` has not
         fetched = self.sampler.fetch(self.train_rows, row_numbers, args.resolution_scale)
         encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
 
         # 2. Generate, and score at the same time, except with `offload_rewards`
-        started = time.perf_counter()
-        buffer = RoundBuffer(
-            round_index, self.state.global_step, self.schedule.sde(round_index), is_offloaded=args.offload_embeddings
-        )
+        started, sde = time.perf_counter(), self.schedule.sde(round_index)
         self.rewards.start(generations)
-        images, records = self._generate_round(round_index, mine, row_numbers, fetched, buffer.sde)
+        images, records = self._generate_round(round_index, mine, row_numbers, fetched, sde)
         rollout_time = time.perf_counter() - started
 
         # 3. Gather all rewards on every process, prompt-major
         scores = self.rewards.finish(self.state)
 
-        # 4. Aggregate and normalize. As in TRL, the sum of normalized rewards is scaled over the batch
-        # Branches differ by their initial noise too, which has no gradient: each is compared with itself
-        compared = args.images_per_prefix if args.images_per_prefix > 1 else generations
-        aggregated, details = self.rewards.aggregate(scores.rewards, compared)
-        is_normalized = args.multi_objective_aggregation == "normalize_then_sum"
-        advantages, is_valid, has_spread = group_advantages(
-            aggregated, compared, "batch" if is_normalized else args.scale_rewards, args.advantage_clip
-        )
+        # 4. Aggregate and normalize. Branches differ by their initial noise too, which has no gradient: each is
+        # compared with itself
+        group_size = args.images_per_prefix if args.images_per_prefix > 1 else generations
+        aggregated, details = self.rewards.aggregate(scores.rewards, group_size)
+        # As in TRL, the sum of normalized rewards is scaled over the batch
+        scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards
+        advantages, is_valid, has_spread = group_advantages(aggregated, group_size, scale, args.advantage_clip)
         self.rewards.check_round(scores.rewards, is_valid, args, round_index)
 
         # 5. Metrics that are logged with each optimizer step of the round
-        buffer.metrics = {
+        metrics = {
             **scores.metrics,
             **self.rewards.metrics(scores.rewards, details, generations),
             "frac_reward_zero_std": 1 - has_spread.float().mean().item(),
@@ -594,9 +590,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self._save_sheet(f"round_{round_index:05d}", title, self.train_rows, row_numbers, shown)
 
         # 6. Build the training micro-steps
-        assignment = assignment.reshape(len(assignment), -1, plan.batch_size)  # (processes, micro-batches, B)
+        buffer = RoundBuffer(round_index, self.state.global_step, sde, metrics, is_offloaded=args.offload_embeddings)
+        micro_batches = assignment.reshape(len(assignment), -1, plan.batch_size)  # (processes, micro-batches, B)
         buffer.fill(
-            plan, assignment, self.accelerator.process_index, records, advantages, is_valid, self.accelerator.device
+            plan, micro_batches, self.accelerator.process_index, records, advantages, is_valid, self.accelerator.device
         )
         return buffer
 
@@ -617,11 +614,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             ):  # fmt: skip
                 self.rewards.add(generated.numbers, generated.rows, generated.images, self.state)
                 images.extend(generated.images)
-                if merged == 1:
-                    records.append(generated.records)  # all steps of a micro-batch
-                else:
-                    split = [split_record(record, merged, self.family) for record in generated.records]
-                    records.extend(map(list, zip(*split, strict=True)))
+                # [step][micro-batch] -> [micro-batch][step]
+                split = [split_record(record, merged, self.family) for record in generated.records]
+                records.extend(map(list, zip(*split, strict=True)))
         return images, records
 
     def _recording(self, sde: SDESettings) -> dict[str, Any]:
@@ -687,7 +682,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         log_prob, mean, std = score_step(velocity, record, sde)
         step = PolicyStep(log_prob, record.log_prob, mean, record.mean, std, record.sigma, record.sigma_next)
         loss, metrics = self.policy_loss(step, advantages)  # (B,)
-        ratio = metrics.pop("ratio", torch.exp(log_prob - record.log_prob).detach())
+        ratio = metrics.get("ratio")
+        if ratio is None:
+            ratio = torch.exp(log_prob - record.log_prob).detach()
+        metrics = {name: values for name, values in metrics.items() if name != "ratio"}
         if ref_velocity is not None:
             kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
             norm_ratio = velocity_norm_ratio(velocity, ref_velocity)
@@ -713,14 +711,18 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             images of an optimizer step, and metrics of shape `(B,)` to log as means, without gradients. A metric
             `ratio` is not logged: it must be 1 before an update, and is exp(log_prob - old_log_prob) if left out.
         """
-        clip = self.epsilon_low, self.epsilon_high
-        if self.args.loss_type == "flow_dppo":
-            surrogate = divergence_masked_surrogate(*step[:5], advantages, self.args.divergence_threshold)
-        elif self.args.loss_type == "grpo_guard":
+        clip, loss_type = (self.epsilon_low, self.epsilon_high), self.args.loss_type
+        log_probs, gaussians = (step.log_prob, step.old_log_prob), (step.mean, step.old_mean, step.std)
+        if loss_type == "flow_dppo":
+            threshold = self.args.divergence_threshold
+            surrogate = divergence_masked_surrogate(*log_probs, *gaussians, advantages, threshold)
+        elif loss_type == "grpo_guard":
             weight = guard_gradient_weight(step.sigma, step.sigma_next)
-            surrogate = guarded_surrogate(*step[:5], advantages, *clip, weight)
+            surrogate = guarded_surrogate(*log_probs, *gaussians, advantages, *clip, weight)
+        elif loss_type == "grpo":
+            surrogate = clipped_surrogate(*log_probs, advantages, *clip)
         else:
-            surrogate = clipped_surrogate(step.log_prob, step.old_log_prob, advantages, *clip)
+            raise NotImplementedError(f"`loss_type` is {loss_type!r}, for which `policy_loss` has no branch. Add it.")
         return surrogate.loss, surrogate.metrics
 
     def _velocities(self, model, record: RecordedStep) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round: its sizes, the order of its prompts and images, the keys of their noise, and the buffer of its records."""
+"""A round: its sizes, the order of its prompts and images, its stochastic steps, and the buffer of its records."""
 
 import dataclasses
 import math
@@ -239,6 +239,7 @@ class RoundBuffer:
 
     def micro_step(self, position: int, device: torch.device) -> dict[str, Any]:
         """Return the inputs of a micro-step, on the device."""
+        # `num_iterations` passes over the entries
         entry = self.entries[position % len(self.entries)]
         record = entry["record"].to(device) if self.is_offloaded else entry["record"]
         return {**entry, "record": record, "sde": self.sde}
