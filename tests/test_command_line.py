@@ -41,6 +41,7 @@ class Arguments:
     resume_from_checkpoint: str | None = option(None, "Checkpoint.")
     model_init_kwargs: dict | str | None = option(None, "Keywords.")
     height: int | None = option(5, "Height.")
+    report_to: None | str | list[str] = option(None, "Trackers.")
 
 
 class TestFiles:
@@ -58,6 +59,7 @@ class TestFiles:
             ("rewards: redness", "rewards", ["redness"]),
             ("reward_funcs: redness", "rewards", ["redness"]),
             ("sde_steps: 1", "sde_steps", [1]),
+            ("report_to: [tensorboard, wandb]", "report_to", ["tensorboard", "wandb"]),
             ("sde_steps:", "sde_steps", None),
             ("learning-rate: 1e-4", "learning_rate", 1e-4),
             ("rewards: [--a, b]", "rewards", ["--a", "b"]),
@@ -155,6 +157,12 @@ class TestOptions:
     def test_the_beginning_of_an_option(self):
         (parsed,) = CommandParser(Arguments).parse_args_and_config(["--learn", "2", "--max-steps", "5"])
         assert (parsed.learning_rate, parsed.max_steps) == (2, 5)
+
+    def test_an_option_without_its_name_behind_a_switch(self):
+        (parsed,) = CommandParser(Arguments, positional="resume_from_checkpoint").parse_args_and_config(
+            ["--swap", "folder"]
+        )
+        assert (parsed.resume_from_checkpoint, parsed.swap) == ("folder", True)
 
     @pytest.mark.parametrize("words", ["folder --swap False", "--swap False folder", "--swap=False folder"])
     def test_an_option_without_its_name(self, words):

@@ -191,7 +191,7 @@ class TestKillsInOneProcess:
         last_write = max(index for index, name in enumerate(before) if name in ("write_record", "serialize_file"))
         assert last_write < before.index("posix.fsync")
 
-    @pytest.mark.parametrize(("function", "latest"), [("posix.unlink", 5), ("posix.replace", 6)])
+    @pytest.mark.parametrize(("function", "latest"), [("posix.replace", 5), ("posix.unlink", 6)])
     def test_kill_while_a_checkpoint_of_the_same_step_is_replaced(
         self, context, tiny_flux, uninterrupted, tmp_path, function, latest
     ):
@@ -201,7 +201,7 @@ class TestKillsInOneProcess:
         run = Run(context, tiny_flux, output, resume=str(output / "checkpoint-5"), saving={"step": 6, "kill": kill})
         run.wait()
         assert run.was_killed == [True]
-        # A half-deleted one does not count
+        # Between the two renamings there is none of step 6, and after them the new one
         assert found_after_kill(output)["latest"] == latest
         resumed = Run(context, tiny_flux, output, resume=True)
         assert not different(uninterrupted.state(), resumed.state())

@@ -261,6 +261,27 @@ class TestBesideTheDrawing:
         assert means[1] - means[0] == pytest.approx(1.0, abs=1e-5)
         assert means[2] - means[1] == pytest.approx(1.0, abs=1e-5)
 
+    def test_logged_numbers_of_numpy_are_saved(self, make_trainer):
+        def reward(completions, log_metric, **kwargs):
+            values = redness_reward(None, completions)
+            log_metric("spread", np.float32(np.std(values)))
+            return values
+
+        trainer = make_trainer(reward_funcs=reward, save_strategy="steps", save_steps=1, max_steps=1)
+        trainer.train()
+        assert type(logs_with(trainer, "spread")[0]) is float
+
+    def test_two_rewards_that_log_one_column(self, make_trainer):
+        def reward(completions, log_extra, **kwargs):
+            log_extra("redness", [0.0] * len(completions))
+            return redness_reward(None, completions)
+
+        async def later(completions, log_extra, **kwargs):
+            return reward(completions=completions, log_extra=log_extra)
+
+        with pytest.raises(RewardError, match="redness"):
+            make_trainer(reward_funcs=[reward, later], max_steps=1).train()
+
     def test_columns_of_the_dataset_and_panels_belong_to_their_images(self, make_trainer, prompts):
         seen = []
 

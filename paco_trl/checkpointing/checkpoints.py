@@ -71,9 +71,11 @@ def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
     for path in [*staged.rglob("*"), staged]:
         _sync(path)
     target = Path(output_dir) / staged.name
+    replaced = staged.with_name(f"replaced-{staged.name}")
     if target.exists():  # of this run, which was resumed from an earlier checkpoint that it can resume from again
-        shutil.rmtree(target)
+        os.replace(target, replaced)
     os.replace(staged, target)
+    shutil.rmtree(replaced, ignore_errors=True)
     with contextlib.suppress(OSError):  # has more in it
         staged.parent.rmdir()
     _sync(Path(output_dir))  # older checkpoints may be deleted next
@@ -221,7 +223,7 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
             )
         different = [_differences(saved["identity"], identity)]
         if settings is not None:
-            different.append(_differences(saved["hyperparameters"], settings))
+            different.append(_differences(saved.get("hyperparameters", {}), settings))
         if any(different):
             raise ValueError(
                 f"`output_dir` ('{output_dir}') has '{checkpoint.name}' of another run:\n  "

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from trl import TrlParser
@@ -27,6 +27,9 @@ _USUAL = (
     *("eval_strategy", "eval_steps", "eval_dataset_name", "eval_split", "save_steps", "logging_steps", "report_to"),
     *("push_to_hub", "hub_model_id", "hub_private_repo", "accelerate_config", "num_processes"),
 )
+
+
+_TRUTH_WORDS = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")
 
 
 class CommandParser(TrlParser):
@@ -95,7 +98,16 @@ class CommandParser(TrlParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse the options; refuse an unknown one, and name the nearest."""
-        namespace, unknown = super().parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        if self.positional is not None:
+            # A switch would take the word behind it as its value
+            switches = {name for action in self._actions if action.nargs == "?" for name in action.option_strings}
+            for place in range(len(words) - 1):
+                is_value = words[place + 1].lower() in _TRUTH_WORDS or words[place + 1].startswith("-")
+                if words[place] in switches and not is_value:
+                    words.insert(place + 1, f"--{self.positional}")
+                    break
+        namespace, unknown = super().parse_known_args(words, namespace)
         if self.positional is not None and unknown and not unknown[0].startswith("-"):
             setattr(namespace, self.positional, unknown.pop(0))
         if unknown:
@@ -127,7 +139,9 @@ class CommandParser(TrlParser):
     def parse_args_and_config(self, args: Sequence[str] | None = None, *more, **kwargs) -> tuple:
         """Parse the options of the YAML file that `--config` names, then those of the command line."""
         config, words = read_config(sys.argv[1:] if args is None else args)
-        os.environ |= {name: str(value) for name, value in config.pop("env", {}).items()}  # as `TrlParser` does
+        os.environ |= {
+            name: str(value) for name, value in (config.pop("env", None) or {}).items()
+        }  # as `TrlParser` does
         return super().parse_args_and_config([*self._words(config), *words], *more, **kwargs)
 
     def _words(self, config: dict[str, Any]) -> list[str]:
@@ -137,7 +151,7 @@ class CommandParser(TrlParser):
         for name, value in config.items():
             option = f"--{str(name).replace('-', '_')}"
             action = self._option_string_actions.get(option)
-            if self.is_launched and name in ("num_processes", "accelerate_config"):
+            if self.is_launched and option in ("--num_processes", "--accelerate_config"):
                 continue  # `main` has started them
             if value is None and action is not None:
                 if type(None) not in get_args(hints[action.dest]):
@@ -148,6 +162,8 @@ class CommandParser(TrlParser):
                     self.set_defaults(**{action.dest: [self._get_value(action, str(each)) for each in value]})
                 except argparse.ArgumentError as error:
                     self.error(str(error))
+            elif isinstance(value, list) and action and list in map(get_origin, get_args(hints[action.dest])):
+                self.set_defaults(**{action.dest: value})  # `report_to` takes a text or a list
             else:
                 words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
         return words

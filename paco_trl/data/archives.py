@@ -91,7 +91,13 @@ class ImageFinder:
     @cached_property
     def extracted(self) -> list[tuple[PurePath, Path]]:
         """Extract all archives; return their relative paths and their directories in the cache."""
-        archives = [path for path in sorted(self.folder.rglob("*")) if _ARCHIVE.search(path.name)]
+        archives = [
+            path
+            for path in sorted(self.folder.rglob("*"))
+            if _ARCHIVE.search(path.name)
+            and not any(part.startswith(".") for part in path.relative_to(self.folder).parts)
+            and not path.with_suffix(".z01").exists()  # the last part of a split archive
+        ]
         with ThreadPoolExecutor(self.num_proc or 1) as pool:
             folders = list(pool.map(_extract, archives))
         return [(path.relative_to(self.folder), folder) for path, folder in zip(archives, folders, strict=True)]

@@ -110,11 +110,12 @@ class SourceImages:
 
     def _images(self, row: int) -> list[tuple[str, Any]]:
         """Return the images of a row as they are stored, each with its name for errors."""
-        (value,) = self._table[row][self.column].to_pylist()
+        (value,) = self._table[row][self.column]
         name = f"Row {row} of {self.where}: its source image"
         if self.column == "image":
-            return [(name, value)]
-        return [(f"{name} {index} (counted from 0)", image) for index, image in enumerate(value or [])]
+            return [(name, _stored(value))]
+        images = value.values if value.is_valid else []
+        return [(f"{name} {index} (counted from 0)", _stored(image)) for index, image in enumerate(images)]
 
     def _read_size(self, name: str, image: dict[str, Any] | None) -> tuple[int, int]:
         if image is None:
@@ -138,7 +139,8 @@ class SourceImages:
         from ..utils.images import to_rgb
 
         try:
-            decoded = self._feature.decode_example(image)
+            content = None if image["bytes"] is None else image["bytes"].to_pybytes()
+            decoded = self._feature.decode_example({**image, "bytes": content})
             decoded = to_rgb(decoded, "The image") if in_rgb else decoded
         except Exception as error:
             raise _unreadable(name, image, error) from error
@@ -155,8 +157,18 @@ def _unreadable(name: str, image: dict[str, Any], error: Exception) -> ValueErro
     return ValueError(f"{name} ({image['path'] or 'embedded'}) cannot be read: {problem}")
 
 
+def _stored(image: Any) -> dict[str, Any] | None:
+    """Return an image of an Arrow table, whose bytes stay where they are: a header is much smaller."""
+    if not image.is_valid:
+        return None
+    content = image["bytes"].as_buffer() if image["bytes"].is_valid else None
+    return {"bytes": content, "path": image["path"].as_py()}
+
+
 def _open_stream(image: dict[str, Any]) -> Any:
-    return open(image["path"], "rb") if image["bytes"] is None else io.BytesIO(image["bytes"])
+    import pyarrow as pa
+
+    return open(image["path"], "rb") if image["bytes"] is None else pa.BufferReader(image["bytes"])
 
 
 def _decoded_size(stream: Any) -> tuple[int, int]:
@@ -172,6 +184,7 @@ def _decoded_size(stream: Any) -> tuple[int, int]:
     if image.format == "TIFF":
         # As stored: newer versions of Pillow already report the turned size
         width, height = (image.tag_v2[tag] for tag in (ExifTags.Base.ImageWidth, ExifTags.Base.ImageLength))
-    is_in_header = image.format == "PNG" and b"eXIf" not in tail and b"iTXt" not in tail
+    late = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+    is_in_header = image.format == "PNG" and not any(chunk in tail for chunk in late)
     exif = Image.Image.getexif(image) if is_in_header else image.getexif()
     return (height, width) if exif.get(ExifTags.Base.Orientation) in _TURNED_SIDEWAYS else (width, height)

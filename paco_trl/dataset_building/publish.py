@@ -176,7 +176,6 @@ class _Images:
                 batch_size=64,
                 with_indices=True,
                 features=dataset.features,
-                keep_in_memory=True,
                 load_from_cache_file=False,
                 desc=f"Checking images of {_name_of(part)}",
             )

@@ -187,9 +187,8 @@ class RewardRunner:
 
         Numbers count the images of a round or an evaluation, prompt by prompt.
         """
-        arguments = [
-            # Panels are cut once for all rewards
-            (number, {**row, "completions": image, "panel_images": split_grid(image, row["rows"], row["cols"])})
+        arguments = [  # panels are cut once for all rewards
+            (number, _with_panels({**row, "completions": image}))
             for number, row, image in zip(numbers, rows, images, strict=True)
         ]
         if self._async:
@@ -216,8 +215,8 @@ class RewardRunner:
             for group in groups:
                 for index in self._grouped:
                     self._submit([index], group, state)
-            if self.models:  # none may run when they leave the accelerator
-                wait([call.values for call in self._calls], return_when=FIRST_EXCEPTION)
+            if self.models:  # no call may run when they leave the accelerator
+                wait([call.values for call in self._calls if not self.is_async[call.reward_indices[0]]])
         is_pending = True
         while is_pending:  # no process is long in an exchange, none stops alone
             calls = [call.values for call in self._calls]
@@ -240,7 +239,11 @@ class RewardRunner:
         )
         numbers = [number for images, *_ in results for number in images]
         rewards = torch.full((max(numbers) + 1, len(self.functions)), torch.nan)
-        extra: dict[str, list] = {column: [None] * len(rewards) for *_, logged, _ in results for column in logged}
+        loggers = {(column, tuple(indices)) for _, indices, _, logged, _ in results for column in logged}
+        columns = [column for column, _ in loggers]
+        if shared := {column for column in columns if columns.count(column) > 1}:
+            raise RewardError(f"Several rewards log the column(s) {', '.join(sorted(shared))}. Give each its own.")
+        extra: dict[str, list] = {column: [None] * len(rewards) for column in columns}
         metrics: dict[str, list[float]] = defaultdict(list)
         for images, indices, values, logged, entries_by_name in reversed(results):  # the first of two results counts
             for index, column in zip(indices, values, strict=True):
@@ -286,7 +289,7 @@ class RewardRunner:
             "num_generations": self.num_generations,
             "trainer_state": state,
             "log_extra": lambda column, values: call.extra[column].extend(values),
-            "log_metric": lambda name, value: call.metrics[name].append(value),
+            "log_metric": lambda name, value: call.metrics[name].append(float(value)),
         }
         if self.is_async[rewards[0]]:
             call.values = asyncio.run_coroutine_threadsafe(self._wait_for(call, arguments, self._slots), self._loop)
@@ -330,7 +333,8 @@ class RewardRunner:
         """Return the groups that this process scores whole, each in the order of its images. Collective: call on all ranks."""
         by_prompt: dict[int, list[tuple[int, dict]]] = defaultdict(list)
         for number, image in self._images:
-            by_prompt[number // self.num_generations].append((number, image))
+            without_panels = {name: value for name, value in image.items() if name != "panel_images"}
+            by_prompt[number // self.num_generations].append((number, without_panels))
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         prompts, groups = sorted(set(gather_object(list(by_prompt)))), []
         for first in range(0, len(prompts), processes):  # a group for each process at a time, which bounds the memory
@@ -338,7 +342,7 @@ class RewardRunner:
             images = dict(gather_object([image for prompt in block for image in by_prompt[prompt]]))
             if rank < len(block):
                 numbers = sorted(number for number in images if number // self.num_generations == block[rank])
-                groups.append([(number, images[number]) for number in numbers])
+                groups.append([(number, _with_panels(images[number])) for number in numbers])
         return groups
 
     def _raise_together(self, pending: Iterable = (), problem: BaseException | None = None) -> bool:
@@ -621,6 +625,10 @@ def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
             "scored: the image is then excluded and counted."
         )
     return [None if reward is None else float(reward) for reward in rewards]
+
+
+def _with_panels(image: dict[str, Any]) -> dict[str, Any]:
+    return image | {"panel_images": split_grid(image["completions"], image["rows"], image["cols"])}
 
 
 def _union_seconds(spans: list[list[float]], until: float) -> float:

@@ -184,9 +184,6 @@ class PipelinePolicy:
                 is_finite = torch.isfinite(step.prev_sample).flatten(1).all(dim=1)  # (B,)
                 self._checks.insert(0, (is_finite.all(), functools.partial(_raise_latents, is_finite)))
 
-        self.scheduler.sde, self.scheduler.on_step, self._recorded_steps = sde, on_step, recorded
-        # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
-        self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
         prepared = [source.image for source in sources]
         arguments = self.family.batch_arguments(prompt_arguments) | self.family.call_arguments(
             height, width, guidance_scale, prepared
@@ -194,6 +191,9 @@ class PipelinePolicy:
         arguments |= {} if callback_on_step_end is None else {"callback_on_step_end": callback_on_step_end}
         first_of_branch = [noise_keys[image // branch_size * branch_size] for image in range(len(noise_keys))]
         generators = [keyed_generator(*key, 0) for key in first_of_branch]
+        self.scheduler.sde, self.scheduler.on_step, self._recorded_steps = sde, on_step, recorded
+        # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
+        self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
         with ExitStack() as stack:
             stack.callback(self._reset)
             stack.enter_context(self.family.generation_context(self.pipeline, prepared))

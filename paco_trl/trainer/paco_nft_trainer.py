@@ -77,6 +77,10 @@ class VelocityStatistics(StepStatistics):
         return {name: ((v * valid).sum() / count).item() for name, v in zip(self._names, rows.T[2:], strict=True)}
 
 
+class OldPolicyCallback(RunCallback):
+    """Update the old policy."""
+
+
 class PaCoNFTTrainer(PaCoGRPOTrainer):
     """
     Trainer for DiffusionNFT, proposed in [DiffusionNFT: Online Diffusion Reinforcement with Forward
@@ -134,7 +138,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
 
     def _add_callbacks(self) -> None:
         super()._add_callbacks()
-        self.add_callback(RunCallback(on_step_end=self._update_old_policy))
+        self.add_callback(OldPolicyCallback(on_step_end=self._update_old_policy))
 
     def _update_old_policy(self) -> None:
         """Update the old policy at the end of each round."""

@@ -34,6 +34,7 @@ class ResumesExactly(PushesToHub):
 
     _resumed_from: Path | None = None
     _saved_step: int | None = None  # of the last checkpoint of this `train()`
+    control: TrainerControl
     _restore_rng_state: Callable[[], None] | None = None  # as after the last step of this `train()`
 
     # ---- Start and stop ----
@@ -115,6 +116,7 @@ class ResumesExactly(PushesToHub):
         if self._saved_step != step:
             self._restore_rng_state()
             self._save_checkpoint(self.model, trial=None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
     # ---- Checkpoints ----
