@@ -162,7 +162,9 @@ class CommandParser(TrlParser):
                     self.set_defaults(**{action.dest: [self._get_value(action, str(each)) for each in value]})
                 except argparse.ArgumentError as error:
                     self.error(str(error))
-            elif isinstance(value, list) and action and list in map(get_origin, get_args(hints[action.dest])):
+            elif (
+                isinstance(value, list) and action and any(get_origin(h) is list for h in get_args(hints[action.dest]))
+            ):
                 self.set_defaults(**{action.dest: value})  # `report_to` takes a text or a list
             else:
                 words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
