@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
+from diffusers import LongCatImagePipeline
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -171,6 +172,14 @@ class TestT2IS:
         words = ["--base", str(workspace / "tuned"), "--tuned", str(workspace / "base")]
         with pytest.raises(ValueError, match="wrong way around"):
             script.main(["report", *options["report"], *words, "--output_dir", str(tmp_path / "report")])
+
+    def test_longcat_image_does_not_rewrite_the_prompts(self, options, tmp_path, monkeypatch):
+        calls = []
+        monkeypatch.setattr(script, "load_system", lambda *args: object.__new__(LongCatImagePipeline))
+        monkeypatch.setattr(script, "generate_grids", lambda *args, **call: calls.append(call) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            script.main(["generate", *options["generate"], "--output_dir", str(tmp_path / "base")])
+        assert [call["enable_prompt_rewrite"] for call in calls] == [False]
 
     def test_the_adapter_in_the_first_step_only(self, evaluated, workspace, options, tmp_path):
         folder, words = (

@@ -156,6 +156,19 @@ class TestGeneration:
             assert by_hand.tobytes() == edits[row]["image"].tobytes()
 
     @pytest.mark.slow
+    def test_qwen_image_edit(self, tmp_path):  # it has no `max_area`, and enlarges its source to a megapixel
+        folder = tiny.build_tiny_qwen_image_edit(tmp_path / "model")
+        qwen = load_pipeline(str(folder), torch.float32, "cpu")
+        call = {"num_inference_steps": 2, "true_cfg_scale": 1.0}
+        row = {**EDITS[0], "height": 64, "width": 128}
+        prompts = edits_of([row], height=Value("int64"), width=Value("int64"))
+        edits = generate_edits(qwen, prompts, StageFolder(tmp_path / "edits"), **call)
+        call |= {"image": row["image"], "prompt": row["prompt"], "height": 64, "width": 128}
+        by_hand = qwen(**call, generator=torch.Generator().manual_seed(0)).images[0]
+        assert by_hand.size == (128, 64) and np.ptp(by_hand) > 0
+        assert by_hand.tobytes() == edits[0]["image"].tobytes()
+
+    @pytest.mark.slow
     def test_stopped_and_resumed_is_the_same(self, generated, pipeline, tmp_path, caplog):
         complete, path = generated
         prompts = edits_of(EDITS)

@@ -797,6 +797,18 @@ class TestMetrics:
         assert len(logs[0]) == 1
         assert logs[0] == logs[1]
 
+    def test_rows_of_several_processes_count_once(self, make_reward_trainer, continued, monkeypatch):
+        trainer = make_reward_trainer(continued(), eval_dataset=mixed(4))
+        trainer.evaluate()
+        alone = trainer.evaluations.pop("eval")
+
+        def pad(evaluated, dim, pad_index):
+            return torch.cat([torch.full_like(evaluated[:1], pad_index), evaluated, evaluated[:2]])
+
+        monkeypatch.setattr(trainer.accelerator, "pad_across_processes", pad)
+        trainer.evaluate()
+        assert trainer.evaluations["eval"] == alone and alone["pairs"] == 4
+
     @pytest.mark.slow
     def test_several_evaluation_sets(self, make_reward_trainer, continued, reference):
         sets = {"few": mixed().select([0, 1]), "many": mixed().select(range(2, 11))}

@@ -2,6 +2,7 @@
 """`paco-trl space`, and the app that it writes: same noise, scores of the judge, in a real browser."""
 
 import functools
+import inspect
 import io
 import json
 import re
@@ -28,6 +29,7 @@ from paco_trl.data import format_image_set_prompt, split_grid
 from paco_trl.hub.files import SETTINGS
 from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rewards import ConsistencyReward
+from paco_trl.tiny import build_tiny_longcat_image
 from test_annotation_app import free_port
 from testing_utils import CHROMIUM, CHROMIUM_ARGUMENTS
 
@@ -191,6 +193,15 @@ def test_the_same_noise_and_the_score_of_training(adapter):
     assert Comparison(pipeline, None, (64, 64), 1.0).score(PROMPT, sets) is None
     with pytest.raises(ValueError, match="height of the grid is 100: it must be a multiple of"):
         next(Comparison(pipeline, None, (50, 64), 1.0).generate(PROMPT, 2, 2, 0, 3))
+
+
+def test_a_pipeline_that_takes_no_callback(tmp_path, monkeypatch):
+    pipeline = load_system(str(build_tiny_longcat_image(tmp_path)), torch.float32, device="cpu")
+    assert "callback_on_step_end" not in inspect.signature(pipeline.__call__).parameters
+    monkeypatch.setattr(pipeline, "rewire_prompt", None)  # prompts stay as they are
+    pipeline.transformer.add_adapter(LoraConfig(target_modules=["to_q"], init_lora_weights=False))
+    base, tuned = Comparison(pipeline, None, (64, 64), 4.5).generate(PROMPT, 1, 2, 7, 1)
+    assert not np.array_equal(base[0], tuned[0])
 
 
 @pytest.fixture(scope="module")

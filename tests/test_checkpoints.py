@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints without a run: complete or absent, of which run, which are deleted, and what is read."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from safetensors.torch import save_file
+
+from paco_trl.checkpointing.checkpoints import (
+    POLICY_WEIGHTS,
+    RUN_FILE,
+    check_output_folder,
+    check_resumed_run,
+    check_weights,
+    dataset_digest,
+    drop_old_checkpoints,
+    find_checkpoint,
+    incomplete_files,
+    load_round,
+    publish,
+    round_file,
+)
+
+
+RUN = {
+    "identity": {"r": 4},
+    "course": {"seed": 1},
+    "num_processes": 1,
+    "is_deepspeed": False,
+    "is_round_pending": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def state():
+    PartialState()  # of the logger
+
+
+def make(output: Path, step: int, **run) -> Path:
+    staged = output / ".saving" / f"checkpoint-{step}"
+    staged.mkdir(parents=True)
+    (staged / "weights").write_text("weights")
+    return publish(staged, output, RUN | run)
+
+
+def test_all_is_on_the_disk_before_it_is_visible(tmp_path, monkeypatch):
+    events = []
+    for name in ("fsync", "replace"):
+        function = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, f=function, name=name: (events.append(name), f(*args)))
+    make(tmp_path, 1)
+    assert events == ["fsync"] * 3 + ["replace", "fsync"]  # two files and their directory, then the parent
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no list"])
+def test_what_is_incomplete_is_not_found(tmp_path, damage):
+    whole, broken = make(tmp_path, 9), make(tmp_path, 10)
+    assert find_checkpoint(tmp_path, True) == broken
+    name = RUN_FILE if damage == "no list" else "weights"
+    (broken / name).write_text("w") if damage == "truncated" else (broken / name).unlink()
+    assert incomplete_files(broken) == [name]
+    assert find_checkpoint(tmp_path, True) == whole
+    with pytest.raises(ValueError, match=name):
+        find_checkpoint(tmp_path, str(broken))
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "token"),
+    [
+        ({}, {"identity": {"r": 2}}, "r: 4, now 2"),
+        ({"is_deepspeed": True}, {"num_processes": 2}, "DeepSpeed has divided"),
+        ({}, {"num_processes": 2, "is_deepspeed": True}, "DeepSpeed has divided"),
+        ({}, {"is_deepspeed": True}, "without DeepSpeed"),
+    ],
+)
+def test_another_run_cannot_be_resumed(tmp_path, saved, now, token):
+    checkpoint = make(tmp_path, 1, **saved)
+    run = {"identity": {"r": 4}, "settings": {"seed": 1}, "num_processes": 1, "is_deepspeed": False}
+    with pytest.raises(ValueError, match=token):
+        check_resumed_run(checkpoint, **run | now)
+
+
+def test_what_may_change_is_a_warning(tmp_path, caplog):
+    checkpoint = make(tmp_path, 1)
+    check_resumed_run(checkpoint, {"r": 4}, {"seed": 1}, 1, False)
+    assert not caplog.text
+    check_resumed_run(checkpoint, {"r": 4}, {"seed": 2}, 2, False)
+    assert "seed: 1, now 2" in caplog.text and "in the middle of a round" in caplog.text
+
+
+def test_the_directory_of_another_run(tmp_path):
+    make(tmp_path, 1)
+    check_output_folder(tmp_path, {"r": 4}, {"seed": 1})
+    for identity, settings in (({"r": 2}, {"seed": 1}), ({"r": 4}, {"seed": 2})):
+        with pytest.raises(ValueError, match="of another run"):
+            check_output_folder(tmp_path, identity, settings)
+
+
+def test_the_best_and_the_complete_ones_are_kept(tmp_path):
+    paths = [make(tmp_path, step) for step in (1, 2, 3, 4)]
+    (paths[3] / "weights").unlink()
+    for number, path in enumerate(paths):
+        os.utime(path, (number, number))
+    drop_old_checkpoints(str(tmp_path), 2, str(paths[0]))
+    assert [path.exists() for path in paths] == [True, False, True, False]
+
+
+def test_the_digest_of_prompts_is_of_all_that_decides_images():
+    rows = {
+        "prompt": ["a", "b"],
+        "rows": [1, 2],
+        "cols": [2, 1],
+        "height": [64, 64],
+        "width": [32, 64],
+        "note": [0, 0],
+    }
+    changes = [{}, {"note": [1, 1]}, *({name: values[::-1]} for name, values in rows.items() if name != "note")]
+    changes[5] = {"height": [64, 32]}
+    digests = [dataset_digest(Dataset.from_dict(rows | change)) for change in changes]
+    assert digests[0] == digests[1] and len(set(digests)) == 6
+
+
+def test_other_weights_than_those_that_are_trained(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    for names, is_same in ((["weight", "bias"], True), (["weight"], False), (["weight", "bias", "more"], False)):
+        save_file({name: torch.zeros(1) for name in names}, tmp_path / POLICY_WEIGHTS)
+        if is_same:
+            check_weights(model, tmp_path)
+        else:
+            with pytest.raises(ValueError, match="cannot be resumed"):
+                check_weights(model, tmp_path)
+
+
+def test_an_unfinished_round_holds_no_code(tmp_path):
+    torch.save({"latents": torch.ones(2)}, round_file(tmp_path, 0))
+    assert load_round(tmp_path, 0, torch.device("cpu"), False)["latents"].tolist() == [1, 1]
+    torch.save({"latents": tmp_path}, round_file(tmp_path, 0))
+    with pytest.raises(pickle.UnpicklingError):
+        load_round(tmp_path, 0, torch.device("cpu"), False)
