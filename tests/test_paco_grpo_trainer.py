@@ -27,7 +27,7 @@ from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import FAMILIES, FluxFamily, RecordedStep, SDESettings, UnlistedFamily, sde_step
 from paco_trl.rollout.policy import score_step
-from paco_trl.trainer.losses import ClippedSurrogate, clipped_surrogate, guarded_surrogate
+from paco_trl.trainer.losses import ClippedSurrogate, PolicyStep, clipped_surrogate, guarded_surrogate
 from paco_trl.trainer.rounds import RoundBuffer
 from paco_trl.trainer.step_statistics import StepStatistics, predicted_deviation
 
@@ -220,7 +220,7 @@ class TestTraining:
 
 class TestLoss:
     @pytest.mark.parametrize(("beta", "norm_penalty"), [(0.0, 0.0), (3.0, 0.0), (0.0, 0.2), (3.0, 0.2)])
-    def test_loss_and_gradient_equal_a_direct_computation(self, make_small, beta, norm_penalty):
+    def test_loss_and_gradient_equal_a_direct_computation(self, make_small, monkeypatch, beta, norm_penalty):
         trainer = make_small(beta=beta, norm_penalty=norm_penalty, epsilon=0.01)
         trainer.state.max_steps = 2
         inputs = trainer._generate_and_score_completions(0).micro_step(0, torch.device("cpu"))
@@ -265,6 +265,9 @@ class TestLoss:
             if weight:  # each is a part of the sum that counts
                 part = max(value.abs().max() for value in torch.autograd.grad(term, parameters, retain_graph=True))
                 assert part > 1e-3
+        # Two processes have the gradients of half of the images each, and average them
+        monkeypatch.setattr(Accelerator, "num_processes", 2)
+        torch.testing.assert_close(trainer.compute_loss(model, inputs), 2 * loss)
 
 
 class TestPolicyLoss:
@@ -310,6 +313,15 @@ class TestPolicyLoss:
         trainer.train()
         weights = logs_with(trainer, "soft_clip_weight")
         assert weights[0] == 1 > weights[1] > 0
+
+    def test_settings_of_the_clip_range_and_of_advantages(self, make_trainer):
+        trainer = make_trainer(epsilon=0.1, epsilon_high=0.3, advantage_clip=0.5, max_steps=1)
+        log_ratio, zeros = torch.log(torch.tensor([0.8, 1.2, 1.4])), torch.zeros(3)
+        step = PolicyStep(log_ratio, zeros, zeros, zeros, 1.0, 0.9, 0.8)
+        loss, _ = trainer.policy_loss(step, torch.tensor([-1.0, 1.0, 1.0]))
+        torch.testing.assert_close(loss, torch.tensor([0.9, -1.2, -1.3]))
+        trainer.train()
+        assert max(entry["advantages"].abs().max().item() for entry in trainer.buffer.entries) == 0.5
 
     def test_its_ratio_is_checked(self, make_trainer):
         class Wrong(self.Reinforce):
@@ -425,11 +437,15 @@ class TestRatio:
         record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
         args = PaCoGRPOConfig("x", use_cpu=True, bf16=False, epsilon=1e-3, ratio_tolerance=1e-4)
         statistics = StepStatistics(Accelerator(cpu=True), args)
-        for worst in (0.9e-4, 3e-4):  # the mean is below the tolerance
+        for worst in (0.9e-4, 3e-4, -3e-4):  # the mean is below the tolerance
             ratio = torch.tensor([1.0, 1.0, 1.0 + worst, 1.0])
             statistics.add(record, ratio, {}, torch.ones(4))
-            with nullcontext() if worst < 1e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
-                statistics.check_ratio(1)
+            for check in (lambda: statistics.check_ratio(1), lambda: statistics.finish(0, True, is_early=True)):
+                with nullcontext() if worst == 0.9e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
+                    check()
+        statistics.add(record, torch.tensor([1.0, torch.nan, 1.0, 1.0]), {}, torch.ones(4))
+        with pytest.raises(RuntimeError, match="not finite at optimizer step 5"):
+            statistics.finish(5, is_on_policy=False, is_early=False)
 
     @pytest.mark.parametrize("sde_type", ["flow_sde", "dance_sde", "cps"])
     def test_the_deviation_of_rounded_velocities_is_predicted(self, sde_type):
@@ -591,6 +607,13 @@ class TestSteps:
         for epoch in (orders[0][:3], orders[0][3:]):
             assert sorted(sum(epoch, [])) == list(range(12))  # each prompt once an epoch
         assert orders[0][:3] != orders[0][3:]
+
+    def test_each_round_has_its_noise(self, make_small):
+        trainer, keys = make_small(max_steps=4), []
+        generate = trainer.policy.generate
+        trainer.policy.generate = lambda *args, **kwargs: (keys.extend(args[5]), generate(*args, **kwargs))[1]
+        trainer.train()
+        assert len(set(keys)) == len(keys) == 16 and {key[:3] for key in keys} == {(42, 3, 0), (42, 3, 1)}
 
     def test_images_do_not_depend_on_the_micro_batch(self, make_small):
         drawn = {1: {}, 4: {}}
@@ -821,11 +844,12 @@ class TestRewards:
     def test_reward_metrics(self, make_small):
         def logging_reward(prompts, completions, log_metric, **kwargs):
             log_metric("my_metric", 3.0)
+            log_metric("my_metric", 5.0)
             return redness_reward(prompts, completions)
 
         trainer = make_small(reward_funcs=logging_reward)
         trainer.train()
-        assert logs_with(trainer, "my_metric") == [3.0, 3.0]
+        assert logs_with(trainer, "my_metric") == [4.0, 4.0]  # the mean of all calls
 
 
 class TestLogs:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ from paco_trl.rollout import FluxFamily, calls_at, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer import paco_nft_trainer
 from paco_trl.trainer.paco_nft_config import UNUSED_FIELDS, UNUSED_WITH
+from paco_trl.trainer.paco_nft_trainer import VelocityStatistics
 from test_branched_groups import rows_of_calls
 
 
@@ -358,6 +360,15 @@ class TestLoss:
         assert (weights == 0).sum() == 2  # one image, at both of its times
         assert logs_with(trainer, "images_excluded") == [1, 1]
         assert weights.sum().item() == pytest.approx(2.0)  # each of the two optimizer steps is a mean
+
+    def test_images_without_a_reward_are_not_in_the_means(self, make_config):
+        statistics, velocity = VelocityStatistics(Accelerator(cpu=True), make_config()), torch.ones(4, 3)
+        for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
+            statistics.add(2 * velocity, velocity, {"kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
+        assert statistics.finish(1) == {"velocity_deviation": 1.0, "kl": 2.0}
+        statistics.add(velocity * torch.tensor([[1.0], [torch.nan], [1.0], [1.0]]), velocity, {}, torch.ones(4))
+        with pytest.raises(RuntimeError, match="not finite at optimizer step 5"):
+            statistics.finish(5)
 
 
 class TestOldPolicy:

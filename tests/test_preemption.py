@@ -3,18 +3,23 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from transformers import TrainerCallback
+import torch
+from transformers import Trainer, TrainerCallback
 
 from kill_runs import Run, different
 from launching import ROOT, check_run, fork_context, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
+from paco_trl.trainer.resuming import ResumesExactly
 from paco_trl.utils.stopping import EXIT_CODE, Stopped, stop_signals
 from test_evaluate_generation import make_adapter
 
@@ -53,6 +58,44 @@ def stop(context, model, output, step: int | None, codes=(EXIT_CODE,), **kwargs)
     assert step is None or not incomplete_files(output / f"checkpoint-{step}")
     assert not (output / STAGING).exists()
     return run
+
+
+def draw() -> list[float]:
+    return [random.random(), np.random.rand(), torch.rand(1).item()]
+
+
+def test_an_evaluation_in_training_leaves_the_random_numbers(monkeypatch):
+    monkeypatch.setattr(Trainer, "_evaluate", lambda self: draw())
+    trainer = object.__new__(ResumesExactly)
+    trainer.accelerator = SimpleNamespace(device=torch.device("cpu"))
+    drawn = trainer._evaluate()
+    assert all(first == second for first, second in zip(draw(), drawn, strict=True))
+    assert all(first != second for first, second in zip(draw(), drawn, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_due"),
+    [
+        ({}, True),
+        ({"log_history": [{"step": 4, "loss": 1.0}, {"step": 2, "eval_reward": 1.0}]}, True),
+        ({"log_history": [{"step": 4, "loss": 1.0}, {"step": 4, "eval_reward": 1.0}]}, False),
+        ({"global_step": 3}, False),
+        ({"global_step": 5, "max_steps": 5}, True),  # the last step is evaluated
+        ({"eval_strategy": "no"}, False),
+        ({"eval_delay": 5}, False),
+        ({"eval_strategy": "epoch"}, False),
+        ({"eval_strategy": "epoch", "epoch": 2.0}, True),
+    ],
+    ids=str,
+)
+def test_which_evaluation_a_resumed_run_makes(changes, is_due):
+    settings = {
+        "eval_strategy": "steps", "eval_delay": 0, "global_step": 4, "max_steps": 8, "eval_steps": 2, "epoch": 1.5,
+        "log_history": [],
+    }  # fmt: skip
+    trainer = object.__new__(ResumesExactly)
+    trainer.args = trainer.state = SimpleNamespace(**settings | changes)
+    assert trainer._is_evaluation_due() is is_due
 
 
 class TestInOneProcess:

@@ -7,8 +7,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
-from paco_trl.trainer.rounds import RoundPlan, plan_round
+from paco_trl.rollout import SDESettings
+from paco_trl.trainer.rounds import RoundBuffer, RoundPlan, plan_round
 
 
 SQUARE, WIDE, TALL = (512, 512), (256, 1280), (768, 256)
@@ -133,6 +135,24 @@ class TestPlan:
         }
         for number in map(int, numbers.split(" or ")):
             assert plan(num_prompts=number, **rest).num_prompts == number
+
+
+class TestFill:
+    def test_weights_make_a_mean_over_the_valid_images_of_all_processes(self):
+        """Two processes with two micro-batches of two images, in two optimizer steps, each image at two trained steps."""
+        round_layout = RoundPlan(2, 4, 2, 2, 2, 2)
+        assignment = np.array([[[4, 1], [0, 3]], [[7, 6], [2, 5]]])
+        is_valid, advantages = torch.ones(8, dtype=torch.bool), torch.arange(8.0)
+        is_valid[[1, 2, 5]] = False
+        expected = {0: [[1 / 6, 0], [1 / 4, 1 / 4]], 1: [[1 / 6, 1 / 6], [0, 0]]}
+        for process, weights in expected.items():
+            buffer = RoundBuffer(0, 0, SDESettings((1, 2), 0.7))
+            records = [["first", "second"], ["third", "fourth"]]
+            buffer.fill(round_layout, assignment, process, records, advantages, is_valid, torch.device("cpu"))
+            assert [entry["record"] for entry in buffer.entries] == ["first", "second", "third", "fourth"]
+            for position, entry in enumerate(buffer.entries):
+                assert entry["weights"].tolist() == pytest.approx(weights[position // 2])
+                assert entry["advantages"].tolist() == assignment[process, position // 2].tolist()
 
 
 class TestAssign:
