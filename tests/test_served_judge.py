@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from decimal import Decimal, localcontext
 from itertools import combinations
+from types import SimpleNamespace as Part
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, theme_question
 from paco_trl.data.questions import plain_question
 from paco_trl.rewards import Answer, JudgeUnavailableError, ServedJudge, yes_probability
+from paco_trl.rewards.judge import _read_score
 from paco_trl.utils.chat import _event_loop
 from paco_trl.utils.images import load_image
 from testing_utils import noise, plain
@@ -187,6 +189,15 @@ class TestScore:
         parts = server.requests[0]["messages"][-1]["content"]
         assert [part.get("text", "image") for part in parts] == ["<img1>: ", "image", "<img2>: ", "image", QUESTION]
         assert server.requests[0]["max_tokens"] == 1
+
+    def test_an_answer_without_the_other_that_is_sure_has_a_score(self, server, judge):
+        server.fault = {0: "only Yes, surely"}.get
+        assert judge.score([PAIR], QUESTION) == [1.0]
+
+    def test_of_tokens_with_one_text_the_likelier_counts(self):
+        top = [Part(token=token, logprob=value) for token, value in (("Yes", -0.1), ("Yes", -9.0), ("No", -2.4))]
+        completion = Part(choices=[Part(logprobs=Part(content=[Part(top_logprobs=top)]))])
+        assert _read_score(completion) == Answer(yes_probability({"Yes": -0.1, "No": -2.4}))
 
     def test_scores_and_requests(self, server, judge):
         pairs = [PAIR, PAIR[::-1], (plain(3), plain(9))]
