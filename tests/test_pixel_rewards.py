@@ -249,6 +249,10 @@ class TestLayout:
             for rows in ([top[0], bottom[1]], [top[0], wide], [wide, scene(4, (512, 256))])
         ]
         assert scores[0] == 1 and 0.2 < scores[1] < 0.8 and scores[2] < 0.1
+        # One line of two
+        three = grid(1, 3, (768, 256))
+        three.paste(wide, (256, 0))
+        assert layout_score(three, 1, 3) == pytest.approx(0.5, abs=0.1)
 
     def test_a_horizon_at_half_the_height_is_a_line(self):
         """What the docstring says that it cannot tell, and that two directions can."""

@@ -504,13 +504,16 @@ class TestClipTReward:
         with pytest.raises(ValueError, match="not finite"):
             reward(**grids)
 
-    def test_is_frozen_in_eval_mode_and_float32(self, tiny_clip, clip_t):
+    def test_is_frozen_in_eval_mode_and_float32(self, tiny_clip, clip_t, tmp_path):
         parameters = list(clip_t.model.parameters())
         assert parameters
         assert not any(parameter.requires_grad for parameter in parameters)
         assert not any(module.training for module in clip_t.model.modules())
         assert {parameter.dtype for parameter in parameters} == {torch.float32}
-        assert ClipTReward(tiny_clip, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+        half = ClipTReward(tiny_clip, dtype=torch.bfloat16)
+        assert half.model.dtype == torch.bfloat16
+        half.model.save_pretrained(tmp_path)
+        assert ClipTReward(tmp_path, processor=tiny_clip).model.dtype == torch.float32
 
     def test_moves_at_the_first_call_to_the_device_of_the_process(self, tiny_clip, grids):
         from accelerate import PartialState

@@ -219,7 +219,10 @@ def test_no_more_at_once_than_allowed_and_each_when_there_is_room(server):
             taken.append((seed, len(server.requests)))
             yield ChatRequest(HELLO, seed, 9, 1.0)
 
-    indices = [index for index, _ in server.endpoint(max_concurrency=3).ask_all(requests())]
+    replies = server.endpoint(max_concurrency=3).ask_all(requests())
+    indices = [next(replies)[0]]
+    assert len(taken) == 3
+    indices += [index for index, _ in replies]
     assert sorted(indices) == list(range(12)) and server.most_at_once == 3
     assert all(asked >= seed - 3 for seed, asked in taken) and taken[-1][1] > 0  # lazily
 
