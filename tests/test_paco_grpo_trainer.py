@@ -227,7 +227,7 @@ class TestLoss:
         trainer.state.global_step = 1
         trainer.buffer = RoundBuffer(0, 0, inputs["sde"])
         trainer._initial_global_step = 0  # as `train()` sets it
-        model, generator = trainer.model, torch.Generator().manual_seed(3)
+        model, generator = trainer.model, torch.Generator().manual_seed(11)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with torch.no_grad():  # away from the reference, where all terms differ from 0
             for parameter in parameters:
@@ -255,6 +255,7 @@ class TestLoss:
         policy = -torch.min(ratio * advantages, ratio.clamp(0.99, 1.01) * advantages)
         kl = average((mean(v) - mean(v_ref)) ** 2) / (2 * std**2)
         longer = (v.flatten(1).norm(dim=1) / v_ref.flatten(1).norm(dim=1) - 1).clamp(min=0)
+        assert longer.min() == 0 < longer.max()  # some velocities are shorter
         # A micro-batch of 4 images is an optimizer step
         terms = [policy.mean(), beta * kl.mean(), norm_penalty * longer.mean()]
         torch.testing.assert_close(loss, sum(terms), rtol=1e-4, atol=1e-7)
@@ -472,12 +473,13 @@ class TestRatio:
     def test_images_without_a_reward_are_not_in_the_means(self):
         latents = torch.zeros(4, 1)
         record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
-        ratio, no = torch.ones(4), torch.zeros(4, dtype=torch.bool)
+        ratio, no = torch.exp(torch.tensor([0.1, -0.1, 0.1, 5.0])), torch.zeros(4, dtype=torch.bool)
         surrogate = ClippedSurrogate(ratio, ratio, torch.tensor([True, False, False, True]), no)
         statistics = StepStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=False))
         for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
             statistics.add(record, ratio, {**surrogate.metrics, "kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
-        found = statistics.finish(0, True, is_early=True)
+        found = statistics.finish(0, False, is_early=True)
+        assert found["approx_kl"] == pytest.approx(0.1**2 / 2)
         assert found["kl"] == 2.0 and found["clip_ratio/low_mean"] == pytest.approx(1 / 3)
 
     def test_ratio_tolerance_is_a_setting(self, make_small):

@@ -111,6 +111,7 @@ class TestPlan:
         "sizes",
         [
             {"generation_batch_size": 18},  # no full groups
+            {"generation_batch_size": 6, "batch_size": 1},
             {"generation_batch_size": 12, "num_processes": 2},  # no full batches
             {"generation_batch_size": 32, "num_merged_batches": 3},
             {"steps_per_generation": 5},
@@ -131,7 +132,9 @@ class TestPlan:
             assert str(value) in str(error.value)
         (numbers,) = re.findall(r"`num_prompts_per_generation` to ([\d or]+),", str(error.value))
         rest = {
-            name: sizes[name] for name in ("num_processes", "num_merged_batches", "num_trained_steps") if name in sizes
+            name: sizes[name]
+            for name in ("num_processes", "batch_size", "num_merged_batches", "num_trained_steps")
+            if name in sizes
         }
         for number in map(int, numbers.split(" or ")):
             assert plan(num_prompts=number, **rest).num_prompts == number

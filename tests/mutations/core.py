@@ -132,7 +132,7 @@ MUTANTS = [
     (T + "step_statistics.py", "(weights > 0).float()", "torch.ones_like(weights)", GRPO + "::TestRatio::test_images_without_a_reward_are_not_in_the_means"),
     (T + "step_statistics.py", "count = valid.sum().clamp(min=1)", "count = len(valid)", GRPO + "::TestRatio::test_images_without_a_reward_are_not_in_the_means"),
     (T + "step_statistics.py", "if is_early and worst > self.tolerance:", "if worst > self.tolerance:", GRPO + "::TestRatio::test_in_a_later_round_it_is_a_warning"),
-    (T + "step_statistics.py", ".tiny).log() ** 2 / 2", ".tiny).log() / 2", GRPO + "::TestLogs::test_metrics_are_logged_at_every_step"),
+    (T + "step_statistics.py", ".tiny).log() ** 2 / 2", ".tiny).log() / 2", GRPO + "::TestRatio::test_images_without_a_reward_are_not_in_the_means"),
     (T + "step_statistics.py", "std = 1 if is_normalized else", "std = 1 if not is_normalized else", GRPO + "::TestRatio::test_the_deviation_of_rounded_velocities_is_predicted"),
     (T + "step_statistics.py", "/ std / math.sqrt(num_elements)", "/ std / num_elements", GRPO + "::TestRatio::test_the_deviation_of_rounded_velocities_is_predicted"),
     # ---- PaCoGRPOTrainer ----
