@@ -123,7 +123,9 @@ def test_scales_of_every_kind(name, flux, tmp_path):
     trained = changes(model)
     scales = {layer.scaling["default"] for layer in model.modules() if isinstance(layer, LoraLayer)}
     assert 1 not in scales and len(scales) == {"alpha": 1, "rsLoRA": 1, "patterns": 4, "rsLoRA and patterns": 2}[name]
+    model.peft_config["default"].base_model_name_or_path = "/home/me/flux"
     adapter = save(model, pipeline, tmp_path / "adapter")
+    assert b"/home/me" not in (adapter / FILE).read_bytes()
     assert deviation(changes_in_comfyui(load_file(adapter / FILE)), trained) < 1e-6
     assert deviation(changes_in_diffusers(flux, adapter), trained) < 1e-6
     assert deviation(changes_in_diffusers(flux, without_metadata(adapter, tmp_path / "copied")), trained) < 1e-6

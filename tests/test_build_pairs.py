@@ -117,6 +117,7 @@ class TestStageFolder:
         with pytest.raises(TypeError):
             write_atomically(tmp_path / "new" / "a.txt", 3)
         assert [(path.name, path.read_text()) for path in (tmp_path / "new").iterdir()] == [("a.txt", "one")]
+        assert (tmp_path / "new" / "a.txt").stat().st_mode & 0o777 == 0o644  # others may read it
 
     def test_names_and_digests(self):
         assert all(file_name(name) == name for name in ("0001_0003", "x.png", "v1.0-b", "ä-b", "兔子", "A"))
@@ -134,6 +135,7 @@ class TestStageFolder:
             "a\nb",
             long,
             long + "子",
+            "兔" * 100,
             "b" * 300,
         ]
         written = [file_name(name) for name in names]

@@ -373,10 +373,11 @@ class TestChecks:
         assert run(prepare, "team/adapter")["error"] == "PermissionError"
 
     def test_something_else_is_there(self, hub, run):
-        hub.add_repo("tester/adapter", {"README.md": b"", "unet/weights.bin": b"1", "sheets/a.png": b"2"})
+        others = {"unet/weights.bin": b"1", "sheets/a.png": b"2", "LICENSES/a.txt": b"3"}
+        hub.add_repo("tester/adapter", {"README.md": b"", "LICENSE.txt": b"", **others})
         outcome = run(prepare, "tester/adapter")
         assert outcome["error"] == "ValueError"
-        assert "tester/adapter has 2 files of something else" in outcome["message"]
+        assert "tester/adapter has 3 files of something else" in outcome["message"]
         # A new branch would begin with them
         assert "files of something else" in run(prepare, "tester/adapter", revision="try")["message"]
         assert list(hub.repos["model", "tester/adapter"].branches) == ["main"]
@@ -422,7 +423,9 @@ class TestChecks:
             assert "adapter_model.safetensors" in pushed and "paco_trl.json" in pushed
             with pytest.raises(ValueError, match="public"):
                 trainer.push_to_hub(private=True)
+            make_trainer(hub_model_id="tester/new", hub_token=TOKEN).init_hf_repo(private=True)
         assert hub.files("tester/open", "model") == pushed
+        assert hub.repos["model", "tester/new"].private
 
     def test_the_client_is_left_as_it_was(self, run, monkeypatch):
         """It is one for the process: others may wait as long as they like, and two threads push at a time."""
