@@ -16,6 +16,8 @@ from huggingface_hub.utils import get_session
 from hub_server import HubServer
 from paco_trl.hub import account, pushing
 from paco_trl.hub.account import check_base_model, prepare_repository
+from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
+from paco_trl.hub.pushing import select_files
 
 
 TOKEN = "hf_rightTokenOfTheTester"
@@ -37,6 +39,7 @@ def make_checkpoint(output_dir: str, step: int, base: str | None = "someone/base
     for name in ("adapter_model.safetensors", "README.md", *pictures):
         (folder / name).write_text(f"{name} of step {step}")
     (folder / "optimizer.pt").write_text(f"optimizer of step {step}")
+    (folder / "training_args.bin").write_text(TOKEN)
     (folder / "deep").mkdir()
     (folder / "deep" / "state.pt").write_text(f"deep state of step {step}")
     return str(folder)
@@ -160,6 +163,14 @@ class TestUploads:
         assert files["README.md"] == b"README.md of step 4"
         assert titles(hub) == ["step 2", "step 4"]
 
+    @pytest.mark.parametrize("patterns", [PIPELINE_ADAPTER, TRANSFORMER, JUDGE_ADAPTER, JUDGE])
+    def test_states_and_files_of_the_user_do_not_leave(self, tmp_path, patterns):
+        for name in ("training_args.bin", "optimizer.pt", "trainer_state.json", "run.json", "mine.png", "notes.txt"):
+            (tmp_path / name).touch()
+        assert select_files(tmp_path, patterns) == {}
+        (tmp_path / "README.md").touch()
+        assert list(select_files(tmp_path, patterns)) == ["README.md"]
+
     def test_whole_checkpoints(self, hub, run, tmp_path):
         run(push_steps, str(tmp_path / "last"), [2, 4], whole="last")
         files = hub.files("tester/adapter", "model")
@@ -172,6 +183,7 @@ class TestUploads:
         assert files["checkpoint-6/optimizer.pt"] == b"optimizer of step 6"
         assert files["checkpoint-8/optimizer.pt"] == b"optimizer of step 8"
         assert "checkpoint-6/sheet_6.png" in files and "sheet_6.png" not in files
+        assert not any("training_args" in name for name in files)  # it holds the token
 
     def test_private(self, hub, run, tmp_path):
         hub.repos["model", "tester/adapter"].private = True
