@@ -1075,6 +1075,7 @@ class TestSettingsThatWouldBeIgnored:
             ("longcat", 4.0, None, ""),
             ("ovis", 5.0, None, ""),
             ("qwen", 4.0, " ", " "),
+            ("qwen", 4.0, "", ""),
             ("qwen", 1.0, None, None),
         ],
     )
