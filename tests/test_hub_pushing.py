@@ -255,6 +255,14 @@ class TestOutages:
         assert titles(hub) == ["step 2", "step 4", "the end"]
         assert [path.name for path in (output_dir / ".pushing").iterdir()] == [".lock"]
 
+    def test_the_last_full_checkpoint_goes_with_the_end(self, hub, run, tmp_path):
+        hub.fault = fails_while(lambda: True)
+        run(push_steps, str(tmp_path), [2, 4], whole="last")
+        hub.fault = fails_while(lambda: False)
+        run(push_now, str(tmp_path), 6)
+        assert hub.files("tester/adapter", "model")["last-checkpoint/optimizer.pt"] == b"optimizer of step 4"
+        assert titles(hub) == ["step 4", "the end"]
+
     def test_what_waits_goes_where_it_was_meant_to(self, hub, run, tmp_path):
         output_dir = tmp_path / "out"
         assert run(prepare, "tester/adapter", revision="try")["result"]

@@ -294,6 +294,7 @@ TRAINING = [
         ("-(log_probs * mask).sum(dim=1) - decision_loss", "-(log_probs * mask).sum(dim=1)"),
         ("num_items = len(length) if by_completion else", "num_items = len(length) if True else"),
         ("first = first[rows >= 0]\n        rows = rows[rows >= 0]", "rows = rows"),
+        ("was_evaluating = self._is_evaluating  #", "was_evaluating = False  #"),
         (
             "np.unique(evaluated[:, 0].numpy(), return_index=True)",
             "(evaluated[:, 0].numpy(), np.arange(len(evaluated)))",
@@ -627,7 +628,7 @@ BENCHMARKS = [
     ),
     *_mutants(
         "image_benchmarks/t2is_bench.py",
-        "test_t2is_bench.py::TestArithmetic",
+        "test_t2is_bench.py::TestArithmetic test_t2is_bench.py::TestPlantedSets",
         ('"alignment": 0.3, "consistency": 0.5}', '"alignment": 0.5, "consistency": 0.3}'),
         ("/ (num_pairs or len(pairs)) for pairs in scores)", "/ len(pairs) for pairs in scores)"),
         ("any(None in pairs for pairs in scores)", "all(None in pairs for pairs in scores)"),
