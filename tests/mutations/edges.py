@@ -486,7 +486,11 @@ DATA = [
         ("[names.index(name) for name in order]", "[order.index(name) for name in names]"),
         ('row["ranking"][-num_negatives:]', 'row["ranking"][:num_negatives]'),
         ("sorted(ranking) == list(range(count))", "set(ranking) <= set(range(count))"),
-        ('path_inside(str(record.get("folder")))', 'str(record.get("folder"))'),
+        (
+            'path_inside(str(record.get("folder")))',
+            'str(record.get("folder"))',
+            "`image_file` also refuses what leaves the directory of the dataset, before an archive is searched",
+        ),
         ("questions[number], decision)", "questions[rows[0]], decision)"),
         ("if counts.min() < num_positives + num_negatives:", "if counts.min() < max(num_positives, num_negatives):"),
         ("counts[prefix] = counts.get(prefix, -1) + 1", "counts[prefix] = 0"),
