@@ -29,7 +29,7 @@ from paco_trl.checkpointing.checkpoints import (
 
 RUN = {
     "identity": {"r": 4},
-    "course": {"seed": 1},
+    "hyperparameters": {"seed": 1},
     "num_processes": 1,
     "is_deepspeed": False,
     "is_round_pending": True,

@@ -143,7 +143,7 @@ class TestPlan:
 class TestFill:
     def test_weights_make_a_mean_over_the_valid_images_of_all_processes(self):
         """Two processes with two micro-batches of two images, in two optimizer steps, each image at two trained steps."""
-        round_layout = RoundPlan(2, 4, 2, 2, 2, 2)
+        round_plan = RoundPlan(2, 4, 2, 2, 2, 2)
         assignment = np.array([[[4, 1], [0, 3]], [[7, 6], [2, 5]]])
         is_valid, advantages = torch.ones(8, dtype=torch.bool), torch.arange(8.0)
         is_valid[[1, 2, 5]] = False
@@ -151,7 +151,7 @@ class TestFill:
         for process, weights in expected.items():
             buffer = RoundBuffer(0, 0, SDESettings((1, 2), 0.7))
             records = [["first", "second"], ["third", "fourth"]]
-            buffer.fill(round_layout, assignment, process, records, advantages, is_valid, torch.device("cpu"))
+            buffer.fill(round_plan, assignment, process, records, advantages, is_valid, torch.device("cpu"))
             assert [entry["record"] for entry in buffer.entries] == ["first", "second", "third", "fourth"]
             for position, entry in enumerate(buffer.entries):
                 assert entry["weights"].tolist() == pytest.approx(weights[position // 2])
