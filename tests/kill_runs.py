@@ -78,6 +78,13 @@ def noisy_redness(prompts, completions, **kwargs):
     return [value + 0.01 * n for value, n in zip(redness_reward(prompts, completions), noise, strict=True)]
 
 
+def rank_in_group(prompts, completions, num_generations, **kwargs):
+    """The fraction of the other images of the prompt that are less red."""
+    assert len(completions) == num_generations and len(set(prompts)) == 1
+    values = redness_reward(prompts, completions)
+    return [sum(value > other for other in values) / (num_generations - 1) for value in values]
+
+
 def make_run(model: str | Path, output: str | Path, **changes) -> PaCoGRPOTrainer:
     """A trainer; keyword arguments are those of `PaCoGRPOConfig`, and those of the trainer itself."""
     dataset = square_prompts()

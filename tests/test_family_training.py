@@ -45,7 +45,7 @@ class Case:
 # Where the text alone is 512 tokens
 FEW_IMAGES = {"num_generations": 4, "per_device_train_batch_size": 4}
 CASES = {
-    "kontext": Case("build_tiny_flux_kontext", 1, {"guidance_scale": 2.5}),
+    "kontext": Case("build_tiny_flux_kontext", 1, {"guidance_scale": 2.5, "num_generations": 16}),
     "qwen-image": Case("build_tiny_qwen_image", 0, {"guidance_scale": 4.0, "negative_prompt": " "}),
     "qwen-image-edit": Case("build_tiny_qwen_image_edit", 1, {"guidance_scale": 4.0, "negative_prompt": " "}),
     "qwen-image-edit-plus": Case(

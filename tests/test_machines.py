@@ -17,7 +17,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from kill_runs import Run, copy_run, different
+from kill_runs import Run, copy_run, different, rank_in_group, relative_difference
 from launching import CPU_DDP, ROOT, TESTS, fork_context, run
 from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, find_checkpoint
@@ -44,6 +44,18 @@ def uninterrupted(context, tiny_flux, tmp_path_factory) -> Run:
     assert all(value.abs().max() > 1e-3 for name, value in moved.items() if "lora_B" in name)
     assert not list(run.output.glob(".lock-*"))
     return run
+
+
+@pytest.mark.slow
+def test_a_group_is_compared_as_by_one_process(context, tiny_flux, tmp_path):
+    """Its images are generated on both."""
+    settings = {"reward_funcs": rank_in_group, "max_steps": 2, **WITHOUT_EVALUATION}
+    runs = [Run(context, tiny_flux, tmp_path / str(count), processes=count, **settings) for count in (1, 2)]
+    one, two = (run.state() for run in runs)
+    for name in ("rewards/rank_in_group/mean", "reward_std"):
+        values = [[entry[name] for entry in state["history"] if name in entry] for state in (one, two)]
+        assert len(values[0]) == 2 and values[0] == pytest.approx(values[1], abs=1e-6)
+    assert relative_difference(one["adapter"], two["adapter"]) < 1e-3
 
 
 def last_line(run: Run, rank: int) -> str:
