@@ -158,7 +158,7 @@ def _unreadable(name: str, image: dict[str, Any], error: Exception) -> ValueErro
 
 
 def _stored(image: Any) -> dict[str, Any] | None:
-    """Return an image of an Arrow table, whose bytes stay where they are: a header is much smaller."""
+    """Return an image of an Arrow table, whose bytes stay where they are until they are read."""
     if not image.is_valid:
         return None
     content = image["bytes"].as_buffer() if image["bytes"].is_valid else None
@@ -166,9 +166,7 @@ def _stored(image: Any) -> dict[str, Any] | None:
 
 
 def _open_stream(image: dict[str, Any]) -> Any:
-    import pyarrow as pa
-
-    return open(image["path"], "rb") if image["bytes"] is None else pa.BufferReader(image["bytes"])
+    return open(image["path"], "rb") if image["bytes"] is None else io.BytesIO(image["bytes"].to_pybytes())
 
 
 def _decoded_size(stream: Any) -> tuple[int, int]:
