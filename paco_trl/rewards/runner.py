@@ -187,9 +187,8 @@ class RewardRunner:
 
         Numbers count the images of a round or an evaluation, prompt by prompt.
         """
-        arguments = [  # panels are cut once for all rewards
-            (number, _with_panels({**row, "completions": image}))
-            for number, row, image in zip(numbers, rows, images, strict=True)
+        arguments = [
+            (number, {**row, "completions": image}) for number, row, image in zip(numbers, rows, images, strict=True)
         ]
         if self._async:
             self._submit(self._async, arguments, state)
@@ -286,6 +285,7 @@ class RewardRunner:
         arguments |= {
             "prompts": [row["prompt"] for row in rows],
             "completion_ids": None,  # as in TRL
+            "panel_images": [split_grid(row["completions"], row["rows"], row["cols"]) for row in rows],
             "num_generations": self.num_generations,
             "trainer_state": state,
             "log_extra": lambda column, values: call.extra[column].extend(values),
@@ -333,8 +333,7 @@ class RewardRunner:
         """Return the groups that this process scores whole, each in the order of its images. Collective: call on all ranks."""
         by_prompt: dict[int, list[tuple[int, dict]]] = defaultdict(list)
         for number, image in self._images:
-            without_panels = {name: value for name, value in image.items() if name != "panel_images"}
-            by_prompt[number // self.num_generations].append((number, without_panels))
+            by_prompt[number // self.num_generations].append((number, image))
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         prompts, groups = sorted(set(gather_object(list(by_prompt)))), []
         for first in range(0, len(prompts), processes):  # a group for each process at a time, which bounds the memory
@@ -342,7 +341,7 @@ class RewardRunner:
             images = dict(gather_object([image for prompt in block for image in by_prompt[prompt]]))
             if rank < len(block):
                 numbers = sorted(number for number in images if number // self.num_generations == block[rank])
-                groups.append([(number, _with_panels(images[number])) for number in numbers])
+                groups.append([(number, images[number]) for number in numbers])
         return groups
 
     def _raise_together(self, pending: Iterable = (), problem: BaseException | None = None) -> bool:
@@ -625,10 +624,6 @@ def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
             "scored: the image is then excluded and counted."
         )
     return [None if reward is None else float(reward) for reward in rewards]
-
-
-def _with_panels(image: dict[str, Any]) -> dict[str, Any]:
-    return image | {"panel_images": split_grid(image["completions"], image["rows"], image["cols"])}
 
 
 def _union_seconds(spans: list[list[float]], until: float) -> float:

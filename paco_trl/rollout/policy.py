@@ -35,7 +35,7 @@ class RecordedStep:
 
     `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
     schedule. `sample` `(n, ...)` and `prev_sample` `(B, ...)` are the latents before and after it, `mean` `(B, ...)`
-    is that of the step, all float32; `n` is `B`, or `B / images_per_prefix` where branches begin. `log_prob` `(B,)` is
+    is that of the step, all float32; `n` is `B / images_per_prefix`, more than 1 where branches begin. `log_prob` `(B,)` is
     that of `prev_sample` under the policy that sampled it, `None` for a step without noise. `calls` has the arguments,
     by name, of each call of the transformer for `n` images.
     """
@@ -49,11 +49,7 @@ class RecordedStep:
     log_prob: torch.Tensor | None
     calls: list[dict[str, Any]]
     mean: torch.Tensor | None = None
-
-    @property
-    def images_per_prefix(self) -> int:
-        """Number of images that begin with each row of `sample`."""
-        return len(self.prev_sample) // len(self.sample)
+    images_per_prefix: int = 1
 
     def to(self, device: torch.device) -> "RecordedStep":
         """Return the step with all arguments of its calls on a device."""
@@ -168,16 +164,13 @@ class PipelinePolicy:
         def on_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
             if index in recorded:
                 self._check_guidance_rule(model_output, sample, guidance_scale, index)
-                # Until the first stochastic step the images of a branch are the same
-                rows = (
-                    sample.float()[::branch_size].clone()
-                    if branch_size > 1 and index == min(steps)
-                    else sample.float()
-                )
+                rows, images_per_row = sample.float(), 1
+                if branch_size > 1 and index == min(steps):
+                    # Until the first stochastic step the images of a branch are the same
+                    rows, images_per_row = rows[::branch_size].clone(), branch_size
+                recording = (self._calls, step.mean, images_per_row)
                 sigmas = self.scheduler.sigmas_of(index)
-                records.append(
-                    RecordedStep(index, *sigmas, rows, step.prev_sample, step.log_prob, self._calls, step.mean)
-                )
+                records.append(RecordedStep(index, *sigmas, rows, step.prev_sample, step.log_prob, *recording))
             self._calls, self._outputs = [], []
             if index == last:
                 # First: what is not a number fails other checks, too
@@ -191,18 +184,13 @@ class PipelinePolicy:
         arguments |= {} if callback_on_step_end is None else {"callback_on_step_end": callback_on_step_end}
         first_of_branch = [noise_keys[image // branch_size * branch_size] for image in range(len(noise_keys))]
         generators = [keyed_generator(*key, 0) for key in first_of_branch]
-        self.scheduler.sde, self.scheduler.on_step, self._recorded_steps = sde, on_step, recorded
-        # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
-        self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
         with ExitStack() as stack:
-            stack.callback(self._reset)
+            stack.enter_context(self._recording(recorded, sde, noise_keys, on_step))
             stack.enter_context(self.family.generation_context(self.pipeline, prepared))
             if sources:
                 stack.enter_context(self._encoding(sources))
             if branch_size > 1:
                 stack.enter_context(self._shared_prefix(branch_size, min(steps)))
-            if (decoder := getattr(self.pipeline.vae, "decoder", None)) is not None:
-                stack.callback(decoder.register_forward_hook(self._check_pixels).remove)
             try:
                 output = self.pipeline(**arguments, num_inference_steps=num_inference_steps, generator=generators)
                 images = [to_rgb(image, "A generated image") for image in output.images]
@@ -231,10 +219,23 @@ class PipelinePolicy:
             )
         return images, share_tensors(records, prompt_arguments, prompt_arguments)
 
-    def _reset(self) -> None:
-        """Forget a batch, also one that failed."""
-        self._recorded_steps, self._calls, self._outputs, self._checks = (), [], [], []
-        self.scheduler.sde = self.scheduler.step_generators = self.scheduler.on_step = None
+    @contextmanager
+    def _recording(
+        self, steps: tuple[int, ...], sde: SDESettings | None, noise_keys: list[tuple[int, ...]], on_step: Callable
+    ) -> Iterator[None]:
+        """Sample stochastic steps and record the calls of `steps`; forget a batch at the end, also one that failed."""
+        self.scheduler.sde, self.scheduler.on_step, self._recorded_steps = sde, on_step, steps
+        # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
+        self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
+        decoder = getattr(self.pipeline.vae, "decoder", None)
+        hook = None if decoder is None else decoder.register_forward_hook(self._check_pixels)
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+            self._recorded_steps, self._calls, self._outputs, self._checks = (), [], [], []
+            self.scheduler.sde = self.scheduler.step_generators = self.scheduler.on_step = None
 
     @contextmanager
     def _encoding(self, sources: Sequence[EncodedImage]):
@@ -439,16 +440,19 @@ def share_tensors(
             pairs += [*forms, *zip(argument, copy, strict=True)]
     recorded: dict[int, torch.Tensor] = {}
     recursively_apply(lambda tensor: recorded.setdefault(id(tensor), tensor), [record.calls for record in records])
-    alike = [
-        # The same memory is not compared: reading a result waits for the device
-        (key, copy, _is_one_memory(form, tensor) or (form == tensor).all())
-        for key, tensor in recorded.items()
-        for form, copy in pairs
-        if (form.shape, form.dtype, form.device) == (tensor.shape, tensor.dtype, tensor.device)
-    ]
-    flags = _read([flag for *_, flag in alike])
     known: dict[int, torch.Tensor] = {}
-    for (key, copy, _), is_same in zip(alike, flags, strict=True):
+    compared: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    for key, tensor in recorded.items():
+        for form, copy in pairs:
+            if (form.shape, form.dtype, form.device) != (tensor.shape, tensor.dtype, tensor.device):
+                continue
+            # The same memory is not compared: reading a result waits for the device
+            if (form.data_ptr(), form.stride()) == (tensor.data_ptr(), tensor.stride()):
+                known.setdefault(key, copy)
+            else:
+                compared.append((key, copy, (form == tensor).all()))
+    flags = torch.stack([flag for *_, flag in compared]).tolist() if compared else []
+    for (key, copy, _), is_same in zip(compared, flags, strict=True):
         if is_same:
             known.setdefault(key, copy)
     share = lambda tensor: known.get(id(tensor), tensor)  # noqa: E731
@@ -519,7 +523,9 @@ def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: 
         again = family.call_at(call, record.sample, own)
         for name in sorted(call.keys() | again.keys()):
             compared += [(name, flag) for flag in _sameness(call.get(name), again.get(name))]
-    flags = _read([flag for _, flag in compared])
+    waiting = [flag for _, flag in compared if torch.is_tensor(flag)]
+    on_device = iter(torch.stack(waiting).tolist() if waiting else ())  # read all at once
+    flags = [next(on_device) if torch.is_tensor(flag) else flag for _, flag in compared]
     wrong = dict.fromkeys(name for (name, _), is_same in zip(compared, flags, strict=True) if not is_same)
     if wrong:
         raise RuntimeError(
@@ -541,17 +547,6 @@ def _sameness(first: Any, second: Any) -> Iterator[bool | torch.Tensor]:
         yield from itertools.chain(*map(_sameness, first, second))
     else:
         yield False
-
-
-def _is_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
-
-
-def _read(flags: list[bool | torch.Tensor]) -> list[bool]:
-    """Read flags from the device, all at once."""
-    waiting = [flag for flag in flags if torch.is_tensor(flag)]
-    values = iter(torch.stack(waiting).tolist() if waiting else ())
-    return [next(values) if torch.is_tensor(flag) else flag for flag in flags]
 
 
 def cast_floating_inputs(module: nn.Module, dtype: torch.dtype) -> None:

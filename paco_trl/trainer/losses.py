@@ -102,13 +102,7 @@ def clipped_surrogate(
     epsilon_high: float,
 ) -> ClippedSurrogate:
     """Compute PPO's clipped objective (Eq. 1): -min(ratio * A, clip(ratio, 1 - eps, 1 + eps) * A)."""
-    return _clip(log_prob - old_log_prob, advantages, epsilon_low, epsilon_high)
-
-
-def _clip(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, epsilon_low: float, epsilon_high: float
-) -> ClippedSurrogate:
-    ratio = torch.exp(log_ratio)
+    ratio = torch.exp(log_prob - old_log_prob)
     clipped_ratio = torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     ratio = ratio.detach()
@@ -150,7 +144,7 @@ def guarded_surrogate(
 ) -> ClippedSurrogate:
     """Compute GRPO-Guard's objective: [`clipped_surrogate`] of the normalized ratio, times the step's weight."""
     log_ratio = normalized_log_ratio(log_prob, old_log_prob, mean, old_mean, std)
-    surrogate = _clip(log_ratio, advantages, epsilon_low, epsilon_high)
+    surrogate = clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, epsilon_low, epsilon_high)
     loss = surrogate.loss * _one_per_image(gradient_weight, mean, "gradient_weight")
     return surrogate._replace(loss=loss, divergence=gaussian_kl(mean, old_mean, std).detach())
 

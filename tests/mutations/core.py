@@ -262,7 +262,7 @@ MUTANTS = [
     (P + "policy.py", "keyed_generator(*key, index + 1) for key in noise_keys", "keyed_generator(*key, index) for key in noise_keys", ROLLOUT + " -k TestRecords"),
     (P + "policy.py", "noise_keys[image // branch_size * branch_size]", "noise_keys[image // branch_size]", BRANCHES + "::TestFlux::test_branches_have_their_own_latents"),
     (P + "policy.py", "len(noise_keys) % branch_size != 0):", "len(noise_keys) < branch_size):", BRANCHES + "::TestFlux"),
-    (P + "policy.py", "sample.float()[::branch_size].clone()", "sample.float()[: len(sample) // branch_size].clone()", BRANCHES + "::TestEveryFamily::test_the_ratio_is_exactly_one[flux]"),
+    (P + "policy.py", "rows[::branch_size].clone(), branch_size", "rows[: len(rows) // branch_size].clone(), branch_size", BRANCHES + "::TestEveryFamily::test_the_ratio_is_exactly_one[flux]"),
     (P + "policy.py", "call[name] = rows if isinstance(value, list) else rows.clone()", "call[name] = rows", BRANCHES + "::TestFlux::test_nothing_of_the_other_rows_is_kept"),
     (P + "policy.py", "(is_finite.all(), functools.partial(_raise_latents", "(is_finite.any(), functools.partial(_raise_latents", BRANCHES + "::TestFlux::test_what_is_not_shared_is_refused"),
     (P + "policy.py", "return rows.repeat_interleave(copies, dim=0)", "return rows.repeat(copies, *[1] * (rows.ndim - 1))", BRANCHES + "::TestEveryFamily::test_images_are_those_of_the_unbranched_pipeline[flux]"),
