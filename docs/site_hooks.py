@@ -19,7 +19,6 @@ ROOT = Path(__file__).parent.parent
 OUTSIDE = {
     "index.md": "README.md",
     "examples.md": "examples/README.md",
-    "toy_models.md": "examples/miniature/README.md",
     "benchmarks.md": "benchmarks/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
@@ -168,7 +167,7 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Render links for the site, those of the reference are already; rank pages in a search."""
-    boosts = {"write_a_reward.md": 3, **{name: 0.2 for name in OUTSIDE if name.startswith("cards/")}}
+    boosts = {"faq.md": 3, "rewards.md": 2, **{name: 0.2 for name in OUTSIDE if name.startswith("cards/")}}
     if page.file.src_uri in boosts:
         page.meta["search"] = {"boost": boosts[page.file.src_uri]}
     if page.file.src_uri.startswith("reference/"):

@@ -21,7 +21,7 @@ from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "use_the_adapter.md"
+PAGE = Path(__file__).parent.parent / "docs" / "use_and_share.md"
 FILE = "pytorch_lora_weights.safetensors"
 # One whose layers diffusers loads by another name, and one without `load_lora_weights`, besides FLUX below
 PIPELINES = ("build_tiny_qwen_image_edit", "build_tiny_stable_diffusion_3", "build_tiny_z_image")
@@ -157,7 +157,8 @@ def test_the_code_of_the_page(tiny_flux, flux, tmp_path):
         model, pipeline = train(flux, LoraConfig(r=4, lora_alpha=alpha))
         expected[name] = changes(model)
         save(model, pipeline, tmp_path / name)
-    page = PAGE.read_text(encoding="utf-8").replace("bfloat16", "float32").replace("user/", f"{tmp_path}/")
+    page = PAGE.read_text(encoding="utf-8").split("## Load an adapter")[1].split("## Merge")[0]
+    page = page.replace("bfloat16", "float32").replace("user/", f"{tmp_path}/")
     page = page.replace("black-forest-labs/FLUX.1-dev", str(tiny_flux))
     load, two, hybrid, fuse, peft = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
     names = {}

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
-        *(ROOT / name / "README.md" for name in ("examples", "examples/miniature", "benchmarks")),
+        *(ROOT / name / "README.md" for name in ("examples", "benchmarks")),
         *(ROOT / "docs").glob("*.md"),
     ]
 )
@@ -159,7 +159,7 @@ class TestSnippets:
             assert (tmp_path / "tiny-judge" / name).exists()
         same, other = map(float, re.search(r"same color: (\S+), other color: (\S+)", printed).groups())
         assert other < 0.2 < 0.8 < same
-        assert "ratio 1.0" in printed  # of the page that docs/add_a_family.md writes from scratch
+        assert "ratio 1.0" in printed  # of the page that docs/families.md writes from scratch
         assert (tmp_path / "paco-edit" / "pytorch_lora_weights.safetensors").exists()
 
     @pytest.mark.slow
@@ -194,7 +194,7 @@ class TestSnippets:
             assert re.search(rf"(?<![\d.]){re.escape(str(number))}(?![\d.]\d)", text), number
 
     def test_the_written_reward_is_a_reward(self, make_trainer):
-        (code,) = [code for _, code in blocks(ROOT / "docs/write_a_reward.md", "python") if "async def" in code]
+        (code,) = [code for _, code in blocks(ROOT / "docs/rewards.md", "python") if "async def" in code]
         namespace = {}
         exec(code, namespace)
         trainer = make_trainer(reward_funcs=namespace["bright_panels_reward"])
@@ -202,7 +202,7 @@ class TestSnippets:
         assert 0 < trainer.state.log_history[0]["rewards/bright_panels_reward/mean"] < 1
 
     def test_a_reward_that_compares_a_group(self, make_trainer):
-        (code,) = [c for _, c in blocks(ROOT / "docs/write_a_reward.md", "python") if "num_generations" in c]
+        (code,) = [c for _, c in blocks(ROOT / "docs/rewards.md", "python") if "num_generations" in c]
         namespace: dict = {}
         exec(code, namespace)
         trainer = make_trainer(reward_funcs=namespace["brightest_of_group_reward"], max_steps=1)
@@ -218,8 +218,8 @@ class TestOptions:
             assert {keyword.arg for keyword in call.keywords} <= OPTIONS_OF[call.func.id]
 
     def test_configs_of_the_paper_index_are_valid(self, tmp_path):
-        calls = [call for _, code in blocks(ROOT / "docs" / "paper_index.md", "python") for call in config_calls(code)]
-        assert len(calls) == 11
+        calls = [call for _, code in blocks(ROOT / "docs" / "objectives.md", "python") for call in config_calls(code)]
+        assert len(calls) == 13
         for call in calls:
             settings = {keyword.arg: eval(ast.unparse(keyword.value)) for keyword in call.keywords}
             settings |= {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
@@ -265,9 +265,9 @@ class TestOptions:
 
 
 class TestComingFrom:
-    """docs/coming_from.md: the tables of defaults are those of the code, and every option that it names exists."""
+    """docs/paco_grpo_trainer.md: the tables of defaults are those of the code, and every option that it names exists."""
 
-    PAGE = text_of(ROOT / "docs" / "coming_from.md")
+    PAGE = text_of(ROOT / "docs" / "paco_grpo_trainer.md")
 
     @pytest.mark.parametrize("ours, theirs", [(PaCoGRPOConfig, GRPOConfig), (PaCoRewardConfig, SFTConfig)])
     def test_other_defaults(self, ours, theirs):
@@ -319,7 +319,7 @@ class TestMetrics:
             logged.add(re.sub(r"/step_\d+$", "/step_<index>", key))
         assert len(logged) > 20
         logged.add("rewards/<name>/untamable_rate")  # only of a reward that has no logarithm
-        self.compare(logged, self.documented("paco_grpo_reference.md"))
+        self.compare(logged, self.documented("metrics.md"))
 
     @pytest.mark.slow
     def test_documented_keys_of_the_judge_are_the_logged_ones(self, tiny_qwen, tmp_path):

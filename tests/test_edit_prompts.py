@@ -26,7 +26,7 @@ from paco_trl.data import (
 )
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "editing_data.md"
+PAGE = Path(__file__).parent.parent / "docs" / "editing.md"
 
 
 def picture(seed, size=(48, 32)):

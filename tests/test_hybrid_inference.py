@@ -218,7 +218,7 @@ class TestRefusals:
 
 
 def test_the_example_of_the_documentation(pipelines):
-    text = (ROOT / "docs" / "use_the_adapter.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "use_and_share.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n([^`]*hybrid_inference[^`]*)^```$", text, flags=re.M)
     pipe, states = copy.deepcopy(pipelines["flux", "diffusers"]), []
     layer = next(module for module in pipe.transformer.modules() if isinstance(module, LoraLayer))

@@ -81,9 +81,9 @@ class TestLongDescription:
     description = staticmethod(runpy.run_path(str(ROOT / "setup.py"))["description"])
 
     def test_links_are_absolute_with_the_repository(self):
-        assert "](docs/tour.md)" in self.README and "](../../actions/" in self.README
+        assert "](docs/quickstart.md)" in self.README and "](../../actions/" in self.README
         text = self.description(self.README, "https://example.com/user/name")
-        assert "](https://example.com/user/name/blob/main/docs/tour.md)" in text
+        assert "](https://example.com/user/name/blob/main/docs/quickstart.md)" in text
         assert "](https://example.com/user/name/raw/main/docs/images/miniature.png)" in text
         assert "](https://example.com/user/name/actions/workflows/tests.yml)" in text
         assert all(target.startswith(("https://", "#")) for target in self.TARGETS.findall(text))

@@ -306,7 +306,7 @@ class TestPolicyLoss:
         assert (first.sigma, first.sigma_next) == built_in.policy.scheduler.sigmas_of(1)[:2] and first.std > 0
 
     def test_the_example_of_the_page(self, make_trainer):
-        page = (Path(__file__).parent.parent / "docs" / "paco_grpo_method.md").read_text()
+        page = (Path(__file__).parent.parent / "docs" / "method.md").read_text()
         (code,) = re.findall(r"```python\n(class SoftClipTrainer.*?)```", page, re.DOTALL)
         names = {"PaCoGRPOTrainer": PaCoGRPOTrainer, "torch": torch}
         exec(code, names)

@@ -690,7 +690,7 @@ class TestConfig:
 
 
 class TestPage:
-    PAGE = (Path(__file__).parent.parent / "docs" / "paco_nft_trainer.md").read_text(encoding="utf-8")
+    PAGE = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
 
     def test_own_metrics_are_those_that_are_logged(self, make_nft, make_trainer):
         logged = []

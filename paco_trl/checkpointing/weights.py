@@ -51,7 +51,7 @@ def check_all_gradients(model: nn.Module, unused_layers: Sequence[str] = ()) -> 
     raise ValueError(
         f"{len(set(missing))} of {len(parameters)} trained weights have no gradient after the first backward: the "
         f"output of their layers reaches no prediction. They would not be trained, and with DDP nothing would be. {remedy} "
-        f"name them in `unused_layers` of the family class (docs/add_a_family.md): {', '.join(map(repr, layers))}."
+        f"name them in `unused_layers` of the family class (docs/families.md): {', '.join(map(repr, layers))}."
     )
 
 

@@ -91,7 +91,7 @@ def score_edits(
     With `protocol="default"`, images are sent with an area of 512 x 512 pixels and their own aspect ratio, the source
     first. A question is asked at temperature 0, and if the answer is unreadable again at 0.7 with another seed. With
     `protocol="published"`, the judge is queried as the benchmark's own script queries GPT-4.1, and its answers are read
-    as that script reads them; docs/evaluate_generation.md lists what is different. Give `input_image` as source, as the
+    as that script reads them; docs/evaluate.md lists what is different. Give `input_image` as source, as the
     script does (`load_edit_prompts(..., source_column="input_image")`).
 
     Each answer is saved as it comes: interrupted runs resume, on any number of processes (`accelerate launch`), which

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeat the requests of GEdit-Bench's own script, and its reading of the answers; docs/evaluate_generation.md has the rest."""
+"""Repeat the requests of GEdit-Bench's own script, and its reading of the answers; docs/evaluate.md has the rest."""
 
 import ast
 import json

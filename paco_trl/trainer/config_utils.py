@@ -117,7 +117,7 @@ def memory_explained() -> Iterator[None]:
         raise torch.OutOfMemoryError(
             f"{str(error).splitlines()[0]} To need less, set `gradient_checkpointing=True`, a smaller "
             "`per_device_train_batch_size`, an `offload_` option or quantized weights: `paco-trl doctor "
-            "--device_memory 24GiB` plans what fits, and docs/reducing_memory.md has what each one saves."
+            "--device_memory 24GiB` plans what fits, and docs/hardware.md has what each one saves."
         ) from error
 
 

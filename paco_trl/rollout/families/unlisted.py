@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from .base import Family, encoding_by
 
 
-GUIDE = "docs/add_a_family.md"
+GUIDE = "docs/families.md"
 
 # Components of the pipeline, and arguments of its call, that a rollout requires
 COMPONENTS = ("transformer", "vae")
