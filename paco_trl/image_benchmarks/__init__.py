@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from .loading import load_system
     from .report import print_report, save_generation_report
     from .scoring import score_aesthetics, score_alignment, score_consistency, score_duplicates
+    from .systems import System
     from .t2is_bench import alignment_means, consistency_means, load_t2is_bench
-    from .t2is_comparison import System, t2is_results
+    from .t2is_figures import t2is_results
 
 __all__ = [
     "EditScore", "System", "add_results_to_card", "alignment_means", "consistency_means", "find_edits",

@@ -3,11 +3,8 @@
 
 import hashlib
 import logging
-import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,16 +15,14 @@ from ..evaluation.runs import check_protocol, dataset_fingerprint
 from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest, write_atomically
 from ..utils.generation import to_png
-from ..utils.images import data_url
 from ..utils.text import shorten, some_of
-from . import gedit_published as published
-from . import t2is_comparison as comparison
 from .edit_generation import edit_keys
-from .gedit_rubric import PLACEHOLDER, QUALITY, SEMANTIC, overall, read_answer
+from .gedit_protocols import PLACEHOLDER, EditProtocol, edit_protocol, overall
 from .image_sets import FoundImages, load_image_file
 from .report_content import NOTES
 from .score_store import ScoreStore, read_scores
-from .statistics import Unit
+from .statistics import Unit, breakdown, metric_row, paired_cells
+from .systems import System, check_results_arguments, condition_notes, package_versions
 
 
 if TYPE_CHECKING:
@@ -41,17 +36,9 @@ METRICS = {
     name: name.replace("_", " ").capitalize() for name in ("semantic_consistency", "perceptual_quality", "overall")
 }
 LANGUAGES = {"en": "English", "cn": "Chinese"}
-
-# Pixels of an image that is sent, as the benchmark's own script resizes it
-_AREA = 512 * 512
-_MAX_TOKENS = 1024
-_MAX_ATTEMPTS = 3
-# For attempts after the first, which has 0: at 0 an unreadable answer would come again
-_RETRY_TEMPERATURE = 0.7
+_QUESTIONS = ("semantic", "quality")
 # Stop after this many answers without a readable one
 _ONLY_NONSENSE = 24
-
-_QUESTIONS = {"semantic": SEMANTIC, "quality": QUALITY}
 
 
 class EditScore(NamedTuple):
@@ -65,9 +52,9 @@ class EditScore(NamedTuple):
 class _Scored(NamedTuple):
     """A system with the scores of each judge, by key; `None` where a judge gave no readable answer."""
 
-    system: comparison.System
+    system: System
     by_judge: dict[str, dict[str, EditScore | None]]
-    settings: dict[str, dict[str, Any]]
+    rubrics: dict[str, str]
 
     def unanswered(self, judge: str) -> list[str]:
         return [key for key, score in self.by_judge[judge].items() if score is None]
@@ -130,16 +117,15 @@ def score_edits(
     """
     check_protocol(protocol)
     is_published = protocol == "published"
-    if max_attempts is None:
-        max_attempts = published.PUBLISHED_ATTEMPTS if is_published else _MAX_ATTEMPTS
-    if type(max_attempts) is not int or max_attempts < 1:
-        raise ValueError(f"`max_attempts` is {max_attempts!r}. It must be an int of at least 1.")
     if is_published != (gedit_repo is not None):
         raise ValueError(
             f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol, and only it, takes its prompts "
             "from a clone of https://github.com/stepfun-ai/Step1X-Edit."
         )
-    questions = _QUESTIONS if gedit_repo is None else published.read_published_prompts(gedit_repo)
+    asked = edit_protocol(gedit_repo)
+    max_attempts = asked.max_attempts if max_attempts is None else max_attempts
+    if max_attempts < 1:
+        raise ValueError(f"`max_attempts` is {max_attempts}, but must be at least 1.")
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
         raise ValueError(
@@ -148,40 +134,25 @@ def score_edits(
         )
     row_of, files = {key: row for row, key in enumerate(edit_keys(prompts))}, _files(edits)
     instructions = list(prompts.with_format(None)["prompt"])
-    settings = {"benchmark": BENCHMARK, "kind": "edits", "scorer": endpoint.model, "protocol": protocol}
-    settings["rubric"] = digest(list(questions.values()))[:16]
 
     def request(name: str, attempt: int) -> ChatRequest:
         kind, _, key = name.partition("/")
-        row = row_of[key]
-        # Not `format`, which would read the braces of JSON
-        question = questions[kind].replace(PLACEHOLDER, instructions[row]) if kind == "semantic" else questions[kind]
+        row, question = row_of[key], asked.questions[kind]
+        if kind == "semantic":
+            question = question.replace(PLACEHOLDER, instructions[row])  # not `format`, which would read braces
         if is_published:
-            (source,) = sources.load(row, in_rgb=False)
             # As the script reads an edit: transparency is dropped, and it gets the size of the source
-            edited = load_image_file(files[key], lambda image: image.convert("RGB").resize(source.size))
-            return published.published_request(question, [source, edited] if kind == "semantic" else [edited])
-        images = [*(sources.load(row) if kind == "semantic" else ()), load_image_file(files[key])]
-        content: list[dict] = []
-        for image in images:
-            # The area and (Pillow's default) the filter of the benchmark's script
-            ratio = image.width / image.height
-            size = max(1, int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))
-            url = data_url(image.resize(size), "png", compress_level=1)
-            content.append({"type": "image_url", "image_url": {"url": url}})
-        return ChatRequest(
-            messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
-            seed=random.Random(f"0/{name}/{attempt}").getrandbits(31),
-            max_tokens=_MAX_TOKENS,
-            temperature=_RETRY_TEMPERATURE if attempt else 0.0,
-        )
-
-    def read(text: str, is_retry: bool) -> Sequence[float] | None:
-        return published.read_published_answer(text, is_retry) if is_published else read_answer(text)
+            (source,) = sources.load(row, in_rgb=False)
+            images = [source, load_image_file(files[key], lambda image: image.convert("RGB").resize(source.size))]
+        else:
+            images = [*sources.load(row), load_image_file(files[key])]
+        return asked.request(question, images if kind == "semantic" else images[-1:], name, attempt)
 
     digests = _digests(prompts, sources, files)
+    settings = {"benchmark": BENCHMARK, "kind": "edits", "scorer": endpoint.model, "protocol": protocol}
+    settings["rubric"] = digest(list(asked.questions.values()))[:16]
     with ScoreStore(folder, f"{BENCHMARK} {protocol} {endpoint.model}", settings, digests, rescore_changed) as store:
-        _query(endpoint, store, request, read, max_attempts)
+        _query(endpoint, store, request, asked, max_attempts)
         records = store.finish()
     scores = _edit_scores(records, files)
     unanswered = [key for key, score in scores.items() if score is None]
@@ -194,114 +165,16 @@ def score_edits(
     return scores
 
 
-def gedit_results(
-    prompts: "Dataset",
-    systems: Sequence[comparison.System],
-    missing: str = "error",
-    dataset_name: str | None = None,
-    leakage: dict[str, Any] | None = None,
-    seed: int = 0,
-    source_folder: str | Path | None = None,
-    protocol: str = "default",
-) -> dict[str, Any]:
-    """
-    Compute the figures of GEdit-Bench: for each language, over all instructions and over those with `intersection`, the
-    mean over the task types of the mean over the edits of each, with intervals, by task type, and as a paired difference
-    of two systems.
-
-    Edits without a readable answer are left out, counted and named; a difference is over the edits that have scores of
-    both systems. Missing edits are an error or count 0; only the published protocol leaves them out, as the benchmark's
-    own script does silently.
-
-    Args:
-        prompts ([`~datasets.Dataset`]):
-            Editing prompts with `id` and `task_type`, and optionally `language` and `intersection`.
-        systems (`Sequence[System]`):
-            One system, or two, of which the second is compared with the first. `found` has its edits ([`find_edits`]),
-            and `folder` the scores of [`score_edits`].
-        missing (`str`, *optional*, defaults to `"error"`), dataset_name (`str`, *optional*), leakage (`dict[str, Any]`, *optional*):
-            As in [`t2is_results`].
-        seed (`int`, *optional*, defaults to `0`):
-            Seed that the edits were generated with.
-        source_folder (`str` or `Path`, *optional*):
-            Directory for copies, as PNG, of sources that are not files. If `None`, the results name no file of these.
-        protocol (`str`, *optional*, defaults to `"default"`):
-            Protocol whose scores are taken: `"default"` or `"published"`.
-
-    Returns:
-        `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
-    """
-    comparison.check_results_arguments(systems, missing, protocol)
-    keys = edit_keys(prompts)
-    prompts = prompts.with_format(None)
-    if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
-        raise ValueError(
-            "GEdit-Bench averages over task types: all prompts need a `task_type`. See `convert_gedit_bench`."
-        )
-    for system in systems:
-        if system.found.sets.keys() != set(keys):
-            raise ValueError(f"The edits of {system.name!r} are of other prompts. Call `find_edits` with the same.")
-    sources = SourceImages(prompts, "the prompts")
-    scored = [_scored(system, prompts, sources, protocol) for system in systems]
-    _check_comparable(scored[0], scored[-1])
-
-    columns = ("id", "prompt", "task_type", "language", "intersection")
-    names = [name for name in columns if name in prompts.column_names]
-    rows = dict(zip(keys, prompts.select_columns(names), strict=True))
-    judges = list(scored[0].by_judge)
-    alerts = _alerts(scored, protocol)
-    tables, breakdowns = [], []
-    for judge in judges:
-        of_judge = _judge_tables(scored, judge, rows, seed, protocol)
-        tables += of_judge[0]
-        breakdowns += of_judge[1]
-    return {
-        "benchmark": BENCHMARK,
-        "protocol": protocol,
-        "dataset": dataset_name,
-        "dataset_fingerprint": dataset_fingerprint(prompts, names, [sources.column]),
-        "num_prompts": len(keys),
-        "seeds": [seed],
-        "systems": [one.system.describe(_counts(one)) for one in scored],
-        "scorers": {"consistency": judges, "alignment": None, "aesthetics": None},
-        "weights": None,
-        "tables": tables,
-        "breakdowns": breakdowns,
-        "leakage": leakage,
-        "alerts": alerts,
-        "notes": [*_notes(scored[0], leakage), *alerts],
-        "sets": [
-            {
-                "key": key,
-                "prompt_id": row["id"],
-                "prompt": row["prompt"],
-                "category": row["task_type"],
-                "subcategory": row.get("language"),
-                "source": _source_file(sources, number, source_folder),
-                "pictures": [[str(file) for file in s.found.sets[key].files if file] for s in systems],
-                "panels": [1, 1],
-                "scores": [
-                    score._asdict() if (score := one.by_judge[judges[0]].get(key)) else dict.fromkeys(METRICS)
-                    for one in scored
-                ],
-            }
-            for number, (key, row) in enumerate(rows.items())
-        ],
-        "headline": "overall",
-        "versions": {name: version(name) for name in comparison.PACKAGES},
-    }
-
-
-def _query(endpoint: ChatEndpoint, store: ScoreStore, request: Callable, read: Callable, max_attempts: int) -> None:
+def _query(
+    endpoint: ChatEndpoint, store: ScoreStore, request: Callable, protocol: EditProtocol, max_attempts: int
+) -> None:
     """Query the judge with this process's part of the questions, and again where an answer is unreadable."""
-    from accelerate import PartialState
-
     earlier, names = _earlier_attempts(store), store.pending
     if not names:
         return
     endpoint.check()
     # If some questions are done, there were readable answers before
-    num_replies, is_readable = 0, len(names) < len(store.digests) // PartialState().num_processes
+    num_replies, is_readable = 0, store.num_done > 0
     title = f"Querying {endpoint.model} about edits"
     with tqdm(total=len(names), desc=title, unit="question", disable=not store.is_main_process) as bar:
         for attempt in range(max_attempts):
@@ -312,7 +185,7 @@ def _query(endpoint: ChatEndpoint, store: ScoreStore, request: Callable, read: C
                 for place, reply in replies:
                     name = names[place]
                     num_replies += 1
-                    scores = None if reply.text is None else read(reply.text, attempt > 0)
+                    scores = None if reply.text is None else protocol.read(reply.text, attempt > 0)
                     is_readable = is_readable or scores is not None
                     if not is_readable and num_replies >= _ONLY_NONSENSE:
                         answer = reply.problem if reply.text is None else shorten(reply.text)
@@ -324,8 +197,8 @@ def _query(endpoint: ChatEndpoint, store: ScoreStore, request: Callable, read: C
                         unreadable.append(name)
                         continue
                     record = {"key": name, "digest": store.digests[name], "scores": scores and list(scores)}
-                    record |= {"incomplete": scores is None, "attempts": numbers[place] + 1}
-                    store.append({**record, "answer": reply.text, "problem": reply.problem})
+                    about = {"incomplete": scores is None, "attempts": numbers[place] + 1}
+                    store.append({**record, **about, "answer": reply.text, "problem": reply.problem})
                     bar.update()
             names = unreadable
             if not names:
@@ -371,28 +244,115 @@ def _edit_scores(records: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) 
     return scores
 
 
-def _scored(system: comparison.System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
+def gedit_results(
+    prompts: "Dataset",
+    systems: Sequence[System],
+    missing: str = "error",
+    dataset_name: str | None = None,
+    leakage: dict[str, Any] | None = None,
+    seed: int = 0,
+    source_folder: str | Path | None = None,
+    protocol: str = "default",
+) -> dict[str, Any]:
+    """
+    Compute the figures of GEdit-Bench: for each language, over all instructions and over those with `intersection`, the
+    mean over the task types of the mean over the edits of each, with intervals, by task type, and as a paired difference
+    of two systems.
+
+    Edits without a readable answer are left out, counted and named; a difference is over the edits that have scores of
+    both systems. Missing edits are an error or count 0; only the published protocol leaves them out, as the benchmark's
+    own script does silently.
+
+    Args:
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id` and `task_type`, and optionally `language` and `intersection`.
+        systems (`Sequence[System]`):
+            One system, or two, of which the second is compared with the first. `found` has its edits ([`find_edits`]),
+            and `folder` the scores of [`score_edits`].
+        missing (`str`, *optional*, defaults to `"error"`), dataset_name (`str`, *optional*), leakage (`dict[str, Any]`, *optional*):
+            As in [`t2is_results`].
+        seed (`int`, *optional*, defaults to `0`):
+            Seed that the edits were generated with.
+        source_folder (`str` or `Path`, *optional*):
+            Directory for copies, as PNG, of sources that are not files. If `None`, the results name no file of these.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            Protocol whose scores are taken: `"default"` or `"published"`.
+
+    Returns:
+        `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
+    """
+    check_results_arguments(systems, missing, protocol)
+    keys, prompts = edit_keys(prompts), prompts.with_format(None)
+    if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
+        raise ValueError(
+            "GEdit-Bench averages over task types: all prompts need a `task_type` (`convert_gedit_bench`)."
+        )
+    for system in systems:
+        if system.found.sets.keys() != set(keys):
+            raise ValueError(f"The edits of {system.name!r} are of other prompts. Call `find_edits` with the same.")
+    sources = SourceImages(prompts, "the prompts")
+    scored = [_scored(system, prompts, sources, protocol) for system in systems]
+    rubrics = [one.rubrics for one in scored]
+    if rubrics[0] != rubrics[-1]:
+        raise ValueError(
+            f"{systems[0].name!r} has scores of {', '.join(rubrics[0])} and {systems[-1].name!r} of "
+            f"{', '.join(rubrics[-1])}: compare those of the same judges, asked with the same prompts."
+        )
+
+    columns = ("id", "prompt", "task_type", "language", "intersection")
+    names = [name for name in columns if name in prompts.column_names]
+    rows = dict(zip(keys, prompts.select_columns(names), strict=True))
+    judges = list(rubrics[0])
+    alerts = _alerts(scored, protocol)
+    notes = [NOTES[f"edits_{protocol}"].format(judge=judge, rubric=rubric) for judge, rubric in rubrics[0].items()]
+    notes += [NOTES["edits_means"]] + ([] if leakage is None else [NOTES["edits_leakage"]])
+    by_judge = [_judge_tables(scored, judge, rows, seed, protocol) for judge in judges]
+    return {
+        "benchmark": BENCHMARK,
+        "protocol": protocol,
+        "dataset": dataset_name,
+        "dataset_fingerprint": dataset_fingerprint(prompts, names, [sources.column]),
+        "num_prompts": len(keys),
+        "seeds": [seed],
+        "systems": [one.system.describe(_counts(one)) for one in scored],
+        "scorers": {"consistency": judges, "alignment": None, "aesthetics": None},
+        "weights": None,
+        "tables": [table for tables, _ in by_judge for table in tables],
+        "breakdowns": [part for _, breakdowns in by_judge for part in breakdowns],
+        "leakage": leakage,
+        "alerts": alerts,
+        "notes": [*notes, *alerts],
+        "sets": [
+            {
+                "key": key,
+                "prompt_id": row["id"],
+                "prompt": row["prompt"],
+                "category": row["task_type"],
+                "subcategory": row.get("language"),
+                "source": _source_file(sources, number, source_folder),
+                "pictures": [[str(file) for file in s.found.sets[key].files if file] for s in systems],
+                "panels": [1, 1],
+                "scores": [
+                    score._asdict() if (score := one.by_judge[judges[0]].get(key)) else dict.fromkeys(METRICS)
+                    for one in scored
+                ],
+            }
+            for number, (key, row) in enumerate(rows.items())
+        ],
+        "headline": "overall",
+        "versions": package_versions(),
+    }
+
+
+def _scored(system: System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
     files = _files(system.found)
     found = read_scores(system.folder, _digests(prompts, sources, files), benchmark=BENCHMARK, protocol=protocol)
     if not found:
         raise ValueError(
             f"No judge has scored the edits of {system.name!r} ({system.folder}) under the protocol {protocol!r}."
         )
-    settings = {scores.settings["scorer"]: scores.settings for scores in found}
-    return _Scored(system, {s.settings["scorer"]: _edit_scores(s.records, files) for s in found}, settings)
-
-
-def _check_comparable(first: _Scored, second: _Scored) -> None:
-    if first.by_judge.keys() != second.by_judge.keys():
-        raise ValueError(
-            f"{first.system.name!r} has scores of {', '.join(first.by_judge)} and {second.system.name!r} of "
-            f"{', '.join(second.by_judge)}: compare those of the same judges."
-        )
-    for judge in first.by_judge:
-        if first.settings[judge]["rubric"] != second.settings[judge]["rubric"]:
-            raise ValueError(
-                f"{judge} has scored {first.system.name!r} and {second.system.name!r} with different prompts."
-            )
+    rubrics = {scores.settings["scorer"]: scores.settings["rubric"] for scores in found}
+    return _Scored(system, {s.settings["scorer"]: _edit_scores(s.records, files) for s in found}, rubrics)
 
 
 def _judge_tables(
@@ -409,16 +369,13 @@ def _judge_tables(
                     of_system[row["id"], seed] = getattr(score, metric)
                 elif one.system.found.sets[key].missing and protocol == "default":
                     of_system[row["id"], seed] = 0.0
-        return comparison.paired_cells([[of_system] for of_system in values], strata=strata)
+        return paired_cells([[of_system] for of_system in values], strata=strata)
 
     def table(title: str, part: dict[str, dict]) -> dict[str, Any]:
         strata = {(row["id"], seed): row["task_type"] for row in part.values()}
         kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
-        cells_of = {metric: cells(metric, part, strata) for metric in METRICS}
-        rows = [
-            comparison.metric_row(metric, METRICS[metric], kinds[metric], *own) for metric, own in cells_of.items()
-        ]
-        return {"title": title, "rows": rows}
+        lines = [metric_row(name, label, kinds[name], *cells(name, part, strata)) for name, label in METRICS.items()]
+        return {"title": title, "rows": lines}
 
     tables, breakdowns = [], []
     of_judge = f", judge: {judge}" if len(scored[0].by_judge) > 1 else ""
@@ -430,9 +387,7 @@ def _judge_tables(
         members: dict[str, dict[str, dict]] = {}
         for key, row in spoken.items():
             members.setdefault(row["task_type"], {})[key] = row
-        breakdowns.append(
-            comparison.breakdown(f"By task type, {label}{of_judge}", title, list(METRICS), members, cells)
-        )
+        breakdowns.append(breakdown(f"By task type, {label}{of_judge}", title, list(METRICS), members, cells))
         if subset := {key: row for key, row in spoken.items() if row.get("intersection")}:
             tables.append(table(f"{label}: intersection subset{of_judge}", subset))
     return tables, breakdowns
@@ -447,7 +402,7 @@ def _counts(one: _Scored) -> dict[str, int]:
 
 def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
     """List what readers must know next to the headline."""
-    alerts = comparison.condition_notes([one.system for one in scored])
+    alerts = condition_notes([one.system for one in scored])
     for one in scored:
         name, missing = one.system.name, list(one.system.found.missing)
         if missing:
@@ -461,15 +416,6 @@ def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
                     f"answer about them ({some_of(unanswered)}).{script}"
                 )
     return alerts
-
-
-def _notes(first: _Scored, leakage: dict[str, Any] | None) -> list[str]:
-    notes = [
-        NOTES[f"edits_{settings['protocol']}"].format(judge=judge, rubric=settings["rubric"])
-        for judge, settings in first.settings.items()
-    ]
-    leaks = [] if leakage is None else [NOTES["edits_leakage"]]
-    return [*notes, NOTES["edits_means"], *leaks]
 
 
 def _source_file(sources: SourceImages, row: int, source_folder: str | Path | None) -> str | None:

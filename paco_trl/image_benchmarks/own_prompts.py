@@ -7,13 +7,12 @@ import inspect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .score_store import ScoreStore
-from .statistics import Unit
-from .t2is_comparison import PACKAGES, metric_row, paired_cells
+from .statistics import Unit, metric_row, paired_cells
+from .systems import package_versions
 
 
 if TYPE_CHECKING:
@@ -124,5 +123,5 @@ def own_results(
         "benchmark": None, "dataset": dataset, "num_prompts": len(rows), "systems": described, "scorers": {},
         "weights": None, "tables": [{"title": "Results", "rows": table}], "breakdowns": [], "leakage": None,
         "alerts": alerts, "notes": [noise], "sets": sets, "headline": list(labels)[-1],
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": package_versions(),
     }  # fmt: skip

@@ -24,30 +24,22 @@ class Scores(NamedTuple):
 
 def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str) -> list[Scores]:
     """Read all scores of a system whose settings have the expected values."""
-    folder = Path(folder) / "scores"
     settings_of: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        try:
-            with open(path, encoding="utf-8") as file:
-                settings = json.loads(file.readline())
-            if expected.items() <= settings.items():
-                settings_of[settings["scores"]] = settings
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is not a file of scores. Move it away.") from error
+    for path in sorted((Path(folder) / "scores").glob("*.jsonl")):
+        with open(path, encoding="utf-8") as file:
+            header = file.readline()
+        settings = json.loads(header) if header else {}  # none yet: a run was killed as it began
+        if settings and expected.items() <= settings.items():
+            settings_of[settings["scores"]] = settings
     found = []
     for name, settings in settings_of.items():
-        rest = {key: value for key, value in settings.items() if key != "scores"}
-        store = ScoreStore(folder.parent, name, rest, digests)
-        if problem := store.take_lock():
-            raise ValueError(problem)
-        try:
-            records = store.check(store.parts())
-        finally:
-            store.lock.release()
+        store = ScoreStore(folder, name, {key: value for key, value in settings.items() if key != "scores"}, digests)
+        records = store.check(store.parts())
         missing = [key for key in digests if key not in records]
         if missing:
             raise ValueError(
-                f"{len(missing)} of {len(digests)} sets have no scores {name!r} in {folder}: {some_of(missing)}. Rerun the scoring."
+                f"{len(missing)} of {len(digests)} sets have no scores {name!r} in {store.folder}: {some_of(missing)}. "
+                "Rerun the scoring."
             )
         found.append(Scores(settings, {key: records[key] for key in digests}))
     return found
@@ -72,8 +64,9 @@ class ScoreStore:
         self.settings = {"scores": name, **settings}
         self.digests = dict(digests)
         self.rescore_changed = rescore_changed
-        self.pending: list[str] = []
-        self.lock = FileLock(self.folder / f".{self.name}.lock")
+        self.pending: list[str] = []  # of this process
+        self.num_done = 0
+        self._lock = FileLock(self.folder / f".{self.name}.lock")
 
     def __enter__(self) -> "ScoreStore":
         from accelerate import PartialState
@@ -90,6 +83,7 @@ class ScoreStore:
         records = self._read(parts)
         gather_object([None])  # no process writes before all have read
         missing = [key for key in self.digests if records.get(key, {"incomplete": True}).get("incomplete")]
+        self.num_done = len(self.digests) - len(missing)
         self.pending = missing[process.process_index :: process.num_processes]
         own = self.folder / f"{self.name}.{process.process_index}.jsonl"
         self._own = Journal(own, self.settings, "key")
@@ -97,7 +91,7 @@ class ScoreStore:
 
     def __exit__(self, *_) -> None:
         if self.is_main_process:
-            self.lock.release()
+            self._lock.release()
 
     def append(self, *records: dict[str, Any]) -> None:
         """Add records, in a single write."""
@@ -112,10 +106,6 @@ class ScoreStore:
         gather_object([None])  # no process releases the lock before all have read
         return {key: records[key] for key in self.digests}
 
-    def take_lock(self) -> str | None:
-        """Take the lock of these scores, or describe who has it."""
-        return take_lock(self.lock, f"the scores {self.settings['scores']!r}", self.folder)
-
     def parts(self) -> list[Path]:
         """List the files of these scores, one for each process."""
         own = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
@@ -124,37 +114,35 @@ class ScoreStore:
     def check(self, parts: list[Path]) -> dict[str, dict[str, Any]]:
         """Read files of these scores, and refuse records of images that have changed or are gone."""
         records = self._read(parts)
-        gone = sorted(records.keys() - self.digests.keys())
-        changed = [key for key, one in self.digests.items() if key in records and records[key]["digest"] != one]
-        for what, keys in (("have changed since", changed), ("are gone", gone)):
-            if keys:
-                raise ValueError(
-                    f"{len(keys)} of the images that have scores in {self.folder} ({self.settings['scores']!r}) {what}: "
-                    f"{some_of(keys)}. Restore them, or score again with `rescore_changed=True` (`--rescore_changed True`)."
-                )
+        stale = [key for key, record in records.items() if self.digests.get(key) != record["digest"]]
+        if stale:
+            raise ValueError(
+                f"{len(stale)} of the images that have scores in {self.folder} ({self.settings['scores']!r}) have changed "
+                f"since, or are gone: {some_of(stale)}. Restore them, or score again with `rescore_changed=True` "
+                "(`--rescore_changed True`)."
+            )
         return records
 
     def _open(self) -> tuple[str | None, list[Path]]:
         """Take the lock and check the files: what is wrong, and the files."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if problem := self.take_lock():
+        if problem := take_lock(self._lock, f"the scores {self.settings['scores']!r}", self.folder):
             return problem, []
         parts = self.parts()
         try:
             if self.rescore_changed:
-                self._drop_changed(parts)
+                self._read(parts)  # refuses those of another run, before anything changes
+                for path in parts:
+                    self._drop_stale(path)
             self.check(parts)
         except ValueError as error:
             return str(error), []
         return None, parts
 
-    def _drop_changed(self, parts: list[Path]) -> None:
-        self._read(parts)  # refuses those of another run, before anything changes
-        for path in parts:
-            records = Journal(path, self.settings, "key").by_key.values()
-            kept = [one for one in records if self.digests.get(one["key"]) == one["digest"]]
-            if len(kept) < len(records):
-                write_atomically(path, b"".join(map(json_line, (self.settings, *kept))))
+    def _drop_stale(self, path: Path) -> None:
+        records = Journal(path, self.settings, "key").by_key.values()
+        kept = [one for one in records if self.digests.get(one["key"]) == one["digest"]]
+        if len(kept) < len(records):
+            write_atomically(path, b"".join(map(json_line, (self.settings, *kept))))
 
     def _read(self, parts: list[Path]) -> dict[str, dict[str, Any]]:
         records: dict[str, dict[str, Any]] = {}
@@ -163,7 +151,7 @@ class ScoreStore:
                 earlier = records.get(key, {"incomplete": True})
                 if not (record.get("incomplete") or earlier.get("incomplete")):
                     raise ValueError(
-                        f"{path} has scores of {shorten(key)}, as does another file there: two runs wrote at once. Delete both files."
+                        f"{path} has scores of {shorten(key)}, as does another file there: two runs wrote at once. Delete both."
                     )
                 if key not in records or not record.get("incomplete"):
                     records[key] = record

@@ -4,7 +4,6 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,9 +86,11 @@ def score_consistency(
         pairs = _pairs(panels)
         resized = [panel and panel.resize((side, side)) for panel in panels]  # Pillow's default, as `qwen_vl_utils`
         criteria = consistency_criteria(row)
-        texts = [text for of_dimension in criteria.values() for text in of_dimension]
         questions = [
-            ((resized[first], resized[second]), t2is_bench_question(text)) for text in texts for first, second in pairs
+            ((resized[first], resized[second]), t2is_bench_question(text))
+            for texts in criteria.values()
+            for text in texts
+            for first, second in pairs
         ]
 
         def record(answers: Iterator[float | None]) -> Record:
@@ -98,10 +99,13 @@ def score_consistency(
 
         return questions, record
 
+    def query(questions: list[tuple]) -> list[float | None]:
+        return _checked(judge, judge.score(*map(list, zip(*questions, strict=True))), questions, is_probability=True)
+
     settings = {"question": t2is_bench_question("{criterion}"), "side": side}
-    query = partial(_probabilities, judge, judge.score)
-    where = (found, benchmark, folder, batch_size, rescore_changed)
-    return _score(judge, "consistency", settings, prepare, query, where)
+    return _score(
+        "consistency", judge, settings, prepare, query, found, benchmark, folder, batch_size, rescore_changed
+    )
 
 
 def score_alignment(
@@ -135,8 +139,13 @@ def score_alignment(
 
     def prepare(one: ImageSet, row: dict) -> Prepared:
         panels = list(zip(one.panels(), alignment_texts(row), strict=True))
-        present = [(panel, dimensions) for panel, dimensions in panels if panel is not None]
-        texts = [(panel, text) for panel, dimensions in present for texts in dimensions.values() for text in texts]
+        questions = [
+            (panel, shows_question(text))
+            for panel, dimensions in panels
+            if panel is not None
+            for texts in dimensions.values()
+            for text in texts
+        ]
 
         def record(answers: Iterator[float | None]) -> Record:
             scores = [
@@ -145,12 +154,15 @@ def score_alignment(
             ]
             return {"scores": scores}
 
-        return [(panel, shows_question(text)) for panel, text in texts], record
+        return questions, record
+
+    def query(questions: list[tuple]) -> list[float | None]:
+        return _checked(
+            judge, judge.score_images(*map(list, zip(*questions, strict=True))), questions, is_probability=True
+        )
 
     settings = {"question": shows_question("{text}")}
-    query = partial(_probabilities, judge, judge.score_images)
-    where = (found, benchmark, folder, batch_size, rescore_changed)
-    return _score(judge, "alignment", settings, prepare, query, where)
+    return _score("alignment", judge, settings, prepare, query, found, benchmark, folder, batch_size, rescore_changed)
 
 
 def score_aesthetics(
@@ -181,10 +193,9 @@ def score_aesthetics(
         return present, lambda scores: {"scores": [None if panel is None else next(scores) for panel in panels]}
 
     def query(panels: list[Image.Image]) -> list[float | None]:
-        return _checked_scores(scorer, scorer.score_images(panels), len(panels))
+        return _checked(scorer, scorer.score_images(panels), panels)
 
-    where = (found, benchmark, folder, batch_size, rescore_changed)
-    return _score(scorer, "aesthetics", {}, prepare, query, where)
+    return _score("aesthetics", scorer, {}, prepare, query, found, benchmark, folder, batch_size, rescore_changed)
 
 
 def score_duplicates(
@@ -211,8 +222,8 @@ def score_duplicates(
     def query(pairs: list[tuple[Image.Image, Image.Image]]) -> list[float | None]:
         return [panel_similarity(*pair) for pair in pairs]
 
-    where = (found, benchmark, folder, 1, rescore_changed)
-    return _score(SimpleNamespace(name="panel_similarity"), "duplicates", {}, prepare, query, where)
+    scorer = SimpleNamespace(name="panel_similarity")
+    return _score("duplicates", scorer, {}, prepare, query, found, benchmark, folder, 1, rescore_changed)
 
 
 def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
@@ -221,10 +232,18 @@ def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
 
 
 def _score(
-    scorer: Any, kind: str, settings: dict, prepare: Callable, query: Callable, where: tuple
+    kind: str,
+    scorer: Any,
+    settings: dict,
+    prepare: Callable[[ImageSet, dict], Prepared],
+    query: Callable[[list], list[float | None]],
+    found: FoundImages,
+    benchmark: "Dataset",
+    folder: str | Path,
+    batch_size: int,
+    rescore_changed: bool,
 ) -> dict[str, Record]:
     """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""
-    found, benchmark, folder, batch_size, rescore_changed = where
     benchmark = benchmark.with_format(None)
     row_of = {name: number for number, name in enumerate(benchmark["id"][:])}
     name = public_name(str(getattr(scorer, "model_name", None) or scorer.name))
@@ -254,30 +273,22 @@ def _score(
                 store.append(*records)
                 progress.update(len(batch))
         records = store.finish()
-        gaps = [key for key, record in records.items() if record["incomplete"]]
-        if gaps and store.is_main_process:
-            logger.warning(
-                f"{name} gave no score for {len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}. They are left out "
-                "of its figures and counted in the report. Re-run to query it about them again."
-            )
+    gaps = [key for key, record in records.items() if record["incomplete"]]
+    if gaps and store.is_main_process:
+        logger.warning(
+            f"{name} gave no score for {len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}. They are left out "
+            "of its figures and counted in the report. Re-run to query it about them again."
+        )
     return records
 
 
-def _probabilities(judge: Any, method: Callable, questions: list[tuple[Any, str]]) -> list[float | None]:
-    images, texts = zip(*questions, strict=True)
-    scores = _checked_scores(judge, method(list(images), list(texts)), len(questions))
-    for score, text in zip(scores, texts, strict=True):
-        if score is not None and not 0 <= score <= 1:
-            raise ValueError(f"{judge.name!r} gave {score} for the question {text!r}: not a probability of Yes.")
-    return scores
-
-
-def _checked_scores(scorer: Any, scores: Any, count: int) -> list[float | None]:
+def _checked(scorer: Any, scores: Any, questions: list, is_probability: bool = False) -> list[float | None]:
+    """Check that there is a finite score, or `None`, for each question."""
     # NaN is what many scorers give for what they cannot score
     scores = [None if score is None or math.isnan(score) else float(score) for score in scores]
-    if len(scores) != count:
-        raise ValueError(f"{scorer.name!r} gave {len(scores)} scores for {count} questions: give one or `None` each.")
+    if len(scores) != len(questions):
+        raise ValueError(f"{scorer.name!r} gave {len(scores)} scores for {len(questions)} questions.")
     for score in scores:
-        if score is not None and math.isinf(score):
-            raise ValueError(f"{scorer.name!r} gave {score}, which has no mean. Fix the scorer.")
+        if score is not None and not (0 <= score <= 1 if is_probability else math.isfinite(score)):
+            raise ValueError(f"{scorer.name!r} gave {score}: not a {'probability' if is_probability else 'score'}.")
     return scores

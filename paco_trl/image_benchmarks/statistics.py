@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute means over prompts with their intervals, for one system and for the difference of two."""
+"""Compute means over prompts with their intervals, for one system and for the difference of two, and lay them out."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,3 +62,32 @@ def difference(
         for before, after in zip(first, second, strict=True)
     ]
     return cell(differences, weights, strata)
+
+
+def paired_cells(
+    values: Sequence[Sequence[Values]],
+    weights: Sequence[float] | None = None,
+    strata: Mapping[Unit, Hashable] | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Compute the cell of each system, and that of the difference of two."""
+    cells = [cell(parts, weights, strata) for parts in values]
+    return cells, difference(values[0], values[1], weights, strata) if len(values) == 2 else None
+
+
+def metric_row(metric: str, label: str, kind: str, cells: list[dict], change: dict | None) -> dict[str, Any]:
+    """Make a row of a table of results."""
+    row = {"metric": metric, "label": label, "kind": kind, "higher_is_better": metric != "duplicates"}
+    return row | {"cells": cells, "difference": change}
+
+
+def breakdown(
+    title: str, table: str, columns: list[str], members: Mapping[str, Any], cells: Callable[[str, Any], tuple]
+) -> dict[str, Any]:
+    """Compute metrics for each group of prompts."""
+    rows = []
+    for name, group in sorted(members.items()):
+        found = {metric: cells(metric, group) for metric in columns}
+        own = {metric: pair[0] for metric, pair in found.items()}
+        change = {metric: pair[1] for metric, pair in found.items() if pair[1] is not None}
+        rows.append({"name": name, "num_prompts": len(group), "cells": own, "difference": change})
+    return {"title": title, "table": table, "columns": columns, "rows": rows}

@@ -2,43 +2,23 @@
 """Compute the figures of T2IS-Bench from the scores of one system or two."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ..evaluation.runs import check_protocol, dataset_fingerprint
+from ..evaluation.runs import dataset_fingerprint
 from ..utils.text import some_of
 from . import t2is_bench as bench
-from .image_sets import FoundImages
+from .image_sets import ImageSet
 from .report_content import NOTES
 from .score_store import Scores, read_scores
 from .scoring import COLUMNS, DUPLICATE
-from .statistics import Unit, cell, difference
+from .statistics import Unit, breakdown, metric_row, paired_cells
+from .systems import System, check_results_arguments, condition_notes, package_versions
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
-# Settings that two systems must share to be comparable
-CONDITIONS = ("seeds", "num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "height", "width", "dtype")  # fmt: skip
-PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")
-
-
-@dataclass
-class System:
-    """Describe a model that generated images, or a directory of images."""
-
-    role: str  # `"base"` or `"tuned"`; any word for a system alone
-    name: str  # for reports
-    found: FoundImages  # its images
-    folder: Path  # with its scores
-    settings: dict[str, Any] = field(default_factory=dict)  # how the images were generated, as far as known
-
-    def describe(self, counts: dict[str, int]) -> dict[str, Any]:
-        """Describe the system in results, with counts of its images."""
-        return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
 
 
 # Metric -> unit -> value, NaN where undefined
@@ -46,22 +26,17 @@ _Metrics = dict[str, dict[Unit, float]]
 
 
 class _Scored(NamedTuple):
-    """A system with its scores as values: those that all judges share, and those of each judge."""
+    """A system with its scores as values, for each judge of consistency."""
 
     system: System
     protocol: str
-    shared: _Metrics
-    by_judge: dict[str, _Metrics]
-    counts: dict[str, int]
-    scorers: dict[str, list[Scores]]
-    gaps: Mapping[Any, list[str]]
+    scorers: dict[str, list[Scores]]  # by kind
+    by_judge: dict[str, _Metrics]  # with the metrics that all judges share
+    gaps: dict[str, list[str]]  # sets with a question that has no answer, by judge and by `alignment` and `aesthetics`
 
     def names(self, kind: str) -> list[str]:
         """List the scorers of a kind."""
         return [one.settings["scorer"] for one in self.scorers.get(kind, [])]
-
-    def metrics(self, judge: str) -> _Metrics:
-        return self.shared | self.by_judge[judge]
 
 
 def t2is_results(
@@ -99,8 +74,6 @@ def t2is_results(
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
     """
     check_results_arguments(systems, missing, protocol)
-    if len({Path(one.folder).resolve() for one in systems}) < len(systems):
-        raise ValueError(f"Both systems are {systems[0].folder}: a model is not compared with itself.")
     benchmark = benchmark.with_format(None)
     rows = {row["id"]: row for row in benchmark}
     columns = ("id", "prompt", "rows", "cols", "criteria", "alignment")
@@ -119,7 +92,7 @@ def t2is_results(
         "dataset_fingerprint": dataset_fingerprint(benchmark, columns, ()),
         "num_prompts": len(rows),
         "seeds": sorted({one.seed for one in systems[0].found.sets.values()}),
-        "systems": [one.system.describe(one.counts) for one in scored],
+        "systems": [one.system.describe(_counts(one)) for one in scored],
         "scorers": {
             "consistency": judges,
             **{kind: next(iter(scored[0].names(kind)), None) for kind in ("alignment", "aesthetics")},
@@ -137,80 +110,66 @@ def t2is_results(
         "notes": [*_notes(scored[0]), *alerts],
         "sets": _sets(scored, judges[0], rows),
         "headline": "consistency",
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": package_versions(),
     }
-
-
-def check_results_arguments(systems: Sequence[System], missing: str, protocol: str) -> None:
-    """Refuse invalid arguments of [`t2is_results`] and [`gedit_results`], and missing images."""
-    check_protocol(protocol)
-    if missing not in ("error", "zero"):
-        raise ValueError(f"`missing` is {missing!r}, but must be 'error' or 'zero'.")
-    if len(systems) not in (1, 2):
-        raise ValueError(f"There are {len(systems)} systems, but one is evaluated alone or two are compared.")
-    for system in systems if missing == "error" else ():
-        system.found.check_complete()
 
 
 def _scored(system: System, rows: dict[str, dict], benchmark: "Dataset", protocol: str) -> _Scored:
     by_kind: dict[str, list[Scores]] = {}
     for scores in read_scores(system.folder, system.found.digests):
-        _check_asked(scores, benchmark, system)
-        by_kind.setdefault(scores.settings["kind"], []).append(scores)
+        kind, columns = scores.settings["kind"], COLUMNS[scores.settings["kind"]]
+        has_all = set(columns) <= set(benchmark.column_names)
+        if not has_all or scores.settings["benchmark"] != dataset_fingerprint(benchmark, columns, ()):
+            raise ValueError(
+                f"{kind} of {system.name!r} was scored with another {columns[-1]}, or other prompts, than the benchmark has now "
+                f"({system.folder}). Give the same data, or score into another directory."
+            )
+        by_kind.setdefault(kind, []).append(scores)
     if "consistency" not in by_kind:
         raise ValueError(f"No judge has scored the consistency of {system.name!r} ({system.folder}).")
-    for kind, scores in by_kind.items():
-        if kind != "consistency" and len(scores) > 1:
-            names = " and ".join(one.settings["scorer"] for one in scores)
-            raise ValueError(f"{system.folder} has {kind} by several scorers, {names}. Keep the scores of one.")
+    for kind, found in by_kind.items():
+        if kind != "consistency" and len(found) > 1:
+            raise ValueError(f"{system.folder} has {kind} by several scorers. Keep the scores of one.")
     sets = system.found.sets
-    num_missing = [(len(one.missing), one.num_panels) for one in sets.values()]
-    counts = {
-        "sets": sum(missing < panels for missing, panels in num_missing),
-        "missing sets": sum(missing == panels for missing, panels in num_missing),
-        "missing panels": sum(missing for missing, _ in num_missing),
-        "sets whose panels have different sizes": len(system.found.mixed_sizes),
-        "images of no prompt, left out": len(system.found.unknown),
-    }
-    for scores in by_kind.get("duplicates", ()):
-        found = [similarity for record in scores.records.values() for similarity in record["scores"]]
-        counts["near-duplicate pairs of panels"] = sum(similarity >= DUPLICATE for similarity in found)
-    asked = {kind: by_kind[kind][0] for kind in ("alignment", "aesthetics") if kind in by_kind}
+    asked: dict[str, Scores] = {kind: by_kind[kind][0] for kind in ("alignment", "aesthetics") if kind in by_kind}
     asked |= {scores.settings["scorer"]: scores for scores in by_kind["consistency"]}
     gaps = {name: [key for key, one in scores.records.items() if one["incomplete"]] for name, scores in asked.items()}
-    counts |= {f"sets without an answer ({name})": len(keys) for name, keys in gaps.items()}
     shared = _shared_values(by_kind, sets, rows, protocol)
-    by_judge = {scores.settings["scorer"]: _judge_values(scores, sets, protocol) for scores in by_kind["consistency"]}
-    return _Scored(system, protocol, shared, by_judge, counts, by_kind, gaps)
+    by_judge = {
+        scores.settings["scorer"]: shared | _judge_values(scores, sets, protocol) for scores in by_kind["consistency"]
+    }
+    return _Scored(system, protocol, by_kind, by_judge, gaps)
 
 
-def _shared_values(by_kind: dict[str, list[Scores]], sets: dict, rows: dict[str, dict], protocol: str) -> _Metrics:
-    shared: _Metrics = {kind: {} for kind in ("aesthetics", "duplicates") if kind in by_kind}
+def _shared_values(
+    by_kind: dict[str, list[Scores]], sets: dict[str, ImageSet], rows: dict[str, dict], protocol: str
+) -> _Metrics:
+    """Compute the values that do not depend on the judge of consistency; missing panels count 0, or are left out."""
     of_missing = math.nan if protocol == "published" else 0.0
-
-    def add(name: str, key: str, value: float | None, *place: int) -> None:
-        unit = (sets[key].prompt_id, sets[key].seed, *place)
-        shared.setdefault(name, {})[unit] = math.nan if value is None else value
-
-    def records(kind: str) -> Iterable[tuple[str, dict]]:
-        return by_kind[kind][0].records.items() if kind in by_kind else ()
-
-    for key, record in records("alignment"):
-        texts = bench.alignment_texts(rows[sets[key].prompt_id])
-        for panel, (expected, answers) in enumerate(zip(texts, record["scores"], strict=True)):
-            for name in bench.ALIGNMENT:
-                own: Any = [None] if name not in expected else [of_missing] if answers is None else answers[name]
-                add(name, key, None if None in own else fmean(own), panel)
-    for key, record in records("aesthetics"):
-        for panel, score in enumerate(record["scores"]):
-            add("aesthetics", key, of_missing if panel in sets[key].missing else score, panel)
-    for key, record in records("duplicates"):
-        for pair, similarity in zip(record["pairs"], record["scores"], strict=True):
-            add("duplicates", key, float(similarity >= DUPLICATE), *pair)
+    names = {"alignment": tuple(bench.ALIGNMENT), "aesthetics": ("aesthetics",), "duplicates": ("duplicates",)}
+    shared: _Metrics = {name: {} for kind, of_kind in names.items() if kind in by_kind for name in of_kind}
+    for kind in by_kind.keys() & names.keys():
+        for key, record in by_kind[kind][0].records.items():
+            unit = (sets[key].prompt_id, sets[key].seed)
+            if kind == "duplicates":
+                for pair, similarity in zip(record["pairs"], record["scores"], strict=True):
+                    shared[kind][*unit, *pair] = float(similarity >= DUPLICATE)
+            elif kind == "aesthetics":
+                for panel, score in enumerate(record["scores"]):
+                    value = of_missing if panel in sets[key].missing else score
+                    shared[kind][*unit, panel] = math.nan if value is None else value
+            else:
+                texts = bench.alignment_texts(rows[sets[key].prompt_id])
+                for panel, (expected, answers) in enumerate(zip(texts, record["scores"], strict=True)):
+                    for name in bench.ALIGNMENT:
+                        own: Any = (
+                            [None] if name not in expected else [of_missing] if answers is None else answers[name]
+                        )
+                        shared[name][*unit, panel] = math.nan if None in own else fmean(own)
     return shared
 
 
-def _judge_values(scores: Scores, sets: dict, protocol: str) -> _Metrics:
+def _judge_values(scores: Scores, sets: dict[str, ImageSet], protocol: str) -> _Metrics:
     """Compute the score of each set in each dimension, or NaN. By default, pairs with a missing panel count 0."""
     values: _Metrics = {name: {} for name in bench.CONSISTENCY}
     for key, record in scores.records.items():
@@ -221,45 +180,47 @@ def _judge_values(scores: Scores, sets: dict, protocol: str) -> _Metrics:
     return values
 
 
-def _check_asked(scores: Scores, benchmark: "Dataset", system: System) -> None:
-    """Refuse scores of another benchmark than this one."""
-    kind, columns = scores.settings["kind"], COLUMNS[scores.settings["kind"]]
-    has_all = set(columns) <= set(benchmark.column_names)
-    if not has_all or scores.settings["benchmark"] != dataset_fingerprint(benchmark, columns, ()):
-        raise ValueError(
-            f"{kind} of {system.name!r} was scored by {scores.settings['scorer']!r} with another {columns[-1]}, or other "
-            f"prompts, than the benchmark has now ({system.folder}). Give the same data, or score into another directory."
-        )
+def _counts(one: _Scored) -> dict[str, int]:
+    found = one.system.found
+    missing = {key: len(one.missing) for key, one in found.sets.items()}
+    whole = sum(missing[key] == found.sets[key].num_panels for key in missing)
+    counts = {
+        "sets": len(missing) - whole,
+        "missing sets": whole,
+        "missing panels": sum(missing.values()),
+        "sets whose panels have different sizes": len(found.mixed_sizes),
+        "images of no prompt, left out": len(found.unknown),
+    }
+    for scores in one.scorers.get("duplicates", ()):
+        similarities = [similarity for record in scores.records.values() for similarity in record["scores"]]
+        counts["near-duplicate pairs of panels"] = sum(similarity >= DUPLICATE for similarity in similarities)
+    return counts | {f"sets without an answer ({name})": len(keys) for name, keys in one.gaps.items()}
 
 
 def _check_comparable(first: _Scored, second: _Scored) -> None:
-    systems = [repr(one.system.name) for one in (first, second)]
+    names = [repr(one.system.name) for one in (first, second)]
     only = first.system.found.sets.keys() ^ second.system.found.sets.keys()
     if only:
-        raise ValueError(f"{' and '.join(systems)} have other prompts or seeds: only one has {some_of(sorted(only))}.")
-    settings_of = [
-        {(kind, scores.settings["scorer"]): scores.settings for kind, found in one.scorers.items() for scores in found}
+        raise ValueError(f"{' and '.join(names)} have other prompts or seeds: only one has {some_of(sorted(only))}.")
+    before, after = (
+        {f"{kind} by {s.settings['scorer']}": s.settings for kind, found in one.scorers.items() for s in found}
         for one in (first, second)
-    ]
-    for system, other in zip(
-        systems, (settings_of[1].keys() - settings_of[0], settings_of[0].keys() - settings_of[1]), strict=True
-    ):
-        if other:
-            names = ", ".join(f"{kind} by {name}" for kind, name in sorted(other))
-            raise ValueError(f"The scores are not the same: {system} lacks {names}. Score both.")
-    for (kind, name), before in settings_of[0].items():
-        after = settings_of[1][kind, name]
-        pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+    )
+    if before.keys() != after.keys():
+        missing = ", ".join(sorted(before.keys() ^ after.keys()))
+        raise ValueError(f"Only one of {' and '.join(names)} has scores of {missing}. Score both.")
+    for name, settings in before.items():
+        pairs = {key: (settings.get(key), after[name].get(key)) for key in {**settings, **after[name]}}
         other = [f"`{key}` is {one!r} and {two!r}" for key, (one, two) in pairs.items() if one != two]
         if other:
-            raise ValueError(f"{kind} was scored by {name!r} in two ways: {'; '.join(other)}. Score both alike.")
+            raise ValueError(f"{name} was scored in two ways: {'; '.join(other)}. Score both alike.")
 
 
 def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | None = None) -> tuple | None:
     """Compute the cells of a metric and of its difference; `None` if a part of it was not scored."""
     groups: dict[str, Any] = {"alignment": bench.ALIGNMENT, "consistency": bench.CONSISTENCY}
     groups["average"] = bench.DIMENSION_WEIGHTS
-    parts, metrics = groups.get(name, [name]), [one.metrics(judge) for one in scored]
+    parts, metrics = groups.get(name, [name]), [one.by_judge[judge] for one in scored]
     if any(part not in of_system for of_system in metrics for part in parts):
         return None
     values = [
@@ -267,33 +228,6 @@ def _cells(judge: str, scored: list[_Scored], name: str, prompts: set[str] | Non
         for of_system in metrics
     ]
     return paired_cells(values, list(bench.DIMENSION_WEIGHTS.values()) if name == "average" else None)
-
-
-def paired_cells(
-    values: list[list[dict[Unit, float]]], weights: list[float] | None = None, strata: Any = None
-) -> tuple:
-    """Compute the cell of each system, and that of the difference of two."""
-    cells = [cell(parts, weights, strata) for parts in values]
-    return cells, difference(values[0], values[1], weights, strata) if len(values) == 2 else None
-
-
-def metric_row(metric: str, label: str, kind: str, cells: list[dict], change: dict | None) -> dict[str, Any]:
-    """Make a row of a table of results."""
-    row = {"metric": metric, "label": label, "kind": kind, "higher_is_better": metric != "duplicates"}
-    return row | {"cells": cells, "difference": change}
-
-
-def breakdown(
-    title: str, table: str, columns: list[str], members: Mapping[str, Any], cells: Callable[[str, Any], tuple]
-) -> dict[str, Any]:
-    """Compute metrics for each group of prompts."""
-    rows = []
-    for name, group in sorted(members.items()):
-        found = {metric: cells(metric, group) for metric in columns}
-        own = {metric: pair[0] for metric, pair in found.items()}
-        change = {metric: pair[1] for metric, pair in found.items() if pair[1] is not None}
-        rows.append({"name": name, "num_prompts": len(group), "cells": own, "difference": change})
-    return {"title": title, "table": table, "columns": columns, "rows": rows}
 
 
 def _table(judge: str, scored: list[_Scored]) -> dict[str, Any]:
@@ -346,7 +280,7 @@ def _sets(scored: list[_Scored], judge: str, rows: dict[str, dict]) -> list[dict
 def _scores_of_sets(one: _Scored, judge: str, rows: dict[str, dict]) -> dict[str, dict[str, float | None]]:
     """Average each metric over the panels or pairs of each set; `None` where undefined or incomplete."""
     values: dict[Unit, dict[str, list[float]]] = {}
-    for name, of_units in one.metrics(judge).items():
+    for name, of_units in one.by_judge[judge].items():
         for unit, value in of_units.items():
             own = values.setdefault(unit[:2], {}).setdefault(name, [])
             own += [] if math.isnan(value) else [value]
@@ -372,19 +306,6 @@ def _mean_of(values: list) -> float | None:
     return fmean(values) if values and None not in values else None
 
 
-def condition_notes(systems: Sequence[System]) -> list[str]:
-    """List the conditions under which the images of two systems were generated differently."""
-    if len(systems) < 2:
-        return []
-    first, second = [one.settings for one in systems]
-    if not (first and second):
-        unknown = " and ".join(repr(one.name) for one in systems if not one.settings)
-        return [f"How {unknown} generated is not known: the difference may come from other settings."]
-    pairs = {name: (first.get(name), second.get(name)) for name in CONDITIONS}
-    other = [f"{name} {one!r} and {two!r}" for name, (one, two) in pairs.items() if one != two]
-    return [f"The two systems generated under different conditions: {'; '.join(other)}."] if other else []
-
-
 def _alerts(scored: list[_Scored], missing: str) -> list[str]:
     """List what readers must know next to the headline."""
     alerts = condition_notes([one.system for one in scored])
@@ -393,7 +314,7 @@ def _alerts(scored: list[_Scored], missing: str) -> list[str]:
         if missing == "zero" and found.missing:
             how = "count 0, and so does each pair that has one"
             how = "left out, as by the benchmark's own script" if is_published else how
-            lacking = f"{one.counts['missing panels']} panels of {name} are missing and"
+            lacking = f"{sum(map(len, found.missing.values()))} panels of {name} are missing and"
             alerts.append(f"{lacking} {how}: {some_of(list(found.missing))}.")
         if found.mixed_sizes:
             alerts.append(
