@@ -221,15 +221,21 @@ class RewardRunner:
             calls = [call.values for call in self._calls]
             is_pending = self._raise_together(wait(calls, _SECONDS_PER_AGREEMENT, FIRST_EXCEPTION).not_done)
         waited = time.perf_counter() - started
+        rewards, extra, metrics = self._gather()
+        hidden = _union_seconds([call.span for call in self._calls], started)
+        self.start(self.num_generations)
+        return Scores(rewards, extra, metrics, waited, hidden)
+
+    def _gather(self) -> tuple[torch.Tensor, dict[str, list], dict[str, float]]:
+        """Return values, logged columns and averaged metrics of all calls of all processes. Collective: call on all ranks."""
         problem = None
-        for call in self._calls:  # which have all ended, and log no more
+        for call in self._calls:
             if wrong := [column for column, values in call.extra.items() if len(values) != len(call.image_numbers)]:
                 problem = RewardError(
                     f"Rewards logged {len(call.extra[wrong[0]])} values in the column '{wrong[0]}' (`log_extra`) for "
                     f"{len(call.image_numbers)} images. Log one per image, and use different columns for different rewards."
                 )
         self._raise_together(problem=problem)
-
         results = gather_object(
             [
                 (call.image_numbers, call.reward_indices, call.values.result(), dict(call.extra), dict(call.metrics))
@@ -242,7 +248,7 @@ class RewardRunner:
         columns = [column for column, _ in loggers]
         if shared := {column for column in columns if columns.count(column) > 1}:
             raise RewardError(f"Several rewards log the column(s) {', '.join(sorted(shared))}. Give each its own.")
-        extra: dict[str, list] = {column: [None] * len(rewards) for column in columns}
+        extra: dict[str, list] = {column: [None] * len(rewards) for column in sorted(columns)}
         metrics: dict[str, list[float]] = defaultdict(list)
         for images, indices, values, logged, entries_by_name in reversed(results):  # the first of two results counts
             for index, column in zip(indices, values, strict=True):
@@ -252,10 +258,7 @@ class RewardRunner:
                     extra[name][image] = cell
             for name, entries in entries_by_name.items():
                 metrics[name] += entries
-        averages = {name: sum(entries) / len(entries) for name, entries in sorted(metrics.items())}
-        hidden = _union_seconds([call.span for call in self._calls], started)
-        self.start(self.num_generations)
-        return Scores(rewards, dict(sorted(extra.items())), averages, waited, hidden)
+        return rewards, extra, {name: sum(entries) / len(entries) for name, entries in sorted(metrics.items())}
 
     def call(self, index: int, **arguments) -> Any:
         """Call a reward: values, or a coroutine of them. Raises `RewardError` with its name."""
