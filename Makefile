@@ -9,7 +9,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .venv-uv/bin/uv)
 export OMP_NUM_THREADS ?= 1
 # Where it is set, every process compiles torch, transformers and diffusers: 22 s of an import in place of 9
 unexport PYTHONDONTWRITEBYTECODE
-LINTED := paco_trl examples tests benchmarks model_cards docs/*.py setup.py
+LINTED := paco_trl examples tests benchmarks model_cards docs/*.py
 # No test runs the benchmarks: that they call the package as it is now is checked, not that their types are exact
 CALLS_ONLY := --cache-dir=.mypy_cache/benchmarks --follow-imports=silent --no-warn-unused-ignores $(addprefix --disable-error-code=,arg-type assignment \
     call-overload import-untyped index list-item method-assign misc type-var union-attr var-annotated)
@@ -32,11 +32,12 @@ help:
 	$(PYTHON) -m venv .venv-uv
 	.venv-uv/bin/pip install --quiet uv
 
-# Made again when the dependencies change
-.venv/.installed: setup.cfg pyproject.toml | $(filter .venv-uv/bin/uv,$(UV))
+# Made again when the dependencies change. CONSTRAINTS= installs the newest of all.
+CONSTRAINTS ?= --constraints .ci/constraints.txt
+.venv/.installed: setup.cfg pyproject.toml .ci/constraints.txt | $(filter .venv-uv/bin/uv,$(UV))
 	@echo "Installing everything into .venv, once: a download of a few GB."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
-	$(UV) pip install --python $(BIN)/python -e ".[dev]"
+	$(UV) pip install --python $(BIN)/python $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
 demo: .venv/.installed

@@ -2,11 +2,11 @@
 #
 #     docker build --file docker/train.Dockerfile --tag paco-trl .
 #     docker run --rm --gpus all --ipc host --volume $HOME/.cache/huggingface:/cache --volume $PWD/runs:/runs paco-trl \
-#         python examples/train_flux.py --config examples/configs/paco-flux.1-dev.yaml --output_dir /runs/paco-flux \
+#         paco-trl grpo --config examples/configs/paco-flux.1-dev.yaml --output_dir /runs/paco-flux \
 #         --dataset_name paco_trl/data/prompts/demo.jsonl --num_prompts_per_generation 24
 #
 # torch brings CUDA's libraries; the driver is the host's (NVIDIA Container Toolkit). Both directories must be writable
-# for user 1000. Linted, not built yet.
+# for user 1000. A weekly workflow builds it.
 FROM python:3.12-slim
 
 # A C compiler, which torch.compile and DeepSpeed call while they run
@@ -16,7 +16,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /paco_trl
-COPY setup.cfg setup.py pyproject.toml README.md LICENSE ./
+COPY setup.cfg pyproject.toml README.md LICENSE ./
 COPY paco_trl paco_trl
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir ".[deepspeed,quantization,served,tensorboard]" && useradd --create-home --uid 1000 user
