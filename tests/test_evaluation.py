@@ -164,15 +164,6 @@ def test_metrics_come_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_name_in_all_exists():
-    import paco_trl.evaluation
-
-    for name in paco_trl.evaluation.__all__:
-        assert getattr(paco_trl.evaluation, name).__name__ == name
-    with pytest.raises(AttributeError, match="no_such_metric"):
-        paco_trl.evaluation.no_such_metric  # noqa: B018
-
-
 class TestRankingMetrics:
     def test_against_scipy_and_by_counting(self):
         seen = set()
@@ -225,13 +216,9 @@ class TestRankingMetrics:
 
     @pytest.mark.parametrize("metrics", [ranking_metrics, list_order_metrics])
     def test_wrong_input(self, metrics):
-        for scores in ([0.1, NAN, 0.3], [0.1, math.inf, 0.3], [0.1, None, 0.3], [0.1]):
-            with pytest.raises(ValueError, match="scores"):
-                metrics(scores, list(range(len(scores))))
-        for ranking in ([0, 1], [0, 1, 1], [1, 2, 3], [0, 1, None], [0, 1, 2, 2]):
-            with pytest.raises(ValueError, match="`human_ranking`"):
-                metrics([0.1, 0.2, 0.3], ranking)
-        assert metrics(np.array([0.1, 0.2], dtype=np.float32), np.array([1, 0]))["accuracy"] == 1.0
+        for scores, ranking in (([0.1, NAN], [0, 1]), ([0.1, None], [0, 1]), ([0.1, 0.2], [0, 0]), ([0.1], [0])):
+            with pytest.raises(ValueError, match="scores|human_ranking"):
+                metrics(scores, ranking)
 
 
 class TestListOrder:
@@ -322,14 +309,6 @@ class TestBootstrap:
         # A draw without a stratum: the mean of those that are there
         assert bootstrap_interval([1.0, 0.0], ["a", "b"], strata=["x", "y"]) == (0.0, 1.0)
 
-    def test_wrong_input(self):
-        for arguments, name in (({"groups": ["a"]}, "groups"), ({"strata": ["a"]}, "strata")):
-            with pytest.raises(ValueError, match=f"`{name}` has 1 entries"):
-                bootstrap_interval([0.1, 0.2], **arguments)
-        for values in ([0.1, math.inf], [NAN, NAN]):
-            with pytest.raises(ValueError, match="`values`"):
-                bootstrap_interval(values)
-
 
 class TestBinary:
     def test_auroc_is_the_share_of_pairs_in_order(self):
@@ -377,21 +356,6 @@ class TestBinary:
         assert expected_calibration_error([0.0, 1.0], [1, 0]) == pytest.approx(1.0)
         assert math.isnan(expected_calibration_error([], []))
 
-    def test_wrong_input(self):
-        for function in (auroc, calibration_bins, expected_calibration_error):
-            for scores, labels, name in (
-                ([0.1, 0.2], [1], "labels"), ([0.1, 0.2], [0, 2], "labels"), ([0.1, NAN], [0, 1], r"scores\[1\]"),
-                ([None, 0.2], [0, 1], r"scores\[0\]"), ([math.inf, 0.2], [0, 1], r"scores\[0\]"),
-            ):  # fmt: skip
-                with pytest.raises(ValueError, match=name):
-                    function(scores, labels)
-        for score in (-0.1, 1.1):
-            assert auroc([score, 0.5], [0, 1]) in (0.0, 1.0)
-            with pytest.raises(ValueError, match="probabilities"):
-                calibration_bins([0.5, score], [0, 1])
-        with pytest.raises(ValueError, match="num_bins"):
-            calibration_bins([0.5], [1], num_bins=0)
-
 
 class QuestionScorer(ColorScorer):
     """Scores that depend on the question only, or on the question and the color of the second image."""
@@ -432,13 +396,6 @@ class TestEvaluateRankings:
         assert [record["scores"] for record in records] == scores
         assert [record["ranking"] for record in records] == dataset["ranking"]
         assert [record["metrics"] for record in records] == expected
-
-    def test_without_groups_each_row_is_resampled_alone(self):
-        results = evaluate_rankings(ColorScorer(), rankings().remove_columns(["group", "id", "criteria"]))
-        grouped = evaluate_rankings(ColorScorer(), rankings())
-        assert (results["num_groups"], grouped["num_groups"]) == (8, 4)
-        assert results["metrics"]["spearman_rho"]["mean"] == grouped["metrics"]["spearman_rho"]["mean"]
-        assert results["metrics"]["spearman_rho"]["interval"] != grouped["metrics"]["spearman_rho"]["interval"]
 
     def test_questions_of_the_templates(self):
         set_prompt = (
@@ -483,8 +440,6 @@ class TestEvaluateRankings:
         assert len(set.union(*references)) == 5
         assert len({id(second) for _, second in pairs}) == 20  # one object per candidate too
         assert list(batches([5, 1, 1, 1, 3], int, 2)) == [[5], [1, 1], [1], [3]]
-        with pytest.raises(ValueError, match="batch_size"):
-            evaluate_rankings(ColorScorer(), rankings(1), batch_size=0)
 
     def test_equal_scores_are_counted_and_not_part_of_the_means(self, tmp_path):
         always = evaluate_rankings(QuestionScorer(lambda prompt, color: 0.5), rankings())
@@ -521,20 +476,6 @@ class TestEvaluateRankings:
                 evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8)
             assert len(path.read_text().splitlines()) == 1 + 2
             path.unlink()
-
-    def test_wrong_arguments(self):
-        for scorer in (object(), type("Mute", (), {"name": "x"})()):
-            with pytest.raises(TypeError, match="`scorer`"):
-                evaluate_rankings(scorer, rankings())
-        scorer = ColorScorer()
-        with pytest.raises(ValueError, match="themes"):
-            evaluate_rankings(scorer, rankings(), template="themes")
-        for dataset in (rankings().remove_columns("criteria"), rankings(criteria=[[]] * 8)):
-            with pytest.raises(ValueError, match="`criteria`"):
-                evaluate_rankings(scorer, dataset, template="criteria")
-        with pytest.raises(ValueError, match="'reference'"):
-            evaluate_rankings(scorer, rankings().remove_columns("reference"))
-        assert scorer.calls == []
 
 
 EDIT_FEATURES = Features(
@@ -672,22 +613,18 @@ class TestEvaluateEditReward:
         alone = edits(many).select(range(0, 120, 10))
         assert evaluate_edit_reward(EditScorer(), alone)["num_groups"] == 12
 
-    def test_wrong_datasets(self):
-        scorer, good = EditScorer(), EDIT_ROWS[0]
-        for rows, message in (
-            ([good, (("a", "b"), "color", "quality")], "`dimension` of row 1"),
-            ([(("a", "a"), "color", "overall")], "`key` of row 0"),
-            ([good, (("a", "b"), "text", "overall")], "key 'a' of row 1"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                evaluate_edit_reward(scorer, edits(rows))
-        row = edits()[0]
-        four = Dataset.from_list([row | {"output_images": row["output_images"] * 2}], features=EDIT_FEATURES)
-        paths = edits().cast_column("input_image", Image(decode=False))
-        missing = edits().remove_columns("dimension")
-        for dataset, message in ((missing, "dimension"), (four, "4 images"), (paths, "input_image")):
-            with pytest.raises(ValueError, match=message):
-                evaluate_edit_reward(scorer, dataset)
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            [EDIT_ROWS[0], (("a", "b"), "color", "quality")],
+            [(("a", "a"), "color", "overall")],
+            [EDIT_ROWS[0], (("a", "b"), "text", "overall")],  # another instruction
+        ],
+    )
+    def test_wrong_datasets(self, rows):
+        scorer = EditScorer()
+        with pytest.raises(ValueError, match=f"ow {len(rows) - 1}"):
+            evaluate_edit_reward(scorer, edits(rows))
         assert scorer.calls == []
 
 
@@ -750,18 +687,6 @@ class TestImagesOfRows:
                     evaluate(scorer, dataset, output_path=path, batch_size=4)
                 # What came before is kept
                 assert path.exists() == (len(scorer.calls) > 0) == (row > 0)
-
-    @pytest.mark.parametrize("place", [None, 1])
-    def test_one_that_is_not_there_is_named(self, tmp_path, evaluate, make_scorer, dataset_with, names, place):
-        gone = stored(NOISE, tmp_path, "gone.png")
-        (tmp_path / "gone.png").unlink()
-        for image, message in (
-            (gone, "gone.png.*FileNotFoundError"),
-            (None, "None"),
-            ({"bytes": b"x", "path": None}, "embedded"),
-        ):
-            with pytest.raises(ValueError, match=f"^{names[0 if place is None else 1]} of row 2 .*{message}"):
-                evaluate(make_scorer(), dataset_with(image, 2, place))
 
     def test_pixels_are_those_that_the_judge_sees(self, tmp_path, evaluate, make_scorer, dataset_with, names):
         rng = np.random.default_rng(1)
@@ -930,18 +855,6 @@ class TestResume:
         same.save_to_disk(tmp_path / "saved")
         assert evaluate_rankings(scorer, load_from_disk(tmp_path / "saved"), output_path=path) == full[0]
 
-    def test_other_files_are_left_alone(self, full, tmp_path):
-        path = tmp_path / "notes.txt"
-        record = '{"index": 3'
-        for content in (
-            "my notes", "my notes\n", '["a"]\n', full[1].decode().replace(record, '{"index 3'),
-            full[1].decode().replace(record, '{"index": 1'),
-        ):  # fmt: skip
-            path.write_text(content)
-            with pytest.raises(ValueError, match="notes.txt"):
-                evaluate_rankings(ColorScorer(), rankings(), output_path=path)
-            assert path.read_text() == content
-
     def test_of_edit_reward(self, tmp_path):
         paths = [tmp_path / "full.jsonl", tmp_path / "resumed.jsonl"]
         full = evaluate_edit_reward(EditScorer(), edits(), output_path=paths[0], batch_size=4)
@@ -1055,14 +968,6 @@ class TestDreamSim:
         assert scorer.name == "DreamSim"
         assert scorer.score([], []) == []
 
-    def test_wrong_use(self):
-        for model, preprocess in ((MeanColorDistance(), None), (None, to_tensor)):
-            with pytest.raises(ValueError, match="`model` and `preprocess`"):
-                DreamSimScorer(model, preprocess)
-        scorer = DreamSimScorer(lambda first, second: first.mean(dim=(1, 2, 3)) * NAN, to_tensor, device="cpu")
-        with pytest.raises(ValueError, match="pair 0 is nan"):
-            scorer.score([tuple(noise_images(2))], [""])
-
 
 class TestReport:
     def test_scorers_are_rows_and_the_same_scorer_replaces_its_row(self, tmp_path):
@@ -1111,14 +1016,3 @@ class TestReport:
         assert cells["consistency, ties count"].startswith("0.500 [")
         assert cells["overall"] == cells["overall, ties count"] == ""
         assert cells["rows with ties"] == "1"
-
-    def test_other_files_are_left_alone(self, tmp_path):
-        results = evaluate_rankings(ColorScorer(), rankings(2))
-        results["settings"]["scorer"] = "a|b"
-        for content in ("{}x", '{"a": 1}', '[{"settings": {}}]'):
-            (tmp_path / "results.json").write_text(content)
-            with pytest.raises(ValueError, match="results.json"):
-                save_report(results, tmp_path)
-            assert (tmp_path / "results.json").read_text() == content
-        save_report(results, tmp_path / "new")
-        assert "| a\\|b | theme |" in (tmp_path / "new" / "results.md").read_text()

@@ -2,7 +2,6 @@
 """Evaluate judges on EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909)."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -68,45 +67,39 @@ def evaluate_edit_reward(
     also counts the one token that it samples at random.) Transparency is dropped, not put on white.
 
     Args:
-        scorer (`Any`):
-            Object with `score(images, prompts) -> list[float]` and a `name`.
+        scorer (`Any`), output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), skip_broken (`bool`, *optional*, defaults to `False`), protocol (`str`, *optional*, defaults to `"default"`):
+            As in [`evaluate_rankings`].
         dataset ([`~datasets.Dataset`]):
             `EditScore/EditReward-Bench`: `key` (names of the two edited images), `instruction`, `input_image`,
             `output_images` (two, the preferred one first), `task_type`, and `dimension`, one of `prompt_following`,
             `consistency` and `overall`. A key that several rows name is scored once.
-        output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), skip_broken (`bool`, *optional*, defaults to `False`), protocol (`str`, *optional*, defaults to `"default"`):
-            As in [`evaluate_rankings`].
 
     Returns:
-        `dict[str, Any]`:
-            - `settings`, `num_instances`, `skipped`, `num_unanswered`: as in [`evaluate_rankings`].
-            - `num_keys`: number of distinct edited images.
-            - `num_groups`: number of groups for the intervals; rows that share an image, also through others, are one.
-            - `dimensions`: for each dimension in the dataset `strict` and `geq`, `num_rows`, `num_ties` (rows whose two
-              images have the same score) and `task_types`. `strict` is the accuracy, the fraction of rows whose preferred
-              image scores higher, averaged over the task types; with `geq` a tie counts as well. Both have a `mean` and
-              its `interval`. `task_types` has `strict`, `geq` and `num_rows` of each.
+        `dict[str, Any]`: `settings`, `num_instances`, `skipped` and `num_unanswered` as in [`evaluate_rankings`];
+        `num_keys`, the number of distinct edited images; `num_groups` for the intervals (rows that share an image, also
+        through others, are one); and `dimensions`: of each dimension in the dataset `strict` and `geq` (`mean` and
+        `interval`), `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of rows whose preferred image
+        scores higher, averaged over the task types; with `geq` a tie counts as well.
 
     Raises:
         TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
-        ValueError: If the dataset does not have this form, an image cannot be read (the error names the row), the file is
-            of another run, or the scorer gives no finite score for a pair, or a negative one where `overall` needs it.
+        ValueError: If the dataset does not have this form, an image cannot be read, the file is of another run, or the
+            scorer gives no finite score for a pair, or a negative one where `overall` needs it.
     """
-    runs.check_scorer(scorer, protocol, batch_size)
+    runs.check_scorer(scorer, protocol)
     _check_rows(dataset)
     dataset = dataset.with_format(None)  # plain Python values
     settings = {"benchmark": "edit_reward", "protocol": protocol, "scorer": scorer.name}
     run = runs.Run(settings, scorer, dataset, TEXT_COLUMNS, IMAGE_COLUMNS, skip_broken, {})
-    work = _plan(run.rows)
+    parts = _parts(run.rows, protocol)
+    asked_of = {part.key: names for part, names in parts}
 
-    def num_questions(item: tuple[int, dict[str, list[str]]]) -> int:
-        return sum(map(len, item[1].values()))
+    def record(part: runs.Part, answers: list[tuple[float, bool]]) -> dict[str, Any]:
+        scores = dict(zip(asked_of[part.key], (score for score, _ in answers), strict=True))
+        return {"key": part.key, "scores": scores, "unanswered": sum(is_none for _, is_none in answers)}
 
-    def score(batch: list[tuple[int, dict[str, list[str]]]], finished: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return _score_keys(run, batch, finished)
-
-    total = sum(len(keys) for _, keys in work)
-    records = run.finish(output_path, "key", total, work, num_questions, batch_size, score)
+    words = (PUBLISHED_YES, PUBLISHED_NO)
+    records = run.finish(output_path, "key", [part for part, _ in parts], batch_size, record, words, resizes=True)
     scores = {key: record["scores"] for key, record in records.items()}
     groups = _groups(run.rows)
     present = {row["dimension"] for row in run.rows}
@@ -122,68 +115,37 @@ def _check_rows(dataset: "Dataset") -> None:
     check_is_dataset(dataset, "dataset")
     missing = [name for name in (*TEXT_COLUMNS, *IMAGE_COLUMNS) if name not in dataset.column_names]
     if missing:
-        raise ValueError(
-            f"`dataset` needs the columns {missing}, but has only {dataset.column_names}. Load `EditScore/EditReward-Bench`."
-        )
+        raise ValueError(f"`dataset` needs the columns {missing}. Load `EditScore/EditReward-Bench`.")
     check_image_column(dataset, "output_images", "dataset", is_list=True)
     check_image_column(dataset, "input_image", "dataset")
+    counts = list_lengths(dataset, "output_images")
     instruction_of: dict[str, str] = {}
     for index, row in enumerate(dataset.with_format(None).select_columns(list(TEXT_COLUMNS))):
-        dimension, keys = row["dimension"], row["key"]
-        if dimension not in QUESTIONS_OF:
-            raise ValueError(f"`dimension` of row {index} is {dimension!r}, not one of {', '.join(QUESTIONS_OF)}.")
-        if len(keys) != 2 or keys[0] == keys[1]:
-            raise ValueError(f"`key` of row {index} is {keys!r}, but must name two different edited images.")
-        for key in keys:
-            instruction = instruction_of.setdefault(key, row["instruction"])
-            if instruction != row["instruction"]:
-                raise ValueError(
-                    f"The key {key!r} of row {index} has the instruction {row['instruction']!r}, but {instruction!r} before."
-                )
-    counts = list_lengths(dataset, "output_images")
-    if (counts != 2).any():
-        index = int((counts != 2).argmax())
-        raise ValueError(f"`output_images` of row {index} has {max(counts[index], 0)} images, but must have two.")
+        keys = row["key"]
+        if row["dimension"] not in QUESTIONS_OF:
+            raise ValueError(
+                f"`dimension` of row {index} is {row['dimension']!r}, not one of {', '.join(QUESTIONS_OF)}."
+            )
+        if len(keys) != 2 or keys[0] == keys[1] or counts[index] != 2:
+            raise ValueError(f"Row {index} must have two edited images, with different names in `key`: {keys!r}.")
+        if any(instruction_of.setdefault(key, row["instruction"]) != row["instruction"] for key in keys):
+            raise ValueError(f"Row {index} has another instruction than an earlier row with one of its keys {keys!r}.")
 
 
-def _plan(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, list[str]]]]:
-    """List the keys to score at the first row that names them, with the questions that any row needs."""
+def _parts(rows: list[dict[str, Any]], protocol: str) -> list[tuple[runs.Part, list[str]]]:
+    """List the keys to score, at the first row that names them, with the names of the questions that any row needs."""
     needed: dict[str, set[str]] = {}
-    plan: dict[int, dict[str, list[str]]] = {}
+    first: dict[str, tuple[int, int]] = {}
     for index, row in enumerate(rows):
-        for key in row["key"]:
-            if key not in needed:
-                plan.setdefault(index, {})[key] = []
+        for place, key in enumerate(row["key"]):
+            first.setdefault(key, (index, place))
             needed.setdefault(key, set()).update(QUESTIONS_OF[row["dimension"]])
-    for keys in plan.values():
-        keys.update({key: [question for question in QUESTIONS["default"] if question in needed[key]] for key in keys})
-    return list(plan.items())
-
-
-def _score_keys(run: runs.Run, batch, finished: Mapping[str, Any]) -> list[dict[str, Any]]:
-    pairs, prompts, names = [], [], []
-    for index, keys in batch:
-        row = run.rows[index]
-        missing = [place for place, key in enumerate(row["key"]) if key in keys and key not in finished]
-        if not missing:
-            continue
-        first, *outputs = run.images[index]
-        for place in missing:
-            key, second = row["key"][place], outputs[place].resize(first.size)
-            for question in keys[key]:
-                pairs.append((first, second))
-                prompts.append(QUESTIONS[run.protocol][question](row["instruction"]))
-                names.append((key, question))
-    if not pairs:
-        return []
-    records: dict[str, dict[str, Any]] = {}
-    for (key, question), score, is_none in zip(
-        names, *run.score(pairs, prompts, PUBLISHED_YES, PUBLISHED_NO), strict=True
-    ):
-        record = records.setdefault(key, {"key": key, "scores": {}, "unanswered": 0})
-        record["scores"][question] = score
-        record["unanswered"] += is_none
-    return list(records.values())
+    parts = []
+    for key, (index, place) in first.items():
+        names = [name for name in QUESTIONS[protocol] if name in needed[key]]
+        questions = [(place, QUESTIONS[protocol][name](rows[index]["instruction"])) for name in names]
+        parts.append((runs.Part(key, index, questions), names))
+    return parts
 
 
 def _groups(rows: list[dict[str, Any]]) -> list[int]:

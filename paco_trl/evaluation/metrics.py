@@ -19,7 +19,7 @@ def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> di
     Measure the agreement of scores with a human ranking, on the ranks of the items.
 
     Items of equal score share the average of their ranks. A tie never counts as a hit, even if that average is a human
-    rank (three items that share ranks 1 to 3 have rank 2 each).
+    rank.
 
     Args:
         scores (`Sequence[float]`):
@@ -28,12 +28,9 @@ def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> di
             Indices of the items, best first: a permutation of 0 to n - 1.
 
     Returns:
-        `dict[str, float]`:
-            - `accuracy`: fraction of the items whose predicted rank is the human one.
-            - `kendall_tau`, `spearman_rho`: Kendall's tau-b and Spearman's rho of the predicted and the human ranks. NaN
-              if all scores are equal, as in scipy.
-            - `top1_bottom1`: mean of two hits (1 or 0): the human best has predicted rank 1, the human worst has
-              predicted rank n.
+        `dict[str, float]`: `accuracy`, the fraction of the items whose predicted rank is the human one; `kendall_tau` (b)
+        and `spearman_rho` of both ranks, NaN if all scores are equal; and `top1_bottom1`, the mean of two hits (1 or 0):
+        the human best has predicted rank 1, the human worst predicted rank n.
 
     Example:
 
@@ -63,18 +60,13 @@ def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) ->
     Compute the published variant of [`ranking_metrics`], only for comparison with the numbers of the paper.
 
     Its tau and rho correlate the two *order lists* (the index of the item that comes first, second and so on), as if an
-    item's index were a quantity. For about half of all pairs of orders of four items the result differs from that of the
-    ranks, for about a quarter it has the other sign, and it depends on the numbering of the items. `accuracy` and
-    `top1_bottom1` are the same in both variants, except that ties are broken by index (the later item first) here, so
-    that nothing is NaN. The published script sorts with numpy's default `argsort`, which is not stable on processors with
-    AVX2 or AVX-512: its order of ties, and so its figure, depends on the machine. Here it does not.
+    item's index were a quantity: of about half of all pairs of orders of four items this differs from the correlation of
+    ranks, and of about a quarter it has the other sign. Ties are broken by index, the later item first, so that nothing
+    is NaN. (The published script's order of ties depends on the processor.)
 
     Args:
         scores (`Sequence[float]`), human_ranking (`Sequence[int]`):
-            As in [`ranking_metrics`].
-
-    Returns:
-        `dict[str, float]`: `accuracy`, `kendall_tau`, `spearman_rho` and `top1_bottom1`.
+            As in [`ranking_metrics`], as is what is returned.
     """
     scores, human_ranking = _ranking_arrays(scores, human_ranking)
     predicted_order = np.argsort(scores, kind="stable")[::-1]  # (n,)
@@ -127,8 +119,6 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
         two are NaN for an empty bin.
     """
     scores, labels = _binary_arrays(scores, labels)
-    if num_bins < 1:
-        raise ValueError(f"`num_bins` is {num_bins}, but must be at least 1.")
     if ((scores < 0) | (scores > 1)).any():
         raise ValueError(
             f"`scores` are from {scores.min()} to {scores.max()}, but calibration is about probabilities in [0, 1]."
@@ -163,8 +153,7 @@ def expected_calibration_error(scores: Sequence[float], labels: Sequence[int], n
 def _finite_scores(scores: Sequence[float]) -> np.ndarray:
     values = np.asarray(scores, dtype=float)  # (n,), None becomes NaN
     if not np.isfinite(values).all():
-        index = int((~np.isfinite(values)).argmax())
-        raise ValueError(f"`scores[{index}]` is {scores[index]}, but must be a finite number. Leave it out.")
+        raise ValueError(f"`scores` must be finite numbers, but are {list(scores)}. Leave such items out.")
     return values
 
 

@@ -54,8 +54,7 @@ def evaluate_rankings(
 
     `protocol="published"` repeats the script that measured the paper's figures, and only its results compare with
     [`published_tables`]`("ConsistencyRank")`: the question of `template="plain"` with `<img1>: ` and `<img2>: ` in front
-    of the images; a score of 0 if no answer is among the 20 likeliest tokens; tau and rho of [`list_order_metrics`],
-    where the later of two equal candidates comes first (in the script their order depends on the processor); and
+    of the images; a score of 0 if no answer is among the 20 likeliest tokens; tau and rho of [`list_order_metrics`]; and
     transparency dropped, not put on white.
 
     Args:
@@ -65,42 +64,35 @@ def evaluate_rankings(
             and for one row the same object as the reference in each pair, so that it can encode it once.
         dataset ([`~datasets.Dataset`]):
             Rankings: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best
-            first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent, such as those
-            of one prompt) and `id`.
+            first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent) and `id`.
         template (`str`, *optional*):
             Question about each pair. If `None`, `"theme"`, or with `protocol="published"` `"plain"`.
 
             - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt (of
               another one the full text). The question of the published judge.
             - `"criteria"`: whether the pair meets each criterion; the mean of each dimension, then over dimensions.
-            - `"plain"`: the question without the theme, the default of the published evaluation script.
+            - `"plain"`: the question without the theme.
         output_path (`str` or `Path`, *optional*):
             File for the finished rows, JSON lines. If `None`, nothing is saved.
         batch_size (`int`, *optional*, defaults to `16`):
             Approximate number of pairs in a call of the scorer: rows are not split.
         skip_broken (`bool`, *optional*, defaults to `False`):
-            Whether to leave out rows that are not a valid ranking or have an unreadable image, with one warning that lists
-            them, instead of raising an error. All images are opened once more to find them.
+            Whether to leave out rows that are not a valid ranking or have an unreadable image, with a warning that lists
+            them. All images are opened once more to find them.
         protocol (`str`, *optional*, defaults to `"default"`):
-            `"default"`, or `"published"` for that of the published script. The latter requires a scorer with
-            `top_logprobs` ([`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`]), or one that reads no questions.
+            `"default"` or `"published"`. The latter requires a scorer with `top_logprobs` ([`~paco_trl.PaCoReward`],
+            [`~paco_trl.rewards.ServedJudge`]), or one that reads no questions.
 
     Returns:
-        `dict[str, Any]`:
-            - `settings`: benchmark, protocol, scorer (without the address of a server), template and dataset.
-            - `num_instances`: number of evaluated rows.
-            - `skipped`: a sentence for each broken row that is left out.
-            - `num_groups`: number of groups for the intervals.
-            - `num_undefined_correlations`: number of rows in which all scores are equal, without tau and rho.
-            - `num_ties`: number of rows in which two candidates have the same score.
-            - `num_unanswered`: number of questions whose score is 0 because no answer was among the 20 likeliest tokens.
-            - `metrics`: for each metric of [`ranking_metrics`] or [`list_order_metrics`] its `mean` over the rows and the
-              `interval` of the mean, from [`bootstrap_interval`] over the groups.
+        `dict[str, Any]`: `settings`; `metrics`, of each metric the `mean` over the rows and its bootstrap `interval` over
+        the groups; and `num_instances` (rows), `skipped` (a sentence for each broken row), `num_groups`,
+        `num_undefined_correlations` (rows in which all scores are equal, without tau and rho), `num_ties` (rows in which
+        two candidates have the same score) and `num_unanswered` (questions without an answer among the 20 likeliest
+        tokens).
 
     Raises:
         TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
-        ValueError: If a row is broken (the error names it), the file is of another run, or the scorer gives no finite
-            score for a pair.
+        ValueError: If a row is broken, the file is of another run, or the scorer gives no finite score for a pair.
 
     Example:
 
@@ -114,7 +106,7 @@ def evaluate_rankings(
     >>> results["metrics"]["accuracy"]["mean"]
     ```
     """
-    runs.check_scorer(scorer, protocol, batch_size)
+    runs.check_scorer(scorer, protocol)
     if template is None:
         template = "plain" if protocol == "published" else "theme"
     if template not in TEMPLATES:
@@ -131,14 +123,23 @@ def evaluate_rankings(
     # A column `id` takes the place of the number
     rows = [{"id": str(number), **row} for number, row in zip(run.numbers, run.rows, strict=True)]
     questions = [_questions(row, template) for row in rows]
+    parts = [
+        runs.Part(
+            index, index, [(place, text) for place in range(len(row["ranking"])) for texts in asked for text in texts]
+        )
+        for index, (row, asked) in enumerate(zip(rows, questions, strict=True))
+    ]
+    metrics_of = list_order_metrics if protocol == "published" else ranking_metrics
 
-    def num_pairs(index: int) -> int:
-        return len(rows[index]["ranking"]) * sum(map(len, questions[index]))
+    def record(part: runs.Part, answers: list[tuple[float, bool]]) -> dict[str, Any]:
+        row, rest = rows[part.key], iter(answers)
+        by_candidate = [[[next(rest)[0] for _ in texts] for texts in questions[part.key]] for _ in row["ranking"]]
+        scores = [fmean(map(fmean, of_candidate)) for of_candidate in by_candidate]
+        unanswered = sum(is_none for _, is_none in answers)
+        described = {"index": part.key, "id": row["id"], "scores": scores, "ranking": row["ranking"]}
+        return {**described, "unanswered": unanswered, "metrics": without_nan(metrics_of(scores, row["ranking"]))}
 
-    def score(batch: list[int], finished: Mapping[int, Any]) -> list[dict[str, Any]]:
-        return _score_rows(run, rows, questions, [index for index in batch if index not in finished])
-
-    by_index = run.finish(output_path, "index", len(rows), range(len(rows)), num_pairs, batch_size, score)
+    by_index = run.finish(output_path, "index", parts, batch_size, record)
     records = [by_index[index] for index in range(len(rows))]
     groups = [row["group"] for row in rows] if "group" in text_columns else None
     return run.results(
@@ -151,34 +152,3 @@ def evaluate_rankings(
             name: runs.mean_and_interval([record["metrics"][name] for record in records], groups) for name in METRICS
         },
     )
-
-
-def _score_rows(run: runs.Run, rows, questions, batch: list[int]) -> list[dict[str, Any]]:
-    if not batch:
-        return []
-    pairs, prompts = [], []
-    for index in batch:
-        reference, *candidates = run.images[index]
-        for candidate in candidates:
-            for question in (question for part in questions[index] for question in part):
-                pairs.append((reference, candidate))
-                prompts.append(question)
-    answers = zip(*run.score(pairs, prompts), strict=True)
-
-    metrics = list_order_metrics if run.protocol == "published" else ranking_metrics
-    records = []
-    for index in batch:
-        ranking = rows[index]["ranking"]
-        by_candidate = [[[next(answers) for _ in part] for part in questions[index]] for _ in ranking]
-        scores = [fmean(fmean(score for score, _ in part) for part in parts) for parts in by_candidate]
-        records.append(
-            {
-                "index": index,
-                "id": rows[index]["id"],
-                "scores": scores,
-                "ranking": ranking,
-                "unanswered": sum(is_none for parts in by_candidate for part in parts for _, is_none in part),
-                "metrics": without_nan(metrics(scores, ranking)),
-            }
-        )
-    return records

@@ -49,14 +49,7 @@ class PublishedTable:
 
 def published_tables(benchmark: str) -> tuple[PublishedTable, ...]:
     """
-    Look up the published figures of a benchmark.
-
-    Args:
-        benchmark (`str`):
-            `"ConsistencyRank"`, `"EditReward-Bench"`, `"T2IS-Bench"` or `"GEdit-Bench"`.
-
-    Returns:
-        `tuple[PublishedTable, ...]`.
+    Look up the published figures of `"ConsistencyRank"`, `"EditReward-Bench"`, `"T2IS-Bench"` or `"GEdit-Bench"`.
     """
     tables = tuple(table for table in _tables() if table.benchmark == benchmark)
     if not tables:
@@ -84,14 +77,8 @@ def _tables() -> tuple[PublishedTable, ...]:
 
 def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
     """
-    Lay out results as tables, one for each benchmark and protocol.
-
-    Args:
-        entries (`list[dict[str, Any]]`):
-            Results of [`evaluate_rankings`] and [`evaluate_edit_reward`].
-
-    Returns:
-        `list[tuple[str, list[str], list[list[str]]]]`: title, names of the columns and rows of each table.
+    Lay out results of [`evaluate_rankings`] and [`evaluate_edit_reward`] as tables, one for each benchmark and protocol:
+    title, names of the columns, and rows.
     """
     tables = []
     for (benchmark, protocol), group in _grouped(entries).items():
@@ -148,7 +135,7 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     """
     folder = Path(folder)
     path = folder / "results.json"
-    entries = _read(path) if path.exists() else []
+    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     entry = without_nan({**results, "versions": versions})
     same = [number for number, other in enumerate(entries) if _identity(other) == _identity(entry)]
@@ -162,16 +149,6 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
 def _identity(entry: dict[str, Any]) -> tuple:
     settings = entry["settings"]
     return tuple(settings.get(name) for name in ("benchmark", "protocol", "scorer", "template", "dataset_fingerprint"))
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        for entry in entries:
-            entry["settings"]["benchmark"], entry["settings"]["protocol"]  # noqa: B018
-    except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} exists and is not a report of an evaluation. Move it away.") from error
-    return entries
 
 
 def _markdown(entries: list[dict[str, Any]]) -> str:

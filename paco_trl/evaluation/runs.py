@@ -5,8 +5,9 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -72,11 +73,9 @@ def check_protocol(protocol: str) -> None:
         raise ValueError(f"`protocol` is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
 
 
-def check_scorer(scorer: Any, protocol: str, batch_size: int) -> None:
+def check_scorer(scorer: Any, protocol: str) -> None:
     """Check that an object is a scorer and can follow the protocol, before anything is loaded."""
     check_protocol(protocol)
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     kind = f"`scorer` is a {type(scorer).__name__}"
     if not callable(getattr(scorer, "score", None)) or not isinstance(getattr(scorer, "name", None), str):
         raise TypeError(f"{kind}, but must have a method `score(images, prompts)` and a `name` (str).")
@@ -89,6 +88,14 @@ def check_scorer(scorer: Any, protocol: str, batch_size: int) -> None:
 
 def _reads_questions(scorer: Any) -> bool:
     return getattr(scorer, "reads_questions", True)
+
+
+class Part(NamedTuple):
+    """What becomes one record: questions about pairs of the first image of a row and another one."""
+
+    key: Any
+    row: int
+    questions: list[tuple[int, str]]  # place of the other image, and the question
 
 
 class Run:
@@ -123,22 +130,32 @@ class Run:
     def finish(
         self,
         output_path: str | Path | None,
-        key: str,
-        total: int,
-        items: Iterable[Any],
-        size: Callable[[Any], int],
+        name: str,
+        parts: Sequence[Part],
         batch_size: int,
-        score_items: Callable[[list[Any], Mapping[Any, Any]], list[dict[str, Any]]],
+        record: Callable[[Part, list[tuple[float, bool]]], dict[str, Any]],
+        answers: tuple[Sequence[str], Sequence[str]] = (("Yes",), ("No",)),
+        resizes: bool = False,
     ) -> dict[Any, dict[str, Any]]:
-        """Score the items that the file has no records of, by `score_items(batch, records)`; return all by `key`."""
-        journal = Journal(output_path, self.settings, key=key)
-        name = f"{self.settings['benchmark']}, {self.scorer.name}"
-        with tqdm(total=total, initial=len(journal.by_key), desc=name, unit=key) as progress:
+        """Score the parts that the file has no records of, and return all records by their field `name`."""
+        journal = Journal(output_path, self.settings, key=name)
+        rows = [list(of_row) for _, of_row in groupby(parts, key=lambda part: part.row)]
+        title = f"{self.settings['benchmark']}, {self.scorer.name}"
+        with tqdm(total=len(parts), initial=len(journal.by_key), desc=title, unit=name) as progress:
             # The batches of an uninterrupted run: the last bits of a score can depend on the batch
-            for batch in batches(items, size, batch_size):
-                if records := score_items(batch, journal.by_key):
-                    journal.append(*records)
-                    progress.update(len(records))
+            for batch in batches(rows, lambda of_row: sum(len(part.questions) for part in of_row), batch_size):
+                missing = [part for of_row in batch for part in of_row if part.key not in journal.by_key]
+                pairs, questions = [], []
+                for row, of_row in groupby(missing, key=lambda part: part.row):
+                    first, *others = self.images[row]
+                    others = [other.resize(first.size) for other in others] if resizes else others
+                    for place, question in (item for part in of_row for item in part.questions):
+                        pairs.append((first, others[place]))
+                        questions.append(question)
+                if missing:
+                    scores = iter(self._score(pairs, questions, *answers))
+                    journal.append(*(record(part, list(islice(scores, len(part.questions)))) for part in missing))
+                    progress.update(len(missing))
         return journal.by_key
 
     def results(self, records: Mapping[Any, dict[str, Any]], **results: Any) -> dict[str, Any]:
@@ -152,9 +169,9 @@ class Run:
             **results,
         }
 
-    def score(
-        self, pairs: list, questions: list[str], yes: Sequence[str] = ("Yes",), no: Sequence[str] = ("No",)
-    ) -> tuple[list[float], list[bool]]:
+    def _score(
+        self, pairs: list, questions: list[str], yes: Sequence[str], no: Sequence[str]
+    ) -> list[tuple[float, bool]]:
         """Return a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer."""
         scorer, by_tokens = self.scorer, self.protocol == "published" and _reads_questions(self.scorer)
         labels = [PUBLISHED_LABELS] * by_tokens
@@ -165,9 +182,9 @@ class Run:
             if answer is None or (not by_tokens and not math.isfinite(answer)):
                 raise ValueError(f"The scorer {scorer.name!r} gave {answer} for the question {question!r}.")
         if not by_tokens:
-            return [float(answer) for answer in answers], [False] * len(pairs)
+            return [(float(answer), False) for answer in answers]
         scores = [yes_probability(tokens, yes, no) for tokens in answers]
-        return [score or 0.0 for score in scores], [score is None for score in scores]
+        return [(score or 0.0, score is None) for score in scores]
 
 
 def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_columns: Sequence[str]) -> str:

@@ -552,19 +552,15 @@ EVALUATION = [
     *_mutants(
         "evaluation/ranking_benchmark.py",
         "test_evaluation.py::TestEvaluateRankings test_published_protocols.py::test_consistency_rank_item_by_item",
-        (
-            "fmean(fmean(score for score, _ in part) for part in parts)",
-            "fmean(score for part in parts for score, _ in part)",
-        ),
+        ("fmean(map(fmean, of_candidate))", "fmean(sum(of_candidate, []))"),
         ('groups = [row["group"] for row in rows] if "group" in text_columns else None', "groups = None"),
-        ('run.protocol == "published" else ranking_metrics', 'run.protocol != "published" else ranking_metrics'),
-        ("pairs.append((reference, candidate))", "pairs.append((candidate, reference))"),
+        ('protocol == "published" else ranking_metrics', 'protocol != "published" else ranking_metrics'),
     ),
     *_mutants(
         "evaluation/edit_reward.py",
         "test_evaluation.py::TestEvaluateEditReward test_published_protocols.py::test_edit_reward_bench_item_by_item",
         ("float(preferred >= other)", "float(preferred > other)"),
-        ("outputs[place].resize(first.size)", "outputs[place]"),
+        ("words, resizes=True)", "words)"),
         (
             'math.sqrt(scores["consistency"] * scores["prompt_following"])',
             'scores["consistency"] * scores["prompt_following"]',
@@ -604,7 +600,8 @@ EVALUATION = [
         "evaluation/runs.py",
         "test_published_protocols.py test_evaluation.py::TestResume::test_the_address_of_a_server_is_in_the_file_alone "
         "test_evaluation.py::TestEvaluateRankings::test_calls_have_full_rows_and_one_reference_object_per_row",
-        ("[score or 0.0 for score in scores]", "[score or 0.5 for score in scores]"),
+        ("(score or 0.0, score is None)", "(score or 0.5, score is None)"),
+        ("pairs.append((first, others[place]))", "pairs.append((others[place], first))"),
         ('_without_alpha if protocol == "published" else to_rgb', "to_rgb"),
         ('self.scorer.model_name if "://" in self.scorer.name else self.scorer.name', "self.scorer.name"),
         ("if batch and total + size(item) > batch_size:", "if batch and total + size(item) >= batch_size:"),
