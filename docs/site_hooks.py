@@ -36,7 +36,7 @@ PACKAGES = [
     "evaluation",
     "image_benchmarks",
     "dataset_building",
-    "cards",
+    "hub",
     "tiny",
 ]
 _FENCE = re.compile(r"^(\s*```.*?^\s*```\s*?$)", flags=re.M | re.S)

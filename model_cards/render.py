@@ -7,7 +7,7 @@ Renders the reference cards in this folder from their YAML files:
 
 from pathlib import Path
 
-from paco_trl.cards import load_reference_card, render_card
+from paco_trl.hub import load_reference_card, render_card
 
 
 FOLDER = Path(__file__).resolve().parent

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "paco_trl"
 # Low to high. Those in one line do not import each other; "paco_trl" is the package's own `__init__.py`.
 LAYERS = (
-    ("utils",), ("hub",), ("data",), ("rollout", "tiny"), ("rewards",), ("evaluation",), ("plots",), ("cards",),
+    ("utils",), ("data",), ("rollout", "tiny"), ("rewards",), ("evaluation",), ("plots",), ("hub",),
     ("checkpointing",), ("trainer",), ("paco_trl",), ("dataset_building", "image_benchmarks"), ("commands",),
 )  # fmt: skip
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}

@@ -19,7 +19,7 @@ from peft import LoraConfig
 from PIL import Image, ImageDraw
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, tiny
-from paco_trl.cards import render_card
+from paco_trl.hub.cards import render_card
 from paco_trl.plots import scored_sheets
 from paco_trl.rewards import EditReward, redness_reward
 from paco_trl.rollout import replay

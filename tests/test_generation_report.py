@@ -513,9 +513,7 @@ tags: [lora]
 
 # fox-lora
 
-```text
-## Training
-```
+<!-- results -->
 
 ## Training
 
@@ -532,8 +530,8 @@ def test_results_are_added_to_a_card(results, card):
     assert add_results_to_card(card.parent, results) == card
     after = card.read_text(encoding="utf-8")
     # The rest of the text is the same to the letter
-    assert after.endswith(before[before.index("## Training\n\nLong") :])
-    assert "\n---\n\n# fox-lora\n\n```text\n## Training\n```\n\n<!-- results of" in after
+    assert after.endswith(before[before.index("<!-- results -->") :])
+    assert "\n---\n\n# fox-lora\n\n<!-- results of" in after
     assert ModelCard.load(card).data.tags == ["lora"]
     found = {
         (one.dataset_name, one.dataset_config, one.metric_type): one for one in ModelCard.load(card).data.eval_results

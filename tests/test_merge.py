@@ -54,7 +54,7 @@ def run(*arguments: str) -> Outcome:
 
 
 def options(adapter: Path | str, output_dir: Path | str, **further) -> list[str]:
-    named = {"adapter_name_or_path": adapter, "output_dir": output_dir, **further}
+    named = {"adapter": adapter, "output_dir": output_dir, **further}
     return [word for name, value in named.items() for word in (f"--{name}", str(value))]
 
 
@@ -348,10 +348,10 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "token"),
         [
-            ({"adapter_name_or_path": "nowhere"}, "nowhere"),
-            ({"adapter_name_or_path": "empty"}, "adapter_config.json"),
-            ({"adapter_name_or_path": "vera"}, "VERA"),
-            ({"adapter_name_or_path": "nameless"}, "--model_name_or_path"),
+            ({"adapter": "nowhere"}, "nowhere"),
+            ({"adapter": "empty"}, "adapter_config.json"),
+            ({"adapter": "vera"}, "VERA"),
+            ({"adapter": "nameless"}, "--model_name_or_path"),
             ({"model_name_or_path": "gone"}, "gone"),
             ({"output_dir": "adapter"}, "Nothing is overwritten"),
             ({"dtype": "int8"}, "int8"),
@@ -363,7 +363,7 @@ class TestErrors:
         adapter = shutil.copytree(flux_adapter, tmp_path / "adapter")
         edit_config(shutil.copytree(adapter, tmp_path / "nameless"), base_model_name_or_path=None)
         edit_config(shutil.copytree(adapter, tmp_path / "vera"), peft_type="VERA")
-        given = {"adapter_name_or_path": "adapter", "output_dir": "merged", **arguments}
+        given = {"adapter": "adapter", "output_dir": "merged", **arguments}
         words = [word for name, value in given.items() for word in (f"--{name}", value)]
         assert token in self.refused(capsys, tmp_path / "merged", *words)
 

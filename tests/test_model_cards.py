@@ -18,7 +18,7 @@ import torch
 import yaml
 from datasets import Dataset, concatenate_datasets, load_dataset
 from diffusers import FluxPipeline
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, hf_hub_download
 from peft import LoraConfig, PeftModel
 from PIL import Image
 from safetensors import safe_open
@@ -27,8 +27,6 @@ from transformers import TrainerCallback
 
 from hub_server import HubServer
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.cards import ImageModelCard, JudgeCard, LoRA, load_reference_card, metadata, renamed, render_card
-from paco_trl.cards.content import Evaluation, ImageSettings, JudgeSettings, Reward
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.commands import reward
 from paco_trl.commands.merge import MergeArguments, merge
@@ -43,11 +41,24 @@ from paco_trl.data import (
     validate_pairs,
 )
 from paco_trl.data.dataset_files import load_split
-from paco_trl.hub.files import PIPELINE_ADAPTER
+from paco_trl.hub.cards import card_for, metadata, render_card
+from paco_trl.hub.files import PIPELINE_ADAPTER, SETTINGS
 from paco_trl.hub.licenses import License, _fetch_license, base_license, read_license
+from paco_trl.hub.settings import (
+    Evaluation,
+    ImageModelCard,
+    ImageSettings,
+    JudgeCard,
+    JudgeSettings,
+    LoRA,
+    Reward,
+    load_reference_card,
+    load_settings,
+    save_settings,
+)
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
 from paco_trl.tiny import build_tiny_clip
-from paco_trl.trainer.model_cards import dataset_ids, latest_pictures
+from paco_trl.trainer.model_cards import cached_commit, dataset_ids, latest_pictures
 from paco_trl.trainer.publishing import TRAIN_SECONDS, training_seconds
 from paco_trl.trainer.resuming import TrainingTimeCallback
 
@@ -243,9 +254,8 @@ class TestGallery:
 
     def test_without_an_evaluation_they_are_of_the_last_round(self, trained):
         card = trained._model_card(use_ema=False)
-        assert [path.name for name, path in card.pictures.items() if "/" in name] == [
-            f"{number}_round_00001.png" for number in range(4)
-        ]
+        paths = [path.name for name, path in trained._pictures(use_ema=False).items() if "/" in name]
+        assert paths == [f"{number}_round_00001.png" for number in range(4)]
         shown = [row["prompt"] for row in scores_of(trained, "round_00001") if row["generation"] == 0]
         assert list(card.gallery.values()) == shown != list(trained._model_card().gallery.values())
 
@@ -313,7 +323,56 @@ class TestDatasets:
         assert ModelCard(text).data.datasets == ["X-GenGroup/PaCo-Dataset"]
 
 
-class TestRenamed:
+class TestSettings:
+    """`paco_trl.json`, from which a card is rendered again."""
+
+    @pytest.mark.parametrize("kind", ["trained", "judge"])
+    def test_the_card_is_rendered_from_it(self, kind, request):
+        trainer = request.getfixturevalue(kind)
+        folder = Path(trainer.args.output_dir)
+        card = load_settings(folder)
+        assert str(render_card(card)) == text_of(trainer)
+        expected = trainer._model_card()
+        assert card == dataclasses.replace(expected, base_model=card.base_model)
+        text = (folder / SETTINGS).read_text()
+        for secret in (TOKEN, str(folder.parent), expected.base_model):
+            assert secret not in text
+
+    def test_what_it_says(self, trained):
+        values = json.loads((Path(trained.args.output_dir) / SETTINGS).read_text())
+        assert (values["kind"], values["trained_on"], values["family"]) == ("image model", "sets", "FluxFamily")
+        assert values["base_model"] == "tiny-flux" and values["layout"] == [2, 2]
+        settings = {
+            "inference_size": [64, 64],
+            "num_inference_steps": 4,
+            "guidance_scale": 3.5,
+            "precision": "float32",
+        }
+        assert settings.items() <= values["settings"].items()
+        assert values["call"]["num_inference_steps"] == 2
+        assert [(reward["name"], reward["model"]) for reward in values["rewards"]][0] == ("clip_t", "tiny-clip")
+        assert set(values["versions"]) >= {"paco_trl", "torch", "diffusers"}
+
+    def test_no_path_and_one_error(self, tmp_path):
+        card = ImageModelCard("a", "u/a", "/home/me/flux", merged_adapter="/home/me/fox", license=License("mit"))
+        save_settings(card, tmp_path)
+        assert "/home/me" not in (tmp_path / SETTINGS).read_text()
+        assert load_settings(tmp_path) == dataclasses.replace(card, base_model="flux", merged_adapter="fox")
+        for broken in ("{", "[]", '{"kind": "poem"}', '{"kind": "judge", "colour": "red"}'):
+            (tmp_path / SETTINGS).write_text(broken)
+            with pytest.raises(ValueError, match=SETTINGS):
+                load_settings(tmp_path)
+        (tmp_path / SETTINGS).unlink()
+        assert load_settings(tmp_path) is None
+
+    def test_commit_of_the_base_model(self, make_trainer, tmp_path):
+        with HubServer({TOKEN: "tester"}) as hub, hub.connected(tmp_path / "cache", TOKEN):
+            repo = hub.add_repo("user/base", {"model_index.json": b"{}"})
+            assert cached_commit("user/base", None) is None
+            path = hf_hub_download("user/base", "model_index.json")
+            assert cached_commit("user/base", None) == Path(path).parent.name and repo.sha_of("main") in path
+        assert cached_commit(str(tmp_path), None) is None
+
     CARDS = (
         ImageModelCard("title", "run", FLUX, pipeline_class="FluxPipeline"),
         ImageModelCard("title", "run", FLUX, pipeline_class="FluxPipeline", formats=["peft"]),
@@ -324,18 +383,15 @@ class TestRenamed:
     )  # fmt: skip
 
     @pytest.mark.parametrize("card", CARDS)
-    @pytest.mark.parametrize("folder", ["run", "runs/today/run"])
-    def test_is_the_card_of_the_new_name(self, card, folder):
+    def test_of_another_repository(self, card):
         # The base model, in a directory of the same name, the title, and text that speaks of it remain
         same_words = {"title": "run", "base_model": "/models/run", "datasets": ["run"], "hardware": '"run" run'}
-        prose = '\nTo run it as in `run`, a run is run: vllm serve run or Class.from_pretrained("run").\n'
+        written = '\nTo run it as in `run`, a run is run: vllm serve run or Class.from_pretrained("run").\n'
         for given in (card, dataclasses.replace(card, **same_words)):
-            text = str(render_card(dataclasses.replace(given, repo_id=folder))) + prose
-            expected = str(render_card(dataclasses.replace(given, repo_id="user/run"))) + prose
-            assert renamed(text, "run", "user/run") == expected != text
-            # A server knows a judge by the last part of its name, and goes on to
-            assert renamed(text, "run", r"user/.x") == expected.replace("user/run", "user/.x")
-            assert renamed(text, "ru", "user/run") == renamed(text, "r.n", "user/run") == text
+            saved, there = (str(render_card(dataclasses.replace(given, repo_id=name))) for name in ("run", "u/run"))
+            assert card_for(given, "u/run", saved) == there != saved
+            # What was added later stays
+            assert card_for(given, "u/run", f"{saved}{written}") == f"{there}{written}"
 
 
 class TestWhatItSays:
@@ -384,8 +440,7 @@ class TestWhatItSays:
         trainer.save_model()
         texts = {"sets": text_of(trained), "single images": text_of(trainer)}
         for kind, each in (("sets", trained), ("single images", trainer)):
-            settings = json.loads((Path(each.args.output_dir) / "paco_trl.json").read_text())
-            assert settings == {"trained_on": kind, "base_model": "tiny-flux"}
+            assert load_settings(each.args.output_dir).trained_on == kind
             is_set = kind == "sets"
             assert ("sets of consistent images" in texts[kind]) is ("identical panels" in texts[kind]) is is_set
             assert ("panels" in texts[kind]) is is_set
@@ -501,7 +556,7 @@ class TestWhatItSays:
             evaluations={"eval": {"pairs": 2, "step": 4, "ece": 0.5, "decision_accuracy": 0.5}}
             if is_judge
             else [Evaluation("r", 0.5, step=4)],
-            pictures=["eval_calibration.png"] if is_judge else {"curves.png": Path("curves.png")},
+            pictures=["eval_calibration.png"] if is_judge else ["curves.png"],
             **({} if is_judge else {"method": "PaCo-GRPO", "rewards": [Reward("r", 1.0)]}),
         )
         texts = {name: str(render_card(card)) for name, card in (("empty", empty), ("full", full))}
@@ -576,16 +631,11 @@ class TestUse:
         exec("\n".join(diffusers.splitlines()[:-1]) + "\n" + call, names)
         assert names["image"].tobytes() != images[0].tobytes()  # the base model
 
-    def test_other_machines_have_a_gpu_and_no_directories_of_this_one(self, trained, tiny_flux, monkeypatch):
+    def test_other_machines_have_a_gpu_and_no_directories_of_this_one(self, trained, tiny_flux):
         assert '.to("cuda")' in str(render_card(ImageModelCard("a", "u/a", FLUX)))
         text = text_of(trained)  # written where neither directory is below
         assert f'from_pretrained("{tiny_flux.name}"' in text and 'load_lora_weights("foxes")' in text
-        assert f"The base model `{tiny_flux.name}` is not on the Hub: in the code, replace its name" in text
-        monkeypatch.chdir(tiny_flux.parent)
-        for card in (ImageModelCard("a", "u/a", str(tiny_flux)), JudgeCard("a", "u/a", str(tiny_flux))):
-            assert f"`{tiny_flux.name}` is not on the Hub: the name is that of its directory, as" in str(
-                render_card(card)
-            )
+        assert f"The base model `{tiny_flux.name}` is not on the Hub: where the code names it" in text
         assert "is not on the Hub" not in str(render_card(ImageModelCard("a", "u/a", FLUX)))
 
     @pytest.mark.parametrize("prompt", ['A "fox"  \\ in\tthe\n\n```snow\'s ' * 9, "\u2028 Zoë 狐 " * 30, "x" * 250])
@@ -668,7 +718,7 @@ class TestUse:
         cards = [
             ImageModelCard("a", "u/a", FLUX, trained_on=kind, formats=formats, call=call, weights=weights, **options)
             for weights, formats in (("adapter", ["peft"]), ("adapter", ["diffusers", "peft"]), ("transformer", []))
-            for kind, call in (("edits", ""), ("sets", "guidance_scale=3.5"))
+            for kind, call in (("edits", {}), ("sets", {"guidance_scale": 3.5}))
         ]
         cards += [JudgeCard("a", "u/a", QWEN), JudgeCard("a", "u/a", QWEN, weights="merged")]
         for card in cards:
@@ -776,7 +826,7 @@ class TestReferenceCards:
         assert card.settings.training_size == [config["height"] * scale, config["width"] * scale]
         assert [reward.name for reward in card.rewards] == config["rewards"]
         assert card.rewards[0].model == config["judge_model"]
-        assert f"scale={config['guidance_scale']}" in card.call
+        assert config["guidance_scale"] in card.call.values()
 
 
 def draw(pipeline) -> np.ndarray:

@@ -11,6 +11,7 @@ import shutil
 import sys
 from base64 import b64decode
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +23,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from launching import ROOT
-from paco_trl.cards import ImageModelCard, ImageSettings, LoRA, Reward, render_card
 from paco_trl.commands.main import main
 from paco_trl.commands.space import SpaceArguments, write_space
 from paco_trl.data import format_image_set_prompt, split_grid
-from paco_trl.hub.files import SETTINGS
+from paco_trl.hub.settings import ImageModelCard, ImageSettings, LoRA, Reward, load_settings, save_settings
 from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.tiny import build_tiny_longcat_image
@@ -57,7 +57,7 @@ def card(**settings) -> ImageModelCard:
         repo_id="toy",
         base_model="user/flux",
         lora=LoRA(4, 8.0),
-        call="guidance_scale=4.5",
+        call={"guidance_scale": 4.5},
         settings=ImageSettings(**settings),
         rewards=[Reward("clip_t", 1.0, "user/clip"), Reward("consistency", 1.0, "user/judge", 0.1, 0.2)],
     )
@@ -82,7 +82,7 @@ def adapter(tmp_path_factory) -> Path:
         folder / "adapter_model.safetensors",
     )
     settings = {"training_size": [64, 64], "inference_size": [128, 128], "num_inference_steps": 3}
-    render_card(card(**settings, guidance_scale=1.0, precision="float32")).save(folder / "README.md")
+    save_settings(card(**settings, guidance_scale=1.0, precision="float32"), folder)
     return folder
 
 
@@ -131,11 +131,9 @@ class TestWrite:
         copy, negative = tmp_path / "toy", 'blurry | "<low>" \\ &amp; ](x)'
         shutil.copytree(adapter, copy)
         settings = {"num_inference_steps": 8, "guidance_scale": 4.5, "negative_prompt": negative}
-        render_card(card(**settings)).save(copy / "README.md")
-        # A gallery, and a snippet with the steps of an evaluation
-        text = (copy / "README.md").read_text().replace("guidance_scale=", "num_inference_steps=20, guidance_scale=")
-        gallery = f"---\nwidget:\n- text: {json.dumps(PROMPT)}\n  output: {{url: a.png}}\n"
-        (copy / "README.md").write_text(text.replace("---\n", gallery, 1))
+        # A gallery, and the steps of an evaluation
+        call = {"num_inference_steps": 20, "guidance_scale": 4.5}
+        save_settings(replace(card(**settings), call=call, gallery={"a.png": PROMPT}), copy)
         found = arguments_of(write_space(SpaceArguments(str(copy), str(tmp_path / "gallery"))))
         assert found["prompts"] == [PROMPT] and found["layout"] == (2, 2)
         assert (found["num_inference_steps"], found["guidance_scale"]) == (20, 4.5)
@@ -150,8 +148,7 @@ class TestWrite:
     def test_what_cannot_be_compared(self, adapter, tmp_path, capsys):
         copy = tmp_path / "toy"
         shutil.copytree(adapter, copy)
-        readme = (copy / "README.md").read_text()
-        (copy / "README.md").write_text(readme.replace("pipeline_tag: text-to-image", "pipeline_tag: image-to-image"))
+        save_settings(replace(card(), trained_on="edits"), copy)
         target = ["--output_dir", str(tmp_path / "space")]
         assert main(["space", str(copy), *target]) == 1
         assert main(["space", str(FLUX), *target]) == 1
@@ -290,7 +287,7 @@ class TestSingleImages:
     def single(self, adapter, tmp_path):
         copy = tmp_path / "toy"
         shutil.copytree(adapter, copy)
-        (copy / SETTINGS).write_text(json.dumps({"trained_on": "single images"}))
+        save_settings(replace(load_settings(copy), trained_on="single images"), copy)
         return copy
 
     def test_the_settings(self, single, tmp_path, capsys):
@@ -302,10 +299,7 @@ class TestSingleImages:
         assert "sets" not in readme.split("# my")[1].split("```")[0] and "image sets" not in readme
         assert "judge" not in capsys.readouterr().err
         # Its own prompts, from its gallery
-        text = (single / "README.md").read_text()
-        (single / "README.md").write_text(
-            text.replace("---\n", "---\nwidget:\n- text: a hat\n  output: {url: a.png}\n", 1)
-        )
+        save_settings(replace(load_settings(single), gallery={"a.png": "a hat"}), single)
         found = arguments_of(write_space(SpaceArguments(str(single), str(tmp_path / "gallery"))))
         assert found["prompts"] == ["a hat"] and found["layout"] == (1, 1)
 

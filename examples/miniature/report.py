@@ -5,14 +5,16 @@ import base64
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from paco_trl.cards import renamed
+from paco_trl.hub.cards import render_card, save_card
 from paco_trl.hub.files import PIPELINE_ADAPTER
 from paco_trl.hub.pushing import select_files
+from paco_trl.hub.settings import load_settings
 from paco_trl.utils.files import write_atomically
 from paco_trl.utils.names import relative_name
 
@@ -44,8 +46,7 @@ def write_report(
     for name, path in select_files(generator, PIPELINE_ADAPTER).items():
         (adapter / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, adapter / name)
-    card = (adapter / "README.md").read_text(encoding="utf-8")
-    write_atomically(adapter / "README.md", renamed(card, ADAPTER, relative_name(str(adapter))))
+    save_card(replace(load_settings(adapter), repo_id=relative_name(str(adapter))), adapter)
     text = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"percent": "{:.1%}".format, "interval": _interval}
@@ -66,12 +67,10 @@ def write_report(
 
 def adapter_code(folder: Path) -> tuple[str, str]:
     """Return the code of the adapter's card that loads it and that generates, with paths from the working directory."""
-    card = (folder / ADAPTER / "README.md").read_text(encoding="utf-8")
-    card = renamed(card, ADAPTER, os.path.relpath(folder / ADAPTER))
-    card = re.sub(
-        r'(Pipeline\.from_pretrained\(")[^"]+', lambda found: found[1] + os.path.relpath(toy_flux_path()), card
-    )
-    load, _, generate = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)[:3]
+    card = load_settings(folder / ADAPTER)
+    text = str(render_card(replace(card, repo_id=os.path.relpath(folder / ADAPTER))))
+    text = text.replace(f'"{card.base_model}"', f'"{os.path.relpath(toy_flux_path())}"')
+    load, _, generate = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[:3]
     return load, generate
 
 

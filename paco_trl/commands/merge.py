@@ -18,11 +18,11 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..cards import ImageModelCard, JudgeCard, LoRA, render_card, save_card
 from ..checkpointing.checkpoints import checkpoints_of
 from ..checkpointing.export import save_transformer
-from ..hub.files import read_settings
+from ..hub.cards import save_card
 from ..hub.licenses import base_license
+from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings
 from ..rewards.paco_reward import has_processor, load_judge_adapter, safetensors_of
 from ..rollout.loading import load_transformer_adapter
 from ..utils.files import find_model_file, new_folder
@@ -43,7 +43,7 @@ _TRANSFORMER_WEIGHTS = "diffusion_pytorch_model.safetensors"
 class MergeArguments:
     """Adapter to merge, and where the merged weights go."""
 
-    adapter_name_or_path: str = option(
+    adapter: str = option(
         None, "LoRA adapter (PEFT): Hub id, directory, or output directory of a run, whose newest model is used."
     )
     output_dir: str = option(
@@ -53,7 +53,7 @@ class MergeArguments:
     dtype: str | None = option(None, "`float32`, `bfloat16` or `float16`. If `None`, that of the base model's files.")
 
     def __post_init__(self):
-        for name in ("adapter_name_or_path", "output_dir"):
+        for name in ("adapter", "output_dir"):
             if not getattr(self, name):
                 raise ValueError(f"`--{name}` is missing.")
         if self.dtype is not None and self.dtype not in _DTYPES:
@@ -74,7 +74,7 @@ class Merged(NamedTuple):
 def merge(args: MergeArguments) -> Merged:
     """Merge an adapter into its base model and write the result, whole or not at all."""
     with new_folder(args.output_dir) as folder:
-        adapter = _find_adapter(args.adapter_name_or_path)
+        adapter = _find_adapter(args.adapter)
         config = PeftConfig.from_pretrained(adapter)
         if not isinstance(config, LoraConfig):
             raise ValueError(
@@ -223,19 +223,23 @@ def _write_card(merged: Merged, config: LoraConfig, pipeline_class: str | None, 
         "license": base_license(merged.base, online=True),
     }
     if pipeline_class is None:
-        render_card(JudgeCard(weights="merged", **common)).save(folder / "README.md")
+        save_card(JudgeCard(weights="merged", **common), folder)
+        return
+    transformer = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
+    is_editing = "Kontext" in pipeline_class or "Edit" in pipeline_class
+    trained = load_settings(merged.adapter)
+    if isinstance(trained, ImageModelCard):  # the code generates what the adapter was trained for
+        common |= {name: getattr(trained, name) for name in ("trained_on", "family", "prompt", "layout", "call")}
     else:
-        transformer = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
-        is_editing = "Kontext" in pipeline_class or "Edit" in pipeline_class
-        card = ImageModelCard(
-            weights="transformer",
-            pipeline_class=pipeline_class,
-            transformer_class=transformer["_class_name"],
-            dtype=str(merged.dtype).removeprefix("torch."),
-            trained_on=read_settings(merged.adapter).get("trained_on") or ("edits" if is_editing else "sets"),
-            **common,
-        )
-        save_card(card, folder)
+        common["trained_on"] = "edits" if is_editing else "sets"
+    card = ImageModelCard(
+        weights="transformer",
+        pipeline_class=pipeline_class,
+        transformer_class=transformer["_class_name"],
+        dtype=str(merged.dtype).removeprefix("torch."),
+        **common,
+    )
+    save_card(card, folder)
 
 
 def _describe(merged: Merged, output_dir: str, seconds: float) -> str:
@@ -268,7 +272,7 @@ def main(arguments: list[str]) -> int:
     """Run the command."""
     parser = CommandParser(
         MergeArguments,
-        positional="adapter_name_or_path",
+        positional="adapter",
         prog=_PROGRAM,
         usage=f"{_PROGRAM} ADAPTER --output_dir DIRECTORY [options]",
         description="Merges a LoRA adapter into the weights of its base model, on the CPU.",

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl push`: uploads what a run has saved, and its pending uploads."""
 
-import json
 import sys
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..cards.rendering import renamed
 from ..checkpointing.checkpoints import RUN_FILE, checkpoints_of, incomplete_files
-from ..hub.account import card_metadata, prepare_repository
+from ..hub.account import prepare_repository
+from ..hub.cards import card_for, render_card
 from ..hub.files import SETTINGS, published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
+from ..hub.settings import load_settings, settings_text
 from .options import option
 from .parser import CommandParser
 
@@ -25,7 +25,7 @@ class PushArguments:
         MISSING, "Output directory of a run (newest model, pending uploads), or one checkpoint or merged model."
     )
     hub_model_id: str | None = option(None, "Repository. If `None`, that of the run.")
-    hub_private_repo: bool | None = option(None, "Whether a new repository is private. Default: the account's.")
+    private: bool | None = option(None, "Whether a new repository is private. Default: the account's.")
     hub_revision: str | None = option(None, "Branch. If `None`, that of the run, or the main one.")
 
 
@@ -57,7 +57,9 @@ def push(args: PushArguments) -> str:
     """Upload a saved model; return the address of the repository."""
     folder = Path(args.folder)
     model = find_saved_model(folder)
-    _check_saved_here(model)
+    card = load_settings(model)
+    if card is None:  # such as a base model, whose name was mistaken for that of a run
+        raise ValueError(f"'{model}' was not saved by paco_trl: it has no {SETTINGS}. Use `hf upload`.")
     run = folder.parent if folder.name.startswith("checkpoint-") else folder
     known = remembered_repository(run) or {}
     repo_id = args.hub_model_id or known.get("repo_id")
@@ -67,32 +69,22 @@ def push(args: PushArguments) -> str:
     run_id = known.get("repo_id", "")
     run_settings = known if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}
     revision = args.hub_revision or run_settings.get("revision")
-    private = args.hub_private_repo if args.hub_private_repo is not None else run_settings.get("private")
-    published_files, config = published_files_of(model) or [], model / "adapter_config.json"
-    base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path") if config.is_file() else None
-    contents = {"published_files": published_files, "base_model": base}
+    private = args.private if args.private is not None else run_settings.get("private")
+    published_files = published_files_of(model) or []
     api = HfApi(library_name="paco_trl")
-    prepare = retrying(api, repo_id)
-    repo_id = prepare(prepare_repository, api, repo_id, private=private, revision=revision, **contents)
+    repo_id = retrying(api, repo_id)(
+        prepare_repository, api, repo_id, private=private, revision=revision,
+        published_files=published_files, base_model=card.base_model,
+    )  # fmt: skip
     if not known and folder == run:
         remember_repository(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files)
     step = f", {model.name.replace('-', ' ')}" if model != run else ""
-    # The card of a model that was trained without a repository loads it by the name of its directory
-    card = model / "README.md"
-    text = renamed(card.read_text(encoding="utf-8"), run.absolute().name, repo_id) if card.is_file() else None
-    pusher.push_now(model, f"Upload model{step}", text)
+    readme, card_there = model / "README.md", replace(card, repo_id=repo_id)
+    text = card_for(card, repo_id, readme.read_text("utf-8")) if readme.is_file() else str(render_card(card_there))
+    contents = {"README.md": text, SETTINGS: settings_text(card_there)}
+    pusher.push_now(model, f"Upload model{step}", contents)
     return f"{api.endpoint}/{repo_id}"
-
-
-def _check_saved_here(model: Path) -> None:
-    """Refuse a model that this package did not save, such as a base model whose name was mistaken for that of a run."""
-    card = model / "README.md"
-    is_tagged = card.is_file() and "paco-trl" in (card_metadata(card).get("tags") or [])
-    if not is_tagged and not (model / SETTINGS).is_file():
-        raise ValueError(
-            f"'{model}' was not saved by paco_trl: it has no {SETTINGS}, and no card with the tag 'paco-trl'. Use `hf upload`."
-        )
 
 
 def main(arguments: list[str]) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import requests
 from safetensors import SafetensorError, safe_open
 
-from ..cards.rendering import LORA_RANKS
+from ..hub.cards import LORA_RANKS
 from ..rewards.judge import JudgeUnavailableError
 from ..utils.addresses import check_port, is_loopback
 from ..utils.files import find_model_file

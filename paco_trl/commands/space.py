@@ -2,10 +2,8 @@
 """`paco-trl space`: a Gradio app that compares a base model with its adapter, written for the Hub's Spaces."""
 
 import contextlib
-import html
 import json
 import os
-import re
 import runpy
 import shlex
 import shutil
@@ -16,10 +14,10 @@ from typing import Any
 
 import jinja2
 import yaml
-from huggingface_hub import ModelCard
 
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
-from ..hub.files import read_settings
+from ..hub.licenses import License
+from ..hub.settings import ImageModelCard, ImageSettings, JudgeCard, load_settings
 from ..utils.files import find_model_file, new_folder, write_atomically
 from ..utils.names import is_local, public_name, repository
 from .env import version_of
@@ -41,42 +39,35 @@ _TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("paco_trl"), trim_bl
 _TEMPLATES.filters["literal"] = lambda value: (
     json.dumps(value, ensure_ascii=False) if type(value) is str else repr(value)
 )
-# Of the snippet in a card
-_CALL = re.compile(r"\b(height|width|num_inference_steps)=(\d+)")
-# Rows of its tables: what `ImageSettings.rows` writes, and the judge of a consistency reward
-_SIZE = re.compile(r"^\| resolution \|.* (\d+) x (\d+) pixels in inference \|$", re.M)
-_SAMPLER = re.compile(
-    r'^\| sampler \| (\d+) steps, guidance ([\d.]+)(?: against the negative prompt (".*"))? \|$', re.M
-)
-_PRECISION = re.compile(r"^\| precision \| (\w+) \|$", re.M)
-_JUDGE = re.compile(r"^\| consistency \|(?: [^|]* \|)*? ([\w.-]+/[\w.-]+) \|", re.M)
 
 
 @dataclass
 class SpaceArguments:
-    """Adapter to compare with its base model. Its card has the settings of training, which `app.py` lists for changes."""
+    """Adapter to compare with its base model, as it was trained: by its `paco_trl.json`. `app.py` lists all settings."""
 
-    adapter_name_or_path: str = option(
+    adapter: str = option(
         None, "LoRA adapter: Hub id, directory, or output directory of a run, whose newest model is used."
     )
     output_dir: str | None = option(None, "New directory for the Space. If `None`, the adapter's name with `-space`.")
     model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
     judge_model: str | None = option(
-        None, "Judge that scores the sets: Hub id or directory. If `None`, the Hub id in the card, or no judge."
+        None,
+        "Judge that scores the sets: Hub id or directory. If `None`, that of training if it is on the Hub, or none.",
     )
     dataset_name: str | None = option(
-        None, "Image-set prompts to choose from: Hub id, directory or file. If `None`, the card's, or packaged ones."
+        None,
+        "Image-set prompts to choose from: Hub id, directory or file. If `None`, those on the card, or packaged ones.",
     )
     launch: bool = option(False, "Whether to run the app on this machine, at 127.0.0.1.")
 
     def __post_init__(self):
-        if not self.adapter_name_or_path:
-            raise ValueError("`--adapter_name_or_path` is missing.")
+        if not self.adapter:
+            raise ValueError("`--adapter` is missing.")
 
 
 def write_space(args: SpaceArguments) -> Path:
     """Write `app.py`, `requirements.txt` and `README.md`, with a copy of a local adapter; return the directory."""
-    adapter, is_copied = args.adapter_name_or_path, Path(args.adapter_name_or_path).is_dir()
+    adapter, is_copied = args.adapter, Path(args.adapter).is_dir()
     folder = Path(args.output_dir or f"{Path(adapter).absolute().name}-space").absolute()
     with new_folder(folder) as staged:
         if (gradio_version := version_of("gradio")) is None:
@@ -89,12 +80,11 @@ def write_space(args: SpaceArguments) -> Path:
             problem = f"'{adapter}' has no {missing}: there is no adapter in PEFT's format"
             raise ValueError(f"{problem}, and without one there is no base model to compare with.")
         config = json.loads(Path(config_file).read_text(encoding="utf-8"))
-        card, trained_on = _read_card(adapter), read_settings(adapter).get("trained_on", "sets")
-        if card.data.get("pipeline_tag") not in (None, "text-to-image") or trained_on == "edits":
-            raise ValueError(
-                f"'{adapter}' edits images, by its own files, but the app compares images generated from text."
-            )
-        settings = _settings(args, adapter, config, card, is_single=trained_on == "single images")
+        card = load_settings(adapter) or ImageModelCard(Path(adapter).name, adapter, base_model="")
+        if isinstance(card, JudgeCard) or card.trained_on == "edits":
+            does = "judges" if isinstance(card, JudgeCard) else "edits images"
+            raise ValueError(f"'{adapter}' {does}, but the app compares images generated from text.")
+        settings = _settings(args, adapter, config, card)
         if is_copied:
             settings["adapter"] = None  # next to app.py
             config["base_model_name_or_path"] = settings["model"]
@@ -107,34 +97,37 @@ def write_space(args: SpaceArguments) -> Path:
     return folder
 
 
-def _read_card(adapter: str) -> ModelCard:
-    path = find_model_file(adapter, "README.md")
-    return ModelCard("---\n{}\n---\n") if path is None else ModelCard.load(path, ignore_metadata_errors=True)
-
-
-def _settings(args: SpaceArguments, adapter: str, config: dict, card: ModelCard, is_single: bool) -> dict[str, Any]:
-    """Return the arguments of `serve_comparison`: those given, and those of training in the card."""
+def _settings(args: SpaceArguments, adapter: str, config: dict, card: ImageModelCard) -> dict[str, Any]:
+    """Return the arguments of `serve_comparison`: those given, and those of training."""
     model, judge = args.model_name_or_path or config.get("base_model_name_or_path"), args.judge_model
     if not model:
         raise ValueError(f"The {_CONFIG} of '{adapter}' names no base model. Name it with `--model_name_or_path`.")
-    if judge is None and not is_single and (found := _JUDGE.search(card.text)):
-        judge = found[1]
-    if judge is None and not is_single:  # a judge compares the images of a set
-        say(
-            "space",
-            "The card names no judge on the Hub: the app does not score. To change that, give `--judge_model`.",
-        )
+    if judge is None and card.trained_on == "sets":  # a judge compares the images of a set
+        models = (reward.model for reward in card.rewards if reward.name == "consistency")
+        judge = next((name for name in models if name and "/" in name), None)
+        if judge is None:
+            say(
+                "space",
+                "The adapter names no judge on the Hub: the app does not score. Name one with `--judge_model`.",
+            )
     for name in filter(None, (model, judge)):
         if "/" not in public_name(name):
             say("space", f"'{name}' is on this machine only: the app runs here, but not on the Hub.")
-    title = re.search(r"^# (.+)$", card.text, re.M)
-    settings = {
+    trained = card.settings or ImageSettings()
+    found = {
+        "num_inference_steps": card.call.get("num_inference_steps", trained.num_inference_steps),  # of an evaluation
+        "guidance_scale": trained.guidance_scale,
+        "negative_prompt": trained.negative_prompt,
+        "dtype": trained.precision,
+    }
+    return {
         "model": _usable(model),
         "adapter": adapter,
         "judge": judge and _usable(judge),
-        "title": title[1] if title else Path(adapter).name,
+        "title": card.title,
+        **{name: value for name, value in found.items() if value is not None},
+        **_prompts(args.dataset_name, card),
     }
-    return settings | _trained_settings(card.text) | _prompts(args.dataset_name, card, is_single)
 
 
 def _usable(name: str) -> str:
@@ -143,48 +136,33 @@ def _usable(name: str) -> str:
     return os.path.abspath(name) if is_local(name) and "/" not in shared else shared
 
 
-def _trained_settings(card: str) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    if sampler := _SAMPLER.search(card):
-        settings = {"num_inference_steps": int(sampler[1]), "guidance_scale": float(sampler[2])}
-        if sampler[3]:  # JSON, escaped as in `markdown_text`
-            settings["negative_prompt"] = json.loads(re.sub(r"\\([\\|(])", r"\1", html.unescape(sampler[3])))
-    if steps := dict(_CALL.findall(card)).get("num_inference_steps"):  # of an evaluation
-        settings["num_inference_steps"] = int(steps)
-    if precision := _PRECISION.search(card):
-        settings["dtype"] = precision[1]
-    return settings
-
-
-def _prompts(dataset_name: str | None, card: ModelCard, is_single: bool) -> dict[str, Any]:
+def _prompts(dataset_name: str | None, card: ImageModelCard) -> dict[str, Any]:
     """Return prompts to choose from with the layout of the first one, and the size of its panels."""
-    in_card = [example["text"] for example in card.data.get("widget") or [] if "text" in example]
-    if is_single and dataset_name is None:
-        prompts, first = in_card or _SINGLE_PROMPTS, {"rows": 1, "cols": 1}
-    elif dataset_name is None and in_card:
-        prompts, first = in_card, {"rows": 2, "cols": 2}
-        with contextlib.suppress(ValueError):  # another format
-            first = parse_image_set_prompt(prompts[0])._asdict()
+    is_single, first = card.trained_on == "single images", {"rows": 1, "cols": 1}
+    size: list = (card.settings and card.settings.inference_size) or [
+        card.call.get(side) for side in ("height", "width")
+    ]
+    if dataset_name is None and (card.gallery or is_single):
+        prompts = list(card.gallery.values()) or _SINGLE_PROMPTS
+        if not is_single:
+            first = {"rows": card.layout[0], "cols": card.layout[1]}
+            with contextlib.suppress(ValueError):  # another format
+                first = parse_image_set_prompt(prompts[0])._asdict()
     else:
         dataset = load_image_set_prompts(dataset_name or demo_prompts_path())
         prompts, first = dataset["prompt"][:NUM_PROMPTS], dataset[0]
-    shown, trained = dict(_CALL.findall(card.text)), _SIZE.search(card.text)
-    if dataset_name is not None:
-        size = (first.get("height"), first.get("width"))
-    elif trained:
-        size = (int(trained[2]), int(trained[1]))
-    else:  # of the first prompt, where training had several sizes
-        size = tuple(int(shown[name]) if name in shown else None for name in ("height", "width"))
+        if dataset_name is not None:
+            size = [first.get("height"), first.get("width")]
     layout = (first["rows"], first["cols"])
     panel_size = tuple(side // count if side else _PANEL for side, count in zip(size, layout, strict=True))
     return {"prompts": prompts[:NUM_PROMPTS], "layout": layout, "panel_size": panel_size}
 
 
-def _front_matter(settings: dict[str, Any], card: ModelCard, gradio_version: str) -> str:
+def _front_matter(settings: dict[str, Any], card: ImageModelCard, gradio_version: str) -> str:
     """Return the metadata of the Space (https://huggingface.co/docs/hub/spaces-config-reference)."""
     models = [settings[name] for name in ("model", "adapter", "judge")]
     shown = "Images" if settings["layout"] == (1, 1) else "Image sets"
-    licenses = {name: card.data.get(name) for name in ("license", "license_name", "license_link")}
+    license = card.license or License("")
     data = {
         "title": settings["title"],
         "emoji": "🎞️",
@@ -194,7 +172,9 @@ def _front_matter(settings: dict[str, Any], card: ModelCard, gradio_version: str
         "sdk_version": gradio_version,
         "python_version": f"{sys.version_info.major}.{sys.version_info.minor}",
         "app_file": "app.py",
-        **{name: value for name, value in licenses.items() if value},
+        "license": license.identifier,
+        "license_name": license.name,
+        "license_link": license.link,
         "models": [name for name in models if name and not is_local(name)],
         "short_description": f"{shown} without and with an adapter, from the same noise",
     }
@@ -203,7 +183,7 @@ def _front_matter(settings: dict[str, Any], card: ModelCard, gradio_version: str
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    parser = CommandParser(SpaceArguments, positional="adapter_name_or_path", prog="paco-trl space")
+    parser = CommandParser(SpaceArguments, positional="adapter", prog="paco-trl space")
     (args,) = parser.parse_args_and_config(arguments)
     folder = write_space(args)
     sys.stdout.write(f"{folder}\n")

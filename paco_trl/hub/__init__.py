@@ -1,2 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hugging Face Hub: checks before a run, uploads during it, and licenses."""
+"""
+The Hugging Face Hub: what is saved beside a model (`paco_trl.json`), the card made of it, and pushes.
+
+[`ImageModelCard`] and [`JudgeCard`] are filled in by a trainer, from a file or by hand.
+"""
+
+from .cards import metadata, render_card, save_card
+from .settings import (
+    Evaluation,
+    ImageModelCard,
+    ImageSettings,
+    JudgeCard,
+    JudgeSettings,
+    LoRA,
+    Published,
+    Result,
+    Reward,
+    Table,
+    load_reference_card,
+    load_settings,
+    save_settings,
+)
+
+
+__all__ = [
+    "Evaluation", "ImageModelCard", "ImageSettings", "JudgeCard", "JudgeSettings", "LoRA", "Published", "Result",
+    "Reward", "Table", "load_reference_card", "load_settings", "metadata", "render_card", "save_card", "save_settings",
+]  # fmt: skip

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Select the files of a published model. The rest of a checkpoint (optimizer, states) stays on this machine."""
 
-import json
 from pathlib import Path
-from typing import Any
-
-from ..utils.files import find_model_file
 
 
-# What an image model was trained on, and its base model, as data for programs such as `paco-trl space`
+# What was trained and how, see `settings.py`
 SETTINGS = "paco_trl.json"
 # Images of the card, as patterns. Others in the directory are the user's own
 PICTURES = [
@@ -21,7 +17,7 @@ _PROCESSOR = [
     "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "video_preprocessor_config.json", "vocab.json",
 ]  # fmt: skip
-_JUDGE_CARD = ["README.md", *_JUDGE_PICTURES]
+_JUDGE_CARD = [SETTINGS, "README.md", *_JUDGE_PICTURES]
 
 # Patterns; `*` does not cross directories
 _ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
@@ -33,12 +29,6 @@ TRANSFORMER = ["transformer/config.json", "transformer/diffusion_pytorch_model*"
 JUDGE_ADAPTER = [*_ADAPTER, *_PROCESSOR, *_JUDGE_CARD]
 _JUDGE_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
 JUDGE = ["config.json", "generation_config.json", *_JUDGE_WEIGHTS, *_PROCESSOR, *_JUDGE_CARD]
-
-
-def read_settings(model: str) -> dict[str, Any]:
-    """Read what [`~paco_trl.cards.save_card`] saved with a model (Hub id or directory); empty for one without it."""
-    path = find_model_file(model, SETTINGS)
-    return {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def published_files_of(folder: str | Path) -> list[str] | None:

@@ -186,14 +186,13 @@ class HubPusher:
                     self._upload(files, _read(waiting[0] / _PUSH)["message"])
                 shutil.rmtree(waiting[0])
 
-    def push_now(self, folder: str | Path, message: str, card: str | None = None) -> CommitInfo:
-        """Upload a saved model and wait for it, see [`hub_errors`]; `card` replaces the directory's own card."""
+    def push_now(self, folder: str | Path, message: str, contents: Mapping[str, str] | None = None) -> CommitInfo:
+        """Upload a saved model and wait for it, see [`hub_errors`]; `contents` by name replace files of the directory."""
         self.wait()
         try:
             self.push_waiting(are_replaced=True)
             files: dict[str, Path | bytes] = {**select_files(folder, self.published_files)}
-            if card is not None:
-                files["README.md"] = card.encode()
+            files |= {name: text.encode() for name, text in (contents or {}).items()}
             return self._upload(files, message)
         except ConnectionError as error:
             raise ConnectionError(f"{error} `paco-trl push {folder}` uploads it when the Hub is back.") from error

@@ -7,14 +7,12 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
+from ..hub.cards import RESULTS
+from ..hub.settings import load_settings
 from ..utils.files import write_atomically
 from ..utils.names import public_name
 from ..utils.text import markdown_text
 from . import report_content as content
-
-
-# The results go before the first of these sections
-_NEXT_HEADING = re.compile(r"^## (?:Training|Adapter|Limits|Licence|License|Citation)\b", re.MULTILINE)
 
 
 def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
@@ -41,18 +39,17 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
             f"The results are of {', '.join(map(repr, roles))}, but a card has those of a 'tuned' system."
         )
     card = _read(card_path)
-    line_break = "\r\n" if "\r\n" in card.text else "\n"
     default_task = "image-to-image" if results["benchmark"] == "GEdit-Bench" else "text-to-image"
     new = _eval_results(results, card.data.pipeline_tag or default_task)
     replaced = {(one.dataset_name, one.dataset_config) for one in new}
     kept = [one for one in card.data.eval_results or [] if (one.dataset_name, one.dataset_config) not in replaced]
     card.data.eval_results = kept + new
     if card.data.model_name is None:
-        heading = re.search(r"^# +(.+?)\s*$", card.text, re.MULTILINE)
-        card.data.model_name = heading[1] if heading else card_path.absolute().parent.name
+        trained = load_settings(card_path.parent)
+        card.data.model_name = trained.title if trained else card_path.absolute().parent.name
     for number in range(len(results["tables"])):
-        card.text = _with_section(card.text, results, number, line_break)
-    write_atomically(card_path, str(card).encode("utf-8"))
+        card.text = _with_section(card.text, results, number)
+    write_atomically(card_path, str(card))
     return card_path
 
 
@@ -69,7 +66,7 @@ def check_card(card_path: str | Path) -> Path:
 
 def _read(card_path: Path) -> ModelCard:
     try:
-        return ModelCard(card_path.read_bytes().decode("utf-8"))  # `load` would change the line ends
+        return ModelCard.load(card_path)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(
             f"The `model-index` in the metadata of {card_path} does not have the Hub's form ({error}). Correct or delete it."
@@ -103,21 +100,17 @@ def _eval_results(results: dict[str, Any], task_type: str) -> list[EvalResult]:
     return list(entries.values())
 
 
-def _with_section(body: str, results: dict[str, Any], number: int, line_break: str) -> str:
-    """Replace the section of a table in the text of a card, or add it."""
+def _with_section(body: str, results: dict[str, Any], number: int) -> str:
+    """Replace the section of a table between its marks in the text of a card, or add it."""
     title = results["tables"][number]["title"]
     name = re.sub(r"[^\w.,:-]+", " ", f"{content.benchmark_name(results)}, {title}").replace("--", "-")
     begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
-    section = "\n\n".join([begin, *_section(results, number), end]).replace("\n", line_break)
-    present = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", body, re.DOTALL)
-    if present:
-        return body[: present.start()] + section + body[present.end() :]
-    # No headings in code blocks. Blanks of the same length keep the positions
-    prose = re.sub(r"^```.*?^```", lambda found: " " * len(found[0]), body, flags=re.MULTILINE | re.DOTALL)
-    heading = _NEXT_HEADING.search(prose)
-    if heading:
-        return body[: heading.start()] + section + line_break * 2 + body[heading.start() :]
-    return body.rstrip() + line_break * 2 + section + line_break
+    section = "\n\n".join([begin, *_section(results, number), end])
+    before, was_there, rest = body.partition(begin)
+    if was_there:
+        return before + section + rest.partition(end)[2]
+    before, mark, rest = body.partition(RESULTS)  # where our cards have them; else at the end
+    return f"{before}{section}\n\n{mark}{rest}" if mark else f"{body.rstrip()}\n\n{section}\n"
 
 
 def _section(results: dict[str, Any], number: int) -> list[str]:

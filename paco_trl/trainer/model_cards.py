@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from huggingface_hub import constants
+from huggingface_hub import constants, try_to_load_from_cache
 from peft import PeftModel
 from PIL import Image
 from torch import nn
 from transformers import SchedulerType
 
-from ..cards import Evaluation, ImageSettings, JudgeSettings, LoRA, Reward
+from ..hub.settings import Evaluation, ImageSettings, JudgeSettings, LoRA, Reward
 from ..plots.contact_sheet import CARD_PROMPTS
 from ..plots.scored_sheets import CARD
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
-from ..utils.names import public_name
+from ..utils.names import is_local, public_name
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
 
@@ -38,6 +38,14 @@ def hardware_of(device: torch.device, processes: int) -> str:
         return "CPU" if processes == 1 else f"CPU, {processes} processes"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     return f"{processes} x {name}"
+
+
+def cached_commit(model: str, revision: str | None) -> str | None:
+    """Return the commit of a model that was loaded from the Hub, `None` for a directory."""
+    if is_local(model) or "/" not in model:
+        return None
+    files = (try_to_load_from_cache(model, name, revision=revision) for name in ("model_index.json", "config.json"))
+    return next((Path(path).parent.name for path in files if isinstance(path, str)), None)
 
 
 def dataset_ids(dataset: Dataset, dataset_name: str | None) -> list[str]:
@@ -103,8 +111,8 @@ def image_settings(
     )
 
 
-def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRows) -> str:
-    """Format the arguments with which a pipeline generates the first prompt as in an evaluation."""
+def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRows) -> dict[str, Any]:
+    """Return the arguments with which a pipeline generates the first prompt as in an evaluation."""
     height, width = rows.inference_sizes[0]
     images = [Image.new("RGB", (width, height))] * min(family.max_images, 1) if rows.sources is not None else []
     arguments = family.call_arguments(height, width, args.guidance_scale, images)
@@ -114,11 +122,8 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRo
         }
     arguments["num_inference_steps"] = args.num_inference_steps_eval
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
-    if args.negative_prompt is not None:
-        arguments["negative_prompt"] = args.negative_prompt
-    shown = {name: value for name, value in arguments.items() if value is not None}
-    as_code = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in shown.items()}
-    return ", ".join(f"{name}={value}" for name, value in as_code.items())
+    arguments["negative_prompt"] = args.negative_prompt
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _model_of(reward: Callable) -> str | None:

@@ -25,7 +25,6 @@ from trl.models.utils import prepare_deepspeed
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import identity, use_adapter
 
-from ..cards import ImageModelCard, save_card
 from ..checkpointing.checkpoints import (
     EMA_WEIGHTS,
     POLICY_WEIGHTS,
@@ -48,7 +47,9 @@ from ..checkpointing.weights import (
     use_weights,
     zero_stage_of,
 )
+from ..hub.cards import save_card
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
+from ..hub.settings import ImageModelCard
 from ..plots.contact_sheet import MAX_PROMPTS
 from ..plots.curves import CurvesCallback
 from ..plots.figures import FigureThread
@@ -926,13 +927,21 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def _save_trained(self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True) -> None:
         save_trained(self.model, self.pipeline, weights, folder)
-        save_card(self._model_card(use_ema=use_ema), folder)
+        save_card(self._model_card(use_ema=use_ema), folder, self._pictures(use_ema))
+
+    def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
+        """Return the card's images."""
+        self.figure_thread.wait()
+        return latest_pictures(self.args, self._card_step, use_ema)
+
+    @property
+    def _card_step(self) -> int:
+        return self.state.global_step if self.loaded_step is None else self.loaded_step
 
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
         """Fill in the current card of the averaged weights, or of those of the last step."""
-        self.figure_thread.wait()  # the card shows it
         args, family, prompts = self.args, self.family, self.train_rows
-        step = self.state.global_step if self.loaded_step is None else self.loaded_step
+        step = self._card_step
         history = [entry for entry in self.state.log_history if entry["step"] <= step]
         # A pipeline that was built in memory has no name
         base_model = self.pipeline.name_or_path or type(self.pipeline).__name__
@@ -942,12 +951,13 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if use_ema or args.ema_decay is None:  # evaluations are of the average
             datasets = [*self.eval_dataset] if isinstance(self.eval_dataset, dict) else [None]
             evaluations = evaluation_rows(history, datasets, judges.functions, judges.names)
-        pictures = latest_pictures(args, step, use_ema)
+        pictures = self._pictures(use_ema)
         return ImageModelCard(
             **self._card_fields(base_model, step=step, **fields),
             lora=lora_of(self.model, self.trained_from, self.quantization),
             weights="adapter" if is_adapter else "transformer",
             formats=[*["diffusers"] * hasattr(self.pipeline, "load_lora_weights"), "peft"],
+            family=type(family).__name__,
             pipeline_class=type(self.pipeline).__name__,
             transformer_class=type(self.policy.pipeline.transformer).__name__,
             dtype=str(self.compute_dtype).removeprefix("torch."),
@@ -960,7 +970,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             settings=image_settings(args, prompts, self.prompt_encoder.negative_prompt, step, is_adapter, use_ema),
             rewards=reward_rows(history, *rewards),
             evaluations=evaluations,
-            pictures=pictures,
+            pictures=sorted(pictures),
             gallery=gallery_of(pictures),
         )
 

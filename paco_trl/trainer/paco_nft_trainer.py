@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from ..cards import ImageModelCard
 from ..checkpointing.weights import EMA, use_weights
+from ..hub.settings import ImageModelCard
 from ..rollout import Family, RecordedStep, SDESettings, calls_at, keyed_generator, predict
 from ..utils.devices import to_device
 from ..utils.paper import AWM_PAPER, NFT_PAPER

@@ -27,12 +27,13 @@ from transformers import (
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
-from ..cards import JudgeCard, render_card
 from ..checkpointing.checkpoints import find_checkpoint
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
 from ..data import check_pair_columns
 from ..evaluation import auroc, expected_calibration_error
+from ..hub.cards import save_card
 from ..hub.files import JUDGE_ADAPTER
+from ..hub.settings import JudgeCard
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
@@ -597,7 +598,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             self.processing_class.save_pretrained(folder)
             for name, picture in self.pictures.items():
                 picture.save(folder / name)
-            render_card(self._model_card()).save(folder / "README.md")
+            save_card(self._model_card(), folder)
         if self.args.push_to_hub and not _internal_call:
             self._push_saved(folder)
 

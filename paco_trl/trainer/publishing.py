@@ -10,13 +10,13 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from ..cards import render_card
 from ..hub.account import check_base_model, find_repository, hub_errors, prepare_repository
+from ..hub.cards import save_card
 from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from ..utils.names import is_local, public_name, relative_name
-from .model_cards import LIBRARIES, dataset_ids, hardware_of
+from .model_cards import LIBRARIES, cached_commit, dataset_ids, hardware_of
 
 
 logger = get_logger(__name__)
@@ -139,7 +139,7 @@ class PushesToHub(Trainer):
         """Write the card, of the last step's weights with `use_ema=False`. `None` is what the run knows."""
         if self.is_world_process_zero():
             fields = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "license": license}
-            render_card(self._model_card(**fields, **kwargs)).save(Path(self.args.output_dir) / "README.md")
+            save_card(self._model_card(**fields, **kwargs), self.args.output_dir)
 
     def _card_fields(
         self,
@@ -159,6 +159,7 @@ class PushesToHub(Trainer):
             "title": model_name or (self.hub_model_id or args.hub_model_id or local.name).split("/")[-1],
             "repo_id": repo_id,
             "base_model": base_model,
+            "base_revision": cached_commit(base_model, (args.model_init_kwargs or {}).get("revision")),
             "license": License(license)
             if license is not None
             else base_license(base_model, pusher is not None, token),

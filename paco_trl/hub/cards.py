@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..data import demo_prompts_path, theme_question
-from ..hub.files import PICTURES, SETTINGS
 from ..utils.files import read_template
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
-from .content import ImageModelCard, JudgeCard, Result
+from .files import PICTURES
+from .settings import ImageModelCard, JudgeCard, Result, save_settings
 
 
 # The Hub's names of a judge's metrics, and their labels
@@ -30,11 +32,11 @@ _JUDGE_METRICS = {
 # Values that vLLM accepts for `--max-lora-rank`
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
+# Where an evaluation adds its results to a card
+RESULTS = "<!-- results -->"
+
 _CITATIONS = yaml.safe_load(read_template("citations.yaml"))
 _TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("paco_trl"))
-
-# Code blocks and inline code
-_CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
 def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
@@ -48,10 +50,9 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     lora_rows = card.lora.rows() if card.lora else ()
     shown: dict[str, Any] = {
         "card": card,
+        "results": RESULTS,
         "base_model": base_model,
-        "base_path": (base_path := relative_name(card.base_model)),
-        # If not, only the last part of its path is shown
-        "is_base_below": Path(base_path).resolve() == Path(card.base_model).expanduser().resolve(),
+        "base_path": relative_name(card.base_model),
         "library": f"[paco_trl]({repository()})" if repository() else "paco_trl",
         "repository": repository(),
         "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if "/" in base_model else base_model,
@@ -80,50 +81,33 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     return rendered
 
 
-def save_card(card: ImageModelCard, folder: str | Path) -> None:
-    """
-    Save a card as `README.md` with its images, and what programs read of it as `paco_trl.json`.
-
-    The images of an earlier card that it does not have are removed.
-    """
+def save_card(
+    card: ImageModelCard | JudgeCard, folder: str | Path, pictures: Mapping[str, Path] | None = None
+) -> None:
+    """Save a card as `README.md` and `paco_trl.json`; with its `pictures`, which replace those of an earlier card."""
     folder = Path(folder)
-    for old in [path for pattern in PICTURES for path in folder.glob(pattern)]:
-        if old.relative_to(folder).as_posix() not in card.pictures:
-            old.unlink()
-    for name, source in card.pictures.items():
+    if pictures is not None:
+        for old in [path for pattern in PICTURES for path in folder.glob(pattern)]:
+            if old.relative_to(folder).as_posix() not in pictures:
+                old.unlink()
+    for name, source in (pictures or {}).items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.resolve() != target.resolve():
             shutil.copy(source, target)
-    settings = {"trained_on": card.trained_on, "base_model": public_name(card.base_model)}
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    save_settings(card, folder)
     render_card(card).save(folder / "README.md")
 
 
-def renamed(text: str, old: str, new: str) -> str:
+def card_for(card: ImageModelCard | JudgeCard, repo_id: str, saved: str) -> str:
     """
-    Change the name under which a card's code loads the model, as after an upload.
+    Render a card for the repository that it goes to, and keep what the `saved` one has besides.
 
-    The title, the text, the base model and the served name of a judge are unchanged.
+    Lines that the repository's name changes are replaced, so that results and edits in the saved card stay.
     """
-    name = rf"(?:[^\s\"'=]+/)?{re.escape(old)}"
-    patterns = [
-        # A pipeline loads the base model, which may have the same name
-        rf'(?<!Pipeline)(\.from_pretrained\(\s*(?:[\w.]+,\s*)?"){name}(?=")',
-        rf'(\.load_lora_weights\(\s*"){name}(?=")',
-        # So does vLLM with an adapter
-        rf"(vllm serve ){name}(?!\S)(?!\s*(?:\\\s*)?--enable-lora)",
-        rf"(--lora-modules [^\s=]+=){name}(?!\S)",
-        rf"(paco-trl serve-reward --model_name_or_path ){name}(?![^\s`])",
-    ]
-
-    def in_code(code: re.Match) -> str:
-        changed = code[0]
-        for pattern in patterns:
-            changed = re.sub(pattern, lambda match: match[1] + new, changed)
-        return changed
-
-    return _CODE.sub(in_code, text)
+    lines = [str(render_card(each)).split("\n") for each in (card, replace(card, repo_id=repo_id))]
+    renamed = dict(zip(*lines, strict=True))
+    return "\n".join(renamed.get(line, line) for line in saved.split("\n"))
 
 
 def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
@@ -169,19 +153,22 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
 
 def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
     """Return what the snippets generate: the prompt as code, its layout, and the arguments of the call."""
-    prompt, layout, call = card.prompt, card.layout, card.call
+    prompt, layout, arguments = card.prompt, card.layout, card.call
     if prompt is None and card.trained_on != "sets":
         prompt = "Paint the car red." if card.trained_on == "edits" else "A red fox in the snow."
     elif prompt is None:  # in the format of the paper's prompts
         row = json.loads(demo_prompts_path().read_text(encoding="utf-8").split("\n", 1)[0])
         prompt, layout = row["prompt"], [row["rows"], row["cols"]]
         height, width = (card.settings and card.settings.inference_size) or (row["height"], row["width"])
-        call = ", ".join(filter(None, [f"height={height}, width={width}", call]))
-    call = ", ".join(filter(None, ["image=source" if card.trained_on == "edits" else "", "prompt=prompt", call]))
+        arguments = {"height": height, "width": width, **arguments}
+    given = ["image=source"] if card.trained_on == "edits" else []
+    given.append("prompt=prompt")
+    for name, value in arguments.items():
+        given.append(f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}")
     # Joined, the lines are the prompt
     wrapper = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
     lines = [json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(prompt)]
-    return lines[0] if len(lines) == 1 else "\n    ".join(["(", *lines]) + "\n)", layout, call
+    return lines[0] if len(lines) == 1 else "\n    ".join(["(", *lines]) + "\n)", layout, ", ".join(given)
 
 
 def _pipe_call(arguments: str) -> str:

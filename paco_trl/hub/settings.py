@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the contents of model cards. A field that is `None` or empty is not on the card."""
+"""
+What was trained and how: `paco_trl.json` beside every saved model, of which cards and programs are made.
+
+A field that is `None` or empty is not on the card.
+"""
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from ..hub.licenses import License, base_license
+from ..utils.files import find_model_file, write_atomically
+from ..utils.names import public_name
 from ..utils.paper import PAPER
+from .files import SETTINGS
+from .licenses import License, base_license
 
 
 @dataclass
@@ -233,6 +241,7 @@ class _Card:
     title: str
     repo_id: str  # Hub id, or the name of the directory: what the snippets load
     base_model: str  # Hub id or directory, of whose path a card shows the last part
+    base_revision: str | None = None  # commit of a base model on the Hub
     lora: LoRA | None = None  # the adapter; of a merged model the merged one
     merged_adapter: str | None = None  # Hub id or directory of the merged adapter
     license: License | None = None  # if `None`, the card refers to the base model's
@@ -251,19 +260,20 @@ class ImageModelCard(_Card):
 
     weights: str = "adapter"  # or "transformer", in a directory of that name
     formats: list[str] = field(default_factory=lambda: ["diffusers", "peft"])  # libraries that load the adapter
+    family: str | None = None  # class that knows the model's guidance, layers and sizes
     pipeline_class: str = "DiffusionPipeline"
     transformer_class: str | None = None
     dtype: str = "bfloat16"
     device: str = "cuda"  # where the snippets run
     prompt: str | None = None  # of the snippets; if `None`, a packaged one
     layout: list[int] = field(default_factory=lambda: [1, 1])  # rows and columns of its image
-    call: str = ""  # arguments of the pipeline's call besides the prompt, as code
+    call: dict[str, Any] = field(default_factory=dict)  # arguments of the pipeline's call besides the prompt
     trained_on: str = "sets"  # or "single images" or "edits"
     method: str | None = None  # "PaCo-GRPO", "DiffusionNFT" or "AWM"
     settings: ImageSettings | None = None
     rewards: list[Reward] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)  # the last ones
-    pictures: dict[str, Path] = field(default_factory=dict)  # images of the card, by file name
+    pictures: list[str] = field(default_factory=list)  # file names of the card's images
     gallery: dict[str, str] = field(default_factory=dict)  # prompts of those that the Hub's widget shows
 
 
@@ -278,6 +288,39 @@ class JudgeCard(_Card):
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
 
 
+def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
+    """Save `paco_trl.json`, without paths of this machine."""
+    write_atomically(Path(folder) / SETTINGS, settings_text(card))
+
+
+def settings_text(card: ImageModelCard | JudgeCard) -> str:
+    """Return the content of `paco_trl.json`."""
+    values = {"kind": "judge" if isinstance(card, JudgeCard) else "image model", **asdict(card)}
+    values["license"] = card.license and card.license._asdict()
+    for name in ("base_model", "merged_adapter"):
+        values[name] = values[name] and public_name(values[name])
+    filled = {name: value for name, value in values.items() if value not in (None, [], {})}
+    return json.dumps(filled, indent=2, ensure_ascii=False) + "\n"
+
+
+def load_settings(model: str | Path) -> ImageModelCard | JudgeCard | None:
+    """
+    Load what was saved with a model (Hub id or directory); `None` for one without `paco_trl.json`.
+
+    Raises:
+        ValueError: If the file is not what [`save_settings`] writes.
+    """
+    path = find_model_file(str(model), SETTINGS)
+    if path is None:
+        return None
+    try:
+        return _from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"The {SETTINGS} of '{model}' cannot be read ({type(error).__name__}: {error}). Save the model again."
+        ) from error
+
+
 def load_reference_card(path: str | Path) -> ImageModelCard | JudgeCard:
     """
     Load a reference card from a YAML file.
@@ -285,18 +328,23 @@ def load_reference_card(path: str | Path) -> ImageModelCard | JudgeCard:
     The file has the fields of [`ImageModelCard`] (`kind: image model`) or [`JudgeCard`] (`kind: judge`), with mappings
     for the dataclasses in them. The license is the base model's, and the tables' results are published ones.
     """
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    card = _from_dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    card.license = base_license(card.base_model)
+    return card
+
+
+def _from_dict(values: dict[str, Any]) -> ImageModelCard | JudgeCard:
     is_judge = {"judge": True, "image model": False}[values.pop("kind")]
-    values["lora"] = LoRA(**values["lora"])
-    values["license"] = base_license(values["base_model"])
-    values["settings"] = (JudgeSettings if is_judge else ImageSettings)(**values["settings"])
+    classes = {"lora": LoRA, "license": License, "settings": JudgeSettings if is_judge else ImageSettings}
+    parts = {name: kind(**values[name]) for name, kind in classes.items() if values.get(name)}
     if not is_judge:
-        values["rewards"] = [Reward(**reward) for reward in values["rewards"]]
-    published = values["published"]
-    published["tables"] = [Table(**table) for table in published["tables"]]
-    published["results"] = [Result(**result) for result in published["results"]]
-    values["published"] = Published(**published)
-    return (JudgeCard if is_judge else ImageModelCard)(**values)
+        parts["rewards"] = [Reward(**reward) for reward in values.get("rewards", ())]
+        parts["evaluations"] = [Evaluation(**row) for row in values.get("evaluations", ())]
+    if published := values.get("published"):
+        tables = [Table(**table) for table in published["tables"]]
+        results = [Result(**result) for result in published["results"]]
+        parts["published"] = Published(**{**published, "tables": tables, "results": results})
+    return (JudgeCard if is_judge else ImageModelCard)(**{**values, **parts})
 
 
 def _given(*rows: tuple[str, object]) -> Iterator[tuple[str, str]]:
