@@ -117,13 +117,6 @@ class TestTable:
         assert list(resumed[0]) != list(entries[0])
         assert self.write(resumed, tmp_path).read_text() == text
 
-    def test_what_has_no_value_is_an_empty_cell_and_zero_is_not(self, tmp_path):
-        entries = [train_entry(1, x=None, y=math.nan, z=0.0), train_entry(2, x=1.0, y=2.0, z=3.0, only_here=4)]
-        first, second = read_csv(self.write(entries, tmp_path))
-        assert (first["x"], first["y"], first["only_here"]) == ("", "", "")
-        assert first["z"] == "0.0"
-        assert (second["x"], second["y"], second["only_here"]) == ("1.0", "2.0", "4")
-
 
 @pytest.mark.slow
 class TestPicture:
@@ -136,16 +129,6 @@ class TestPicture:
         assert all(title.startswith(beginning) for title, beginning in zip(titles, beginnings, strict=True))
         with Image.open(tmp_path / "curves.png") as picture:
             assert picture.format == "PNG" and picture.size[0] == 1022
-
-    def test_a_missing_value_is_a_gap(self, tmp_path, drawn):
-        entries = [train_entry(step) for step in (1, 2, 3)]
-        entries[1]["rewards/a/mean"] = None
-        values = line_of(panel(draw(entries, tmp_path / "curves.png", drawn), "a: mean"), "training").get_ydata()
-        assert len(values) == 3 and math.isnan(values[1]) and values[0] == 0.51 and values[2] == 0.53
-        # As when it is left out of what a step logs: nothing was scored
-        del entries[1]["rewards/a/mean"]
-        values = line_of(panel(draw(entries, tmp_path / "curves.png", drawn), "a: mean"), "training").get_ydata()
-        assert len(values) == 3 and math.isnan(values[1])
 
     def test_evaluations_have_intervals_and_a_baseline(self, tmp_path, drawn):
         entries = [eval_entry(0), train_entry(1), train_entry(2), eval_entry(2)]
@@ -178,17 +161,6 @@ class TestPicture:
             entry["rewards/a/tamed"] = 0.0
         axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Spread")
         assert legend_of(axes) == ["a", "b"] and not axes.patches
-
-    def test_ratio_of_rewards_is_to_the_first_of_the_run(self, tmp_path, drawn):
-        entries = [train_entry(step, ("b", "a")) for step in (1, 2, 3)]
-        for entry, ratio in zip(entries, (3.0, None, 2.0), strict=True):
-            entry["rewards/a/ratio"] = ratio
-        del entries[1]["rewards/a/ratio"]  # as where the mean of `b` is 0
-        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Ratio of mean")
-        assert axes.get_title(loc="left") == "Ratio of mean rewards, to b" and legend_of(axes) == ["a"]
-        values = line_of(axes, "a").get_ydata()
-        assert values[0] == 3 and math.isnan(values[1]) and values[2] == 2
-        assert _rgb(line_of(axes, "a")) == _rgb(line_of(panel(drawn[-1], "a: mean"), "training"))
 
     def test_shares_of_rewards_are_stacked_and_have_their_colors(self, tmp_path, drawn):
         entries = [train_entry(step, ("c", "b", "a")) for step in (1, 2, 3)]
@@ -268,16 +240,6 @@ class TestCallback:
         assert os.listdir(tmp_path) == []
         run.log([short_entry(1)])
         assert sorted(os.listdir(tmp_path / "out")) == ["curves.csv", "curves.png"]
-
-    def test_an_evaluation_alone_leaves_the_curves_of_the_folder(self, run):
-        run.log([short_entry(1), short_entry(2)])
-        before = run.csv.read_bytes(), run.png.read_bytes()
-        another = _Run(CurvesCallback(), run.args)
-        another.log([eval_entry(0)])
-        another.end([eval_entry(0)])
-        assert (run.csv.read_bytes(), run.png.read_bytes()) == before
-        another.save([eval_entry(0), short_entry(1)])
-        assert [row["step"] for row in run.table()] == ["0", "1"]
 
     def test_rows_of_a_broken_off_run_vanish(self, run, tmp_path):
         whole = [short_entry(step) for step in range(1, 7)]

@@ -3,7 +3,6 @@
 
 import json
 import math
-import subprocess
 import sys
 import warnings
 
@@ -13,7 +12,7 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
-from paco_trl.evaluation import bootstrap_interval, grid_artifact_score, resolution_transfer
+from paco_trl.evaluation import grid_artifact_score, resolution_transfer
 from paco_trl.evaluation.transfer import (
     LOW_CORRELATION,
     ResolutionTransfer,
@@ -96,12 +95,6 @@ class TestGridArtifactScore:
         assert scores[2] > scores[0] > scores[1]  # green is last to get the grid, red first
         assert grid_artifact_score(Image.fromarray(grid).convert("RGBA"), 16) == pytest.approx(2.0)
 
-    def test_brightness_and_contrast_do_not_matter(self):
-        pixels = np.asarray(planted(on_line=6, elsewhere=4), dtype=int)
-        for image in (pixels + 50, pixels // 2, pixels * 3 // 2, 255 - pixels):
-            assert grid_artifact_score(Image.fromarray(image.astype(np.uint8)), 16) == pytest.approx(0.5)
-        assert grid_artifact_score(planted(on_line=7, elsewhere=4), 16) == pytest.approx(0.75)
-
     def test_constant_image_and_flat_patches(self):
         for color in ((0, 0, 0), (77, 130, 201), (255, 255, 255)):
             assert grid_artifact_score(Image.new("RGB", (64, 64), color), 16) == 0.0
@@ -121,12 +114,6 @@ class TestGridArtifactScore:
                 grid_artifact_score(with_tiles(noise(size, seed, 78, 178), period, 30), period) for seed in range(5)
             ]
             assert min(shown) > 2 * bound  # an effect that this bound tells apart
-
-    def test_rises_with_the_strength(self):
-        image = noise(256, low=60, high=196)
-        scores = [grid_artifact_score(with_tiles(image, 16, strength), 16) for strength in (0, 10, 20, 30, 40, 50)]
-        assert scores == sorted(scores)
-        assert scores[0] < 0.02 and scores[-1] > 0.3
 
     def test_another_period_or_a_shifted_grid_does_not_count(self):
         assert grid_artifact_score(planted(256, 16, 20), 16) == pytest.approx(4.0)
@@ -173,14 +160,6 @@ class TestGridArtifactScore:
             image = Image.fromarray(pixels.astype(np.uint8))
             assert grid_artifact_score(image, 16, rows, cols) == pytest.approx(score, abs=1e-9)
 
-    def test_borders_would_count_if_the_layout_were_not_told(self):
-        # Flat panels: the borders are all that differs, and they lie on lines of the grid
-        steps = np.kron(np.array([[40, 90], [120, 200]]), np.ones((48, 48)))
-        image = Image.fromarray(steps.astype(np.uint8))
-        assert grid_artifact_score(image, 16) == math.inf
-        assert grid_artifact_score(image, 16, 2, 2) == 0.0
-        assert grid_artifact_score(image, 16, 2, 1) == grid_artifact_score(image, 16, 1, 2) == math.inf
-
     def test_soft_borders_of_panels_do_not_count_either(self):
         # Panels of 40 pixels: their borders fall between the lines, on positions 8 and 0 of 16
         levels = np.kron([0, 120, 0, 120], np.ones(40))
@@ -214,22 +193,6 @@ class TestGridArtifactScore:
         assert abs(clean) < 0.06
         assert shown > 0.25
         assert shifted < 0.06
-
-    def test_wrong_input(self):
-        image = planted(64)
-        for period in (1, 0, -16):
-            with pytest.raises(ValueError, match=f"`period` is {period}, but lines .* leave nothing between them"):
-                grid_artifact_score(image, period)
-        for size in ((31, 64), (64, 31)):
-            with pytest.raises(ValueError, match=f"has {size[1]}x{size[0]} pixels"):
-                grid_artifact_score(Image.new("L", size), 16)
-        assert grid_artifact_score(planted(32, on_line=8), 16) == pytest.approx(1.0)
-        with pytest.raises(ValueError, match="does not divide into a 1x3 grid"):
-            grid_artifact_score(image, 16, cols=3)
-        for rows, cols, name in ((1, 4, "column"), (4, 1, "row")):
-            with pytest.raises(ValueError, match=f"No line .* every 16 pixels.*the {name}s of panels are too narrow"):
-                grid_artifact_score(image, 16, rows, cols)
-        assert grid_artifact_score(planted(64, on_line=8), 16, 2, 2) == pytest.approx(1.0)
 
 
 def correlated(num_prompts, per_prompt, rho, seed=0, share=0.0, reward="clip_t"):
@@ -297,21 +260,6 @@ class TestResolutionTransfer:
         (apart,) = resolution_transfer(copies)
         assert apart.high - apart.low < 0.5 * (one.high - one.low)
 
-    def test_more_prompts_narrow_the_interval_and_it_holds_the_truth(self):
-        widths = []
-        for num_prompts in (10, 40, 160):
-            results = [
-                resolution_transfer(correlated(num_prompts, 4, 0.7, seed, share=0.5), n_resamples=300)[0]
-                for seed in range(30)
-            ]
-            widths.append(np.mean([result.high - result.low for result in results]))
-            assert np.mean([result.low <= 0.7 <= result.high for result in results]) >= 0.8
-            assert np.mean([result.low <= 0.1 <= result.high for result in results]) < 0.3
-        assert widths[0] > 1.5 * widths[1] > 2.25 * widths[2]
-        (sure,) = resolution_transfer(correlated(40, 4, 0.7), confidence_level=0.99)
-        (usual,) = resolution_transfer(correlated(40, 4, 0.7))
-        assert sure.low < usual.low < usual.high < sure.high
-
     def test_scale_order_and_labels_do_not_matter_but_the_seed_does(self):
         pairs = correlated(12, 3, 0.7)
         (result,) = resolution_transfer(pairs)
@@ -376,15 +324,6 @@ class TestResolutionTransfer:
         both = only([0.1, 0.2, 0.4], [0.1, 0.3, 0.2], [7, 7, 8])
         assert not math.isnan(both.low) and both.note == ""
 
-    def test_resamples_without_spread_are_left_out(self):
-        # One image per prompt: one draw in 9 holds a single image three times, and has no correlation
-        pairs = ScorePairs(["a", "b", "c"], {"r": [0.1, 0.2, 0.4]}, {"r": [0.3, 0.5, 0.6]})
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            (result,) = resolution_transfer(pairs)
-        assert -1 <= result.low <= result.correlation + 1e-9
-        assert result.high == pytest.approx(1.0)  # two distinct images lie on a line
-
     def test_resamples_of_a_single_image_are_left_out_in_spite_of_rounding(self):
         for seed in range(20):
             rng = np.random.default_rng(seed)
@@ -393,26 +332,6 @@ class TestResolutionTransfer:
             assert result.correlation < 0
             # Every draw that has a correlation has a negative one
             assert -1 <= result.low <= result.high < 0
-
-    def test_comes_without_torch_and_is_the_function_whatever_was_imported_first(self):
-        code = (
-            "import sys; from paco_trl.evaluation.transfer import ScorePairs;"
-            "import paco_trl.evaluation; from paco_trl.evaluation import grid_artifact_score, resolution_transfer;"
-            "assert callable(resolution_transfer) and callable(paco_trl.evaluation.resolution_transfer);"
-            "loaded = {'torch', 'transformers', 'matplotlib'} & set(sys.modules); assert not loaded, loaded;"
-            "assert 'scipy' in sys.modules"
-        )
-        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    def test_interval_of_a_shift_is_not_that_of_the_mean(self):
-        # A reward that is lower at one resolution throughout carries over all the same
-        pairs = correlated(20, 4, 0.9)
-        pairs.inference["clip_t"] = [score - 100 for score in pairs.inference["clip_t"]]
-        (result,) = resolution_transfer(pairs)
-        low, high = bootstrap_interval(pairs.inference["clip_t"], pairs.prompts)
-        assert low < result.inference_mean < high < -99
-        assert result.correlation == pytest.approx(0.9, abs=0.05)
 
 
 class TestTransferText:
@@ -477,24 +396,3 @@ class TestPicture:
         assert places[1][:, 1].min() > middle[1]  # right: x = 1
         assert np.ptp(places[1][:, 0]) > 0.2 * pixels.shape[0]  # both of its pairs
         assert "matplotlib.pyplot" not in sys.modules or "pyplot" not in save_resolution_transfer.__code__.co_names
-
-    def test_missing_pairs_are_not_plotted_and_rewards_have_panels(self, tmp_path):
-        def size_and_ink(pairs):
-            save_resolution_transfer(resolution_transfer(pairs), pairs, tmp_path / "transfer.png")
-            with Image.open(tmp_path / "transfer.png") as image:
-                pixels = np.asarray(image.convert("RGB")).astype(int)
-            return image.size, int((np.ptp(pixels, axis=-1) > 40).sum())  # coloured: points
-
-        pairs = correlated(10, 4, 0.8)
-        (width, height), points = size_and_ink(pairs)
-        some = ScorePairs(pairs.prompts, {"clip_t": pairs.training["clip_t"][:4] + [NAN] * 36}, pairs.inference)
-        assert 0 < size_and_ink(some)[1] < 0.3 * points
-        none = ScorePairs(pairs.prompts, {"clip_t": [NAN] * 40}, pairs.inference)
-        assert size_and_ink(none) == ((width, height), 0)
-        names = ["r0", "r1", "r2", "r3"]
-        many = ScorePairs(
-            pairs.prompts,
-            dict.fromkeys(names, pairs.training["clip_t"]),
-            dict.fromkeys(names, pairs.inference["clip_t"]),
-        )
-        assert size_and_ink(many)[0] == pytest.approx((2 * width, 2 * height), abs=3)

@@ -228,20 +228,6 @@ class TestScore:
         assert message["role"] == "user"
         assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
 
-    @pytest.mark.parametrize(
-        ("images", "prompts", "message"),
-        [
-            ([PAIR, PAIR[:1]], QUESTION, r"`images\[1\]` is 1 images"),
-            ([PAIR, PAIR], [QUESTION], "1 questions for 2 pairs"),
-        ],
-    )
-    def test_invalid_questions_are_not_sent(self, server, judge, images, prompts, message):
-        with pytest.raises(ValueError, match=message):
-            judge.score(images, prompts)
-        with pytest.raises(ValueError, match=message):
-            judge.explain(images, prompts)
-        assert server.requests == []
-
     def test_explain(self, server, judge, caplog):
         server.fault = lambda number: "400" if POISON in question_of(server.requests[number]) else None
         assert judge.explain([PAIR, PAIR], [QUESTION, POISON], 64) == ["Yes. Alike?", None]
@@ -283,14 +269,6 @@ class TestFaultsThatPass:
         with pytest.raises(JudgeUnavailableError, match="timeout"):
             make_judge(server, timeout=30.0).score([PAIR], QUESTION)
         assert len(server.requests) > 3
-
-    def test_again_when_the_server_wants_it(self, server, judge, clock):
-        server.fault, server.retry_after = {0: "429", 1: "429"}.get, "50.5"
-        clock.forward_when(lambda: len(server.requests) == 2, 49.0)
-        started = time.monotonic()
-        assert judge.score([PAIR], QUESTION) == [RIGHT]
-        # The first retry is this package's own, and the second waits for what the clock leaves of it
-        assert len(server.requests) == 3 and time.monotonic() - started > 1
 
     def test_restarted_in_the_middle_of_many(self, server, make_judge, caplog):
         server.fault = lambda number: "hang" if number > 10 else None
@@ -388,27 +366,6 @@ class TestUnavailable:
                 judge.score([PAIR], QUESTION)
             assert len(server.requests) == 1  # no retries
             assert make_judge(server, "base").score([PAIR], QUESTION) == [RIGHT]
-
-    def test_has_the_model_but_no_chat(self, server, judge):
-        server.fault = lambda number: "404"
-        with pytest.raises(JudgeUnavailableError, match="/chat/completions"):
-            judge.score([PAIR], QUESTION)
-        assert len(server.requests) == 1
-
-    def test_wrong_path(self, server, make_judge):
-        judge = make_judge(server.url.removesuffix("/v1") + "/v2")
-        for ask in (judge.check, lambda: judge.score([PAIR], QUESTION)):
-            with pytest.raises(JudgeUnavailableError, match="/v2"):
-                ask()
-        assert server.requests == [] and len(server.paths) == 3
-
-    @pytest.mark.parametrize("reply", [b"<html>Hello</html>", b"{}", b"null", b'{"data": 3}'])
-    def test_no_list_of_models(self, server, judge, reply):
-        server.models_reply = reply
-        with pytest.raises(JudgeUnavailableError, match="no list of models"):
-            judge.check()
-        server.models_reply = None
-        judge.check()
 
     def test_after_one_is_found_the_others_are_not_asked(self, make_judge):
         with JudgeServer(log_odds, key="another", latency=0.05) as server:
@@ -568,15 +525,6 @@ class TestConnections:
         assert ended[0] == child and os.waitstatus_to_exitcode(ended[1]) == 0
         assert judge.score([PAIR], QUESTION) == [RIGHT]
 
-    def test_a_judge_of_another_process_is_refused(self, server, make_judge, monkeypatch):
-        judge = make_judge(server)
-        assert judge.score([PAIR], QUESTION) == [RIGHT]
-        client = judge._client
-        monkeypatch.setattr(client, "_process", client._process + 1)  # as after a fork
-        with pytest.raises(RuntimeError, match="another process"):
-            judge.score([PAIR], QUESTION)
-        client._process -= 1
-
     def test_cancelled(self, server, make_judge):
         server.fault = lambda number: "hang"
         judge = make_judge(server, max_concurrency=4)
@@ -676,20 +624,6 @@ class TestImages:
         # Twin: copies are images of their own
         judge.score([tuple(image.copy() for image in pair) for pair in combinations(images, 2)], QUESTION)
         assert len(saved) == 5 + 12
-
-    @pytest.mark.parametrize(
-        ("source", "message"),
-        [
-            ("/nowhere/image.png", "First image of pair 1 .*nowhere"),
-            (noise(0, (5600, 14)), "First image of pair 1 .*ratio"),
-        ],
-    )
-    def test_unreadable_images_are_not_sent(self, server, judge, source, message):
-        with pytest.raises(ValueError, match=message):
-            judge.score([PAIR, (source, PAIR[0])], QUESTION)
-        with pytest.raises(ValueError, match=message.replace("First", "Second")):
-            judge.score([PAIR, (PAIR[0], source)], QUESTION)
-        assert server.requests == []
 
 
 class TestSameAsInTheProcess:
