@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from paco_trl.plots import curves
-from paco_trl.plots.curves import CurvesCallback, history_rows, plot_curves, running_mean, write_curves_csv
+from paco_trl.plots.curves import CurvesCallback, history_rows, plot_curves, write_curves_csv
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 
 
@@ -124,7 +124,7 @@ class TestPicture:
         entries = [train_entry(step, ("a", "b")) for step in range(1, 9)]
         figure = draw(entries, tmp_path / "curves.png", drawn)
         titles = list(panels_of(figure))
-        beginnings = ["a: mean", "b: mean", "Spread", "Share", "Ratio of mean", "Clip", "|ratio - 1|", "Seconds"]
+        beginnings = ["a: mean", "b: mean", "Spread", "Share", "Clip", "|ratio - 1|", "Seconds"]
         assert len(titles) == len(beginnings)
         assert all(title.startswith(beginning) for title, beginning in zip(titles, beginnings, strict=True))
         with Image.open(tmp_path / "curves.png") as picture:
@@ -141,26 +141,14 @@ class TestPicture:
         baseline = line_of(axes, "baseline")
         assert baseline.get_linestyle() == "--" and set(baseline.get_ydata()) == {0.37}
 
-    @pytest.mark.slow
     def test_spread_and_where_a_reward_was_tamed(self, tmp_path, drawn):
         entries = [train_entry(step, ("a", "b")) for step in (1, 2, 3)]
-        for entry in entries:
-            entry["rewards/b/tamed"] = 0.0
+        for entry, tamed in zip(entries, (1.0, 0.0, 1.0), strict=True):
+            entry |= {"rewards/a/tamed": tamed, "rewards/b/tamed": 0.0}
         axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Spread")
-        assert legend_of(axes) == ["a", "b", "tamed (bar above)"]
-        assert line_of(axes, "b").get_ydata().tolist() == [0.2 + 0.1] * 3
-        (strip,) = axes.patches  # of `a` alone
-        assert strip.get_facecolor()[:3] == pytest.approx(_rgb(line_of(axes, "a")))
-        values, edges, _ = strip.get_data()
-        assert np.isfinite(values).tolist() == [True, False, True] and edges.tolist() == [0.5, 1.5, 2.5, 3.5]
-        # The strip is above the curves
-        bottom = axes.get_ylim()[1] * strip.get_data().baseline
-        assert bottom > 0.3
-
-        for entry in entries:
-            entry["rewards/a/tamed"] = 0.0
-        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "Spread")
-        assert legend_of(axes) == ["a", "b"] and not axes.patches
+        assert legend_of(axes) == ["a", "a, tamed", "b"]
+        assert line_of(axes, "a, tamed").get_xdata().tolist() == [1, 3]
+        assert _rgb(line_of(axes, "a, tamed")) == _rgb(line_of(axes, "a"))
 
     def test_shares_of_rewards_are_stacked_and_have_their_colors(self, tmp_path, drawn):
         entries = [train_entry(step, ("c", "b", "a")) for step in (1, 2, 3)]
@@ -198,33 +186,26 @@ class TestPicture:
         assert [baseline.tolist() for _, _, baseline in data] == [[low, low] for low in [0, *tops[:-1]]]
         assert legend_of(axes) == ["train", "reward", "rollout", "encode"]
 
-    def test_a_long_run_has_running_means(self, tmp_path, drawn):
+    def test_a_long_run_has_means_over_spans(self, tmp_path, drawn):
         entries = [train_entry(step, ("a", "b")) for step in range(1, 3001)]
         for entry in entries:
-            entry["rewards/a/mean"] = entry["step"] % 2
+            entry["rewards/a/mean"] = entry["step"] % 3 if entry["step"] % 2 else None
         figure = draw(entries, tmp_path / "curves.png", drawn, steps_per_round=2)
-        raw, mean = panel(figure, "a: mean").lines
-        assert set(raw.get_ydata()) == {0, 1} and mean.get_label() == "training"
-        assert np.abs(mean.get_ydata()[50:-50] - 0.5).max() < 0.02
+        (line,) = panel(figure, "a: mean").lines
+        assert len(line.get_xdata()) == 200 and line.get_xdata()[0] == 8  # of 1 to 15
+        assert np.abs(line.get_ydata() - 1).max() < 0.2
         values, edges, _ = panel(figure, "Seconds").patches[-1].get_data()
         assert len(values) == 200 and edges[0] == 0.5 and edges[-1] == 3000.5
-        assert values == pytest.approx(10)
-        assert "running means" in figure.axes[-1].get_xlabel()
+        assert values == pytest.approx(10) and "200th" in figure.axes[-1].get_xlabel()
         short = draw(entries[:200], tmp_path / "curves.png", drawn)
-        assert len(panel(short, "a: mean").lines) == 1 and "means" not in short.axes[-1].get_xlabel()
+        assert len(line_of(panel(short, "b: mean"), "training").get_xdata()) == 200
+        assert "200th" not in short.axes[-1].get_xlabel()
 
 
 def _rgb(line):
     from matplotlib.colors import to_rgb
 
     return to_rgb(line.get_color())
-
-
-def test_running_mean():
-    values = np.array([1.0, 2.0, math.nan, 4.0, 9.0])
-    assert np.array_equal(running_mean(values, 1), values, equal_nan=True)
-    assert np.allclose(running_mean(values, 3), [1.5, 1.5, math.nan, 6.5, 6.5], equal_nan=True)
-    assert np.allclose(running_mean(values, 100), [4, 4, math.nan, 4, 4], equal_nan=True)
 
 
 class TestCallback:
@@ -367,4 +348,4 @@ def test_a_run_has_its_curves(make_trainer, prompts, tmp_path, drawn):
 
     assert (tmp_path / "out" / "curves.png").is_file()
     figure = next(figure for figure in reversed(drawn) if "optimizer step" in figure.axes[-1].get_xlabel())
-    assert len(figure.axes) == 8  # two rewards, spread, share, ratio, clipping, deviation, time
+    assert len(figure.axes) == 7  # two rewards, spread, share, clipping, deviation, time

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import cycle
 from numbers import Real
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ from .figures import new_figure, png_bytes
 logger = logging.getLogger(__name__)
 
 PLOT_PAUSE = 60  # seconds between curves at logs
-MANY_POINTS = 200  # a line of more is noise: its running mean is plotted over it
+MANY_POINTS = 200  # a line of more is noise: means over as many spans are plotted
 MAX_LABEL = 30  # letters that fit next to the panels
 _COLORS = ("#1f77b4", "#e8710a", "#2a9d3a", "#8e5fc4", "#c2185b", "#6d4c41", "#00838f", "#9e9d24")
 _EVAL_STYLES = (("0.1", "o"), ("#d62728", "s"), ("#7b1fa2", "D"), ("#00695c", "^"), ("#ad6800", "v"))
@@ -62,6 +63,7 @@ def write_curves_csv(rows: list[dict[str, float]], path: str | Path) -> None:
 
 def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round: int = 1) -> bool:
     """Plot the metrics of a run in panels, one below the other. Without any, return `False` and write nothing."""
+    is_long, rows = len(rows) > MANY_POINTS, _thin_out(rows)
     panels = list(_panels(rows, steps_per_round))
     if not panels:
         return False
@@ -83,7 +85,7 @@ def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round:
     margin = max(0.5, 0.01 * (steps[-1] - steps[0]))
     all_axes[-1].set_xlim(steps[0] - margin, steps[-1] + margin)
     all_axes[-1].xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-    means = " (thick lines: running means over a sixtieth of the run)" if len(rows) > MANY_POINTS else ""
+    means = f" (each point is the mean of a {MANY_POINTS}th of the run)" * is_long
     all_axes[-1].set_xlabel(f"optimizer step{means}", fontsize=8.5)
     height = 0.3 + sum(heights) + _GAP * (len(heights) - 1) + 0.45  # with room for the title and the ticks
     figure.set_size_inches(_WIDTH, height)
@@ -148,9 +150,9 @@ def _panels(rows: list[dict], steps_per_round: int) -> Iterator[_Panel]:
     evaluated = [match for name in names if (match := re.fullmatch(r"(eval(?:_.+?)?)_rewards/(.+)/mean", name))]
     prefixes = sorted({match[1] for match in evaluated})
     colors = dict(zip(sorted(trained | {match[2] for match in evaluated}), cycle(_COLORS), strict=False))
-    spread, shares, ratios = (
+    spread, shares = (
         {reward: color for reward, color in colors.items() if f"rewards/{reward}/{metric}" in names}
-        for metric in ("h", "share", "ratio")
+        for metric in ("h", "share")
     )
     for reward, color in colors.items():  # a panel each, because their ranges differ, some by a factor of a hundred
         plot = partial(_plot_reward, reward=reward, color=color, prefixes=prefixes)
@@ -160,10 +162,6 @@ def _panels(rows: list[dict], steps_per_round: int) -> Iterator[_Panel]:
     if len(shares) > 1:
         title = "Share of each reward in the differences within a group (1: it decides alone)"
         yield title, partial(_plot_shares, colors=shares)
-    if ratios:
-        others = [reward for reward in trained if reward not in ratios]  # the run's first reward has no ratio
-        first = _label(others[0]).strip() if len(others) == 1 else "the first reward"
-        yield f"Ratio of mean rewards, to {first}", partial(_plot_rewards, metric="ratio", colors=ratios)
     if names & {f"clip_ratio/{part}_mean" for part, _, _ in _CLIPPED}:
         yield "Clip fraction", _plot_clipping
     found = (re.fullmatch(r"(ratio_deviation(?:_on_policy)?)/step_(\d+)", name) for name in names)
@@ -193,26 +191,15 @@ def _plot_reward(axes: Axes, rows: list[dict], reward: str, color: str, prefixes
                 axes.axhline(baseline, label=_label(f"baseline{name}"), **style)
 
 
-def _plot_rewards(axes: Axes, rows: list[dict], metric: str, colors: dict[str, str]) -> None:
-    for reward, color in colors.items():
-        _line(axes, *_series(rows, f"rewards/{reward}/{metric}", "rewards/"), color, _label(reward))
-
-
 def _plot_spread(axes: Axes, rows: list[dict], colors: dict[str, str]) -> None:
-    _plot_rewards(axes, rows, "h", colors)
-    highest, top = axes.dataLim.y1, 1.0  # of the lines, and of the next strip, in other coordinates
-    # A strip above the lines for each tamed reward: markers on the lines would hide them in a long run
-    height = min(0.08, 0.5 / len(colors))
     for reward, color in colors.items():
-        steps, tamed = _series(rows, f"rewards/{reward}/tamed", "rewards/")
+        steps, spread = _series(rows, f"rewards/{reward}/h", "rewards/")
+        _line(axes, steps, spread, color, _label(reward))
+        _, tamed = _series(rows, f"rewards/{reward}/tamed", "rewards/")
         if (tamed > 0).any():
-            strip = np.where(tamed > 0, top, np.nan)
-            style: dict = {"transform": axes.get_xaxis_transform(), "linewidth": 0}
-            axes.stairs(strip, _edges(steps), baseline=top - 0.7 * height, fill=True, color=color, **style)
-            top -= height
-    if top < 1:
-        axes.fill_between([], [], color="0.6", label="tamed (bar above)")
-    axes.set_ylim(0, highest / (top - 0.05) if highest > 0 else 1)
+            label = _label(f"{reward}, tamed")
+            axes.plot(steps[tamed > 0], spread[tamed > 0], "v", color=color, markersize=4, label=label)
+    axes.set_ylim(bottom=0)
 
 
 def _plot_shares(axes: Axes, rows: list[dict], colors: dict[str, str]) -> list:
@@ -225,9 +212,7 @@ def _plot_shares(axes: Axes, rows: list[dict], colors: dict[str, str]) -> list:
 
 def _plot_clipping(axes: Axes, rows: list[dict]) -> None:
     for part, label, color in _CLIPPED:
-        series = _series(rows, f"clip_ratio/{part}_mean", "clip_ratio/")
-        # Nothing is clipped before the first update of a round: single values of a long run would fill the panel
-        _line(axes, *series, color, label, raw=False)
+        _line(axes, *_series(rows, f"clip_ratio/{part}_mean", "clip_ratio/"), color, label)
     axes.set_ylim(bottom=0)
 
 
@@ -256,13 +241,11 @@ def _plot_time(axes: Axes, rows: list[dict], phases: list[str], steps_per_round:
         steps, seconds = _series(rows, f"time/{phase}", "time/")
         values.append(seconds if phase == "train" else seconds / steps_per_round)
     handles, totals = _stack(axes, steps, values, {phase: _PHASES[phase] for phase in phases})
-    if len(totals := totals[np.isfinite(totals)]):
-        highest, typical = totals.max(), float(np.median(totals))
-        # The first round encodes all prompts of a run, which would flatten the rest
-        if highest > 4 * typical > 0:
-            axes.set_ylim(0, 2.5 * typical)
-            style: dict = {"transform": axes.transAxes, "fontsize": 7.5, "ha": "right", "va": "top", "color": "0.3"}
-            axes.text(0.99, 0.94, f"cut off: up to {highest:.3g} s", **style)
+    highest, typical = np.nanmax(totals, initial=0.0), np.nanmedian(totals)
+    # The first round encodes all prompts of a run, which would flatten the rest
+    if highest > 4 * typical > 0:
+        axes.set_ylim(0, 2.5 * typical)
+        axes.set_title(f"(cut off: up to {highest:.3g} s)", fontsize=7.5, loc="right", pad=4)
     return handles
 
 
@@ -273,19 +256,23 @@ def _series(rows: list[dict], name: str, group: str) -> tuple[np.ndarray, np.nda
     return np.array([row["step"] for row in chosen]), np.where(np.isfinite(values), values, np.nan)
 
 
-def _line(
-    axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str, linestyle: str = "-", raw: bool = True
-) -> None:
-    """Plot a line: with points if there are few values, and as a running mean over them if there are many."""
-    if not np.isfinite(values).any():
-        return
-    style: dict = {"color": color, "linewidth": 1.3, "linestyle": linestyle, "label": label, "clip_on": False}
-    if len(steps) <= MANY_POINTS:
+def _thin_out(rows: list[dict]) -> list[dict]:
+    """Average a long run over spans of steps, of which there are `MANY_POINTS`: more points would be noise."""
+    if len(rows) <= MANY_POINTS:
+        return rows
+    spans = []
+    for place in range(MANY_POINTS):
+        span = rows[place * len(rows) // MANY_POINTS : (place + 1) * len(rows) // MANY_POINTS]
+        names = set().union(*span)
+        values = {name: [row[name] for row in span if math.isfinite(row.get(name, math.nan))] for name in names}
+        spans.append({name: fmean(numbers) if numbers else math.nan for name, numbers in values.items()})
+    return spans
+
+
+def _line(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str, linestyle: str = "-") -> None:
+    if np.isfinite(values).any():
+        style: dict = {"color": color, "linewidth": 1.3, "linestyle": linestyle, "label": label, "clip_on": False}
         axes.plot(steps, values, marker=".", markersize=4 if len(steps) <= 50 else 2, **style)
-        return
-    if raw:
-        axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.25)
-    axes.plot(steps, running_mean(values, len(steps) // 60), **style)
 
 
 def _stack(
@@ -294,26 +281,11 @@ def _stack(
     """Stack areas (label and color); return their handles from the top, and the upper edge of the last one."""
     stacked = np.cumsum(values, axis=0)  # (areas, steps)
     stacked[:, np.isnan(stacked[-1])] = np.nan  # a step that lacks one of them is a gap, not a lower stack
-    edges = _edges(steps)
-    if len(steps) > MANY_POINTS:  # means over as many spans
-        spans = np.array_split(np.ma.masked_invalid(stacked), MANY_POINTS, axis=1)
-        stacked = np.ma.stack([span.mean(axis=1) for span in spans], axis=1).filled(np.nan)
-        edges = edges[np.cumsum([0, *(span.shape[1] for span in spans)])]
     below = np.zeros_like(stacked[0])
     for color, above in zip(areas.values(), stacked, strict=True):
-        axes.stairs(above, edges, baseline=below, fill=True, color=color, linewidth=0)
+        axes.stairs(above, _edges(steps), baseline=below, fill=True, color=color, linewidth=0)
         below = np.nan_to_num(above)
     return [Patch(color=color, label=label) for label, color in reversed(areas.items())], stacked[-1]
-
-
-def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Average the values, (N,), around each one, fewer at the ends; NaN counts as missing and remains NaN."""
-    known = np.isfinite(values)
-    # The sum over a window is the difference of two sums from the left
-    sums, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(known, values, 0.0), known))
-    starts = np.arange(len(values)) - window // 2
-    left, right = np.maximum(starts, 0), np.minimum(starts + window, len(values))
-    return np.where(known, (sums[right] - sums[left]) / np.maximum(counts[right] - counts[left], 1), np.nan)
 
 
 def _edges(steps: np.ndarray) -> np.ndarray:
