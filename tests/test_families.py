@@ -1136,6 +1136,22 @@ class TestLongCatImageEdit:
                 encode(prompt=" ".join(["a"] * 513), scale=1 / 16)
 
 
+def test_a_source_keeps_the_size_that_it_has():
+    pipeline = object.__new__(pipeline_qwenimage_edit.QwenImageEditPipeline)
+    own = pipeline_qwenimage_edit.calculate_dimensions
+    with qwen_image.fixed_sizes(pipeline, [Image.new("RGB", (96, 32))]):
+        assert pipeline_qwenimage_edit.calculate_dimensions(1024**2, 3.0)[:2] == (96, 32)
+    assert pipeline_qwenimage_edit.calculate_dimensions is own
+
+
+def test_longcat_shortens_a_prediction_to_the_norm_of_the_conditional_one_and_never_lengthens_it():
+    guide = longcat_image.LongCatImageFamily().guide
+    conditional = torch.tensor([[[3.0, 4.0]]])  # norm 5
+    longer, shorter = guide(conditional, torch.zeros(1, 1, 2), 2.0), guide(conditional, 2 * conditional, 1.5)
+    assert torch.allclose(longer, conditional)  # of norm 10 without it
+    assert torch.allclose(shorter, conditional / 2)  # its own norm
+
+
 class TestQwenImage21:
     def test_images_are_in_rgb_on_white(self, setup_of):
         setup = setup_of("qwen-2.1")

@@ -18,6 +18,7 @@ from paco_trl.rollout import (
     FlowMatchSDEScheduler,
     FluxFamily,
     PipelinePolicy,
+    RecordedStep,
     SDESettings,
     cast_floating_inputs,
     family_of,
@@ -26,6 +27,7 @@ from paco_trl.rollout import (
     step_std,
 )
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
+from paco_trl.rollout.policy import share_tensors
 
 
 NUM_STEPS, SIZE, GUIDANCE = 4, 32, 3.5
@@ -478,6 +480,17 @@ class TestSignature:
 
         with pytest.raises(RuntimeError, match="called for images of 32 x 32 pixels and generated 32 x 16"):
             generate(build_policy(loaded, SmallFamily()), prompt_arguments, None)
+
+
+def test_only_tensors_with_the_same_values_are_shared():
+    prompt = torch.rand(2, 3)
+    calls = [{"repeated": prompt.clone(), "other": prompt + 1, "view": prompt[:]}]
+    (record,) = share_tensors(
+        [RecordedStep(0, 1.0, 0.5, 0.5, prompt, prompt, None, calls)], {"a": prompt}, {"a": prompt}
+    )
+    (call,) = record.calls
+    assert call["repeated"] is prompt and call["view"] is prompt
+    assert call["other"] is calls[0]["other"]
 
 
 class TestCastFloatingInputs:
