@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from .aggregation import AggregationDetails, aggregate_rewards
     from .baselines import ClipIReward, DreamSimReward
     from .clip import ClipTReward, PickScoreReward
-    from .image_rewards import DuplicateReward, LayoutReward, OcrReward
+    from .image_rewards import (
+        DuplicateReward,
+        LayoutReward,
+        OcrReward,
+        panel_similarity_reward,
+        redness_reward,
+    )
     from .judge import Answer, Judge, JudgeUnavailableError, ServedJudge, yes_probability
     from .judge_rewards import ConsistencyReward, EditReward
-    from .pixels import panel_similarity_reward, redness_reward
 
 __all__ = [
     "AggregationDetails", "Answer", "ClipIReward", "ClipTReward", "ConsistencyReward", "DreamSimReward",

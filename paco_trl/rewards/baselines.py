@@ -55,6 +55,7 @@ class DreamSimScorer:
             Whether `dreamsim` may run code from GitHub. Required unless a model is given.
     """
 
+    name = "DreamSim"
     reads_questions = False
 
     def __init__(
@@ -65,17 +66,12 @@ class DreamSimScorer:
         batch_size: int = 32,
         trust_remote_code: bool = False,
     ):
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
-        if (model is None) != (preprocess is None):
-            raise ValueError("`model` and `preprocess` belong together, but only one is given. Pass both or neither.")
-        if model is None and not trust_remote_code:
+        if (model is None or preprocess is None) and not trust_remote_code:
             raise ValueError(
                 "The package dreamsim runs code from GitHub (`torch.hub`, facebookresearch/dino) and downloads weights "
                 "that are not safetensors. If you trust it, pass `trust_remote_code=True`; or pass a built `model` with "
                 "its `preprocess`."
             )
-        self.name = "DreamSim"
         self.model_name = self.name if model is None else None  # for cards
         self.device = torch.device(device) if device is not None else PartialState().device
         self.batch_size = batch_size
@@ -99,11 +95,8 @@ class DreamSimScorer:
             with torch.no_grad():
                 distances = self.model(firsts, seconds)  # (B,)
             similarities += (1 - distances.float().reshape(len(batch))).tolist()
-        for index, similarity in enumerate(similarities):
-            if not math.isfinite(similarity):
-                raise ValueError(
-                    f"The {self.name} score of pair {index} is {similarity}. Check the weights of the model."
-                )
+        if not all(map(math.isfinite, similarities)):
+            raise ValueError(f"A score of {self.name} is not finite. Check the weights of the model.")
         return similarities
 
 
@@ -111,10 +104,7 @@ def _load_dreamsim(device):
     try:
         from dreamsim import dreamsim
     except ImportError as error:
-        raise ImportError(
-            'DreamSim requires its package, which is not installed: `pip install "paco_trl[dreamsim]"`. Or pass a built '
-            "`model` with its `preprocess`."
-        ) from error
+        raise ImportError('DreamSim requires its package: `pip install "paco_trl[dreamsim]"`.') from error
     from huggingface_hub.constants import HF_HOME
 
     # dreamsim's default is `models` in the working directory

@@ -38,8 +38,6 @@ class ClipEmbedder:
         *,
         processor: str | Path | None = None,
     ):
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
         check_model_name(model)
         self.device = device
         self.batch_size = batch_size
@@ -74,10 +72,7 @@ class ClipEmbedder:
         # One copy: indexing on the accelerator waits for it as well
         embeds = torch.cat(embeds).float().cpu() if embeds else torch.empty(0, self.model.config.projection_dim)
         if not embeds.isfinite().all():
-            raise ValueError(
-                f"Embeddings of {self.model.name_or_path} are not finite: its weights are not, or overflow in their dtype. "
-                "Use `dtype=torch.float32`, or check the weights."
-            )
+            raise ValueError(f"Embeddings of {self.model.name_or_path} are not finite. Use `dtype=torch.float32`.")
         embeds = torch.nn.functional.normalize(embeds, dim=-1)
         rows = {key: row for row, key in enumerate((*objects, *distinct))}
         return embeds[[rows[id(image)] for image in images]], embeds[[rows[text] for text in texts]]  # (..., D)
@@ -161,11 +156,10 @@ class ClipTReward(ClipEmbedder):
       the fraction of texts that are longer than CLIP's 77 tokens.
     - Cost: per panel one forward pass of the vision tower (by default a ViT-H/14 at 224 x 224 pixels), and per
       distinct text one of the text encoder.
-    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3; the model is that of its published code, a
-      [CLIP](https://arxiv.org/abs/2103.00020) trained by [OpenCLIP](https://arxiv.org/abs/2212.07143).
-    - License of the weights: see the model card.
+    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3; the model is that of its published code. For
+      the license of the weights see its card.
 
-    The model is loaded at construction, frozen and in eval mode, and stays on the CPU until the first call.
+    The model is loaded at construction and stays on the CPU until the first call.
 
     Args:
         model (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
@@ -220,10 +214,8 @@ class PickScoreReward(ClipEmbedder):
 
     - Range: `exp(logit_scale)` * cosine / 26, mostly 0.7 to 0.9 with the published weights. The divisor is that of
       Flow-GRPO and of the published PaCo presets.
-    - Cost: per panel or image one forward pass of a ViT-H/14 at 224 x 224 pixels, and per distinct text one of the
-      text encoder. The model has about 1 billion parameters, 4 GB in float32.
-    - Source: [Pick-a-Pic](https://arxiv.org/abs/2305.01569).
-    - License of the weights: see the model card.
+    - Cost: as [`ClipTReward`]; about 1 billion parameters, 4 GB in float32.
+    - Source: [Pick-a-Pic](https://arxiv.org/abs/2305.01569). For the license of the weights see the model card.
 
     Args:
         model (`str` or `Path`, *optional*, defaults to `"yuvalkirstain/PickScore_v1"`):

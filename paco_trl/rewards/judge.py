@@ -98,10 +98,8 @@ def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
     """Check that each item is a pair, and make it a tuple."""
     for index, pair in enumerate(images):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            what = f"{len(pair)} images" if isinstance(pair, (list, tuple)) else type(pair).__name__
             raise ValueError(
-                f"`images[{index}]` is {what}, not a pair. Pass a list of pairs, `[(first, second), ...]`; for larger "
-                "sets, use `score_sets` of `PaCoReward`."
+                f"`images[{index}]` is not a pair. Pass `[(first, second), ...]`; for sets, `score_sets`."
             )
     return [(first, second) for first, second in images]
 
@@ -224,13 +222,11 @@ class ServedJudge:
     patch_size: int = 14
 
     def __post_init__(self, api_key: str | None):
-        if not self.timeout <= self.time_budget:
+        if not self.timeout <= self.time_budget or self.image_format not in _SAVE_OPTIONS:
             raise ValueError(
-                f"`timeout` is {self.timeout} and `time_budget` is {self.time_budget}, but `timeout` (of a request) must be "
-                "at most `time_budget` (of a question with its retries)."
+                f"`image_format` must be 'png' or 'jpeg', but is {self.image_format!r}, and `timeout` ({self.timeout}) at "
+                f"most `time_budget` ({self.time_budget})."
             )
-        if self.image_format not in _SAVE_OPTIONS:
-            raise ValueError(f"`image_format` is {self.image_format!r}, but must be 'png' or 'jpeg'.")
         self._client = ChatClient(
             self.base_url,
             self.model,
@@ -357,8 +353,7 @@ class ServedJudge:
         except BaseExceptionGroup as problems:
             raise problems.exceptions[0] from None
         answers = [task.result() for task in tasks]
-        reasons = Counter(answer.reason for answer in answers if answer.reason is not None)
-        if reasons:
+        if reasons := Counter(answer.reason for answer in answers if answer.reason is not None):
             counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
             logger.warning(f"{reasons.total()} of {len(answers)} questions to {self.name} have no answer: {counted}.")
         return answers

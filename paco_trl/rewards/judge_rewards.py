@@ -348,13 +348,8 @@ class EditReward(JudgedReward):
         name = "images" if columns.get("images") is not None else "image"
         rows = column_of(columns.get(name), name, len(completions), "`EditReward`")
         rows = [list(row) if name == "images" else [row] for row in rows]
-        for index, sources in enumerate(rows):
-            for source in sources:
-                if not isinstance(source, Image.Image):
-                    raise ValueError(
-                        f"`{name}` of image {index} is {str(source)[:100]}, not a PIL image. Cast the column to "
-                        "`datasets.Image()`, or fill it."
-                    )
+        if not all(isinstance(source, Image.Image) for sources in rows for source in sources):
+            raise ValueError(f"`{name}` must have PIL images. Cast the column to `datasets.Image()`, and fill it.")
         return [
             [
                 WeightedQuestion(_shrunk(source), edited, question(prompt))

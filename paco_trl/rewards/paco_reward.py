@@ -107,8 +107,6 @@ class PaCoReward:
         batch_size: int = 8,
         system_prompt: str | None = None,
     ):
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
         self.model = model.eval()
         self.processor = processor
         self.yes_id, self.no_id = decision_token_ids(processor.tokenizer)
@@ -292,9 +290,8 @@ class PaCoReward:
                 Question for each set, or one for all; see [`~PaCoReward.score`].
         """
         prompts = broadcast_questions(prompts, len(image_sets), "sets")
-        for index, images in enumerate(image_sets):
-            if not isinstance(images, (list, tuple)) or len(images) < 2:
-                raise ValueError(f"`image_sets[{index}]` is {images!r}, not a list of at least two images.")
+        if any(not isinstance(images, (list, tuple)) or len(images) < 2 for images in image_sets):
+            raise ValueError("Each of `image_sets` must be a list of at least two images.")
         pairs = [pair for images in image_sets for pair in combinations(images, 2)]
         counts = [len(images) * (len(images) - 1) // 2 for images in image_sets]
         questions = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
@@ -390,8 +387,8 @@ class PaCoReward:
                 for index, answer in zip(indices, read(inputs), strict=True):
                     if any(map(math.isnan, answer.values() if isinstance(answer, dict) else [answer])):
                         raise ValueError(
-                            f"The score of {noun} {index} is not a number: the weights of {self.name!r} are not finite "
-                            f"or overflow in {self.model.dtype}. Use `dtype='float32'`, or check the weights."
+                            f"The score of {noun} {index} is not a number: the weights of {self.name!r} are not finite, "
+                            f"or overflow in {self.model.dtype} (use `dtype='float32'`)."
                         )
                     answers[index] = answer
                 progress.update(len(indices))
@@ -477,9 +474,8 @@ def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
         encoded = tokenizer.encode(answer, add_special_tokens=False)
         if len(encoded) != 1:
             raise ValueError(
-                f"The tokenizer {type(tokenizer).__name__} encodes {answer!r} as {len(encoded)} tokens "
-                f"({tokenizer.convert_ids_to_tokens(encoded)}). The score is the probability of Yes against No at one "
-                "position, so each must be one token: use a model whose tokenizer has both, such as Qwen2.5-VL."
+                f"The tokenizer {type(tokenizer).__name__} encodes {answer!r} as {len(encoded)} tokens, but a judge reads "
+                "Yes against No at one position. Use a model whose tokenizer has both, such as Qwen2.5-VL."
             )
         ids += encoded
     return ids[0], ids[1]
@@ -517,8 +513,7 @@ def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
     base = config.base_model_name_or_path
     if not base:
         raise ValueError(
-            f"The adapter {model!r} does not name its base model: `base_model_name_or_path` in its adapter_config.json "
-            "is empty. Set it to the model's Hub id or directory."
+            f"Set `base_model_name_or_path` in the adapter_config.json of {model!r}: it names no base model."
         )
     base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     if config.revision is not None:
@@ -533,8 +528,7 @@ def _check_loading(model: str, info: dict) -> None:
         counts = [f"{len(names)} weights are {kind} ({names[0]}, ...)" for kind, names in faults.items() if names]
         raise ValueError(
             f"The weights of {model!r} do not match its config.json: {'; '.join(counts)}. Such a judge would score at "
-            "random. The files are incomplete, or from another version of transformers: save the model again with a "
-            "current version."
+            "random. Save the model again with a current version of transformers."
         )
 
 
@@ -556,10 +550,7 @@ def safetensors_of(adapter: str, **hub_kwargs) -> str:
     """Return the path of an adapter's safetensors file; PEFT would fall back to a pickle."""
     weights = find_model_file(adapter, "adapter_model.safetensors", **hub_kwargs)
     if weights is None:
-        raise ValueError(
-            f"The adapter {adapter!r} has no adapter_model.safetensors. Other formats are pickles, which can run code: "
-            "convert it to safetensors."
-        )
+        raise ValueError(f"The adapter {adapter!r} has no adapter_model.safetensors; other formats can run code.")
     return weights
 
 
@@ -586,7 +577,6 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
     except (UserWarning, ValueError, RuntimeError) as error:
         raise ValueError(
             f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(error)[:300]} "
-            "It was trained on another model, or with another version of transformers that names layers differently: "
-            "merge it with that version and pass the merged model."
+            "If another version of transformers trained it, merge it with that version."
         ) from error
     return model
