@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -17,11 +18,9 @@ from PIL import Image
 from trl import GRPOConfig, SFTConfig
 
 import launching
-from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoRewardTrainer, commands
 from paco_trl.commands import build_arguments, evaluate_reward, evaluation_arguments, reward
-from paco_trl.commands.doctor import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
-from paco_trl.commands.space import SpaceArguments
 from paco_trl.data import make_pair
 from paco_trl.rewards import ConsistencyReward, ServedJudge, panel_similarity_reward, redness_reward
 
@@ -251,11 +250,12 @@ class TestOptions:
                 "config",
             ),
         }
-        others = others.union(
-            *map(script_options, SCRIPTS),
-            *({field.name for field in dataclasses.fields(options)} for options in (PlanArguments, SpaceArguments)),
-            *(inspect.signature(reward.__init__).parameters for reward in (ConsistencyReward, ServedJudge)),
-        )
+        for module in pkgutil.iter_modules(commands.__path__, "paco_trl.commands."):
+            for item in vars(importlib.import_module(module.name)).values():
+                if dataclasses.is_dataclass(item):
+                    others |= {field.name for field in dataclasses.fields(item)}
+        for reward in (ConsistencyReward, ServedJudge):
+            others |= set(inspect.signature(reward.__init__).parameters)
         for name in re.findall(r"`(?:--)?(\w+)=[^`]+`|`--(\w+)[^`]*`", prose_of(page)):
             assert (name[0] or name[1]) in OPTIONS | others | LAUNCH, name
 
