@@ -61,7 +61,7 @@ def build(folder: Path, args: argparse.Namespace, figures: multiprocessing.Queue
     """Cut, pair, rank and save."""
     from datasets import Dataset, Image, disable_progress_bars
 
-    from paco_trl.dataset_building.pair_panels import cut_panels, instances_to_rankings, make_instances
+    from paco_trl.dataset_building.panels import cut_panels, instances_to_rankings, make_instances
     from paco_trl.utils.stage_folder import StageFolder
 
     disable_progress_bars()

@@ -24,8 +24,13 @@ from datasets import Image as ImageFeature
 from PIL import Image, ImageDraw
 
 from paco_trl.dataset_building import export_label_studio, import_annotations, read_annotations
-from paco_trl.dataset_building.annotation_app import serve_annotation
-from paco_trl.dataset_building.annotation_work import AnnotationWork, is_gold_turn, next_instance, shown_order
+from paco_trl.dataset_building.annotate import (
+    AnnotationWork,
+    is_gold_turn,
+    next_instance,
+    serve_annotation,
+    shown_order,
+)
 
 
 COLORS = ["#cc3311", "#ee7733", "#ddcc33", "#33aa55", "#3377bb", "#332288", "#aa3377", "#bbbbbb"]
@@ -393,8 +398,8 @@ def test_hosts_and_ports(world, folder, caplog, monkeypatch):
 
 def test_a_second_process_is_refused(world, folder):
     pytest.importorskip("gradio")
-    file = folder.parent / "other.json"
-    file.write_text(json.dumps([{"annotator": "bob", "instance": world.instances[0]["id"], "ranking": [0, 1, 2, 3]}]))
+    file = folder.parent / "other.jsonl"
+    file.write_text(json.dumps({"annotator": "bob", "instance": world.instances[0]["id"], "ranking": [0, 1, 2, 3]}))
     with served(world, folder):
         with pytest.raises(ValueError, match="Another run"), served(world, folder):
             pass
@@ -502,5 +507,3 @@ def test_label_studio_there_and_back(world, folder, tmp_path):
     assert not (tmp_path / "nothing").exists()
     with pytest.raises(ValueError, match="is not below"):
         export_label_studio(world.instances, world.panels, world.prompts, tmp_path / "tasks.json", tmp_path)
-    with pytest.raises(ValueError, match=r"must end in \.json"):
-        export_label_studio(world.instances, world.panels, world.prompts, tmp_path / "tasks.csv", root)

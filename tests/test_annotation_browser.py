@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("gradio")
 playwright = pytest.importorskip("playwright.sync_api")
 
-from paco_trl.dataset_building.annotation_work import shown_order  # noqa: E402
+from paco_trl.dataset_building.annotate import shown_order  # noqa: E402
 from test_annotation_app import THEME, World, make_world, read_lines, served  # noqa: E402
 
 

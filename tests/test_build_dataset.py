@@ -100,6 +100,10 @@ def loaded(folder: Path):
     return load_from_disk(folder / "dataset")
 
 
+def write_lines(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 class TestStages:
     def test_from_prompts_to_pairs(self, generated, tmp_path, capsys):
         folder = tmp_path / "build"
@@ -195,12 +199,9 @@ class TestRankings:
     def test_by_hand_and_back(self, planted, planted_once, tmp_path):
         """Tasks go to another tool, and what comes back becomes pairs and held-out rankings."""
         world = planted.world
-        planted("export", file=tmp_path / "tasks.json")
-        tasks = json.loads((tmp_path / "tasks.json").read_text())
         with contextlib.chdir(planted_once[0]):  # the copy has the paths of its images
-            run("export", what="label_studio", file=tmp_path / "project.json")
-        project = json.loads((tmp_path / "project.json").read_text())
-        assert [row["data"]["instance"] for row in project] == [task["instance"] for task in tasks]
+            run("export", file=tmp_path / "tasks.json")
+        tasks = [task["data"] for task in json.loads((tmp_path / "tasks.json").read_text())]
         rows = {row["id"]: row for row in world.instances}
         records = []
         for task in tasks:
@@ -210,12 +211,10 @@ class TestRankings:
             for annotator in ("anna", "ben"):
                 records.append({"annotator": annotator, "instance": task["instance"], "ranking": order})
             records.append({"annotator": "carl", "instance": task["instance"], "ranking": order[::-1]})
-        (tmp_path / "back.json").write_text(json.dumps(records))
-        (tmp_path / "gold.json").write_text(
-            json.dumps([{**record, "annotator": "expert"} for record in records[:30:3]])
-        )
-        planted("import", file=tmp_path / "back.json")
-        folder = planted("pairs", test_size=0.2, max_rankings=20, gold=tmp_path / "gold.json")
+        write_lines(tmp_path / "back.jsonl", records)
+        write_lines(tmp_path / "gold.jsonl", [{**record, "annotator": "expert"} for record in records[:30:3]])
+        planted("import", file=tmp_path / "back.jsonl")
+        folder = planted("pairs", test_size=0.2, max_rankings=20, gold=tmp_path / "gold.jsonl")
         report = json.loads((folder / "pairs" / "report.json").read_text())
         assert report["ranking"]["annotators"]["carl"]["gold_agreement"] == 0
         assert report["ranking"]["pairwise_agreement"] == pytest.approx(1 / 3)
@@ -227,7 +226,7 @@ class TestRankings:
             record["ranking"] for record in records if record["instance"] == rankings[0]["id"]
         )
         # Without carl all votes are for what is true
-        planted("pairs", test_size=0.2, gold=tmp_path / "gold.json", min_gold_agreement=0.5)
+        planted("pairs", test_size=0.2, gold=tmp_path / "gold.jsonl", min_gold_agreement=0.5)
         report = json.loads((folder / "pairs" / "report.json").read_text())
         assert report["ranking"]["excluded"] == ["carl"]
         assert list(report["ranking"]["annotators"]) == ["anna", "ben"]
@@ -236,15 +235,13 @@ class TestRankings:
             is_consistent = row["completion"][0]["content"] == "Yes"
             assert world.is_consistent(*row["panels"]) or not is_consistent
             assert row["votes"]["no" if is_consistent else "yes"] == 0
-        planted("export", file=tmp_path / "all.csv", what="annotations")
-        assert len((tmp_path / "all.csv").read_text().splitlines()) == 1 + len(records)
 
     def test_construction_is_not_a_vote_along_with_people(self, planted, tmp_path):
         names = planted.world.instances["id"]
         lines = [{"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in names]
-        (tmp_path / "anna.json").write_text(json.dumps(lines))
+        write_lines(tmp_path / "anna.jsonl", lines)
         planted("rank")
-        planted("import", file=tmp_path / "anna.json")
+        planted("import", file=tmp_path / "anna.jsonl")
         rankings = tmp_path / "build/rankings/dataset"
         for annotators, kinds, has_rankings in (
             (["automatic", "anna"], ["automatic", "people"], True),
@@ -410,8 +407,8 @@ class TestPublish:
         planted("rank")
         names = planted.world.instances["id"]
         rankings = [{"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in names]
-        (tmp_path / "anna.json").write_text(json.dumps(rankings))
-        planted("import", file=tmp_path / "anna.json")
+        write_lines(tmp_path / "anna.jsonl", rankings)
+        planted("import", file=tmp_path / "anna.jsonl")
         planted("pairs", test_size=0.2, annotators=["anna", "automatic"])
         count = len(loaded(tmp_path / "build/pairs")["train"])
         with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):

@@ -1,30 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings of texts, and the selection of prompts that cover all others."""
 
-import importlib
 import json
 import logging
 import shutil
+import sys
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertModel, CLIPModel, CLIPProcessor, CLIPTextModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
-from paco_trl.dataset_building import text_embeddings
-from paco_trl.dataset_building.diversify import diversify, diversify_prompts
-from paco_trl.tiny import build_tiny_clip
-
-
-# The package has the function under this name
-module = importlib.import_module("paco_trl.dataset_building.diversify")
-
-
-def embed_texts(*args, **kwargs) -> np.ndarray:
-    return text_embeddings.embed_texts(*args, **kwargs)[0]
+from paco_trl.dataset_building.diversify import diversify, diversify_prompts, embed_texts
 
 
 TEXTS = [
@@ -42,7 +32,7 @@ BERT_LENGTH = 48
 
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory):
-    """Folder of a BERT with random weights."""
+    """Folder of a sentence-embedding model: a BERT with random weights, whose tokens are averaged."""
     folder = tmp_path_factory.mktemp("models") / "tiny-bert"
     backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -51,8 +41,9 @@ def tiny_bert(tmp_path_factory):
     backend.train_from_iterator(sentences, trainers.WordPieceTrainer(vocab_size=400, special_tokens=special))
     backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        model_max_length=BERT_LENGTH,
+    )  # fmt: skip
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -63,123 +54,44 @@ def tiny_bert(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def tiny_clip(tmp_path_factory):
-    return build_tiny_clip(tmp_path_factory.mktemp("models") / "tiny-clip")
-
-
-def hidden_states(folder, text):
-    """Of one text alone, without padding."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    inputs = tokenizer([text], return_tensors="pt", truncation=True, max_length=BERT_LENGTH)
-    model = BertModel.from_pretrained(folder).eval()
-    with torch.no_grad():
-        return model(input_ids=inputs["input_ids"]).last_hidden_state[0]  # (T, D)
-
-
-def unit(vector):
-    return (vector / vector.norm()).numpy()
-
-
-def test_sentences_are_the_mean_of_their_tokens(tiny_bert):
-    embeddings = embed_texts(tiny_bert, TEXTS, batch_size=3)
-    assert embeddings.dtype == np.float32 and embeddings.shape == (5, 32)
-    assert np.abs(np.linalg.norm(embeddings, axis=1) - 1).max() < 1e-5
-    for text, embedding in zip(TEXTS, embeddings, strict=True):  # whatever the order and the others of a batch
-        assert np.abs(embedding - unit(hidden_states(tiny_bert, text).mean(0))).max() < 1e-5
+def test_embeddings_are_those_of_each_text_alone(tiny_bert):
+    embeddings, cut = embed_texts(tiny_bert, TEXTS)
+    assert cut == 1 and embeddings.dtype == np.float32 and embeddings.shape == (5, 32)
+    tokenizer, model = PreTrainedTokenizerFast.from_pretrained(tiny_bert), BertModel.from_pretrained(tiny_bert).eval()
+    for text, embedding in zip(TEXTS, embeddings, strict=True):
+        with torch.no_grad():
+            hidden = model(tokenizer([text], return_tensors="pt", truncation=True)["input_ids"]).last_hidden_state[
+                0
+            ]  # (T, D)
+        mean = hidden.mean(0)
+        assert np.abs(embedding - (mean / mean.norm()).numpy()).max() < 1e-5
     assert (embeddings @ embeddings.T)[np.triu_indices(5, 1)].max() < 0.99  # they do differ
 
 
-@pytest.mark.parametrize(
-    ("pooling", "is_cls"),
-    [
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 32}, True),
-        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "include_prompt": True}, False),
-        ({"pooling_mode": "cls"}, True),
-        ({"pooling_mode": "mean"}, False),
-    ],
-)
-def test_pooling_saved_with_the_model(tiny_bert, tmp_path, pooling, is_cls):
-    folder = shutil.copytree(tiny_bert, tmp_path / "model")
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    hidden = hidden_states(tiny_bert, TEXTS[1])
-    mean, cls = unit(hidden.mean(0)), unit(hidden[0])
-    assert np.abs(mean - cls).max() > 1e-2
-    assert np.abs(embed_texts(folder, TEXTS)[1] - (cls if is_cls else mean)).max() < 1e-5
+def test_long_texts_are_cut_and_counted(tiny_bert, caplog):
+    long = ["a cat and a dog " * 100, "a cat and a dog " * 100 + " in a red house", *TEXTS[:2]]
+    with caplog.at_level(logging.WARNING):
+        embeddings, cut = embed_texts(tiny_bert, long)
+    assert cut == 2 and f"longer than the {BERT_LENGTH} tokens" in caplog.text
+    assert np.abs(embeddings[0] - embeddings[1]).max() < 1e-6 < np.abs(embeddings[0] - embeddings[2]).max()
 
 
-@pytest.mark.parametrize(
-    "pooling", [{"pooling_mode": "lasttoken"}, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, {}]
-)
-def test_a_pooling_that_is_not_known(tiny_bert, tmp_path, pooling):
-    folder = shutil.copytree(tiny_bert, tmp_path / "model")
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    with pytest.raises(ValueError, match="pools by"):
-        embed_texts(folder, TEXTS)
-
-
-def test_what_would_give_other_embeddings_is_refused(tiny_bert, tmp_path):
-    folder = shutil.copytree(tiny_bert, tmp_path / "model")
-    expected = embed_texts(folder, TEXTS)
-
-    def write(name, value):
-        (folder / name).write_text(json.dumps(value))
-
-    modules = [
-        {"idx": 0, "type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Dense")
-    ]
-    prompts = {"query": "query: ", "document": ""}
-    for name, value, token in [
-        ("modules.json", modules, "Dense"),
-        ("config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": "query"}, "query: "),
-    ]:
-        write(name, value)
-        with pytest.raises(ValueError, match=token):
-            embed_texts(folder, TEXTS)
-        (folder / name).unlink()
-    # What changes nothing
-    write("modules.json", [*modules[:2], {"idx": 2, "type": "sentence_transformers.models.Normalize"}])
-    for default in (None, "document"):
-        write("config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": default})
-        assert np.array_equal(embed_texts(folder, TEXTS), expected)
-
-
-def test_a_clip_gives_what_it_compares_with_images(tiny_clip, tmp_path):
-    processor, model = CLIPProcessor.from_pretrained(tiny_clip), CLIPModel.from_pretrained(tiny_clip)
-    for text, embedding in zip(TEXTS, embed_texts(tiny_clip, TEXTS), strict=True):
-        inputs = processor.tokenizer([text], return_tensors="pt", truncation=True, max_length=77)
-        with torch.no_grad():
-            expected = model.get_text_features(**inputs).pooler_output[0]
-        assert np.abs(embedding - unit(expected)).max() < 1e-5
-    # The text part alone, as a diffusers pipeline has it, has no projection
-    CLIPTextModel.from_pretrained(tiny_clip).save_pretrained(tmp_path)
-    processor.tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="text part"):
-        embed_texts(tmp_path, TEXTS)
-
-
-def test_long_texts_are_cut_and_counted(tiny_bert, tiny_clip, caplog):
-    for model, length in ((tiny_bert, BERT_LENGTH), (tiny_clip, 77)):
-        long = ["a cat and a dog " * 100, "a cat and a dog " * 100 + " in a red house", *TEXTS[:2]]
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            embeddings = embed_texts(model, long, batch_size=1)
-        messages = [record.getMessage() for record in caplog.records if "longer than" in record.getMessage()]
-        assert len(messages) == 1 and f"2 of 4 texts are longer than the {length} tokens" in messages[0]
-        assert np.abs(embeddings[0] - embeddings[1]).max() < 1e-6 < np.abs(embeddings[0] - embeddings[2]).max()
-        caplog.clear()
-        embed_texts(model, TEXTS[:2])
-        assert "longer than" not in caplog.text
-
-
-def test_what_cannot_be_embedded(tiny_bert, tmp_path):
+def test_what_cannot_be_embedded(tiny_bert, tmp_path, monkeypatch):
     folder = shutil.copytree(tiny_bert, tmp_path / "pickled")
     torch.save(BertModel.from_pretrained(tiny_bert).state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(OSError, match="safetensors"):
         embed_texts(folder, TEXTS)
+    # Code of the model is not run
+    folder = shutil.copytree(tiny_bert, tmp_path / "code")
+    (folder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": "own.Transformer"}]))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\nclass Transformer: pass\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        embed_texts(folder, TEXTS)
+    assert not (tmp_path / "was-run").exists()
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ImportError, match=r"paco_trl\[embeddings\]"):
+        embed_texts(tiny_bert, TEXTS)
 
 
 # ---- Selection ----
@@ -240,14 +152,6 @@ def test_the_greedy_selection(num_neighbors, seed):
     assert diversify(embeddings, 5, 0.95, num_neighbors).indices.tolist() == expected[:5]
 
 
-def test_blocks_do_not_matter(monkeypatch):
-    embeddings = random_units(60)
-    whole = diversify(embeddings, 12, num_neighbors=5)
-    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 60 * 7)
-    in_blocks = diversify(embeddings, 12, num_neighbors=5)
-    assert in_blocks.indices.tolist() == whole.indices.tolist() and in_blocks[1:] == whole[1:]
-
-
 def test_ties_go_to_the_first():
     corners = np.eye(6, dtype=np.float32)
     assert diversify(corners, 3).indices.tolist() == [0, 1, 2]
@@ -300,7 +204,7 @@ def test_what_cannot_be_selected_from():
     assert diversify(good[:1], 1).indices.tolist() == [0]
 
 
-def test_prompts_are_embedded_and_selected(tiny_bert, tiny_clip):
+def test_prompts_are_embedded_and_selected(tiny_bert):
     prompts = load_image_set_prompts(demo_prompts_path())
     # Each twice, the second time with the end of a panel changed
     rows = [dict(row) for row in prompts]
@@ -308,18 +212,14 @@ def test_prompts_are_embedded_and_selected(tiny_bert, tiny_clip):
         {**row, "id": row["id"] + "-copy", "panels": [*row["panels"][:-1], row["panels"][-1] + "!"]} for row in rows
     ]
     doubled = Dataset.from_list([*rows, *copies])
-    for model in (tiny_bert, tiny_clip):
-        selected, report = diversify_prompts(doubled, model, 8, duplicate_threshold=0.9999)
-        ids = [name.removesuffix("-copy") for name in selected["id"]]
-        assert len(set(ids)) == 8 and selected.column_names == doubled.column_names
-        assert report["prompts"] == 48 and report["selected"] == 8 and report["texts cut"] > 0
-        assert report["near-duplicates left out"] >= 8
-        assert 0 < report["coverage"] <= 1
-    again, _ = diversify_prompts(doubled, tiny_clip, 8, duplicate_threshold=0.9999)
-    assert again["id"][:] == selected["id"][:]
+    selected, report = diversify_prompts(doubled, tiny_bert, 8, duplicate_threshold=0.9999)
+    ids = [name.removesuffix("-copy") for name in selected["id"]]
+    assert len(set(ids)) == 8 and selected.column_names == doubled.column_names
+    assert report["prompts"] == 48 and report["selected"] == 8 and report["texts cut"] > 0
+    assert report["near-duplicates left out"] >= 8 and 0 < report["coverage"] <= 1
     without_theme = doubled.remove_columns("theme")
-    assert len(diversify_prompts(without_theme, tiny_clip, 8, duplicate_threshold=0.9999)[0]) == 8
+    assert len(diversify_prompts(without_theme, tiny_bert, 8, duplicate_threshold=0.9999)[0]) == 8
     with pytest.raises(ValueError, match="num_selected"):
         diversify_prompts(doubled, "no-such/model", 49)
     with pytest.raises(ValueError, match="columns"):
-        diversify_prompts(Dataset.from_dict({"prompt": ["a"]}), tiny_clip, 1)
+        diversify_prompts(Dataset.from_dict({"prompt": ["a"]}), tiny_bert, 1)

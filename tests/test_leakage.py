@@ -6,7 +6,7 @@ import random
 import pytest
 
 from paco_trl.data.texts import normalized, words_of
-from paco_trl.dataset_building.split import connected_prompts
+from paco_trl.dataset_building.pairs import connected_prompts
 from paco_trl.image_benchmarks import find_leaks
 from paco_trl.image_benchmarks.leakage import NEAR_DUPLICATE
 

@@ -19,7 +19,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from paco_trl.data import check_ranking_columns, rankings_to_pairs, split_grid
-from paco_trl.dataset_building.pair_panels import cut_panels, instances_to_rankings, make_instances, pixels_sha256
+from paco_trl.dataset_building.panels import cut_panels, instances_to_rankings, make_instances, pixels_sha256
 from paco_trl.dataset_building.sample_sheet import grids_sheet, instances_sheet
 from paco_trl.utils.stage_folder import StageFolder
 
@@ -121,7 +121,7 @@ class TestResume:
         broken = Path(paths(grids)[3])
         content = broken.read_bytes()
         broken.write_bytes(content[:-100])  # its header is whole
-        with pytest.raises(ValueError, match=r"The grid 'b/1' cannot be read: .*truncated"):
+        with pytest.raises(ValueError, match=r"'b/1' .*truncated"):
             cut_panels(grids, folder)
         assert not folder.is_done
         done = [record["grid"] for record in folder.journal("panels").records]
@@ -166,9 +166,8 @@ class TestBadGrids:
         ("spoil", "token"),
         [
             (lambda rows: Image.new("RGB", (16, 15)).save(rows[2]["image"]), "'b/0'.*15x16"),
-            (lambda rows: Path(rows[1]["image"]).unlink(), "'a/1' has no file"),
-            (lambda rows: Path(rows[1]["image"]).write_text("no image"), "'a/1' cannot be read"),
-            (lambda rows: [row.pop("seed") for row in rows], "no column 'seed'"),
+            (lambda rows: Path(rows[1]["image"]).unlink(), "'a/1' .*No such file"),
+            (lambda rows: Path(rows[1]["image"]).write_text("no image"), "'a/1' .*cannot identify"),
             (lambda rows: [row.update(image={"bytes": Path(row["image"]).read_bytes(), "path": "0.png"}) for row in rows],
              "'a/0'.* no image given by its path"),
         ],
@@ -248,7 +247,6 @@ class TestInstances:
             (lambda row: row["id"].startswith("b/1/"), r"'b' lacks the panels \[\(1, 0\)"),
             (lambda row: row["id"] == "b/1/3", r"'b' lacks the panels \[\(1, 3\)\]"),
             (lambda row: row["position"] > 0, "'a'.* panels in a grid"),
-            (lambda row: True, "no rows"),
         ],
     )
     def test_what_is_missing_is_named(self, left_out, token):
@@ -316,14 +314,12 @@ class TestSheets:
         panels = cut_panels(grids, StageFolder(tmp_path / "panels"))
         prompts = Dataset.from_list([{"id": name, "prompt": f"The prompt {name} costs $5 and $6"} for name in "abc"])
 
-        sheet = grids_sheet(grids, prompts, tmp_path / "grids.png", max_prompts=2)
-        assert seen(sheet, colours) == colours[:4]  # two of three prompts, from the first
-        with Image.open(tmp_path / "grids.png") as saved:
-            assert saved.size == sheet.size
-        assert seen(grids_sheet(grids, prompts, tmp_path / "grids.png"), colours) == colours
+        grids_sheet(grids, prompts, tmp_path / "grids.png", max_prompts=2)
+        assert seen(Image.open(tmp_path / "grids.png"), colours) == colours[:4]  # two of three prompts, from the first
 
         instances = make_instances(panels)
-        sheet = instances_sheet(instances.select([4]), panels, prompts, tmp_path / "instances.png")
+        instances_sheet(instances.select([4]), panels, prompts, tmp_path / "instances.png")
+        sheet = Image.open(tmp_path / "instances.png")
         # Reference b/0/0, candidates b/0/1 and b/1/1
         assert instances["id"][4] == "b/0/0/1"
         darker = [tuple(value // 2 for value in colour) for colour in colours]
@@ -339,7 +335,7 @@ def seen(sheet: Image.Image, colours: list[tuple]) -> list[tuple]:
 
 
 def test_importing_is_light():
-    code = "import sys, paco_trl.dataset_building.grids, paco_trl.dataset_building.pair_panels, \
+    code = "import sys, paco_trl.dataset_building.grids, paco_trl.dataset_building.panels, \
 paco_trl.dataset_building.sample_sheet, paco_trl.dataset_building.publish; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
 'PIL') if m in sys.modules])"
     done = subprocess.run(

@@ -20,13 +20,13 @@ from chat_server import ChatServer, answer
 from judge_server import LoopClock
 from paco_trl.data import parse_image_set_prompt
 from paco_trl.data.image_sets import check_image_set_columns, format_image_set_prompt
-from paco_trl.dataset_building.write_prompts import CATEGORIES, DIMENSIONS, write_prompts
+from paco_trl.dataset_building.prompts import CATEGORIES, DIMENSIONS, write_prompts
 from paco_trl.utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError, Reply
 from paco_trl.utils.stage_folder import StageFolder
 
 
 # The package has the function under this name
-module = importlib.import_module("paco_trl.dataset_building.write_prompts")
+module = importlib.import_module("paco_trl.dataset_building.prompts")
 
 
 KEY = "key-that-nobody-may-see"

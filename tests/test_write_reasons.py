@@ -16,14 +16,14 @@ from chat_server import ChatServer, answer
 from judge_server import pictures_of
 from paco_trl.data import check_pair_columns, criterion_question, decision_of, theme_question, validate_pairs
 from paco_trl.data.pairs import make_pair, pair_features
-from paco_trl.dataset_building.write_prompts import DIMENSIONS
-from paco_trl.dataset_building.write_reasons import VISIBLE_ATTRIBUTES, check_reasons, write_reasons
+from paco_trl.dataset_building.prompts import DIMENSIONS
+from paco_trl.dataset_building.reasons import VISIBLE_ATTRIBUTES, check_reasons, write_reasons
 from paco_trl.utils.chat import EndpointUnavailableError
 from paco_trl.utils.stage_folder import StageFolder
 
 
 # The package has the function under this name
-module = importlib.import_module("paco_trl.dataset_building.write_reasons")
+module = importlib.import_module("paco_trl.dataset_building.reasons")
 
 
 COLOURS = ["red", "green", "blue", "yellow", "purple", "orange"]

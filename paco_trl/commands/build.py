@@ -194,8 +194,7 @@ def make_panels(args: arguments.PanelsArguments) -> None:
 # 4. Ranking: by people in a Gradio app or in another tool, by a judge, by construction
 def annotate(args: arguments.AnnotateArguments) -> None:
     """Serve the app in which people rank."""
-    from ..dataset_building.annotation_app import serve_annotation
-    from ..dataset_building.annotation_work import AnnotationWork
+    from ..dataset_building.annotate import AnnotationWork, serve_annotation
 
     check_port(args.host, args.port)
     work = AnnotationWork(
@@ -234,22 +233,11 @@ def rank(args: arguments.RankArguments) -> None:
 
 
 def export(args: arguments.ExchangeArguments) -> None:
-    """Write instances or rankings for another tool."""
-    file, instances = Path(args.file), result(args, "instances")
-    if args.what == "tasks":
-        building.export_tasks(instances, result(args, "panels"), grid_prompts(args), file)
-    elif args.what == "annotations":
-        building.export_annotations(
-            building.read_annotations(building.annotation_files(_annotations_dir(args)), instances), file
-        )
-    elif args.what == "label_studio":
-        config = building.export_label_studio(
-            instances, result(args, "panels"), grid_prompts(args), file, args.build_dir
-        )
-        Console().print(f"The labeling configuration of the project is {escape(str(config))}.")
-    else:
-        raise ValueError(f"`--what` is {args.what!r}, but must be 'tasks', 'label_studio' or 'annotations'.")
-    Console().print(f"Wrote {escape(str(file))}.")
+    """Write the instances as tasks for Label Studio."""
+    config = building.export_label_studio(
+        result(args, "instances"), result(args, "panels"), grid_prompts(args), args.file, args.build_dir
+    )
+    Console().print(f"Wrote {escape(args.file)} and the labeling configuration of the project, {escape(str(config))}.")
 
 
 def import_(args: arguments.ExchangeArguments) -> None:

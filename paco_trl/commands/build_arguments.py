@@ -61,7 +61,9 @@ class PromptsArguments(ServerArguments, PushableArguments):
     num_written: int = option(2000, "Number of prompts to write (paper).")
     categories: list[str] | None = option(None, "Categories to write prompts for. If `None`, all of the paper.")
     layouts: list[str] = option(["2x2"], "Layouts to write prompts for, rows x columns (paper).")
-    embedding_model: str | None = option(None, "Embedding model or CLIP (Hub id or directory) to find diverse ones.")
+    embedding_model: str | None = option(
+        None, "Model of sentence-transformers (Hub id or directory) to find diverse ones."
+    )
     num_selected: int | None = option(None, "Number of prompts to keep; the paper kept 708 of 2,000. If `None`, all.")
     duplicate_threshold: float = option(0.95, "Cosine similarity of near-duplicate prompts, of which one is kept.")
     seed: int = option(0, "Seed of the written prompts.")
@@ -107,10 +109,11 @@ class RankArguments(BuildArguments):
 
 @dataclass(kw_only=True)
 class ExchangeArguments(BuildArguments):
-    """Instances and rankings for other tools, and rankings from them."""
+    """Tasks for Label Studio, and rankings from it or from another tool."""
 
-    file: str = option(MISSING, "`.csv` or `.json` to write; also `.jsonl`, or Label Studio's JSON, to read.")
-    what: str = option("tasks", "What to write: `tasks`, `label_studio` (tasks and configuration) or `annotations`.")
+    file: str = option(
+        MISSING, "`.json` with tasks to write; `.jsonl`, or the JSON of Label Studio's project, to read."
+    )
 
 
 @dataclass

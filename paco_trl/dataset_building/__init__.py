@@ -10,28 +10,25 @@ from .annotations import (
     Annotation,
     annotation_files,
     append_annotation,
-    export_annotations,
-    export_tasks,
     import_annotations,
     ranks_of_ranking,
     read_annotations,
 )
-from .annotators import annotator_kinds, judge_annotator_name, rank_automatically, rank_with_judge
-from .build_pairs import build_pairs
 from .diversify import diversify_prompts
 from .grids import generate_grids
 from .label_studio import export_label_studio
-from .pair_panels import cut_panels, make_instances
+from .pairs import build_pairs
+from .panels import cut_panels, make_instances
+from .prompts import CATEGORIES, DIMENSIONS, write_prompts
 from .publish import publish_dataset
-from .write_prompts import CATEGORIES, DIMENSIONS, write_prompts
-from .write_reasons import VISIBLE_ATTRIBUTES, write_reasons
+from .rank import annotator_kinds, judge_annotator_name, rank_automatically, rank_with_judge
+from .reasons import VISIBLE_ATTRIBUTES, write_reasons
 
 
 __all__ = [
     "CATEGORIES", "DIMENSIONS", "VISIBLE_ATTRIBUTES", "Annotation", "ChatEndpoint", "EndpointUnavailableError",
     "StageFolder", "agreement_report", "annotation_files", "annotator_kinds", "append_annotation", "build_pairs",
-    "cut_panels", "digest", "diversify_prompts", "export_annotations", "export_label_studio", "export_tasks",
-    "generate_grids", "import_annotations", "judge_annotator_name", "load_pipeline", "make_instances",
+    "cut_panels", "digest", "diversify_prompts", "export_label_studio", "generate_grids", "import_annotations", "judge_annotator_name", "load_pipeline", "make_instances",
     "publish_dataset", "rank_automatically", "rank_with_judge", "ranks_of_ranking", "read_annotations",
     "untrusted_annotators", "write_prompts", "write_reasons",
 ]  # fmt: skip

@@ -31,8 +31,6 @@ class Vote(NamedTuple):
 
 def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
     """Count the votes on one instance: each annotator's rank of each candidate (1 is best, equal is tied)."""
-    if not ranks or len({len(order) for order in ranks}) != 1:
-        raise ValueError(f"The annotators rank {[*map(len, ranks)]} candidates, but must rank the same ones.")
     candidates = range(len(ranks[0]))
     # The sign of (annotators who put i before j) - (annotators who put j before i)
     margins = [[sum((row[i] < row[j]) - (row[i] > row[j]) for row in ranks) for j in candidates] for i in candidates]
@@ -72,8 +70,9 @@ def count_agreement(ranks: Sequence[int], *others: Sequence[int]) -> tuple[int, 
 
 
 def _fraction(counts: Iterable[tuple[int, int]]) -> float | None:
-    agreed, total = (sum(column) for column in zip(*counts, strict=True)) if (counts := list(counts)) else (0, 0)
-    return agreed / total if total else None
+    counts = list(counts)
+    total = sum(total for _, total in counts)
+    return sum(agreed for agreed, _ in counts) / total if total else None
 
 
 def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotation] = ()) -> dict[str, Any]:
@@ -92,7 +91,7 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
         order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped`, `agreement_with_others` (with the
         majority of the others) and `gold_agreement`. What cannot be computed is `None`.
     """
-    truth = {annotation.instance: annotation.ranks for annotation in gold}
+    truth = {annotation.instance: annotation.ranks for annotation in gold if annotation.ranks is not None}
     by_instance: dict[str, dict[str, tuple[int, ...]]] = {}  # ranks by instance and annotator
     for annotation in annotations:
         if annotation.ranks is not None:
@@ -109,14 +108,13 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
         "annotators": {},
     }
     for name in sorted({annotation.annotator for annotation in annotations}):
-        seen = {annotation.instance: annotation.ranks for annotation in annotations if annotation.annotator == name}
-        ranked = {instance: ranks for instance, ranks in seen.items() if ranks is not None}
-        others = {
-            instance: [ranks for annotator, ranks in by_instance[instance].items() if annotator != name]
-            for instance in ranked
-        }
-        with_others = [count_agreement(ranked[instance], *ranks) for instance, ranks in others.items() if ranks]
-        with_gold = [count_agreement(ranks, best) for key, ranks in ranked.items() if (best := truth.get(key))]
+        seen = [annotation for annotation in annotations if annotation.annotator == name]
+        with_others, with_gold = [], []
+        ranked = {annotation.instance: annotation.ranks for annotation in seen if annotation.ranks is not None}
+        for instance, ranks in ranked.items():
+            others = [other for annotator, other in by_instance[instance].items() if annotator != name]
+            with_others += [count_agreement(ranks, *others)] if others else []
+            with_gold += [count_agreement(ranks, truth[instance])] if instance in truth else []
         report["annotators"][name] = {
             "ranked": len(ranked),
             "skipped": len(seen) - len(ranked),

@@ -2,18 +2,16 @@
 """
 Annotations: the order in which an annotator puts the candidates of a ranking instance.
 
-A file has a record for each ranked instance: JSON lines, a list in a `.json` file, or a `.csv` file.
+Each annotator has a file of JSON lines, with a record for each ranked instance:
 
     {"annotator": "anna", "instance": "fox/0/1/3", "ranking": [2, 0, 1, 3]}           # candidates, best first
     {"annotator": "judge", "instance": "fox/0/1/3", "ranks": [2, 3, 1, 3]}            # rank of each, equal = tied
     {"annotator": "anna", "instance": "fox/0/1/4", "skipped": true}                   # looked at, not ranked
 
-A `.csv` file has the columns `annotator`, `instance` and `ranking`, such as `2>0>1=3` (empty for a skipped instance).
 A record may have the `digest` of the instance's images ([`instance_digest`]): a ranking of other images is an error.
 """
 
-import csv
-import io
+import hashlib
 import json
 import re
 from collections import defaultdict
@@ -25,7 +23,7 @@ from filelock import FileLock
 
 from ..data.columns import by_id
 from ..data.rankings import is_order
-from ..utils.files import digest, take_lock, write_atomically
+from ..utils.files import digest, take_lock
 from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
 from .label_studio import records_of_label_studio
@@ -56,6 +54,11 @@ def instance_digest(reference: str, candidates: Sequence[str]) -> str:
     return digest([reference, *candidates])[:16]
 
 
+def keyed_hash(*key: int | str) -> int:
+    """Compute a number that looks random and depends on its key alone."""
+    return int.from_bytes(hashlib.sha256("\0".join(map(str, key)).encode("utf-8", "surrogatepass")).digest(), "big")
+
+
 def check_annotator(name: Any) -> str:
     """Check the name of an annotator, which is also the name of a file."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
@@ -73,23 +76,6 @@ def ranks_of_ranking(ranking: Sequence[int]) -> tuple[int, ...]:
     return tuple(ranking.index(candidate) + 1 for candidate in range(len(ranking)))
 
 
-def format_ranking(ranks: Sequence[int]) -> str:
-    """Write ranks as a text, candidates by index: in `2>0>1=3`, 1 and 3 are tied behind 2 and 0."""
-    groups = [[index for index, rank in enumerate(ranks) if rank == value] for value in sorted(set(ranks))]
-    return ">".join("=".join(map(str, group)) for group in groups)
-
-
-def parse_ranking(text: str) -> tuple[int, ...]:
-    """Read the ranks from a text such as `2>0>1=3`; the inverse of [`format_ranking`]."""
-    groups = [group.split("=") for group in text.split(">")]
-    if not all(re.fullmatch(r"\s*[0-9]+\s*", name) for group in groups for name in group):
-        raise ValueError(f"the ranking {shorten(text)} does not have the form `2>0>1=3` (candidates by index from 0).")
-    order = [int(name) for group in groups for name in group]
-    ranks_of_ranking(order)  # checks it
-    firsts = [1 + sum(map(len, groups[:place])) for place, group in enumerate(groups) for _ in group]
-    return tuple(firsts[order.index(candidate)] for candidate in range(len(order)))
-
-
 def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
     """Read the ranks of one record. The errors continue `<file>, line <number>: `."""
     if record.get("skipped") is True:
@@ -97,9 +83,7 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
     ranking, ranks = record.get("ranking"), record.get("ranks")
     if (ranking is None) == (ranks is None):
         raise ValueError(f"it must have one of `ranking`, `ranks` and `skipped: true`, not {list(record)}.")
-    if isinstance(ranking, str):
-        ranks = parse_ranking(ranking)
-    elif ranking is not None:
+    if ranking is not None:
         if not isinstance(ranking, list):
             raise ValueError(f"`ranking` is {shorten(ranking)}, but must be a list of candidate indices, best first.")
         ranks = ranks_of_ranking(ranking)
@@ -114,36 +98,10 @@ def _read_records(path: Path) -> list[tuple[str, Any]]:
     """Read each record with its place in the file."""
     if path.suffix == ".jsonl":
         return [(f"{path.name}, line {number}", record) for number, record in read_lines(path)]
-    if path.suffix not in (".csv", ".json"):
-        raise ValueError(f"{path} is not a file of annotations. It must end in .jsonl, .json or .csv.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
-        if path.suffix == ".csv":
-            return _read_csv(path.name, text)
-        records = json.loads(text)
-    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}). Save it as UTF-8 {path.suffix}. {_REMEDY}") from error
-    if not isinstance(records, list):
-        raise ValueError(f"{path} is not a list of records. {_REMEDY}")
-    if records and isinstance(records[0], dict) and {"data", "annotations"} <= set(records[0]):  # Label Studio's
-        records = records_of_label_studio(records)
+    if path.suffix != ".json":
+        raise ValueError(f"{path} must end in .jsonl, or in .json if Label Studio exported it.")
+    records = records_of_label_studio(json.loads(path.read_text(encoding="utf-8")))
     return [(f"{path.name}, record {number}", record) for number, record in enumerate(records)]
-
-
-def _read_csv(name: str, text: str) -> list[tuple[str, dict[str, Any]]]:
-    columns = ("annotator", "instance", "ranking")
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    missing = [column for column in columns if column not in (reader.fieldnames or [])]
-    if missing:
-        raise ValueError(f"{name} lacks the columns {missing}; it has {reader.fieldnames}. {_REMEDY}")
-    rows = []
-    for row in reader:
-        place = f"{name}, line {reader.line_num}"
-        if None in row or None in row.values():
-            raise ValueError(f"{place} has another number of cells than the first line. {_REMEDY}")
-        record = {column: row[column] for column in columns}
-        rows.append((place, record if row["ranking"].strip() else record | {"skipped": True}))
-    return rows
 
 
 def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[Annotation]:
@@ -209,7 +167,7 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
 
     Args:
         path (`str` or `Path`):
-            The file: `.jsonl`, `.csv`, or `.json`, which may be a project that Label Studio exported.
+            The file: `.jsonl`, or the `.json` of a project that Label Studio exported.
         folder (`str` or `Path`):
             Directory of the annotations. Earlier ones of an annotator stay, and are replaced for the same instance.
         instances ([`~datasets.Dataset`]):
@@ -220,11 +178,7 @@ def import_annotations(path: str | Path, folder: str | Path, instances: "Dataset
     """
     if Path(path).suffix == ".jsonl":
         # An unfinished last line is not that of a process killed here: the file was not copied completely
-        last = Path(path).read_bytes().rstrip().rpartition(b"\n")[2]
-        try:
-            json.loads(last)
-        except ValueError as error:
-            raise ValueError(f"The last line of {path} is not valid JSON ({error}). {_REMEDY}") from error
+        json.loads(Path(path).read_bytes().rstrip().rpartition(b"\n")[2])
     digests = digests_by_instance(instances)
     records: dict[str, list[dict]] = defaultdict(list)
     for annotator, instance, ranks in read_annotations([path], instances):
@@ -248,52 +202,3 @@ def digests_by_instance(instances: "Dataset") -> dict[str, dict[str, str]]:
     if "digest" not in instances.column_names:
         return {}
     return {name: {"digest": value} for name, value in by_id(instances, "digest").items()}
-
-
-def _write(rows: list[dict[str, Any]], path: str | Path) -> None:
-    path, file = Path(path), io.StringIO(newline="")
-    if not rows:
-        raise ValueError(f"There is nothing to write to {path}.")
-    if path.suffix == ".csv":
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    elif path.suffix == ".json":
-        file.write(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
-    else:
-        raise ValueError(f"{path} must end in .csv or .json.")
-    write_atomically(path, file.getvalue())
-
-
-def export_annotations(annotations: Iterable[Annotation], path: str | Path) -> None:
-    """Write annotations for other tools, as `.csv` or `.json`; [`import_annotations`] reads them."""
-    skipped = {"ranking": ""} if Path(path).suffix == ".csv" else {"ranking": None, "skipped": True}
-    rows = [
-        {"annotator": annotator, "instance": instance}
-        | (skipped if ranks is None else {"ranking": format_ranking(ranks)})
-        for annotator, instance, ranks in annotations
-    ]
-    _write(rows, path)
-
-
-def export_tasks(instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path) -> None:
-    """
-    Write the ranking instances for other tools: one row each, with the paths of the images.
-
-    Args:
-        instances, panels, prompts ([`~datasets.Dataset`]):
-            The ranking instances, their panels (with images given by path) and prompts.
-        path (`str` or `Path`):
-            The file, `.csv` or `.json`, with `instance`, `prompt`, `reference` and `candidate_0`, `candidate_1` ...;
-            an imported `ranking` has these numbers.
-    """
-    images, texts = by_id(panels, "image"), by_id(prompts, "prompt")
-    most = max((len(candidates) for candidates in instances["candidates"][:]), default=0)
-    rows = []
-    for instance in instances.with_format(None):
-        row = {"instance": instance["id"], "prompt": texts[instance["prompt_id"]]}
-        row["reference"] = images[instance["reference"]]["path"]
-        row |= {f"candidate_{number}": "" for number in range(most)}
-        row |= {f"candidate_{number}": images[name]["path"] for number, name in enumerate(instance["candidates"])}
-        rows.append(row)
-    _write(rows, path)

@@ -14,7 +14,7 @@ from ..hub.licenses import License
 from ..utils.names import public_name
 from ..utils.paper import PAPER
 from ..utils.text import markdown_table, markdown_text
-from .annotators import AUTOMATIC, judge_annotator_name
+from .rank import AUTOMATIC, judge_annotator_name
 
 
 if TYPE_CHECKING:

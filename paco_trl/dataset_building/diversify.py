@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Diversify prompts: select those that best represent all of them, no two of them nearly the same."""
 
-import heapq
+import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data.columns import check_is_dataset
-from .text_embeddings import embed_texts
+from ..data.image_sets import check_image_set_columns
+from ..utils.names import check_model_name
 
 
 if TYPE_CHECKING:
     import numpy as np
-    import scipy.sparse as sp
     from datasets import Dataset
 
+
+logger = logging.getLogger(__name__)
 
 # Similarities are integer ten-thousandths: their sums depend neither on the order nor on the last bits of a product,
 # which change with the number of threads
 _SCALE = 10_000
-# Elements of a block of the similarity matrix: 64 MiB
-_BLOCK_ELEMENTS = 2**24
 _RANDOM_SEED = 0
 # Cosine similarity from which a selected row represents another
 _COVERAGE_THRESHOLD = 0.8
@@ -45,56 +45,104 @@ def diversify(
     num_neighbors: int = 32,
     coverage_threshold: float = _COVERAGE_THRESHOLD,
 ) -> Diversified:
-    """Select rows of unit vectors (n, d) that cover all others, no two near-duplicates, see docs/build_dataset.md."""
+    """
+    Select rows of unit vectors (n, d) that cover all others, no two near-duplicates, see docs/build_dataset.md.
+
+    All pairs of rows are in memory, about 1 GB for 10,000 rows.
+    """
     import numpy as np
 
     total = len(embeddings)
     _check_num_selected(num_selected, total)
     if not 0 < duplicate_threshold <= 1:
         raise ValueError(f"`duplicate_threshold` is {duplicate_threshold}, but must be in (0, 1].")
-    graph = _neighbor_graph(embeddings, min(num_neighbors, total - 1))
+    gains = _linked(_similarities(embeddings, range(total)), num_neighbors)  # (n, n)
+
     nearest = np.full(total, -_SCALE, dtype=np.int16)  # (n,) similarity to the selected row nearest to each
+    added = gains.sum(axis=0, dtype=np.int64)  # (n,) what each row would add to the selection
     is_open = np.ones(total, dtype=bool)  # (n,)
     selected: list[int] = []
-
-    def gain(row: int) -> int:
-        links = slice(graph.indptr[row], graph.indptr[row + 1])
-        return int(np.maximum(graph.data[links] - np.maximum(nearest[graph.indices[links]], 0), 0).sum())
-
-    # Lazy greedy: gains only shrink, so one that is still the largest after an update is the largest. Ties by row
-    heap = [(-gain(row), row) for row in range(total)]
-    heapq.heapify(heap)
     while len(selected) < num_selected:
-        if not heap:
+        if not is_open.any():
             raise ValueError(
                 f"After {len(selected)} of {num_selected} rows all {total} are near-duplicates. Select fewer."
             )
-        _, row = heapq.heappop(heap)
-        if not is_open[row]:
-            continue
-        current = (-gain(row), row)
-        if heap and current > heap[0]:
-            heapq.heappush(heap, current)
-            continue
+        row = int(np.where(is_open, added, -1).argmax())  # ties by row
         selected.append(row)
-        similarities = _rounded(embeddings @ embeddings[row])  # (n,)
-        similarities[row] = _SCALE
-        np.maximum(nearest, similarities, out=nearest)
-        is_open &= similarities < _threshold(duplicate_threshold)
+        similar = _similarities(embeddings, [row])[:, 0]  # (n,)
+        is_open &= similar < _threshold(duplicate_threshold)
+        before, nearest = nearest, np.maximum(nearest, similar)
+        changed = nearest > np.maximum(before, 0)  # (n,)
+        for links, old, new in zip(gains[changed], before[changed], nearest[changed], strict=True):
+            added -= np.maximum(links - max(old, 0), 0) - np.maximum(links - new, 0)
 
-    def coverage(similarities: "np.ndarray") -> float:
-        return float((similarities >= _threshold(coverage_threshold)).mean())
+    def coverage(nearest: "np.ndarray") -> float:
+        return float((nearest >= _threshold(coverage_threshold)).mean())
 
     random_rows = np.random.default_rng(_RANDOM_SEED).permutation(total)[:num_selected]
     return Diversified(
         indices=np.array(selected),
         coverage=coverage(nearest),
-        coverage_of_first=coverage(_nearest(embeddings, np.arange(num_selected))),
-        coverage_of_random=coverage(_nearest(embeddings, random_rows)),
+        coverage_of_first=coverage(_similarities(embeddings, range(num_selected)).max(axis=1)),
+        coverage_of_random=coverage(_similarities(embeddings, random_rows).max(axis=1)),
         num_duplicates=int(total - is_open.sum()) - len(selected),
         mean_similarity=float(nearest.mean()) / _SCALE,
         min_similarity=int(nearest.min()) / _SCALE,
     )
+
+
+def _check_num_selected(num_selected: int, total: int) -> None:
+    if not 1 <= num_selected <= total:
+        raise ValueError(f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}.")
+
+
+def _threshold(similarity: float) -> int:
+    return math.ceil(similarity * _SCALE - 1e-6)
+
+
+def _similarities(embeddings: "np.ndarray", rows: "Sequence[int] | np.ndarray") -> "np.ndarray":
+    """Return the similarities (n, len(rows)) of all rows to some."""
+    import numpy as np
+
+    similarities = np.rint(embeddings @ embeddings[rows].T * np.float32(_SCALE)).astype(np.int16)
+    similarities[rows, np.arange(len(rows))] = _SCALE
+    return similarities
+
+
+def _linked(similarities: "np.ndarray", num_neighbors: int) -> "np.ndarray":
+    """Return the positive similarities of rows of which one is among the nearest of the other, else 0."""
+    import numpy as np
+
+    is_linked = np.eye(len(similarities), dtype=bool)  # (n, n)
+    for row, similar in enumerate(similarities):
+        order = np.argsort(-similar, kind="stable")  # ties by row
+        is_linked[row, order[order != row][:num_neighbors]] = True
+    return np.where(is_linked | is_linked.T, np.maximum(similarities, 0), 0).astype(np.int16)
+
+
+def embed_texts(model: str | Path, texts: list[str]) -> "tuple[np.ndarray, int]":
+    """Embed texts as unit vectors (len(texts), D), float32; return also how many texts were cut."""
+    import numpy as np
+    from accelerate import PartialState
+
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ImportError(
+            'Embedding texts needs sentence-transformers: pip install "paco_trl[embeddings]".'
+        ) from error
+    check_model_name(model)
+    # Pickled weights are not loaded, and no code of the model is run
+    options = {"dtype": "float32", "use_safetensors": True}
+    encoder = SentenceTransformer(str(model), device=str(PartialState().device), model_kwargs=options)
+    limit = encoder.max_seq_length or math.inf
+    cut = sum(len(ids) > limit for ids in encoder.tokenizer(texts, verbose=False)["input_ids"])
+    if cut:
+        logger.warning(f"{cut} of {len(texts)} texts are longer than the {limit} tokens that {model} reads.")
+    embeddings = encoder.encode(texts, batch_size=64, normalize_embeddings=True, show_progress_bar=True)
+    if not np.isfinite(embeddings).all():
+        raise ValueError(f"Embeddings of {model} are not finite. Check its weights.")
+    return embeddings, cut
 
 
 def diversify_prompts(
@@ -103,14 +151,13 @@ def diversify_prompts(
     """
     Select image-set prompts that cover all others, no two of them near-duplicates, by greedy facility location.
 
-    The theme and the texts of the panels are embedded, without the panel markers. A CLIP reads 77 tokens of it, which
-    is the theme and little more; a sentence-embedding model reads all.
+    The theme and the texts of the panels are embedded, without the panel markers.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             Image-set prompts.
         model (`str` or `Path`):
-            Hub id or directory of a sentence-embedding model or a CLIP.
+            Hub id or directory of a model that sentence-transformers loads (the extra `embeddings`).
         num_selected (`int`):
             Number of prompts to select.
         duplicate_threshold (`float`, *optional*, defaults to `0.95`):
@@ -119,9 +166,6 @@ def diversify_prompts(
     Returns:
         `tuple[Dataset, dict]`: the selected rows, in the order of selection, and a report of their coverage.
     """
-    from ..data.image_sets import check_image_set_columns
-
-    check_is_dataset(dataset, "dataset")
     check_image_set_columns(dataset)
     _check_num_selected(num_selected, len(dataset))  # before anything is embedded
     names = [name for name in ("theme", "prompt", "panels") if name in dataset.column_names]
@@ -144,59 +188,3 @@ def diversify_prompts(
         "smallest similarity to the nearest selected": round(result.min_similarity, 4),
     }
     return dataset.select(result.indices.tolist()), report
-
-
-def _check_num_selected(num_selected: int, total: int) -> None:
-    if not 1 <= num_selected <= total:
-        raise ValueError(f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}.")
-
-
-def _threshold(similarity: float) -> int:
-    return math.ceil(similarity * _SCALE - 1e-6)
-
-
-def _rounded(similarities: "np.ndarray") -> "np.ndarray":
-    """Round to ten-thousandths, as int16, which numpy sorts in linear time."""
-    import numpy as np
-
-    return np.rint(similarities * np.float32(_SCALE)).astype(np.int16)
-
-
-def _blocks(embeddings: "np.ndarray", columns: int):
-    size = max(1, _BLOCK_ELEMENTS // columns)
-    return ((start, embeddings[start : start + size]) for start in range(0, len(embeddings), size))
-
-
-def _neighbor_graph(embeddings: "np.ndarray", num_neighbors: int) -> "sp.csr_matrix":
-    """Compute the positive similarities of linked rows, in ten-thousandths; others add nothing to any gain."""
-    import numpy as np
-    import scipy.sparse as sp
-    from tqdm.auto import tqdm
-
-    total, size = len(embeddings), num_neighbors + 1  # a row is linked with itself too
-    neighbors = np.zeros((total, size), dtype=np.int32)  # (n, k + 1)
-    values = np.zeros((total, size), dtype=np.int32)  # (n, k + 1)
-    with tqdm(total=total, desc="Linking prompts") as bar:
-        for start, block in _blocks(embeddings, total):
-            similarities = _rounded(block @ embeddings.T)  # (B, n)
-            for row, similar in enumerate(similarities, start):
-                similar[row] = 2 * _SCALE  # before all others, even before copies of it
-                neighbors[row] = np.argsort(-similar, kind="stable")[:size]  # ties by row
-                values[row] = similar[neighbors[row]]
-                values[row, 0] = _SCALE
-            bar.update(len(block))
-    links = np.arange(0, neighbors.size + 1, size)
-    graph = sp.csr_matrix((np.maximum(values, 0).ravel(), neighbors.ravel(), links), shape=(total, total))
-    graph = graph.maximum(graph.T).tocsr()
-    graph.eliminate_zeros()
-    return graph
-
-
-def _nearest(embeddings: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
-    """Compute the similarity of each row to the nearest of some rows, in ten-thousandths."""
-    import numpy as np
-
-    chosen = embeddings[rows]  # (k, d)
-    nearest = np.concatenate([_rounded(block @ chosen.T).max(axis=1) for _, block in _blocks(embeddings, len(rows))])
-    nearest[rows] = _SCALE
-    return nearest

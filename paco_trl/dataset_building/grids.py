@@ -87,10 +87,11 @@ def generate_grids(
     from accelerate import PartialState
 
     check_image_set_columns(prompts)
-    ids = name_prompts(prompts, "grids")
-    seeds = _check_seeds(seeds)
-    if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size!r}. It must be an int of at least 1.")
+    ids, seeds = name_prompts(prompts, "grids"), list(seeds)
+    if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) <= _LARGEST_SEED:
+        raise ValueError(f"`seeds` is {seeds}, but must be different ints from 0 to {_LARGEST_SEED}.")
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}. It must be at least 1.")
     arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
     check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
     sizes = _sizes(prompts, ids, height, width, _size_multiple(pipeline))
@@ -130,23 +131,12 @@ def generate_grids(
     return dataset
 
 
-def _check_seeds(seeds: Sequence[int]) -> list[int]:
-    seeds = list(seeds)
-    are_seeds = all(type(seed) is int and 0 <= seed <= _LARGEST_SEED for seed in seeds)
-    if not seeds or not are_seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(
-            f"`seeds` is {seeds}, but must be different ints from 0 to {_LARGEST_SEED}; pairing needs two."
-        )
-    return seeds
-
-
 def _size_multiple(pipeline: "DiffusionPipeline") -> int:
     """Return what sizes must be multiples of, as far as the pipeline tells; resizing is noticed later."""
     from ..rollout.families import FAMILIES
 
-    family = FAMILIES.get(type(pipeline).__name__)
-    if family is not None:
-        return family().size_multiple(pipeline)
+    if type(pipeline).__name__ in FAMILIES:
+        return FAMILIES[type(pipeline).__name__]().size_multiple(pipeline)
     # It includes the patches of a transformer in most; `vae_scale_factor` of the pipeline does not
     processor = getattr(pipeline, "image_processor", None)
     return processor.config.vae_scale_factor if processor is not None else getattr(pipeline, "vae_scale_factor", 1)
@@ -157,13 +147,11 @@ def _sizes(
 ) -> list[tuple[int, int]]:
     from ..rollout.resolution import check_inference_size
 
-    rows = prompts.with_format(None).select_columns(
-        [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
-    )
+    names = [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
     sizes = []
-    for number, row in enumerate(rows):
-        size = (row.get("height") if height is None else height, row.get("width") if width is None else width)
-        where = f"row {number} of the prompts (id {ids[number]!r})"
+    for name, row in zip(ids, prompts.with_format(None).select_columns(names), strict=True):
+        size = (height or row.get("height"), width or row.get("width"))
+        where = f"the prompt {name!r}"
         if not all(type(value) is int for value in size):
             raise ValueError(f"The height and width of {where} are {size}. Give them as columns or arguments.")
         check_inference_size(*size, row["rows"], row["cols"], multiple, where)
@@ -176,7 +164,6 @@ def _generate(
 ) -> dict[tuple[int, int], "Image"]:
     """Call the pipeline once; return the images by row and seed."""
     import torch
-    from PIL import Image
 
     arguments = dict(call_arguments)
     if isinstance(arguments.get("negative_prompt"), str):  # some pipelines do not repeat it themselves
@@ -190,13 +177,9 @@ def _generate(
         generator=[torch.Generator().manual_seed(seed) for _, seed in places],
         **arguments,
     ).images
-    if len(images) != len(places) or not all(isinstance(image, Image.Image) for image in images):
-        kind = type(images[0]).__name__
-        raise ValueError(f"{type(pipeline).__name__} returned {len(images)} of {kind}, not {len(places)} PIL images.")
-    for (row, seed), image in zip(places, images, strict=True):
+    results = dict(zip(places, images, strict=True))
+    for (row, seed), image in results.items():
         if image.size != (batch.width, batch.height):
             size = f"{image.height}x{image.width} pixels (height x width) instead of {batch.height}x{batch.width}"
-            raise ValueError(
-                f"The grid '{ids[row]}/{seed}' has {size}. Choose a size that {type(pipeline).__name__} keeps."
-            )
-    return dict(zip(places, images, strict=True))
+            raise ValueError(f"The grid '{ids[row]}/{seed}' has {size}. Choose a size that the pipeline keeps.")
+    return results

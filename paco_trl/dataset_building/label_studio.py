@@ -31,7 +31,7 @@ def export_label_studio(
         instances, panels, prompts ([`~datasets.Dataset`]):
             The ranking instances, their panels (with images given by path) and prompts.
         path (`str` or `Path`):
-            The file of the tasks, `.json`. [`import_annotations`] reads the JSON file that Label Studio exports.
+            The file of the tasks, `.json`. [`import_annotations`] reads what Label Studio exports as JSON.
         root (`str` or `Path`):
             Directory that Label Studio serves files from (`LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT`): above all panels.
 
@@ -39,8 +39,6 @@ def export_label_studio(
         `Path`: the labeling configuration, with the suffix `.xml`.
     """
     path = Path(path)
-    if path.suffix != ".json":
-        raise ValueError(f"{path} must end in .json.")
     images, texts, root = by_id(panels, "image"), by_id(prompts, "prompt"), Path(root).resolve()
 
     def address(panel: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publish a built dataset: pairs and rankings as Parquet files with their images inside, and a card."""
+"""Stage 7: publish the dataset, as Parquet files with the images inside, and a card."""
 
 import hashlib
 import os
@@ -13,8 +13,8 @@ from ..data.pairs import check_pair_columns
 from ..data.rankings import check_ranking_columns
 from ..hub.licenses import License, read_license
 from .dataset_card import dataset_card, describe_pairs, describe_rankings
+from .pairs import check_disjoint
 from .sample_sheet import pairs_sheet, rankings_sheet
-from .split import check_disjoint
 
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def publish_dataset(
         ValueError, PermissionError: Before anything is sent: data, `repo_id`, token or license cannot be used.
         ConnectionError: If the Hub cannot be reached, or an upload fails.
     """
+    from datasets import DatasetDict
     from huggingface_hub import HfApi
 
     from ..hub.account import find_repository, hub_errors
@@ -87,20 +88,22 @@ def publish_dataset(
     api = HfApi(token=token, library_name="paco_trl")
     with tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as name:
         folder = Path(name)
-        images = _Images(folder / "images")
-        named = {part: images.rename(dataset, part) for part, dataset in parts.items()}
-        _check_held_out(parts, images.digests)
+        (folder / "images").mkdir()
+        digests: dict[tuple[str, str], set[str]] = {part: set() for part in parts}
+        named = {part: _name_images(data, part, folder / "images", digests[part]) for part, data in parts.items()}
+        _check_held_out(parts, digests)
         repo_id, earlier = find_repository(api, repo_id, private, "dataset")
         if earlier is not None:
             _check_contents(repo_id, earlier, rankings is not None)
-        known_license = License(license) if license is not None else _find_license(generator, api.token)
+        if license is None and generator is None:
+            raise ValueError("Neither `license` nor `generator` is given, so the license is not known. Give one.")
+        known_license = License(license) if license is not None else read_license(str(generator), api.token)
 
         sheets = {"pairs.png": folder / "pairs.png"}
         pairs_sheet(next(iter(parts.values())), sheets["pairs.png"])
         if rankings is not None:
             sheets["rankings.png"] = folder / "rankings.png"
             rankings_sheet(rankings, sheets["rankings.png"])
-        digests = images.digests
         card = dataset_card(
             {split: describe_pairs(dataset, len(digests[_PAIRS, split])) for split, dataset in pairs.items()},
             describe_rankings(rankings, len(digests[_RANKINGS, "test"])) if rankings is not None else None,
@@ -112,23 +115,25 @@ def publish_dataset(
             pretty_name,
             list(sheets),
         )
-        _check_card(api, card, known_license)
+        _check_card(api, card)
         with hub_errors(api, repo_id, _REMEDY):
-            _push(api, repo_id, named, card, sheets, private, max_shard_size, is_update=earlier is not None)
+            if earlier is not None:
+                _clear_card(api, repo_id, card)
+            for config in dict.fromkeys(config for config, _ in parts):
+                splits = DatasetDict({split: data for (name, split), data in named.items() if name == config})
+                options = {"private": private, "token": api.token, "max_shard_size": max_shard_size}
+                splits.push_to_hub(repo_id, config, commit_message=f"Upload {config}", **options)
+            _push_card(api, repo_id, card, sheets)
     return f"{api.endpoint}/datasets/{repo_id}"
 
 
 def _check_splits(pairs: "DatasetDict", rankings: "Dataset | None") -> dict[tuple[str, str], "Dataset"]:
     """Check the formats; return each split by the names of its configuration and its own."""
-    from datasets import DatasetDict
-
-    if not isinstance(pairs, DatasetDict):
-        raise TypeError(f"`pairs` is a `{type(pairs).__name__}`, but must be a `datasets.DatasetDict` of splits.")
     if not pairs or not set(pairs) <= {"train", "test"}:
         raise ValueError(f"`pairs` has the splits {list(pairs)}, but must have `train`, `test` or both. Rename them.")
-    for split, dataset in pairs.items():
-        check_pair_columns(dataset, f'pairs["{split}"]')
     parts = {(_PAIRS, split): pairs[split] for split in ("train", "test") if split in pairs}
+    for part, dataset in parts.items():
+        check_pair_columns(dataset, _name_of(part))
     if rankings is not None:
         check_ranking_columns(rankings, "rankings")
         parts[_RANKINGS, "test"] = rankings
@@ -139,75 +144,59 @@ def _name_of(part: tuple[str, str]) -> str:
     return f'pairs["{part[1]}"]' if part[0] == _PAIRS else "rankings"
 
 
-class _Images:
-    """Image files of a dataset, linked under the digests of their bytes: `datasets` stores these names with the bytes."""
+def _name_images(dataset: "Dataset", part: tuple[str, str], folder: Path, digests: set[str]) -> "Dataset":
+    """
+    Check that all images of a split open, and refer to links that are named by the digests of the bytes: `datasets`
+    stores these names with the bytes. Adds the digests.
+    """
+    import pyarrow as pa
 
-    def __init__(self, folder: Path):
-        folder.mkdir()
-        self.folder, self.links = folder, dict[str, str]()
-        self.digests: dict[tuple[str, str], set[str]] = {}
+    links: dict[str, str] = {}
 
-    def rename(self, dataset: "Dataset", part: tuple[str, str]) -> "Dataset":
-        """Check that all images of a split open, and refer to the links."""
-        import pyarrow as pa
+    def link(value: Any, where: str) -> Any:
+        if isinstance(value, list):
+            return [link(image, where) for image in value]
+        path = None if value is None or value["bytes"] is not None else value["path"]
+        if path not in links:
+            name = _read_image(value, where)
+            digests.add(name)
+            if path is None:
+                return value
+            links[path] = str(folder / name)
+            if not (folder / name).exists():
+                (folder / name).symlink_to(os.path.abspath(path))
+        return {"path": links[path]}
 
-        digests = self.digests.setdefault(part, set())
+    def link_columns(table: "pa.Table", rows: list[int]) -> "pa.Table":
+        for column in _IMAGE_COLUMNS[part[0]]:
+            values = zip(rows, table.column(column).to_pylist(), strict=True)
+            linked = [link(value, f"`{column}` of row {row} of `{_name_of(part)}`") for row, value in values]
+            place, field = table.schema.get_field_index(column), table.schema.field(column)
+            table = table.set_column(place, field, pa.array(linked, field.type))
+        return table
 
-        def link(value: Any, where: str) -> Any:
-            if isinstance(value, list):
-                return [link(image, where) for image in value]
-            name = self._link(value, where)
-            digests.add(Path(name).stem)
-            return value if value["bytes"] is not None else {"path": name}
+    options: dict[str, Any] = {"features": dataset.features, "load_from_cache_file": False}
+    options |= {"batched": True, "batch_size": 64, "with_indices": True}
+    named = dataset.with_format("arrow").map(link_columns, desc=f"Checking images of {_name_of(part)}", **options)
+    return named.with_format(None)
 
-        def link_columns(table: "pa.Table", rows: list[int]) -> "pa.Table":
-            for column in _IMAGE_COLUMNS[part[0]]:
-                values = zip(rows, table.column(column).to_pylist(), strict=True)
-                linked = [link(value, f"`{column}` of row {row} of `{_name_of(part)}`") for row, value in values]
-                place, field = table.schema.get_field_index(column), table.schema.field(column)
-                table = table.set_column(place, field, pa.array(linked, field.type))
-            return table
 
-        return (
-            dataset.with_format("arrow")
-            .map(
-                link_columns,
-                batched=True,
-                batch_size=64,
-                with_indices=True,
-                features=dataset.features,
-                load_from_cache_file=False,
-                desc=f"Checking images of {_name_of(part)}",
-            )
-            .with_format(None)
-        )
+def _read_image(image: Mapping[str, Any] | None, where: str) -> str:
+    """Check that an image opens; return its name by its digest."""
+    from PIL import Image
 
-    def _link(self, image: Mapping[str, Any] | None, where: str) -> str:
-        """Check that an image opens; return its new path."""
-        from PIL import Image
-
-        remedy = "Run the stage that made it again, or leave the row out."
-        if image is None or image["bytes"] is None and not image["path"]:
-            raise ValueError(f"{where} has an image that is missing (None). {remedy}")
-        content, path = image["bytes"], image["path"]
-        if content is None and path in self.links:
-            return self.links[path]
-        try:
-            content = Path(path).read_bytes() if content is None else content
-            with Image.open(BytesIO(content)) as opened:
-                name = f"{hashlib.sha256(content).hexdigest()[:32]}.{str(opened.format).lower()}"
-        except FileNotFoundError as error:
-            raise ValueError(f"{where} is the file {path}, which does not exist. {remedy}") from error
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            file = f"the file {path}" if image["bytes"] is None else "an embedded image"
-            problem = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{where} is {file}, which does not open: {problem}. {remedy}") from error
-        target = self.folder / name
-        if image["bytes"] is None:
-            self.links[path] = str(target)
-            if not target.exists():
-                target.symlink_to(os.path.abspath(path))
-        return str(target)
+    try:
+        if image is None:
+            raise ValueError("it is missing (None)")
+        content = Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
+        with Image.open(BytesIO(content)) as opened:
+            return f"{hashlib.sha256(content).hexdigest()[:32]}.{str(opened.format).lower()}"
+    # A path that is None, and what Pillow raises
+    except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"An image in {where} cannot be read ({problem}). Rerun its stage, or leave the row out."
+        ) from error
 
 
 def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping[tuple[str, str], set[str]]) -> None:
@@ -216,9 +205,7 @@ def _check_held_out(parts: Mapping[tuple[str, str], "Dataset"], digests: Mapping
     contents: dict[tuple[str, str], dict[str, set[str]]] = {}
     for part, dataset in parts.items() if train in parts and len(parts) > 1 else ():
         if "group" not in dataset.column_names:
-            raise ValueError(
-                f"`{_name_of(part)}` has no column `group` to compare the prompts of the splits by. Add it."
-            )
+            raise ValueError(f"`{_name_of(part)}` has no column `group`, by which splits are compared. Add it.")
         contents[part] = {"prompts": set(dataset.with_format(None)["group"][:]), "images": digests[part]}
         if part != train:
             check_disjoint(contents[train], contents[part], f"`{_name_of(train)}`", f"`{_name_of(part)}`")
@@ -234,18 +221,7 @@ def _check_contents(repo_id: str, info: Any, has_rankings: bool) -> None:
         )
 
 
-def _find_license(generator: str | None, token: str | bool | None) -> License:
-    """Read the license on the card of the generating model."""
-    remedy = 'Set `license` to that of the images, such as "apache-2.0", or "other" for one without a name on the Hub.'
-    if generator is None:
-        raise ValueError(f"Neither `license` nor `generator` is given, so the license is not known. {remedy}")
-    try:
-        return read_license(generator, token)
-    except ValueError as error:
-        raise ValueError(f"{error} {remedy}") from error
-
-
-def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
+def _check_card(api: "HfApi", card: "DatasetCard") -> None:
     """Let the Hub check the metadata, which it would otherwise refuse after hours of uploads."""
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
@@ -260,56 +236,47 @@ def _check_card(api: "HfApi", card: "DatasetCard", license: License) -> None:
             return
     raise ValueError(
         f"{api.endpoint} refuses the metadata of the card: {' '.join(response.text.split())}. Correct the license "
-        f"({license.identifier!r}) or the `language` in the report of the prompts."
+        f"({card.data.license!r}) or the `language` in the report of the prompts."
     )
 
 
-def _push(
-    api: "HfApi",
-    repo_id: str,
-    parts: Mapping[tuple[str, str], "Dataset"],
-    card: "DatasetCard",
-    sheets: Mapping[str, Path],
-    private: bool,
-    max_shard_size: int | str,
-    is_update: bool,
-) -> None:
-    """Push the data first and the card last, so that the card never describes more than is there."""
-    from datasets import DatasetDict
-    from huggingface_hub import CommitOperationAdd, DatasetCardData
+def _clear_card(api: "HfApi", repo_id: str, card: "DatasetCard") -> None:
+    """Remove the text of an earlier card, so that no card describes other data than are there."""
+    earlier = _load_card(api, repo_id)
+    if earlier is not None and earlier.text.strip() not in ("", card.text.strip()):
+        earlier.text = ""
+        _commit_card(api, repo_id, earlier, "Remove the card of earlier data", {})
 
-    def commit(card: "DatasetCard", message: str, files: Mapping[str, Path]) -> None:
-        operations = [CommitOperationAdd(f"assets/{name}", path) for name, path in files.items()]
-        operations.append(CommitOperationAdd("README.md", str(card).encode()))
-        api.create_commit(repo_id, operations, commit_message=message, repo_type="dataset")
 
-    if is_update:
-        earlier = _load_card(api, repo_id)
-        if earlier is not None and earlier.text.strip() not in ("", card.text.strip()):
-            earlier.text = ""
-            commit(earlier, "Remove the card of earlier data", {})
-    for name in dict.fromkeys(name for name, _ in parts):
-        splits = DatasetDict({split: dataset for (config, split), dataset in parts.items() if config == name})
-        options = {"private": private, "token": api.token, "max_shard_size": max_shard_size}
-        splits.push_to_hub(repo_id, name, commit_message=f"Upload {name}", **options)
-    pushed = _load_card(api, repo_id)
+def _push_card(api: "HfApi", repo_id: str, card: "DatasetCard", sheets: Mapping[str, Path]) -> None:
+    """Push the card with the metadata that `push_to_hub` has written."""
+    from huggingface_hub import DatasetCardData
+
+    pushed = _load_card(api, repo_id).data.to_dict()
     # Not by `set_default`, which is lost when the default configuration is pushed a second time (datasets 5.2)
     configs = [
-        {**config, "default": True} if config["config_name"] == _PAIRS else config for config in pushed.data["configs"]
+        {**config, "default": True} if config["config_name"] == _PAIRS else config for config in pushed["configs"]
     ]
-    card.data = DatasetCardData(**{**pushed.data.to_dict(), "configs": configs, **card.data.to_dict()})
-    commit(card, "Upload dataset card", sheets)
+    card.data = DatasetCardData(**{**pushed, "configs": configs, **card.data.to_dict()})
+    _commit_card(api, repo_id, card, "Upload dataset card", sheets)
+
+
+def _commit_card(api: "HfApi", repo_id: str, card: "DatasetCard", message: str, sheets: Mapping[str, Path]) -> None:
+    from huggingface_hub import CommitOperationAdd
+
+    operations = [CommitOperationAdd(f"assets/{name}", path) for name, path in sheets.items()]
+    operations.append(CommitOperationAdd("README.md", str(card).encode()))
+    api.create_commit(repo_id, operations, commit_message=message, repo_type="dataset")
 
 
 def _load_card(api: "HfApi", repo_id: str) -> Any:
-    """Load the card from the Hub, if it has one, never from the cache, which clients fall back to when the Hub is down."""
+    """Load the card from the Hub, if it has one."""
     from huggingface_hub import DatasetCard
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            options = {"repo_type": "dataset", "local_dir": folder, "force_download": True}
-            path = api.hf_hub_download(repo_id, "README.md", **options)
-        except RemoteEntryNotFoundError:
-            return None
-        return DatasetCard.load(path)
+    try:
+        # Forced: clients fall back to the cache when the Hub is down
+        path = api.hf_hub_download(repo_id, "README.md", repo_type="dataset", force_download=True)
+    except RemoteEntryNotFoundError:
+        return None
+    return DatasetCard.load(path)

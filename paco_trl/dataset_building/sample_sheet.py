@@ -25,7 +25,7 @@ def _evenly_spaced(items: Sequence[int], chosen: int) -> list[int]:
     return [items[place * len(items) // chosen] for place in range(chosen)]
 
 
-def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prompts: int = 6) -> "Image.Image":
+def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prompts: int = 6) -> None:
     """Show some prompts with their grids, a row each with the first eight seeds."""
     rows_by_prompt: dict[str, list[int]] = {}
     for row, prompt_id in enumerate(grids["prompt_id"][:]):
@@ -35,12 +35,12 @@ def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prom
     for place in _evenly_spaced(range(len(names)), max_prompts):
         shown = grids.select(rows_by_prompt[names[place]][:_MAX_IMAGES])
         rows.append((texts[names[place]], [[(row["image"], f"seed {row['seed']}") for row in shown]]))
-    return _render(rows, path)
+    _save(rows, path)
 
 
 def instances_sheet(
     instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path, max_instances: int = 6
-) -> "Image.Image":
+) -> None:
     """Show some ranking instances, a row each: the reference at the left, then the first eight candidates."""
     rows_by_id = {name: row for row, name in enumerate(panels["id"][:])}
     texts = by_id(prompts, "prompt")
@@ -52,7 +52,7 @@ def instances_sheet(
             shown = [panels[rows_by_id[name]] for name in names]
             blocks.append([(row["image"], f"{role}seed {row['seed']}, panel {row['position']}") for row in shown])
         rows.append((texts[instance["prompt_id"]], blocks))
-    return _render(rows, path)
+    _save(rows, path)
 
 
 def _theme_of(question: str) -> str:
@@ -60,7 +60,7 @@ def _theme_of(question: str) -> str:
     return question.removeprefix(before).removesuffix(after)
 
 
-def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image.Image":
+def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> None:
     """Show some pairs: a consistent one at the left, an inconsistent one, if possible of its prompt, at the right."""
     columns = pairs.with_format(None)
     labels = [decision_of(completion) for completion in columns["completion"][:]]
@@ -80,10 +80,10 @@ def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> "Image
                 blocks.append([(image, caption) for image in pair["images"]])
                 titles.append(_theme_of(content_text(pair["prompt"][-1]["content"]) or ""))
         rows.append((" / ".join(dict.fromkeys(titles)), blocks))
-    return _render(rows, path)
+    _save(rows, path)
 
 
-def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> "Image.Image":
+def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> None:
     """Show some rankings: the reference at the left, then the candidates, the most consistent first."""
     rows = []
     for number in _evenly_spaced(range(len(rankings)), max_rows):
@@ -91,12 +91,10 @@ def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> 
         order = row["ranking"][:_MAX_IMAGES]
         candidates = [(row["candidates"][index], f"rank {rank}") for rank, index in enumerate(order, start=1)]
         rows.append((row.get("theme") or row["prompt"], [[(row["reference"], "reference")], candidates]))
-    return _render(rows, path)
+    _save(rows, path)
 
 
-def _render(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> "Image.Image":
+def _save(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> None:
     from ..plots.contact_sheet import render_sheet
 
-    sheet = render_sheet(rows)
-    sheet.save(path)
-    return sheet
+    render_sheet(rows).save(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank instances without people: by the construction of the grids, or with a judge."""
+"""Stage 4, without people: rank instances by the construction of the grids, or with a judge."""
 
 import itertools
 import json
@@ -112,10 +112,6 @@ def rank_with_judge(
     stored = panels.cast_column("image", Image(decode=False)).select_columns(["id", "image"])
     rows_by_id = {name: row for row, name in enumerate(stored["id"][:])}
     questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
-    unknown = next((row for row in rows if row["prompt_id"] not in questions), None)
-    if unknown is not None:
-        of_unknown = f"{unknown['id']!r} is of the prompt {unknown['prompt_id']!r}"
-        raise ValueError(f"The instance {of_unknown}, which is not among the {len(questions)} prompts.")
 
     unanswered = 0
     with tqdm(total=len(instances), initial=len(done), desc=f"Ranking by {annotator}", unit="instance") as bar:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write image-set prompts with a language model, spread evenly over categories and layouts."""
+"""Stage 1: write image-set prompts with a language model, spread evenly over categories and layouts."""
 
 import json
 import logging

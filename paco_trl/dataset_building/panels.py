@@ -3,15 +3,15 @@
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from ..data.columns import check_is_dataset, column_types, typed_dataset
+from ..data.columns import by_id, check_is_dataset, column_types, typed_dataset
 from ..data.grids import panel_size, pixels_sha256, split_grid
 from ..data.image_sets import criteria_list
 from ..data.rankings import ranking_features
@@ -26,24 +26,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class _Grid(NamedTuple):
-    """Row of the grids, without its pixels."""
-
-    id: str
-    prompt_id: str
-    seed: int
-    rows: int
-    cols: int
-    path: str
-
-
 def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "Dataset":
     """
     Cut grids into their panels, and save each of them once. Interrupted runs resume automatically.
 
     Args:
         grids ([`~datasets.Dataset`]):
-            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. Panels keep the mode of their grid; palettes are resolved.
+            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. Panels keep the mode of their
+            grid; palettes are resolved.
         folder ([`StageFolder`]):
             Directory of the stage. Its settings should have a digest of the grids.
         num_workers (`int`, *optional*, defaults to `1`):
@@ -54,44 +44,40 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
         id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a
         path.
     """
-    if type(num_workers) is not int or num_workers < 1:
-        raise ValueError(f"`num_workers` is {num_workers!r}. It must be an int of at least 1.")
     check_is_dataset(grids, "grids")
-    columns = _columns(grids, [*_Grid._fields[:-1], "image"], "grids")
-    rows = [_Grid(*values) for values in zip(*columns.values(), strict=True)]
+    rows = [{**row, "image": row["image"]["path"]} for row in _with_paths(grids)]
     for grid in tqdm(rows, desc="Checking grids", unit="grid"):
         with _open_grid(grid) as image:  # reads its header
-            panel_size(image.height, image.width, grid.rows, grid.cols)
+            panel_size(image.height, image.width, grid["rows"], grid["cols"])
 
     journal = folder.journal("panels")
     hashes = {record["grid"]: record["sha256"] for record in journal.records}
     paths = {
-        grid.id: [
-            str(folder.images / file_name(grid.prompt_id) / f"{grid.seed}-{position}.png")
-            for position in range(grid.rows * grid.cols)
+        grid["id"]: [
+            str(folder.images / file_name(grid["prompt_id"]) / f"{grid['seed']}-{position}.png")
+            for position in range(grid["rows"] * grid["cols"])
         ]
         for grid in rows
     }
-    todo = [grid for grid in rows if grid.id not in hashes or not all(Path(path).is_file() for path in paths[grid.id])]
+    todo = [grid for grid in rows if grid["id"] not in hashes or not all(map(os.path.isfile, paths[grid["id"]]))]
     bar = tqdm(total=len(rows), initial=len(rows) - len(todo), desc="Cutting panels", unit="grid")
-    # Pillow and hashlib release the GIL
-    with ThreadPoolExecutor(num_workers) as pool, bar:
+    with ThreadPoolExecutor(num_workers) as pool, bar:  # Pillow and hashlib release the GIL
         run = map if num_workers == 1 else pool.map
-        for grid, sha256 in zip(todo, run(lambda grid: _cut(grid, paths[grid.id]), todo), strict=True):
-            journal.append({"grid": grid.id, "sha256": sha256})
-            hashes[grid.id] = sha256
+        for grid, sha256 in zip(todo, run(lambda grid: _cut(grid, paths[grid["id"]]), todo), strict=True):
+            journal.append({"grid": grid["id"], "sha256": sha256})
+            hashes[grid["id"]] = sha256
             bar.update()
 
     panels = [
-        (f"{grid.id}/{position}", grid.prompt_id, grid.seed, position, hashes[grid.id][position], path)
+        (f"{grid['id']}/{position}", grid["prompt_id"], grid["seed"], position, hashes[grid["id"]][position], path)
         for grid in rows
-        for position, path in enumerate(paths[grid.id])
+        for position, path in enumerate(paths[grid["id"]])
     ]
     kinds = {"seed": "int64", "position": "int64", "sha256": "string", "image": "image"}
     dataset = typed_dataset(panels, id="string", prompt_id="string", **kinds)
     report = {
-        "prompts": len({grid.prompt_id for grid in rows}),
-        "seeds": list(dict.fromkeys(grid.seed for grid in rows)),
+        "prompts": len({grid["prompt_id"] for grid in rows}),
+        "seeds": list(dict.fromkeys(grid["seed"] for grid in rows)),
         "grids": len(rows),
         "panels": len(dataset),
         "panels that are equal to an earlier one": len(dataset) - len(set(dataset["sha256"])),
@@ -100,48 +86,37 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
     return dataset
 
 
-def _columns(dataset: "Dataset", names: list[str], what: str) -> dict[str, list[Any]]:
-    """Read full columns as Python values, a column `image` as paths."""
+def _with_paths(dataset: "Dataset") -> "Dataset":
+    """Read images as they are stored, which must be by path: an embedded one would be copied into each dataset."""
     from datasets import Image
 
-    missing = [name for name in names if name not in dataset.column_names]
-    if missing:
-        raise ValueError(f"The {what} have no column {', '.join(map(repr, missing))}, only {dataset.column_names}.")
-    dataset = dataset.with_format(None).select_columns(names)
-    if "image" not in names:
-        return dataset[:]
-    columns = dataset.cast_column("image", Image(decode=False))[:]
-    for row, image in enumerate(columns["image"]):
+    stored = dataset.with_format(None).cast_column("image", Image(decode=False))
+    for row, image in enumerate(stored["image"]):
         if image is None or image["path"] is None or image["bytes"] is not None:
-            # An embedded image would be copied into every dataset that refers to it
-            where = f"Row {row} of the {what} ({columns[names[0]][row]!r})"
-            raise ValueError(f"{where} has no image given by its path. Save it as a file.")
-    return columns | {"image": [image["path"] for image in columns["image"]]}
+            raise ValueError(f"Row {row} ({stored[row]['id']!r}) has no image given by its path. Save it as a file.")
+    return stored
 
 
 @contextmanager
-def _open_grid(grid: _Grid) -> Iterator["Image"]:
+def _open_grid(grid: Mapping[str, Any]) -> Iterator["Image"]:
     """Open the image of a grid; errors inside name the grid."""
     from PIL import Image
 
-    remedy = "Rerun the stage `grids`, which generates it again."
     try:
-        with Image.open(grid.path) as image:
+        with Image.open(grid["image"]) as image:
             yield image
-    except FileNotFoundError as error:
-        raise ValueError(f"The grid {grid.id!r} has no file at {grid.path}. {remedy}") from error
-    except (OSError, SyntaxError) as error:  # what Pillow raises
-        raise ValueError(f"The grid {grid.id!r} cannot be read: {error} ({grid.path}). {remedy}") from error
-    except ValueError as error:
-        raise ValueError(f"The grid {grid.id!r} ({grid.path}): {error}") from error
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises, and `panel_size`
+        raise ValueError(
+            f"The grid {grid['id']!r} ({grid['image']}) cannot be cut: {error}. Rerun the stage `grids`."
+        ) from error
 
 
-def _cut(grid: _Grid, paths: list[str]) -> list[str]:
+def _cut(grid: Mapping[str, Any], paths: list[str]) -> list[str]:
     """Cut and save the panels of one grid; return their digests."""
     with _open_grid(grid) as image:
         image.load()
         # The pixels of a palette image say nothing without the palette
-        panels = split_grid(image.convert() if image.mode == "P" else image, grid.rows, grid.cols)
+        panels = split_grid(image.convert() if image.mode == "P" else image, grid["rows"], grid["cols"])
     for panel, path in zip(panels, paths, strict=True):
         write_atomically(path, to_png(panel))
     return [pixels_sha256(panel) for panel in panels]
@@ -169,11 +144,10 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
         id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, by
         seed) and `digest` (of their images).
     """
-    check_is_dataset(panels, "panels")
     limit = max_instances_per_prompt
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise ValueError(f"`max_instances_per_prompt` is {limit!r}. It must be an int of at least 1, or None for all.")
-    columns = _columns(panels, ["id", "prompt_id", "seed", "position", "sha256"], "panels")
+    if limit is not None and limit < 1:
+        raise ValueError(f"`max_instances_per_prompt` is {limit}. It must be at least 1, or None for all.")
+    columns = panels.with_format(None).select_columns(["id", "prompt_id", "seed", "position", "sha256"])[:]
     digests = dict(zip(columns["id"], columns.pop("sha256"), strict=True))
     panel_ids: dict[str, dict[tuple[int, int], str]] = {}  # by prompt, then by seed and position
     for name, prompt_id, seed_of_panel, position in zip(*columns.values(), strict=True):
@@ -208,7 +182,7 @@ def instances_to_rankings(
     """Convert ranked instances (id -> candidates, best first) to the rankings format; no image is copied."""
     from datasets import Dataset, Features
 
-    paths = dict(zip(panels["id"][:], _columns(panels, ["id", "image"], "panels")["image"], strict=True))
+    paths = by_id(panels, "image")
     names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
     prompt_rows = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}
     features = ranking_features()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Build the dataset from annotations: pairs in two splits, held-out rankings, and a report.
+Stage 5: build the dataset from annotations, as pairs in two splits, held-out rankings, and a report.
 
 The paper (Sec. 3.1 of https://arxiv.org/abs/2512.04784) says "clear positives and negatives"; for the rule here see
 "Pairs" in docs/build_dataset.md.
@@ -15,10 +15,10 @@ from tqdm.auto import tqdm
 from ..data.columns import by_id, column_types
 from ..data.pairs import make_pair, pair_features
 from ..data.rankings import default_question
+from ..data.texts import normalized
 from .agreement import Vote, majority_vote
-from .annotations import Annotation
-from .pair_panels import instances_to_rankings
-from .split import check_no_leak, connected_prompts, keyed_hash, split_prompts
+from .annotations import Annotation, keyed_hash
+from .panels import instances_to_rankings
 
 
 if TYPE_CHECKING:
@@ -163,10 +163,7 @@ def build_pairs(
         "same_image_twice": len(decided) - len(decisions),
     }
     if len(pairs) == 0:
-        contradictions = f"{report['contradictions']} contradictions"
-        raise ValueError(
-            f"{len(annotations)} annotations give no pair: {report['votes']}, {contradictions}. Rank more."
-        )
+        raise ValueError(f"{len(annotations)} annotations give no pair: {report}. Rank more.")
 
     texts, used = by_id(prompts, "prompt"), set(pairs["group"][:])
     images: dict[str, set[str]] = {}
@@ -175,10 +172,11 @@ def build_pairs(
     groups = connected_prompts({name: text for name, text in texts.items() if name in used}, images)
     held_out = split_prompts(groups, test_size, seed)
 
-    is_test = [group in held_out for group in pairs["group"][:]]
-    splits = DatasetDict(train=pairs.select([row for row, test in enumerate(is_test) if not test]))
-    if any(is_test):
-        splits["test"] = pairs.select([row for row, test in enumerate(is_test) if test])
+    rows_by_split: dict[str, list[int]] = {"train": [], "test": []}
+    for number, group in enumerate(pairs["group"][:]):
+        rows_by_split["test" if group in held_out else "train"].append(number)
+    splits = DatasetDict({name: pairs.select(numbers) for name, numbers in rows_by_split.items() if numbers})
+    if "test" in splits:
         check_no_leak(splits["train"], splits["test"], texts, hashes)
 
     names = [row["id"] for row in rows if row["prompt_id"] in held_out and row["id"] in votes]
@@ -216,3 +214,60 @@ def _describe(pairs: "Dataset") -> dict[str, Any]:
         "images": len({name for names in pairs["panels"][:] for name in names}),
         "categories": dict(Counter(name for name in pairs["category"][:] if name)),
     }
+
+
+def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]) -> list[list[str]]:
+    """Group the prompts that must stay together: those with the same text or a shared image."""
+    from scipy.cluster.hierarchy import DisjointSet
+
+    groups = DisjointSet(prompts)
+    first_with: dict[tuple[str, str], str] = {}
+    for name, text in prompts.items():
+        for content in [("text", normalized(text)), *(("image", image) for image in sorted(images.get(name, ())))]:
+            groups.merge(first_with.setdefault(content, name), name)
+    order = {name: number for number, name in enumerate(prompts)}
+    connected = [sorted(group, key=order.__getitem__) for group in groups.subsets()]
+    return sorted(connected, key=lambda group: order[group[0]])
+
+
+def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[str]:
+    """Choose the held-out prompts."""
+    if not 0 <= test_size < 1:
+        raise ValueError(f"`test_size` is {test_size}, but must be a fraction of the prompts: from 0 to below 1.")
+    total = sum(map(len, groups))
+    if test_size == 0:
+        return set()
+    wanted = max(1, round(test_size * total))
+    chosen: set[str] = set()
+    for group in sorted(groups, key=lambda group: keyed_hash(seed, group[0])):
+        if len(chosen) + len(group) <= min(wanted, total - 1):
+            chosen.update(group)
+    if not chosen:
+        raise ValueError(
+            f"`test_size` is {test_size} of {total} prompts, but each of the {len(groups)} groups that share a text or an "
+            "image has more. Generate more prompts, or set it to 0."
+        )
+    return chosen
+
+
+def check_disjoint(trained: Mapping[str, set[str]], held_out: Mapping[str, set[str]], train: str, test: str) -> None:
+    """Check that two datasets share nothing, by kind of content."""
+    for kind in trained:
+        shared = sorted(trained[kind] & held_out[kind])
+        if shared:
+            shown = f"{len(shared)} {kind} are both in {train} and in {test}, such as {shared[0]!r}"
+            raise ValueError(f"{shown}: a judge would be evaluated on what it was trained on. Split again.")
+
+
+def check_no_leak(train: "Dataset", test: "Dataset", texts: Mapping[str, str], images: Mapping[str, str]) -> None:
+    """Check that two datasets share no prompt, no text and no image."""
+
+    def contents(dataset: "Dataset") -> dict[str, set[str]]:
+        groups = set(dataset["group"][:])
+        return {
+            "prompts": groups,
+            "prompt texts": {normalized(texts[name]) for name in groups},
+            "images": {images[name] for names in dataset["panels"][:] for name in names},
+        }
+
+    check_disjoint(contents(train), contents(test), "the training data", "what is held out")

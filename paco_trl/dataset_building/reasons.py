@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the reasons of labeled pairs with a served model that sees the images and is given the label."""
+"""Stage 6: write the reasons of labeled pairs with a served model that sees the images and is given the label."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
 from .answers import Answers, cause_of, causes_text, sampled_request
-from .write_prompts import DIMENSIONS, TEMPLATES
+from .prompts import DIMENSIONS, TEMPLATES
 
 
 if TYPE_CHECKING:
