@@ -412,7 +412,7 @@ class TestPublish:
         planted("pairs", test_size=0.2, annotators=["anna", "automatic"])
         count = len(loaded(tmp_path / "build/pairs")["train"])
         with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
-            with pytest.raises(ValueError, match="`license`"):  # nobody knows that of a model that is on no Hub
+            with pytest.raises(ValueError, match="license"):  # nobody knows that of a model that is on no Hub
                 planted("publish", repo_id="tester/figures")
             assert not [path for _, path in hub.requests if "create" in path or "commit" in path]
             planted("publish", repo_id="tester/figures", license="apache-2.0")
