@@ -278,9 +278,9 @@ class TestFinding:
             found = find_edits(tmp_path, prompts)
         assert list(found.missing) == ["en/k1", "cn/k3"] and len(found.sets) == 12
         assert found.unknown == ["en/K2 copy.png", "en/k10.png", "en/k1_0.png"]
-        assert "2 of 12 prompts have no edit: en/k1, cn/k3. The edit of 'k1', for example, was looked" in caplog.text
+        assert "2 of 12 prompts have no edit: en/k1, cn/k3." in caplog.text
         assert "3 images belong to no prompt: en/K2 copy.png" in caplog.text
-        with pytest.raises(ValueError, match=r"2 of 12 sets lack images: en/k1 \(all\), cn/k3"):
+        with pytest.raises(ValueError, match="2 of 12 sets lack images: en/k1, cn/k3"):
             found.check_complete()
 
     def test_an_edit_of_another_task_type_is_no_edit(self, prompts, tmp_path):
@@ -553,7 +553,7 @@ class TestResults:
         )
 
     def test_missing_edits(self, prompts, systems):
-        with pytest.raises(ValueError, match=r"1 of 12 sets lack images: en/k1 \(all\)"):
+        with pytest.raises(ValueError, match="1 of 12 sets lack images: en/k1"):
             gedit_results(prompts, systems)
         alone = gedit_results(prompts, systems[:1])  # nothing is missing
         assert alone["tables"][0]["rows"][0]["difference"] is None

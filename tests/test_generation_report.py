@@ -170,19 +170,6 @@ def test_metric_tables_have_a_row_for_each_metric_of_each_judge(planted):
     assert rows_by_name(second)["Identity"][0] == "0.601 [0.581, 0.621]"
 
 
-def test_one_system_has_no_differences(world):
-    results = plant_t2is(world / "one", num_systems=1)
-    assert cells_of(next(iter(metric_tables(results).values())))[0] == ["metric", "fox-lora (tuned)", "n"]
-    assert cells_of(settings_table(results))[0] == ["setting", "fox-lora (tuned)"]
-    assert difference_chart(results["tables"][0]) is None
-    assert summary(results) == [
-        "Consistency (judge Qwen2.5-VL-7B-Instruct): 0.480 [0.460, 0.500] for fox-lora (tuned).",
-        "Consistency (judge gemma-3-4b-it): 0.780 [0.760, 0.800] for fox-lora (tuned).",
-        "Alignment (scorer clip-flant5-xxl): 0.760 [0.740, 0.780] for fox-lora (tuned).",
-        "Duplicate rate: 0.150 [0.130, 0.170] for fox-lora (tuned).",
-    ]
-
-
 def test_summary_says_what_the_intervals_say(results):
     first, second, alignment, copies = summary(results)
     assert first == (
@@ -290,19 +277,6 @@ def test_published_figures_only_with_the_published_protocol(results, tmp_path):
         assert ("Seedream 4.0" in markdown) == ("Seedream 4.0" in paths["html"].read_text()) == is_published
         assert markdown.startswith(f"# T2IS-Bench{', published protocol' * is_published}: ")
         assert f"- protocol: {protocol}\n" in markdown and f"Protocol: {protocol}. In brackets" in page.text("results")
-
-
-def test_results_of_before_protocols_had_names(results, card, tmp_path):
-    del results["protocol"]
-    before = card.read_bytes()
-    for call in (
-        lambda: save_generation_report(results, tmp_path / "report"),
-        lambda: add_results_to_card(card, results),
-        lambda: print_report(results, Console(quiet=True)),
-    ):
-        with pytest.raises(ValueError, match="`protocol` of the results is None"):
-            call()
-    assert card.read_bytes() == before and not (tmp_path / "report").exists()
 
 
 def test_markdown_of_hostile_texts(results):

@@ -475,7 +475,7 @@ class TestPlantedSets:
         found = find_image_sets(write_panels(tmp_path / "panels", IDENTICAL, leave_out=left_out), bench)
         assert found.missing == {"0001/0": [3], "0003/0": [0]}
         system = evaluate(bench, tmp_path / "scores", found)
-        with pytest.raises(ValueError, match=r"0001/0 \(panel 4\), 0003/0 \(panel 1\)"):
+        with pytest.raises(ValueError, match="0001/0, 0003/0"):
             t2is_results(bench, [system])
         results = t2is_results(bench, [system], missing="zero")
         # Three of six pairs are there; of the set of two panels none

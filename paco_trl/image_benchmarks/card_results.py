@@ -86,7 +86,7 @@ def _eval_results(results: dict[str, Any], task_type: str) -> list[EvalResult]:
         if not (scorer.startswith(("judge ", "scorer ")) or "judge: " in scorer):
             # The title of a language does not name the only judge
             scorer = f"{scorer}, judge {' and '.join(results['scorers']['consistency'])}"
-        scorer += ", published protocol" if content.protocol_of(results) == "published" else ""
+        scorer += ", published protocol" if results["protocol"] == "published" else ""
         entries[row["metric"], scorer] = EvalResult(
             task_type=task_type,
             dataset_type=dataset if "/" in dataset else results["benchmark"],

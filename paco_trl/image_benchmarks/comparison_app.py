@@ -273,7 +273,8 @@ def serve_comparison(
     """
     Serve an app in the browser that compares a base model with its adapter: images of the same prompt and noise.
 
-    A visitor gets at most 16 panels, 2304 x 2304 pixels, 100 steps and 10,000 characters. Outside of a Space it listens on 127.0.0.1 only. `paco-trl space` writes a Space that calls this function.
+    A visitor gets at most 16 panels, 2304 x 2304 pixels, 100 steps and 10,000 characters. Outside of a Space it listens on
+    127.0.0.1 only. `paco-trl space` writes a Space that calls this function.
 
     Args:
         model (`str`):

@@ -75,9 +75,13 @@ def generate_edits(
     from accelerate import PartialState
     from datasets import Dataset
 
-    if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
-        raise ValueError(f"`seed` is {seed!r}. It must be an int from 0 to {_LARGEST_SEED}.")
-    _check_call(pipeline, call_arguments)
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(f"`seed` is {seed}. It must be from 0 to {_LARGEST_SEED}.")
+    advice = "Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
+    check_call(pipeline, _CALL, f"edit a given image as a text describes, from given noise. {advice}")
+    height, width = call_arguments.get("height"), call_arguments.get("width")
+    if (height is None) != (width is None):
+        raise ValueError(f"`height` is {height} and `width` {width}. Give both, or neither for the row's or source's.")
     keys = edit_keys(prompts)
     sources = SourceImages(prompts, "the prompts")
     _check_sources(pipeline, sources, keys)
@@ -135,7 +139,7 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
     folder = Path(folder).expanduser().absolute()
     keys = edit_keys(prompts)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a directory of edits.")
+        raise FileNotFoundError(f"{folder} is not a directory.")
     names = [name for name in ("id", "language", "task_type") if name in prompts.column_names]
     rows = list(prompts.with_format(None).select_columns(names))
 
@@ -164,34 +168,24 @@ def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
     }
     unknown = sorted(str(path.relative_to(folder)) for paths in images.values() for path in set(paths) - taken)
 
-    def looked_for(row: dict[str, Any]) -> str:
-        names = " or ".join(dict.fromkeys((row["id"], file_name(row["id"]))))
-        return (
-            f"The edit of {row['id']!r}, for example, was looked for as {names} with one of the extensions "
-            f"{', '.join(EXTENSIONS)}, directly in {', '.join(map(str, _places(folder, row)))}; subdirectories are not read."
-        )
-
-    if not any(found.values()):
-        first = f"; the first is {unknown[0]}" if unknown else ""
-        raise ValueError(f"None of {len(unknown)} images in {folder} is of a prompt{first}. {looked_for(rows[0])}")
     missing = [key for key in keys if not found[key]]
-    if missing and is_main_process:
-        example = looked_for(rows[keys.index(missing[0])])
-        logger.warning(f"{folder}: {len(missing)} of {len(keys)} prompts have no edit: {some_of(missing)}. {example}")
+    if missing:
+        row = rows[keys.index(missing[0])]
+        places = ", ".join(map(str, _places(folder, row)))
+        text = (
+            f"{folder}: {len(missing)} of {len(keys)} prompts have no edit: {some_of(missing)}. That of {row['id']!r} "
+        )
+        text += f"was looked for as {file_name(row['id'])} ({', '.join(EXTENSIONS)}) directly in {places}."
+        if len(missing) == len(keys):
+            raise ValueError(text)
+        if is_main_process:
+            logger.warning(text)
     if unknown and is_main_process:
         logger.warning(f"{folder}: {len(unknown)} images belong to no prompt: {some_of(unknown)}.")
     for paths in found.values():
         for path in paths:
             image_file_size(path)  # finds unreadable files before a judge is queried about the others
     return FoundImages(sets, unknown)
-
-
-def _check_call(pipeline: "DiffusionPipeline", call_arguments: dict[str, Any]) -> None:
-    advice = "Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
-    check_call(pipeline, _CALL, f"edit a given image as a text describes, from given noise. {advice}")
-    height, width = call_arguments.get("height"), call_arguments.get("width")
-    if (height is None) != (width is None):
-        raise ValueError(f"`height` is {height} and `width` {width}. Give both, or neither for the row's or source's.")
 
 
 def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str]) -> None:

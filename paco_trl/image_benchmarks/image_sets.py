@@ -95,14 +95,10 @@ class FoundImages:
 
     def check_complete(self) -> None:
         """Refuse missing images."""
-        some = []
-        for key, numbers in self.missing.items():
-            listed = f"panel {', '.join(str(number + 1) for number in numbers)}"
-            some.append(f"{key} ({'all' if len(numbers) == self.sets[key].num_panels else listed})")
-        if some:
+        if self.missing:
             raise ValueError(
-                f"{len(some)} of {len(self.sets)} sets lack images: {some_of(some)}. A mean over the others would favor a system "
-                "that leaves out what is hard. Add the images, or count missing ones as 0 (`missing='zero'`)."
+                f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}. A mean over the "
+                "others would favor a system that leaves out what is hard. Add them, or count them as 0 (`missing='zero'`)."
             )
 
 
@@ -146,10 +142,9 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     found = matched[column]
     if not found:
         ids = " or ".join(repr(rows[0][name]) for name in columns if rows[0][name])
-        first = f"; the first file is {files[0].name!r}" if files else ""
         raise ValueError(
-            f"None of the {len(files)} images in {folder} ({', '.join(EXTENSIONS)}, subdirectories not included) belongs to a "
-            f"prompt of the benchmark: `<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {ids}{first}."
+            f"None of the {len(files)} images directly in {folder} ({', '.join(EXTENSIONS)}) belongs to a prompt of the "
+            f"benchmark: `<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {ids}."
         )
     if any(len(other) == len(found) and other != found for other in matched.values()):
         raise ValueError(

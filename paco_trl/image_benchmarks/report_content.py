@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 import yaml
 
 from ..evaluation.report import PublishedTable, published_tables, published_text
-from ..evaluation.runs import PROTOCOLS
 from ..utils.files import read_template
 from ..utils.names import public_name
 from ..utils.text import markdown_table, markdown_text, number_text
@@ -107,7 +106,7 @@ def metric_tables(results: dict[str, Any]) -> dict[str, str]:
             label = f"**{label}**" if row["kind"] in MEANS else label
             rows.append([label, *_cells(row["cells"], row["difference"], row), text])
         lines = [
-            (f"Protocol: {protocol_of(results)}. " if results["benchmark"] else "")
+            (f"Protocol: {results['protocol']}. " if results["benchmark"] else "")
             + f"{_INTERVALS}{paired * (len(results['systems']) > 1)}",
             "n: number of sets, images or edits with a value; for a mean of several metrics, of the first.",
         ]
@@ -177,7 +176,7 @@ def comparable_tables(results: dict[str, Any]) -> list[PublishedTable]:
     found = []
     for table in published_tables(results["benchmark"]) if results["benchmark"] else ():
         keep = [place for place, name in enumerate(table.columns) if same(table.scorers.get(name, "")) in used]
-        if keep and table.protocol == protocol_of(results):
+        if keep and table.protocol == results["protocol"]:
             columns, *rows = (tuple(row[place] for place in (0, *keep)) for row in (table.columns, *table.rows))
             found.append(replace(table, columns=cast(Any, columns), rows=tuple(rows)))
     return found
@@ -224,7 +223,7 @@ def facts(results: dict[str, Any]) -> list[str]:
             scorers.append(f"{name}: no scorer was given, so it is not computed")
     return [
         f"dataset: {results['dataset'] or 'without a name'}, fingerprint {results['dataset_fingerprint']}",
-        f"protocol: {protocol_of(results)}",
+        f"protocol: {results['protocol']}",
         f"prompts: {results['num_prompts']}; seeds: {', '.join(map(str, results['seeds'])) or 'none'}",
         f"scorers: {'; '.join(scorers)}",
     ]
@@ -295,21 +294,11 @@ def public_text(text: str) -> str:
     return _PATH_IN_TEXT.sub(r"\1", text)
 
 
-def protocol_of(results: dict[str, Any]) -> str:
-    """Return the protocol of results; those of early versions do not name it and are refused."""
-    protocol = results.get("protocol")
-    if protocol not in PROTOCOLS:
-        raise ValueError(
-            f"`protocol` of the results is {protocol!r}: they are of an early version. Run `report` again."
-        )
-    return protocol
-
-
 def benchmark_name(results: dict[str, Any]) -> str:
     """Name the benchmark, and its protocol unless it is the default; own prompts have the name of the dataset."""
     if results["benchmark"] is None:
         return results["dataset"]
-    return results["benchmark"] + (", published protocol" if protocol_of(results) == "published" else "")
+    return results["benchmark"] + ", published protocol" * (results["protocol"] == "published")
 
 
 def cell_text(cell: dict[str, Any] | None, signed: bool = False) -> str:
