@@ -18,9 +18,9 @@ Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's 
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux.py ...
 
-The judge on a GPU of its own, as in the paper (`paco-trl serve-reward --help`):
+The judge on a GPU of its own, as in the paper (`paco-trl serve --help`):
 
-    CUDA_VISIBLE_DEVICES=7 paco-trl serve-reward --vllm ~/vllm/bin/vllm
+    CUDA_VISIBLE_DEVICES=7 paco-trl serve --vllm ~/vllm/bin/vllm
     accelerate launch ... examples/train_flux.py --judge_url http://127.0.0.1:8000/v1 --judge_model paco-reward ...
 """
 

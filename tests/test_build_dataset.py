@@ -63,7 +63,7 @@ def generated_once(tiny_flux, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("generated")
     with contextlib.chdir(folder):
         run("prompts", dataset_name=write_prompts_file(folder / "prompts.jsonl", 5))
-        options = {"model": tiny_flux, "dtype": "float32", "seeds": [0, 1, 2], "height": 32, "width": 32}
+        options = {"model_name_or_path": tiny_flux, "dtype": "float32", "seeds": [0, 1, 2], "height": 32, "width": 32}
         run("grids", **options, batch_size=3, num_inference_steps=1)
         run("panels", num_workers=1)
     return folder
@@ -143,7 +143,13 @@ class TestStages:
             return call(*args, **kwargs)
 
         monkeypatch.setattr(FluxPipeline, "__call__", counted)
-        options = {"model": tiny_flux, "dtype": "float32", "height": 32, "width": 32, "num_inference_steps": 1}
+        options = {
+            "model_name_or_path": tiny_flux,
+            "dtype": "float32",
+            "height": 32,
+            "width": 32,
+            "num_inference_steps": 1,
+        }
         (tmp_path / "build/grids/images/000003/1.png").unlink()
         generated("grids", **options, seeds=[0, 1, 2], batch_size=3)
         assert len(calls) == 1
@@ -180,7 +186,7 @@ class TestStages:
             ("prompts", {}, ValueError, "`--base_url` is None"),
             ("grids", {"dtype": "float8"}, ValueError, "float8"),
             ("export", {}, ValueError, "`--file`"),
-            ("publish", {}, ValueError, "`--repo_id`"),
+            ("publish", {}, ValueError, "`--hub_model_id`"),
             ("grids", {}, FileNotFoundError, "'prompts' is not finished"),
             ("reasons", {}, FileNotFoundError, "'pairs' is not finished"),
         ]:
@@ -265,7 +271,7 @@ class TestRankings:
             return 4 - float(np.abs(hues[0] - hues[1]).sum()) / 8
 
         with JudgeServer(same_colour) as server:
-            planted("rank", judge="judge", base_url=server.url)
+            planted("rank", judge_model="judge", judge_url=server.url)
         pairs = loaded(planted("pairs", test_size=0.2) / "pairs")
         right = [
             planted.world.is_consistent(*row["panels"]) == (row["completion"][0]["content"] == "Yes")
@@ -275,7 +281,7 @@ class TestRankings:
         # By default a server that may still be starting is waited for half a minute
         monkeypatch.setattr(ServedJudge.check, "__defaults__", (0.5,))
         with pytest.raises(JudgeUnavailableError, match=re.escape(server.url)):
-            script.main(["rank", "--judge", "judge", "--base_url", server.url, "--annotator", "other"])
+            script.main(["rank", "--judge_model", "judge", "--judge_url", server.url, "--annotator", "other"])
 
 
 class TestOptions:
@@ -287,7 +293,7 @@ class TestOptions:
         texts = [page.read_text() for page in pages] + [script.__doc__]
         found = set()
         for text in texts:
-            for line in re.findall(r"(?:examples/build_dataset\.py|paco-trl build) ((?:[^\n\\]|\\\n)+)", text):
+            for line in re.findall(r"paco-trl build ((?:[^\n\\]|\\\n)+)", text):
                 words = shlex.split(line.split("`")[0].replace("\\\n", " "))
                 if words[0].startswith("<"):
                     continue
@@ -365,7 +371,7 @@ class TestWritten:
         # Other pairs have no reasons yet: what is published would not fit together
         planted("pairs", test_size=0.4, seed=1)
         with pytest.raises(ValueError, match="were written for other pairs"):
-            planted("publish", repo_id="user/name")
+            planted("publish", hub_model_id="user/name")
         # The new ones are asked about, and no others
         known = {name for split in pairs.values() for name in split["id"]}
         now = loaded(tmp_path / "build/pairs")
@@ -389,19 +395,21 @@ class TestPublish:
         with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
             hub.add_repo("tester/parts", {"README.md": b""}, "dataset")
             with pytest.raises(ValueError, match="public"):
-                run(stage, hub_id="parts")
+                run(stage, hub_model_id="parts")
             assert set(hub.files("tester/parts")) == {"README.md"}
         assert sorted(tmp_path.rglob("*")) == work  # said before any work
 
     def test_a_stage_goes_to_a_private_dataset(self, planted, tmp_path):
         with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
             planted("rank")
-            planted("pairs", test_size=0.2, hub_id="parts")
+            planted("pairs", test_size=0.2, hub_model_id="parts")
             assert hub.repos["dataset", "tester/parts"].private
             assert any(name.startswith("pairs/") for name in hub.files("tester/parts"))
             hub.repos["dataset", "tester/parts"].private = False  # while a stage is running
             with pytest.raises(ValueError, match="public"):
-                script.finish(SimpleNamespace(hub_id="parts"), script.StageFolder(tmp_path / "build/prompts"), {})
+                script.finish(
+                    SimpleNamespace(hub_model_id="parts"), script.StageFolder(tmp_path / "build/prompts"), {}
+                )
 
     def test_what_is_published_is_what_was_built(self, planted, tmp_path):
         planted("rank")
@@ -413,10 +421,10 @@ class TestPublish:
         count = len(loaded(tmp_path / "build/pairs")["train"])
         with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
             with pytest.raises(ValueError, match="license"):  # nobody knows that of a model that is on no Hub
-                planted("publish", repo_id="tester/figures")
+                planted("publish", hub_model_id="tester/figures")
             assert not [path for _, path in hub.requests if "create" in path or "commit" in path]
-            planted("publish", repo_id="tester/figures", license="apache-2.0")
-            planted("pairs", test_size=0.2, annotators=["anna"], hub_id="tester/parts")
+            planted("publish", hub_model_id="tester/figures", license="apache-2.0")
+            planted("pairs", test_size=0.2, annotators=["anna"], hub_model_id="tester/parts")
             files, parts = hub.files("tester/figures"), hub.files("tester/parts")
             assert hub.repos["dataset", "tester/parts"].private
         shards = {name.split("-")[0] for name in parts if name.endswith(".parquet")}
@@ -434,19 +442,31 @@ class TestPublish:
 def test_two_processes_generate_what_one_generates(tiny_flux, tmp_path):
     """The command of the documentation, on two CPU processes."""
     write_prompts_file(tmp_path / "prompts.jsonl", 4)
-    path = str(ROOT / "examples/build_dataset.py")
-    options = ["--model", str(tiny_flux), "--dtype", "float32", "--seeds", "0", "1", "--height", "32", "--width", "32"]
+    command = ["-m", "paco_trl.commands.main", "build"]
+    options = [
+        "--model_name_or_path",
+        str(tiny_flux),
+        "--dtype",
+        "float32",
+        "--seeds",
+        "0",
+        "1",
+        "--height",
+        "32",
+        "--width",
+        "32",
+    ]
 
     found = {}
     for name in ("one", "two"):
         with contextlib.chdir(tmp_path):
             run("prompts", build_dir=name, dataset_name="prompts.jsonl")
-        words = [path, "grids", "--build_dir", name, "--batch_size", "2", "--num_inference_steps", "1", *options]
+        words = ["grids", "--build_dir", name, "--batch_size", "2", "--num_inference_steps", "1", *options]
         if name == "one":
             with contextlib.chdir(tmp_path):
-                script.main(words[1:])
+                script.main(words)
         else:
-            printed = launching.check_run(words, config=launching.CPU_DDP, cwd=tmp_path)
+            printed = launching.check_run([*command, *words], config=launching.CPU_DDP, cwd=tmp_path)
             assert printed.count('"flat grids"') == 1  # one of them speaks
         images = (tmp_path / name / "grids/images").rglob("*.png")
         found[name] = {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in images}

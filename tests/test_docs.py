@@ -19,7 +19,8 @@ from trl import GRPOConfig, SFTConfig
 
 import launching
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoRewardTrainer, commands
-from paco_trl.commands import build_arguments, evaluate_reward, evaluation_arguments, reward
+from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judge, reward
+from paco_trl.commands.doctor import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import make_pair
 from paco_trl.rewards import ConsistencyReward, ServedJudge, panel_similarity_reward, redness_reward
@@ -36,23 +37,27 @@ PAGES = sorted(
 CONFIGS = {config.__name__: config for config in (PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig)}
 OPTIONS_OF = {name: {field.name for field in dataclasses.fields(config)} for name, config in CONFIGS.items()}
 OPTIONS = set().union(*OPTIONS_OF.values())
-# The config whose options a script has in addition to its own
-SCRIPTS = {
-    "train_flux.py": "PaCoGRPOConfig",
-    "train_flux_kontext.py": "PaCoGRPOConfig",
-    "train_qwen_image_edit.py": "PaCoGRPOConfig",
-    "train_reward.py": "PaCoRewardConfig",
-    "evaluate_reward.py": None,
-    "build_dataset.py": None,  # which options belong to which stage is tested in test_build_dataset.py
-    "evaluate_generation.py": None,  # and to which step in test_evaluate_generation.py
-}
-# The command with the code of a script
+
+
+def classes_of(module) -> list[type]:
+    return [each for each in vars(module).values() if dataclasses.is_dataclass(each)]
+
+
+# Words of a command -> the config and the classes of its options; which belong to which stage is tested elsewhere
 COMMANDS = {
-    "train_flux.py": "paco-trl grpo",
-    "train_reward.py": "paco-trl reward",
-    "evaluate_reward.py": "paco-trl evaluate reward",
-    "build_dataset.py": "paco-trl build",
-    "evaluate_generation.py": "paco-trl evaluate",
+    "paco-trl grpo": [PaCoGRPOConfig, ScriptArguments],
+    "paco-trl nft": [PaCoNFTConfig, ScriptArguments],
+    "paco-trl reward": [PaCoRewardConfig, reward.ScriptArguments],
+    "paco-trl doctor grpo": [PaCoGRPOConfig, ScriptArguments, PlanArguments],
+    "paco-trl doctor nft": [PaCoNFTConfig, ScriptArguments, PlanArguments],
+    "paco-trl doctor reward": [PaCoRewardConfig, reward.ScriptArguments, PlanArguments],
+    "paco-trl build": classes_of(build_arguments),
+    "paco-trl evaluate judge": [evaluate_judge.JudgedArguments],
+    "paco-trl evaluate": classes_of(evaluate_arguments),
+    "examples/train_flux.py": [PaCoGRPOConfig, ScriptArguments],
+    "examples/train_flux_kontext.py": [PaCoGRPOConfig, ScriptArguments],
+    "examples/train_qwen_image_edit.py": [PaCoGRPOConfig, ScriptArguments],
+    "examples/train_reward.py": [PaCoRewardConfig, reward.ScriptArguments],
 }
 # Options of each of these commands, and TRL's names of some options
 LAUNCH = {"accelerate_config", "num_processes", "dataset_train_split", "dataset_test_split", "reward_funcs"}
@@ -228,11 +233,11 @@ class TestOptions:
 
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
     def test_options_of_the_commands_exist(self, page):
-        for script, command in commands_with_options(page):
-            options = script_options(script) | OPTIONS_OF.get(SCRIPTS[script], set()) | LAUNCH | {"config"}
-            for word in command:
+        for command, words in commands_with_options(page):
+            options = options_of(command) | LAUNCH | {"config"}
+            for word in words:
                 if word.startswith("--"):
-                    assert word[2:] in options, f"{page.name}: {script} {word}"
+                    assert word[2:] in options, f"{page.name}: {command} {word}"
 
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
     def test_options_in_the_text_exist(self, page):
@@ -245,7 +250,6 @@ class TestOptions:
                 "num_cpu_threads_per_process",
                 "DS_ACCELERATOR",
                 "mixed_precision",
-                "served_model_name",
                 "help",
                 "config",
             ),
@@ -340,29 +344,19 @@ class TestMetrics:
 
 
 def commands_with_options(page: Path) -> list[tuple[str, list[str]]]:
-    """Script and the words behind it in the page's shell commands."""
+    """Command of `COMMANDS` and the words behind it in the page's shell commands."""
     found = []
     for _, code in blocks(page, "bash"):
         for line in code.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
-            for script in SCRIPTS:
-                command = COMMANDS.get(script, "").split()
-                place = next((at for at in range(len(words)) if words[at : at + len(command)] == command), None)
-                if command and place is not None:
-                    found.append((script, words[place + len(command) :]))
+            for name in COMMANDS:
+                command = name.split()
+                places = [at for at in range(len(words)) if words[at : at + len(command)] == command]
+                if places:
+                    found.append((name, words[places[0] + len(command) :]))
                     break
-                if f"examples/{script}" in words:
-                    found.append((script, words[words.index(f"examples/{script}") + 1 :]))
     return found
 
 
-def script_options(script: str) -> set[str]:
-    """Options of an example itself."""
-    if SCRIPTS[script] == "PaCoGRPOConfig":  # they share them with `paco-trl doctor`
-        return {field.name for field in dataclasses.fields(ScriptArguments)}
-    in_parts = {"build_dataset.py": build_arguments, "evaluate_generation.py": evaluation_arguments}
-    if script in in_parts:
-        stages = [stage for stage in vars(in_parts[script]).values() if dataclasses.is_dataclass(stage)]
-        return {field.name for stage in stages for field in dataclasses.fields(stage)}
-    arguments = evaluate_reward.RewardArguments if script == "evaluate_reward.py" else reward.ScriptArguments
-    return {field.name for field in dataclasses.fields(arguments)}
+def options_of(command: str) -> set[str]:
+    return {field.name for each in COMMANDS[command] for field in dataclasses.fields(each)}

@@ -108,7 +108,7 @@ def examine(make_arguments, monkeypatch):
             if last is not None:
                 names = [check.name for check in doctor.CHECKS]
                 patch.setattr(doctor, "CHECKS", doctor.CHECKS[: names.index(last) + 1])
-            return {row.check: row for row in doctor.examine(make_arguments(**changes), Console(quiet=True))}
+            return {row.check: row for row in doctor.examine("grpo", make_arguments(**changes), Console(quiet=True))}
 
     return run
 
@@ -147,7 +147,7 @@ def verdicts(rows: dict[str, doctor.Row]) -> dict[str, str]:
 @pytest.mark.slow
 def test_the_command(make_arguments, tmp_path):
     arguments = make_arguments()
-    command = ["-m", "paco_trl.commands.main", "doctor", *arguments]
+    command = ["-m", "paco_trl.commands.main", "doctor", "grpo", *arguments]
     done = launching.run(command, cwd=ROOT, env={**os.environ, "COLUMNS": "100"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
@@ -171,9 +171,9 @@ class TestCommandLine:
         monkeypatch.setenv("COLUMNS", "80")
         with monkeypatch.context() as patch:
             patch.setattr(doctor, "CHECKS", doctor.CHECKS[:5])  # `test_the_command` makes all
-            assert main(["doctor", *make_arguments(num_generations=4)]) == 0
+            assert main(["doctor", "grpo", *make_arguments(num_generations=4)]) == 0
         capsys.readouterr()
-        assert main(["doctor", *make_arguments(num_generations=1)]) == 1
+        assert main(["doctor", "grpo", *make_arguments(num_generations=1)]) == 1
         shown = capsys.readouterr().out
         assert "must be at least 2" in shown
         assert "needs: configuration" in shown
@@ -208,9 +208,9 @@ def test_nothing_is_left_behind(examine, tmp_path):
 
 @pytest.mark.parametrize("trainer, option", [("nft", "--nft_beta"), ("reward", "--first_token_weight")])
 def test_the_options_of_a_trainer(trainer, option, capsys):
-    assert main(["doctor", "--trainer", trainer, "--help"]) == 0
+    assert main(["doctor", trainer, "--help"]) == 0
     assert option in capsys.readouterr().out
-    assert main(["doctor", "--help"]) == 0
+    assert main(["doctor", "grpo", "--help"]) == 0
     assert option not in capsys.readouterr().out
 
 
@@ -398,13 +398,13 @@ class TestExistingAdapter:
         # Not the identity, as a trained one is not
         trained = {name: torch.full_like(p, 0.02) for name, p in trainer.model.named_parameters() if p.requires_grad}
         doctor.save_adapter(trainer.model, trainer.pipeline, trained, folder)
-        rows = examine(adapter_name_or_path=str(folder))
+        rows = examine(adapter=str(folder))
         assert verdicts(rows) == HEALTHY
         assert f"continued from '{folder}'" in rows["model and adapter"].finding
         assert "differ by 0 (" in rows["noise-free image"].finding
 
         (folder / "adapter_model.safetensors").unlink()
-        rows = examine("model and adapter", adapter_name_or_path=str(folder))
+        rows = examine("model and adapter", adapter=str(folder))
         assert rows["model and adapter"].verdict == "failed"
         assert "adapter_model.safetensors" in rows["model and adapter"].finding
 
@@ -529,7 +529,7 @@ class TestMemory:
         configs = shutil.copytree(tiny_flux, tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors"))
         settings = {"model_name_or_path": str(configs), "rewards": ["consistency"], "judge_url": "http://x/v1"}
         arguments = [*make_arguments(**settings), "--device_memory", "24GiB"]
-        rows = {row.check: row for row in doctor.examine(arguments, Console(quiet=True))}
+        rows = {row.check: row for row in doctor.examine("grpo", arguments, Console(quiet=True))}
         assert rows["memory"].verdict == "ok" and "The device has 24.0 GiB" in rows["memory"].finding
         assert rows["rewards"].verdict == rows["model and adapter"].verdict == "skipped"
         assert "no weights are loaded" in rows["model and adapter"].finding
@@ -539,7 +539,7 @@ class TestMemory:
     def test_without_a_gpu(self, make_arguments, tiny_qwen, is_planned):
         arguments = make_arguments(rewards=["consistency"], judge_model=str(tiny_qwen), use_cpu=False, bf16=True)
         arguments += ["--device_memory=24GiB"] if is_planned else []
-        rows = {row.check: row for row in doctor.examine(arguments, Console(quiet=True))}
+        rows = {row.check: row for row in doctor.examine("grpo", arguments, Console(quiet=True))}
         found = verdicts(rows)
         assert found.pop("precision", None) == (None if is_planned else "warning")
         if not is_planned:
@@ -579,12 +579,12 @@ class TestMemory:
         assert found[1] == 2 * found[0] > found[2] == 0
 
     def test_a_judge_is_planned(self, tiny_qwen, tmp_path):
-        arguments = ["--trainer", "reward", "--model_name_or_path", str(tiny_qwen), "--output_dir", str(tmp_path)]
+        arguments = ["--model_name_or_path", str(tiny_qwen), "--output_dir", str(tmp_path)]
         arguments += ["--dataset_name", "user/pairs", "--max_length", "128", "--use_cpu", "True", "--bf16", "False"]
-        rows = doctor.examine([*arguments, "--device_memory", "24GiB"], Console(quiet=True))
+        rows = doctor.examine("reward", [*arguments, "--device_memory", "24GiB"], Console(quiet=True))
         assert [row.check for row in rows] == ["versions", "memory"]
         assert rows[1].verdict == "ok" and "Micro-batches of 8 at 128 tokens" in rows[1].finding
-        (row,) = doctor.examine([*arguments, "--device_memory", "1MiB"], Console(quiet=True))[1:]
+        (row,) = doctor.examine("reward", [*arguments, "--device_memory", "1MiB"], Console(quiet=True))[1:]
         assert row.verdict == "failed" and "Nothing that the plan can change makes it fit" in row.advice
 
     @pytest.mark.parametrize("size", ["24", "-1GiB"])

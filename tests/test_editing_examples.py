@@ -237,7 +237,7 @@ class TestDoctor:
         arguments += ["--model_name_or_path", str(model), "--rewards", "redness", "--guidance_scale", "4"]
         arguments += ["--epsilon", "1e-5"]  # more is warned of for FLUX.2-klein
         arguments += "--resolution_scale 1 --height 32 --width 32 --num_prompts_per_generation 2".split()
-        return {row.check: row for row in doctor.examine([*arguments, *options], Console(quiet=True))}
+        return {row.check: row for row in doctor.examine("grpo", [*arguments, *options], Console(quiet=True))}
 
     @pytest.mark.slow
     def test_edits_pass(self, workspace, klein):

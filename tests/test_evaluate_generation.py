@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/evaluate_generation.py as users start it: tiny pipelines and judges draw, score and report."""
+"""`paco-trl evaluate images` and its steps: tiny pipelines and judges draw, score and report."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ import launching
 from chat_server import ChatServer
 from judge_server import pictures_of
 from paco_trl import PaCoReward
-from paco_trl.commands import evaluate_generation as script
+from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path, split_grid, t2is_bench_question
 from paco_trl.image_benchmarks import load_system
 from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
@@ -29,7 +29,6 @@ from test_gedit import PROMPTS_FILE
 
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "examples" / "evaluate_generation.py"
 CRITERIA = {
     "Identity": {"face": "The same person is in all images.", "coat": "The coat has the same colour."},
     "Style": {"paint": "All images are painted alike."},
@@ -88,7 +87,7 @@ def options(workspace, tiny_flux, tiny_qwen):
     """Words of the command line that the steps share."""
     benchmark = ["--dataset_name", str(workspace / "bench.jsonl")]
     alignment = ["--alignment_file", str(workspace / "prompt_alignment.json")]
-    drawing = [*benchmark, "--model", str(tiny_flux), "--dtype", "float32", "--num_inference_steps", "2"]
+    drawing = [*benchmark, "--model_name_or_path", str(tiny_flux), "--dtype", "float32", "--num_inference_steps", "2"]
     scoring = [*benchmark, *alignment, "--judges", str(tiny_qwen), "--alignment_model", str(tiny_qwen)]
     scoring += ["--aesthetics_head", str(workspace / "head.safetensors"), "--clip_model", str(workspace / "clip")]
     return {"generate": drawing, "score": [*scoring, "--device", "cpu"], "report": [*benchmark, *alignment]}
@@ -156,6 +155,19 @@ class TestT2IS:
         assert "model-index:" in card and "license: apache-2.0" in card and "It was trained." in card
         for text in (json.dumps(evaluated), page, card, (workspace / "report" / "results.md").read_text()):
             assert str(workspace) not in text
+
+    def test_one_call_is_the_three_steps(self, evaluated, workspace, options, monkeypatch):
+        folder = workspace / "whole"
+        folder.mkdir()
+        for role in ("base", "tuned"):  # what is there is not made again
+            shutil.copytree(workspace / role, folder / role)
+        monkeypatch.setattr(PaCoReward, "score", None)
+        words = ["t2is", *options["generate"], *options["score"][2:], "--adapter", str(workspace / "adapter")]
+        words += ["--train_dataset_name", str(demo_prompts_path()), "--output_dir", str(folder)]
+        script.main(["images", *words])
+        assert json.loads((folder / "report" / "results.json").read_text())["tables"] == evaluated["tables"]
+        with pytest.raises(ValueError, match="`--benchmark`"):
+            script.main(["images", *words[1:]])
 
     def test_again_is_the_same(self, evaluated, workspace, options, monkeypatch):
         def fail(*args, **kwargs):
@@ -308,7 +320,14 @@ class TestGEdit:
         with ChatServer(say, models=["judge"]) as server:
             for name, adapter in folders.items():
                 words = [*benchmark, "--output_dir", str(edits / name)]
-                drawing = ["--model", str(edits / "kontext"), "--dtype", "float32", "--num_inference_steps", "2"]
+                drawing = [
+                    "--model_name_or_path",
+                    str(edits / "kontext"),
+                    "--dtype",
+                    "float32",
+                    "--num_inference_steps",
+                    "2",
+                ]
                 script.main(["generate", *words, *drawing, "--height", "32", "--width", "32", *adapter])
                 script.main(["score", *words, "--judges", "judge", "--judge_url", server.url])
                 assert pictures_of(server.requests[-1])[0][0].size == (512, 512)
@@ -365,7 +384,9 @@ def test_two_processes_are_one(evaluated, workspace, options, tmp_path):
         ("score", ["--output_dir", str(folder)]),
         ("report", ["--base", str(folder), "--output_dir", str(report)]),
     ):
-        launching.check_run([SCRIPT, step, *options[step], *where], config=config, cwd=tmp_path)
+        launching.check_run(
+            ["-m", "paco_trl.commands.main", "evaluate", step, *options[step], *where], config=config, cwd=tmp_path
+        )
     parts = sorted(path.name for path in (folder / "scores").glob("consistency*.jsonl"))
     assert len(parts) == 2  # both worked
     # One goes on where two were: what the second had as its last is asked again

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import launching
-from paco_trl.commands import evaluate_generation as script
+from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path
 from paco_trl.tiny import build_tiny_flux_kontext
 from test_evaluate_generation import make_adapter
@@ -64,7 +64,7 @@ def singles(files, adapters, tiny_flux, tmp_path_factory) -> tuple[Path, dict[st
     """Three single prompts, twice each, with both adapters."""
     folder = tmp_path_factory.mktemp("singles") / "out"
     words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
-    return folder, evaluate(*words, "--adapter_name_or_path", *adapters.values(), model=tiny_flux, folder=folder)
+    return folder, evaluate(*words, "--adapter", *adapters.values(), model=tiny_flux, folder=folder)
 
 
 def directory_of(results: dict, name: str) -> dict:
@@ -99,7 +99,7 @@ class TestSingles:
     def test_a_stopped_evaluation_resumes_to_the_same_results(self, singles, files, adapters, tiny_flux, tmp_path):
         """Half of the images and a part of the scores are there."""
         words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
-        words += ["--adapter_name_or_path", adapters["moved"]]
+        words += ["--adapter", adapters["moved"]]
         evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
         written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
         gone = sorted(path for path in written if "moved" in str(path))[2:]
@@ -133,7 +133,7 @@ class TestRewards:
             f"    return [None if prompt == {first!r} else mean / 255 for prompt, mean in zip(prompts, means)]\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
-        words = ["--dataset_name", files / "sets.jsonl", "--adapter_name_or_path", adapters["moved"]]
+        words = ["--dataset_name", files / "sets.jsonl", "--adapter", adapters["moved"]]
         rewards = ["flaky_reward.brightness", "redness"]
         results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
         results = directory_of(results, "moved")
@@ -153,9 +153,17 @@ class TestRewards:
 @pytest.mark.slow
 def test_two_processes_are_one(singles, files, adapters, tiny_flux, tmp_path):
     words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
-    words += ["--adapter_name_or_path", adapters["moved"], "--model_name_or_path", tiny_flux, "--rewards", "redness"]
-    script_file = Path(__file__).parent.parent / "examples" / "evaluate_generation.py"
-    command = [script_file, "prompts", *words, *SETTINGS, "--output_dir", tmp_path / "out"]
+    words += ["--adapter", adapters["moved"], "--model_name_or_path", tiny_flux, "--rewards", "redness"]
+    command = [
+        "-m",
+        "paco_trl.commands.main",
+        "evaluate",
+        "prompts",
+        *words,
+        *SETTINGS,
+        "--output_dir",
+        tmp_path / "out",
+    ]
     launching.check_run(list(map(str, command)), config=launching.CPU_DDP, cwd=tmp_path)
     assert len(list((tmp_path / "out" / "moved" / "scores").glob("*.jsonl"))) == 2  # both worked
     results = json.loads((tmp_path / "out" / "moved" / "results.json").read_text())
@@ -172,7 +180,7 @@ class TestEdits:
             Image.new("RGB", (64, 64), (80 * number, 120, 60)).save(tmp_path / f"{number}.png")
         rows = [{"prompt": f"Make it red {number}.", "image": f"{number}.png"} for number in range(2)]
         (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = ["--dataset_name", tmp_path / "edits.jsonl", "--edits", "--adapter_name_or_path", adapter]
+        words = ["--dataset_name", tmp_path / "edits.jsonl", "--edits", "--adapter", adapter]
         results = directory_of(evaluate(*words, model=model, folder=tmp_path / "out"), "adapter")
         assert abs(row(results, "redness_reward")["difference"]["mean"]) > 1e-4
         (page,) = [path.read_text() for path in (tmp_path / "out").glob("*adapter/report.html")]
@@ -186,7 +194,7 @@ class TestRefusals:
         [
             (["--num_generations", "0"], "`--num_generations` is 0"),
             (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
-            (["--adapter_name_or_path", "a", "a"], "of its last name"),
+            (["--adapter", "a", "a"], "of its last name"),
         ],
     )
     def test_what_cannot_work(self, words, error, files, tiny_flux, tmp_path):
@@ -197,13 +205,13 @@ class TestRefusals:
     def test_an_adapter_of_another_model(self, files, adapters, tmp_path):
         with pytest.raises(ValueError, match="was made for"):
             evaluate(
-                "--dataset_name", files / "single.txt", "--adapter_name_or_path", adapters["moved"],
+                "--dataset_name", files / "single.txt", "--adapter", adapters["moved"],
                 model="other/model", folder=tmp_path / "out",
             )  # fmt: skip
 
 
 def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, tiny_flux, tmp_path, monkeypatch):
     make_trainer(guidance_scale=2.5, max_steps=1, save_strategy="steps", save_steps=1).train()
-    words = ["--dataset_name", files / "single.txt", "--adapter_name_or_path", tmp_path / "out" / "checkpoint-1"]
+    words = ["--dataset_name", files / "single.txt", "--adapter", tmp_path / "out" / "checkpoint-1"]
     results = directory_of(evaluate(*words, model=tiny_flux, folder=tmp_path / "eval"), "checkpoint-1")
     assert [each["settings"]["guidance_scale"] for each in results["systems"]] == [2.5, 2.5]

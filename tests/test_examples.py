@@ -194,7 +194,7 @@ def test_zero3_in_bf16(workspace):
     assert log[0]["kl"] == 0.0  # the reference is the model without its adapter, which is new
     assert log[1]["kl"] > 0.0
     # Of a continued adapter it is that adapter
-    options = ("--bf16", "True", "--max_steps", "2", "--beta", "0.01", "--adapter_name_or_path", str(output))
+    options = ("--bf16", "True", "--max_steps", "2", "--beta", "0.01", "--adapter", str(output))
     continued = zero3(workspace, "zero3-continued", *options)
     log = json.loads((continued / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     assert log[0]["kl"] == 0.0 < log[1]["kl"]

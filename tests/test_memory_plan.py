@@ -271,7 +271,7 @@ def test_all_weights_and_the_reference(make_plan):
 def test_an_adapter_that_is_trained_further_is_there_twice(tiny_flux, prompts, make_trainer, tmp_path):
     LoraConfig(r=4, lora_alpha=8, target_modules=["to_q"]).save_pretrained(tmp_path)
     save_file({}, tmp_path / "adapter_model.safetensors")
-    options = ScriptArguments(str(tiny_flux), rewards=["redness"], adapter_name_or_path=str(tmp_path))
+    options = ScriptArguments(str(tiny_flux), rewards=["redness"], adapter=str(tmp_path))
     for settings, copies in (({}, 0), ({"beta": 0.1}, 1), ({"beta": 0.1, "reference": "base"}, 0)):
         plan = image_plan(options, make_trainer(**settings).args, prompts)
         (train,) = [phase for phase in plan.phases(plan.setting()) if phase.name == "train"]

@@ -51,7 +51,7 @@ def test_what_is_a_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["pipeline", "pipeline of a benchmark"])
 def test_an_adapter_is_no_pipeline(tmp_path, tiny_flux, name):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "user/base"}))
-    with pytest.raises(ValueError, match="is an adapter of 'user/base'.*--adapter_name_or_path"):
+    with pytest.raises(ValueError, match="is an adapter of 'user/base'.*--adapter"):
         LOADERS[name](str(tmp_path))
     with pytest.raises(FileNotFoundError, match="nope"):
         load_system(str(tiny_flux), torch.float32, "./nope", "cpu")

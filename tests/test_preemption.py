@@ -252,7 +252,18 @@ class TestCommands:
 
     def test_build(self, tiny_flux, prompts, tmp_path):
         command = ["-m", "paco_trl.commands.main", "build"]
-        grids = ["grids", "--model", tiny_flux, "--dtype", "float32", "--num_inference_steps", 2, "--seeds", 0, 1]
+        grids = [
+            "grids",
+            "--model_name_or_path",
+            tiny_flux,
+            "--dtype",
+            "float32",
+            "--num_inference_steps",
+            2,
+            "--seeds",
+            0,
+            1,
+        ]
         grids += ["--height", 32, "--width", 32]
         for name in ("whole", "stopped"):
             (tmp_path / name).mkdir()
@@ -273,7 +284,7 @@ class TestCommands:
     def test_evaluate(self, tiny_flux, prompts, tmp_path):
         words = ["evaluate", "prompts", "--dataset_name", prompts, "--model_name_or_path", tiny_flux]
         words += ["--rewards", "redness", "--height", 32, "--width", 32, "--num_inference_steps", 2, "--bf16", "False"]
-        words += ["--adapter_name_or_path", make_adapter(tmp_path / "adapter", str(tiny_flux), 0)]
+        words += ["--adapter", make_adapter(tmp_path / "adapter", str(tiny_flux), 0)]
         results = []
         for name in ("whole", "stopped"):
             output = ["--output_dir", tmp_path / name]

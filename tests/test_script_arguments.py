@@ -129,12 +129,12 @@ def test_an_adapter_is_continued_with_its_own_settings(tmp_path):
     LoraConfig(r=8, lora_alpha=16, target_modules=["to_q", "to_v"]).save_pretrained(tmp_path)
     save_file({}, tmp_path / "adapter_model.safetensors")
     for options in ({}, {"lora_r": 8, "lora_alpha": 16, "lora_target_modules": ["to_v", "to_q"]}):
-        arguments = ScriptArguments(adapter_name_or_path=str(tmp_path), **options)
+        arguments = ScriptArguments(adapter=str(tmp_path), **options)
         assert get_peft_config(arguments) == str(tmp_path)
     # 64 is the value of a new adapter
     for option, value in (("lora_r", 4), ("lora_r", 64), ("lora_alpha", 1), ("lora_target_modules", ["to_q"])):
         with pytest.raises(ValueError, match=f"--{option}"):
-            get_peft_config(ScriptArguments(adapter_name_or_path=str(tmp_path), **{option: value}))
+            get_peft_config(ScriptArguments(adapter=str(tmp_path), **{option: value}))
 
 
 def test_prompts_that_a_judge_cannot_compare_are_refused_before_it_is_loaded(tmp_path):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-A real vLLM behind `paco-trl serve-reward`: its scores are those in the process, and it may be killed.
+A real vLLM behind `paco-trl serve`: its scores are those in the process, and it may be killed.
 
 Run with `make test-vllm`, which installs vLLM into an environment of its own. A server takes half a minute to start, so
 there are five in all: a whole model, an adapter of the language model, and one of the vision tower, as the command
@@ -162,7 +162,7 @@ def members_of(group: int) -> list[str]:
 
 
 class Command:
-    """`paco-trl serve-reward` in a process of its own."""
+    """`paco-trl serve` in a process of its own."""
 
     def __init__(self, model: Path, port: int, folder: Path, **env):
         self.url = f"http://127.0.0.1:{port}/v1"
@@ -173,7 +173,7 @@ class Command:
         with self.file.open("wb") as output:
             self.process = subprocess.Popen(
                 # Nothing is compiled for a model of which every server answers few questions
-                [sys.executable, "-m", "paco_trl.commands.main", "serve-reward", *arguments, "--", "--enforce-eager"],
+                [sys.executable, "-m", "paco_trl.commands.main", "serve", *arguments, "--", "--enforce-eager"],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,

@@ -3,12 +3,12 @@ r"""
 Build a dataset of consistent and inconsistent pairs of images as PaCo-Dataset was built, in a directory for each stage.
 
     paco-trl build prompts --dataset_name prompts.jsonl
-    paco-trl build grids --model black-forest-labs/FLUX.1-dev
+    paco-trl build grids --model_name_or_path black-forest-labs/FLUX.1-dev
     paco-trl build panels
     paco-trl build rank
     paco-trl build pairs
     paco-trl build reasons --base_url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-72B-Instruct
-    paco-trl build publish --repo_id user/my-pairs
+    paco-trl build publish --hub_model_id user/my-pairs
 
 Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app, or in another tool such as
 Label Studio, with `export` and `import`. `paco-trl build <stage> --help` lists the options of a stage;
@@ -82,12 +82,12 @@ def _annotations_dir(args) -> Path:
 
 
 def finish(args, folder: StageFolder, report: dict, **also: Dataset) -> None:
-    """Print the report, and push the result to the Hub if `--hub_id` is given, with what it is about."""
+    """Print the report, and push the result to the Hub if `--hub_model_id` is given, with what it is about."""
     console = Console()
     console.print(f"[bold]{escape(folder.path.name)}[/] is in {escape(str(folder.path / 'dataset'))}")
     console.print_json(json.dumps(report, ensure_ascii=False))
-    if args.hub_id is not None:
-        api, repo_id = _private_repository(args.hub_id)
+    if args.hub_model_id is not None:
+        api, repo_id = _private_repository(args.hub_model_id)
         with hub_errors(api, repo_id, "Nothing is lost: rerun the stage, which only uploads."):
             for name, dataset in {folder.path.name: folder.load(), **also}.items():
                 dataset.push_to_hub(repo_id, config_name=name, private=True)
@@ -152,7 +152,8 @@ def make_grids(args: arguments.GridsArguments) -> None:
     if args.dtype not in DTYPES:
         raise ValueError(f"`--dtype` is {args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
     prompts = result(args, "prompts")
-    settings = {name: getattr(args, name) for name in ("model", "dtype", "seeds", "batch_size", "height", "width")}
+    settings = {name: getattr(args, name) for name in ("dtype", "seeds", "batch_size", "height", "width")}
+    settings["model"] = args.model_name_or_path
     call = {
         name: getattr(args, name)
         for name in ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
@@ -162,7 +163,7 @@ def make_grids(args: arguments.GridsArguments) -> None:
     state = PartialState(cpu=not torch.accelerator.is_available())
     folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})
 
-    pipeline = load_pipeline(args.model, getattr(torch, args.dtype))
+    pipeline = load_pipeline(args.model_name_or_path, getattr(torch, args.dtype))
     building.generate_grids(pipeline, prompts, folder, args.seeds, args.batch_size, args.height, args.width, **call)
     if state.is_main_process:  # the others are done: an upload may take longer than they would wait
         finish(args, folder, folder.report)
@@ -214,20 +215,20 @@ def annotate(args: arguments.AnnotateArguments) -> None:
 def rank(args: arguments.RankArguments) -> None:
     """Rank by construction or by a judge."""
     instances, panels = result(args, "instances"), result(args, "panels")
-    if args.judge == "automatic":
+    if args.judge_model == "automatic":
         count = building.rank_automatically(instances, panels, _annotations_dir(args))
         Console().print(f"{count} instances are ranked by construction, in {escape(str(_annotations_dir(args)))}.")
         return
-    annotator = args.annotator or building.judge_annotator_name(args.judge)
-    if args.base_url is not None:
+    annotator = args.annotator or building.judge_annotator_name(args.judge_model)
+    if args.judge_url is not None:
         from ..rewards import ServedJudge
 
-        judge = ServedJudge(args.base_url, args.judge)
+        judge = ServedJudge(args.judge_url, args.judge_model)
         judge.check()
     else:
         from .. import PaCoReward
 
-        judge = PaCoReward.from_pretrained(args.judge, dtype=args.dtype)
+        judge = PaCoReward.from_pretrained(args.judge_model, dtype=args.dtype)
     counts = building.rank_with_judge(instances, panels, grid_prompts(args), judge, annotator, _annotations_dir(args))
     Console().print_json(json.dumps({"annotator": annotator, **counts}))
 
@@ -339,7 +340,7 @@ def publish(args: arguments.PublishArguments) -> None:
     url = building.publish_dataset(
         pairs,
         rankings.load() if rankings.is_done else None,
-        args.repo_id,
+        args.hub_model_id,
         report,
         private=args.private,
         license=args.license,
@@ -367,7 +368,7 @@ def main(words: list[str]) -> int:
     """Run a stage."""
 
     def checked(run: Callable, args: arguments.BuildArguments) -> None:
-        hub_id = getattr(args, "hub_id", None)
+        hub_id = getattr(args, "hub_model_id", None)
         if hub_id is not None and os.environ.get("RANK", "0") == "0":
             _private_repository(hub_id)  # before hours of work
         run(args)

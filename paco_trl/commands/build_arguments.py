@@ -17,7 +17,7 @@ class BuildArguments:
 class PushableArguments(BuildArguments):
     """Directory of a dataset build, and a dataset on the Hub for the result of a stage."""
 
-    hub_id: str | None = option(
+    hub_model_id: str | None = option(
         None, "Hub id to also push the result of this stage to, as a private dataset; a public one is refused."
     )
 
@@ -42,7 +42,7 @@ class ServerArguments(RequestArguments):
 class PipelineArguments:
     """Diffusers pipeline that generates the images, and the options of its call."""
 
-    model: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of a diffusers pipeline.")
+    model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of a diffusers pipeline.")
     dtype: str = option("bfloat16", "Dtype of the pipeline: `bfloat16`, `float16` or `float32`.")
     num_inference_steps: int | None = option(None, "Number of denoising steps. If `None`, the pipeline's default.")
     guidance_scale: float | None = option(None, "Guidance scale. If `None`, the pipeline's default.")
@@ -101,8 +101,10 @@ class AnnotateArguments(BuildArguments):
 class RankArguments(BuildArguments):
     """Ranking by a judge, or by construction: a panel of the reference's own grid is more consistent with it."""
 
-    judge: str = option("automatic", "`automatic` (construction) or a judge: Hub id, directory or name at `base_url`.")
-    base_url: str | None = option(None, "Address of its server (key: `VLLM_API_KEY`). If `None`, in this process.")
+    judge_model: str = option(
+        "automatic", "`automatic` (construction) or a judge: Hub id, directory, or name at `judge_url`."
+    )
+    judge_url: str | None = option(None, "Address of its server (key: `VLLM_API_KEY`). If `None`, in this process.")
     annotator: str | None = option(None, "Name of the judge as an annotator. If `None`, the last part of its name.")
     dtype: str = option("auto", "Dtype of a judge in this process: `auto`, `bfloat16`, `float16` or `float32`.")
 
@@ -143,7 +145,7 @@ class ReasonsArguments(ServerArguments, PushableArguments):
 class PublishArguments(BuildArguments):
     """The dataset on the Hub, with its card."""
 
-    repo_id: str = option(MISSING, "Hub id of the dataset.")
+    hub_model_id: str = option(MISSING, "Hub id of the dataset.")
     private: bool = option(True, "Whether a new dataset is private.")
     license: str | None = option(None, "License of the dataset. If `None`, that of the model of the grids.")
     pretty_name: str | None = option(None, "Title of the card. If `None`, the name of the dataset.")

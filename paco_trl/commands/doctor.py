@@ -8,9 +8,9 @@ import inspect
 import logging
 import math
 import os
+import sys
 import tempfile
 import time
-from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,11 +111,6 @@ class PlanArguments:
         None,
         "Memory of the card to plan for, such as 24GiB; no weights are loaded. If `None`, that of this machine's.",
     )
-    trainer: str = option("grpo", "Trainer to plan for: `grpo`, `nft`, or `reward` (options of `paco-trl reward`).")
-
-    def is_for_another(self) -> bool:
-        """Return whether the plan is for another card or trainer than the checks use."""
-        return self.device_memory is not None or self.trainer != "grpo"
 
     def memory_of(self, args: Any) -> int | None:
         """Return the memory of the card."""
@@ -124,16 +119,6 @@ class PlanArguments:
         if torch.cuda.is_available() and not args.use_cpu:
             return torch.cuda.get_device_properties(args.device).total_memory
         return None
-
-
-def read_trainer(arguments: list[str]) -> str:
-    """Return the trainer that a command line names."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--trainer", default="grpo")
-    trainer = parser.parse_known_args(arguments)[0].trainer
-    if trainer not in ("grpo", "nft", "reward"):
-        raise ValueError(f"`--trainer` is {trainer!r}; it must be 'grpo', 'nft' or 'reward'.")
-    return trainer
 
 
 def parse_memory(text: str) -> int:
@@ -382,7 +367,7 @@ def check_model(state: DoctorState) -> Row:
         num_frozen = trainer.model.get_nb_trainable_parameters()[1] - num_trained  # two weights of 4 bits are one byte
         adapter = trainer.model.peft_config[trainer.model.active_adapter]
         layers = trainer.model.base_model.targeted_module_names
-        existing = script_args.adapter_name_or_path
+        existing = script_args.adapter
         origin = f", continued from '{existing}'" if existing is not None else ""
         trained = (
             f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers{origin}: {num_trained:,} "
@@ -724,13 +709,12 @@ _FOUND_BY = {
 _GENERATING = (check_noise_free, check_ratio, check_round_trip, check_reward_values)
 
 
-def examine(arguments: list[str], console: Console) -> list[Row]:
-    """Run all checks that can run, with the options of the command line."""
-    rows, trainer = [], read_trainer(arguments)
-    parse = _parser(trainer).parse_args_and_config
-    checks = CHECKS if trainer != "reward" else (CHECKS[0], Check("memory", check_judge_memory))
+def examine(command: str, words: list[str], console: Console) -> list[Row]:
+    """Run all checks that can run, with the options of a training command."""
+    rows, parse = [], _parser(command).parse_args_and_config
+    checks = CHECKS if command != "reward" else (CHECKS[0], Check("memory", check_judge_memory))
     with tempfile.TemporaryDirectory() as temporary_dir:
-        state = DoctorState(lambda *more: parse([*arguments, *more]), temporary_dir)
+        state = DoctorState(lambda *more: parse([*words, *more]), temporary_dir)
         for number, check in enumerate(checks, start=1):
             console.print(f"\\[{number}/{len(checks)}] {check.name} ...", highlight=False)
             started = time.perf_counter()
@@ -755,8 +739,10 @@ def _make(check: Check, state: DoctorState) -> list[Row]:
         if check.examine in (check_rewards_load, check_model):
             if check.examine is check_rewards_load:
                 check_reward_names(state.script_args)
-            if state.plan_args.is_for_another():
-                return [Row(SKIPPED, "The memory is planned for another card or trainer: no weights are loaded.")]
+            if state.plan_args.device_memory is not None:
+                return [Row(SKIPPED, "The memory is planned for another card: no weights are loaded.")]
+            if isinstance(state.args, PaCoNFTConfig):
+                return [Row(SKIPPED, "The checks of a rollout are for `grpo`: no weights are loaded.")]
             if state.lacks_gpu:
                 return [Row(SKIPPED, "There is no GPU: no weights are loaded.")]
         found = check.examine(state)
@@ -765,12 +751,13 @@ def _make(check: Check, state: DoctorState) -> list[Row]:
     return found if isinstance(found, list) else [found]
 
 
-def _parser(trainer: str) -> CommandParser:
-    text = f"Checks a model, a dataset and settings without training. Takes the options of `paco-trl {trainer}`."
-    if trainer == "reward":
-        return reward.parser_of(PlanArguments, prog="paco-trl doctor", description=text)
-    config = PaCoNFTConfig if trainer == "nft" else PaCoGRPOConfig
-    return parser_of(ScriptArguments, config, PlanArguments, prog="paco-trl doctor", description=text)
+def _parser(command: str) -> CommandParser:
+    text = f"Checks a model, a dataset and settings without training. Takes the options of `paco-trl {command}`."
+    program = f"paco-trl doctor {command}"
+    if command == "reward":
+        return reward.parser_of(PlanArguments, prog=program, description=text)
+    config = PaCoNFTConfig if command == "nft" else PaCoGRPOConfig
+    return parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
 
 
 def _with_warnings(function: Callable[[], Any]) -> tuple[Any, str]:
@@ -802,12 +789,18 @@ def _listed(counter: Counter, with_counts: bool = False) -> str:
 
 def main(arguments: list[str]) -> int:
     """Run the command; return 0 if no check failed, else 1."""
-    if {"--help", "-h"} & set(arguments):
-        _parser(read_trainer(arguments)).print_help()
+    command, *words = arguments
+    if command in ("-h", "--help"):
+        sys.stdout.write("usage: paco-trl doctor {grpo,nft,reward} [the options of that command]\n")
+        return 0
+    if command not in ("grpo", "nft", "reward"):
+        raise ValueError(f"it got {command!r}; the first word is the command to check: grpo, nft or reward.")
+    if {"--help", "-h"} & set(words):
+        _parser(command).print_help()
         return 0
     # Under `accelerate launch` every process runs the checks, and one of them prints
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
-    rows = examine(arguments, console)
+    rows = examine(command, words, console)
     table = Table(title="paco-trl doctor", show_lines=True)
     table.add_column("check", max_width=16, overflow="fold")
     table.add_column("verdict", no_wrap=True)

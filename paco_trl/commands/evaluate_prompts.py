@@ -30,7 +30,7 @@ from ..utils.files import digest, sole_writer, write_atomically
 from ..utils.generation import generate_missing, read_image, to_png, warn_of_flat
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
-from .evaluation_arguments import PromptsArguments
+from .evaluate_arguments import PromptsArguments
 from .script_arguments import (
     PromptDataArguments,
     RewardOptions,
@@ -50,11 +50,11 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     for name in ("num_generations", "num_inference_steps", "num_shown"):
         if getattr(args, name) < 1:
             raise ValueError(f"`--{name}` is {getattr(args, name)}, but must be at least 1.")
-    adapters = args.adapter_name_or_path or []
+    adapters = args.adapter or []
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
     if len({*folders, "sources"}) <= len(folders):
         raise ValueError(
-            f"`--adapter_name_or_path` is {', '.join(adapters)}: the results of each go to a directory of its last name, and "
+            f"`--adapter` is {', '.join(adapters)}: the results of each go to a directory of its last name, and "
             "two are the same, or `base` or `sources`. Use another `--output_dir` for some."
         )
     for adapter in adapters:
@@ -106,7 +106,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
 def _settings(args: PromptsArguments) -> dict[str, Any]:
     """Return what all images depend on: options, or else what the first adapter was trained with, or else the defaults."""
     trained: dict[str, Any] = {}
-    for adapter in (args.adapter_name_or_path or [])[:1]:
+    for adapter in (args.adapter or [])[:1]:
         for folder in [Path(adapter), *checkpoints_of(adapter)]:
             trained = trained or (read_run(folder) or {}).get("hyperparameters", {})
     settings: dict[str, Any] = {"model": args.model_name_or_path}

@@ -22,13 +22,13 @@ COMMANDS = {
     "grpo": ("paco_trl.commands.grpo", "trains an image model with PaCo-GRPO"),
     "nft": ("paco_trl.commands.nft", "trains an image model with DiffusionNFT"),
     "reward": ("paco_trl.commands.reward", "trains a judge of consistency"),
-    "evaluate": ("paco_trl.commands.evaluate_generation", "evaluates an image model, or a judge"),
+    "evaluate": ("paco_trl.commands.evaluate", "evaluates an image model, or a judge"),
     "build": ("paco_trl.commands.build", "builds a dataset of pairs for a judge"),
     "doctor": ("paco_trl.commands.doctor", "checks a model, a dataset and settings before training"),
     "push": ("paco_trl.commands.push", "uploads to the Hub what a run has saved, and its pending uploads"),
     "space": ("paco_trl.commands.space", "writes a Space that compares base model and adapter, and runs it"),
     "merge": ("paco_trl.commands.merge", "merges an adapter into the weights of its base model"),
-    "serve-reward": ("paco_trl.commands.serve_reward", "serves a judge with vLLM, for rewards over HTTP"),
+    "serve": ("paco_trl.commands.serve", "serves a judge with vLLM, for rewards over HTTP"),
     "env": ("paco_trl.commands.env", "prints versions and devices, for a bug report"),
 }
 # Command -> what it requires, and a line that works
@@ -39,11 +39,14 @@ _FIRST_RUN = {
         "`--output_dir`, and `--dataset_name` with `--dataset_split` for your own pairs",
         "--output_dir my-judge",
     ),
-    "doctor": ("the options of the run, such as `--dataset_name`", "--dataset_name prompts.txt --rewards clip_t"),
+    "doctor": (
+        "the words of a training command, whose run it checks",
+        "grpo --dataset_name prompts.txt --rewards clip_t",
+    ),
     "build": ("a stage, of which `prompts` is the first", "prompts --dataset_name prompts.jsonl"),
     "evaluate": (
-        "a stage, of which `prompts` is for your own prompts",
-        "prompts --dataset_name prompts.txt --adapter_name_or_path paco-flux --rewards clip_t",
+        "what to evaluate: `prompts` (your own), `images` (a benchmark) or `judge`",
+        "prompts --dataset_name prompts.txt --adapter paco-flux --rewards clip_t",
     ),
 }
 _OF_THE_USER = (ValueError, OSError, ImportError)

@@ -22,7 +22,7 @@ _USUAL = (
     *("num_prompts_per_generation", "num_generations", "optimizer_steps_per_generation", "num_inference_steps"),
     *("height", "width", "resolution_scale", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("rewards", "reward_weights", "judge_model", "judge_url", "edits", "dataset_name", "dataset_split"),
-    *("learning_rate", "beta", "nft_beta", "lora_r", "lora_alpha", "adapter_name_or_path", "use_peft"),
+    *("learning_rate", "beta", "nft_beta", "lora_r", "lora_alpha", "adapter", "use_peft"),
     *("bf16", "use_cpu", "gradient_checkpointing", "quantization", "load_in_4bit"),
     *("eval_strategy", "eval_steps", "eval_dataset_name", "eval_split", "save_steps", "logging_steps", "report_to"),
     *("push_to_hub", "hub_model_id", "hub_private_repo", "accelerate_config", "num_processes"),
@@ -171,7 +171,13 @@ class CommandParser(TrlParser):
         return words
 
 
-def run_stage(words: list[str], stages: Mapping[str, tuple[type, Any]], program: str, text: str | None) -> int:
+def run_stage(
+    words: list[str],
+    stages: Mapping[str, tuple[type, Any]],
+    program: str,
+    text: str | None,
+    positional: Mapping[str, str] | None = None,
+) -> int:
     """Run the stage that the first word names, with the options behind it."""
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<9} {arguments.__doc__}" for name, (arguments, _) in stages.items()]
@@ -179,6 +185,10 @@ def run_stage(words: list[str], stages: Mapping[str, tuple[type, Any]], program:
         return 0
     if words[0] not in stages:
         raise ValueError(f"There is no stage {words[0]!r}. It must be one of: {', '.join(stages)}.")
-    arguments, run = stages[words[0]]
-    run(*CommandParser(arguments, is_launched=True, prog=f"{program} {words[0]}").parse_args_and_config(words[1:]))
+    stage, *words = words
+    arguments, run = stages[stage]
+    parser = CommandParser(
+        arguments, positional=(positional or {}).get(stage), is_launched=True, prog=f"{program} {stage}"
+    )
+    run(*parser.parse_args_and_config(words))
     return 0

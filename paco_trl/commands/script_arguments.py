@@ -87,7 +87,7 @@ class ScriptArguments(RewardOptions, PromptDataArguments):
     lora_r: int | None = option(None, "Rank of a new adapter. If `None`, 64 (paper).")
     lora_alpha: int | None = option(None, "Scale of a new adapter. If `None`, 128 (paper).")
     lora_target_modules: list[str] | None = option(None, "Layers with an adapter. If `None`, the family's default.")
-    adapter_name_or_path: str | None = option(None, "Adapter (Hub id or directory) to continue, instead of a new one.")
+    adapter: str | None = option(None, "Adapter (Hub id or directory) to continue, instead of a new one.")
     use_peft: bool = option(True, "Whether to train an adapter. If `False`, the full transformer is trained.")
 
 
@@ -298,13 +298,11 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
 def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
     """Return the adapter that the arguments describe, as the trainer's `peft_config`."""
     if not script_args.use_peft:
-        if script_args.adapter_name_or_path is not None:
-            raise ValueError(
-                "`--adapter_name_or_path` and `--use_peft False`, which trains all weights, exclude each other."
-            )
+        if script_args.adapter is not None:
+            raise ValueError("`--adapter` and `--use_peft False`, which trains all weights, exclude each other.")
         return None
-    if script_args.adapter_name_or_path is not None:
-        existing = read_peft_config(script_args.adapter_name_or_path)
+    if script_args.adapter is not None:
+        existing = read_peft_config(script_args.adapter)
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"
             value, its = getattr(script_args, option), getattr(existing, name)
@@ -312,7 +310,7 @@ def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
                 raise ValueError(
                     f"`--{option}` is {value}, but the adapter that is continued has {its}. Leave it out."
                 )
-        return script_args.adapter_name_or_path
+        return script_args.adapter
     return LoraConfig(
         r=64 if script_args.lora_r is None else script_args.lora_r,
         lora_alpha=128 if script_args.lora_alpha is None else script_args.lora_alpha,

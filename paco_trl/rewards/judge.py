@@ -165,7 +165,7 @@ def yes_probability(
 @dataclass(eq=False)
 class ServedJudge:
     """
-    Judge behind an OpenAI-compatible endpoint that returns log-probabilities, such as vLLM (`paco-trl serve-reward`).
+    Judge behind an OpenAI-compatible endpoint that returns log-probabilities, such as vLLM (`paco-trl serve`).
 
     The score is that of [`~paco_trl.PaCoReward`]: P(Yes) / (P(Yes) + P(No)) at the first position of the answer, from
     the log-probabilities of its 20 likeliest tokens. Images are resized by the same function, so that the model sees
@@ -304,7 +304,7 @@ class ServedJudge:
             if failure.kind == "unavailable":
                 raise JudgeUnavailableError(
                     f"No judge answers at {self.base_url} ({failure}, for {budget:g} seconds). Start one with `paco-trl "
-                    "serve-reward` and wait until it reports that it is ready, or correct the address."
+                    "serve` and wait until it reports that it is ready, or correct the address."
                 ) from None
             raise JudgeUnavailableError(
                 f"{self.name} cannot be used as a judge. Asked '{plain_question()}' about two images, it gave no score "

@@ -35,7 +35,7 @@ def check_base_url(base_url: str) -> str:
     if address is None or address.scheme not in ("http", "https") or not address.hostname:
         raise ValueError(
             f"The address of the server is {base_url!r}, but must be a single one like 'http://127.0.0.1:8000/v1'. For "
-            "several GPUs, serve the model on all of them behind one address (`paco-trl serve-reward ... -- "
+            "several GPUs, serve the model on all of them behind one address (`paco-trl serve ... -- "
             "--data-parallel-size 4`)."
         )
     if address.username or address.password or address.query:

@@ -46,7 +46,7 @@ def check_base_model_name(name: str | Path) -> None:
         base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
         raise ValueError(
             f"'{name}' is an adapter{f' of {base!r}' if base else ''}, not a pipeline. Give its base model here, and the "
-            "adapter as `--adapter_name_or_path` (`--adapter` in `paco-trl evaluate`, `peft_config` in Python)."
+            "adapter as `--adapter` (`--adapter` in `paco-trl evaluate`, `peft_config` in Python)."
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl serve-reward`: a judge behind vLLM, checked with a real query before it is called ready."""
+"""`paco-trl serve`: a judge behind vLLM, checked with a real query before it is called ready."""
 
 import json
 import os
@@ -56,7 +56,7 @@ _POLL = 0.2
 # Bytes and lines of the server's output that are kept for an error
 _TAIL_BYTES, _TAIL_LINES = 20_000, 20
 
-_PROGRAM = "paco-trl serve-reward"
+_PROGRAM = "paco-trl serve"
 
 
 @dataclass
@@ -332,7 +332,7 @@ def _serve(args: ServeArguments) -> None:
         if has_key:
             guard = "The key guards the addresses below /v1, and not all others that vLLM has."
         say(
-            "serve-reward",
+            "serve",
             f"Warning: `--host` is {args.host}, which other machines may reach. {guard} Use it in a network that you trust.",
         )
 
@@ -358,7 +358,7 @@ def _serve(args: ServeArguments) -> None:
                 time.sleep(_POLL)
         finally:
             if server.process.poll() is None:
-                say("serve-reward", "Stopping vLLM.")
+                say("serve", "Stopping vLLM.")
             server.stop()
 
 
@@ -376,6 +376,6 @@ def main(arguments: list[str]) -> int:
         # After those of a YAML file: vLLM uses the last of a repeated option
         _serve(replace(args, vllm_args=args.vllm_args + arguments[place + 1 :]))
     except _Failure as failure:
-        say("serve-reward", str(failure))
+        say("serve", str(failure))
         return failure.exit_code
     return 0

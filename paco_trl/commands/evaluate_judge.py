@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-`paco-trl evaluate reward`: evaluates a judge on human rankings (ConsistencyRank) or on EditReward-Bench.
+`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on EditReward-Bench.
 
 With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
 figures that are comparable with the paper's. Interrupted runs resume; delete the scores when a judge of the same name has
@@ -30,7 +30,7 @@ from ..evaluation import (
     save_report,
 )
 from ..evaluation.runs import PROTOCOLS
-from .evaluation_arguments import SERVED_ONLY, JudgeArguments, load_judge, refuse_unused
+from .evaluate_arguments import SERVED_ONLY, JudgeArguments, load_judge, refuse_unused
 from .options import REMOTE_IMAGES, judge_options, option
 
 
@@ -42,10 +42,10 @@ IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code", "clip_mod
 
 
 @dataclass
-class RewardArguments(JudgeArguments):
+class JudgedArguments(JudgeArguments):
     """Judge or baseline, benchmark, and the directory of the results."""
 
-    judge: str = option(
+    judge_model: str = option(
         "X-GenGroup/PaCo-Reward-7B",
         "Hub id or directory of a judge, its name on the server with `judge_url`, or a baseline: `clip-i` "
         "or `dreamsim`.",
@@ -76,36 +76,36 @@ class RewardArguments(JudgeArguments):
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
 
 
-def _check_options(script_args: RewardArguments) -> None:
+def _check_options(script_args: JudgedArguments) -> None:
     for name, choices in (("benchmark", BENCHMARKS), ("protocol", PROTOCOLS)):
         if (value := getattr(script_args, name)) not in choices:
             raise ValueError(f"`--{name}` is {value!r}, but must be one of {', '.join(choices)}.")
     if script_args.benchmark != "rankings" and script_args.template is not None:
         raise ValueError(f"`--template` would do nothing with `--benchmark {script_args.benchmark}`. Leave it out.")
-    if script_args.judge in ("dreamsim", "clip-i"):
-        refuse_unused(script_args, OF_JUDGES, f"with `--judge {script_args.judge}`")
+    if script_args.judge_model in ("dreamsim", "clip-i"):
+        refuse_unused(script_args, OF_JUDGES, f"with `--judge_model {script_args.judge_model}`")
     is_served = script_args.judge_url is not None
     where = "with `--judge_url`" if is_served else "without `--judge_url`"
     refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)
 
 
-def load_scorer(script_args: RewardArguments):
+def load_scorer(script_args: JudgedArguments):
     """Load the judge or the baseline."""
     if script_args.judge_url is not None:
-        judge: Any = load_judge(script_args, script_args.judge, script_args.judge_url)
+        judge: Any = load_judge(script_args, script_args.judge_model, script_args.judge_url)
         judge.check()
         return judge
-    if script_args.judge == "dreamsim":
+    if script_args.judge_model == "dreamsim":
         if script_args.dtype != "auto":
             raise ValueError(f"`--dtype {script_args.dtype}` is not for the judge dreamsim. Leave it out.")
         return DreamSimScorer(device=script_args.device, trust_remote_code=script_args.trust_remote_code)
-    if script_args.judge == "clip-i":
+    if script_args.judge_model == "clip-i":
         dtype = None if script_args.dtype == "auto" else getattr(torch, script_args.dtype)
         return ClipIScorer(script_args.clip_model, device=script_args.device, dtype=dtype)
-    return load_judge(script_args, script_args.judge, None)
+    return load_judge(script_args, script_args.judge_model, None)
 
 
-def evaluate(script_args: RewardArguments) -> None:
+def evaluate(script_args: JudgedArguments) -> None:
     """Evaluate a judge, and report it next to those of the same directory."""
     _check_options(script_args)
 

@@ -2,10 +2,13 @@
 r"""
 Is an adapter better than its base model on your own prompts? One call generates, scores, and writes a page:
 
-    paco-trl evaluate prompts --dataset_name sets.jsonl --adapter_name_or_path paco-flux \
+    paco-trl evaluate prompts --dataset_name sets.jsonl --adapter paco-flux \
         --rewards consistency clip_t --output_dir evaluation/prompts
 
-Evaluates image models on T2IS-Bench or GEdit-Bench: the base model and the tuned one, under the same settings.
+An adapter and its base model on T2IS-Bench or GEdit-Bench, under the same settings, in one call or step by step:
+
+    paco-trl evaluate images t2is --dataset_name t2is.jsonl --adapter user/paco-flux \
+        --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it --output_dir evaluation
 
     paco-trl evaluate generate --dataset_name t2is.jsonl --output_dir evaluation/base
     paco-trl evaluate generate --dataset_name t2is.jsonl --output_dir evaluation/tuned --adapter user/paco-flux
@@ -21,12 +24,13 @@ Evaluates image models on T2IS-Bench or GEdit-Bench: the base model and the tune
 
 A judge is evaluated on rankings by people, or on EditReward-Bench:
 
-    paco-trl evaluate reward --judge X-GenGroup/PaCo-Reward-7B --output_dir results
+    paco-trl evaluate judge --judge_model X-GenGroup/PaCo-Reward-7B --output_dir results
 """
 
 import gc
 import inspect
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +70,22 @@ from ..rollout.hybrid_inference import check_adapter_fraction, hybrid_inference
 from ..utils.addresses import check_base_url
 from ..utils.files import sole_writer, write_atomically
 from ..utils.names import public_name
-from .evaluate_prompts import evaluate_prompts
-from .evaluate_reward import RewardArguments, evaluate
-from .evaluation_arguments import (
+from .evaluate_arguments import (
     DTYPES,
     SERVED_ONLY,
     GenerateArguments,
+    GenerationOptions,
+    ImagesArguments,
     PromptsArguments,
     ReportArguments,
+    ReportOptions,
     ScoreArguments,
+    ScoringOptions,
     load_judge,
     refuse_unused,
 )
+from .evaluate_judge import JudgedArguments, evaluate
+from .evaluate_prompts import evaluate_prompts
 from .options import judge_options
 from .parser import run_stage
 
@@ -143,15 +151,19 @@ def generate(args: GenerateArguments) -> None:
         )
     benchmark = _load_benchmark(args)
     call = {name: getattr(args, name) for name in CALL if getattr(args, name) is not None}
-    names = ("benchmark", "model", "adapter", "dtype", "seeds", "batch_size", "height", "width")
-    settings = {name: getattr(args, name) for name in names} | call | {"prompts": _digest_of(benchmark)}
+    names = ("benchmark", "adapter", "dtype", "seeds", "batch_size", "height", "width")
+    settings = (
+        {name: getattr(args, name) for name in names}
+        | call
+        | {"model": args.model_name_or_path, "prompts": _digest_of(benchmark)}
+    )
     if args.adapter is not None:
         settings["adapter_weights"] = adapter_weights_digest(args.adapter)
     if args.adapter_fraction < 1:
         settings["adapter_fraction"] = args.adapter_fraction
     with sole_writer(args.output_dir, "images"):
         folder = StageFolder(args.output_dir, settings)
-        pipeline = load_system(args.model, getattr(torch, args.dtype), args.adapter)
+        pipeline = load_system(args.model_name_or_path, getattr(torch, args.dtype), args.adapter)
         with hybrid_inference(pipeline, args.adapter_fraction) as callback:
             if callback is not None:
                 call["callback_on_step_end"] = callback
@@ -355,18 +367,47 @@ def report(args: ReportArguments) -> None:
         console.print(f"{what}: {escape(str(path))}")
 
 
+################
+# All of it
+################
+def images(args: ImagesArguments) -> None:
+    """Generate, score and report the base model and the adapter; what is there is not made again."""
+    folders = {role: str(Path(args.output_dir) / role) for role in ("base", "tuned", "report")}
+    systems = ["base"] if args.adapter is None else ["base", "tuned"]
+    for role in systems:
+        own = {} if role == "tuned" else {"adapter": None, "adapter_fraction": 1.0}
+        generate(GenerateArguments(**_options(args, GenerationOptions) | own, output_dir=folders[role]))
+        _free_memory()
+    PartialState().wait_for_everyone()
+    judging = {"dtype": "auto", "batch_size": 16}  # those given are of the pipeline
+    for role in systems:
+        score(ScoreArguments(**_options(args, ScoringOptions) | judging, output_dir=folders[role]))
+    PartialState().wait_for_everyone()
+    tuned = folders["tuned"] if "tuned" in systems else None
+    report(
+        ReportArguments(
+            **_options(args, ReportOptions), base=folders["base"], tuned=tuned, output_dir=folders["report"]
+        )
+    )
+
+
+def _options(args: ImagesArguments, kind: type) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in fields(kind)}
+
+
 STEPS = {
     "prompts": (PromptsArguments, evaluate_prompts),
+    "images": (ImagesArguments, images),
     "generate": (GenerateArguments, generate),
     "score": (ScoreArguments, score),
     "report": (ReportArguments, report),
-    "reward": (RewardArguments, evaluate),
+    "judge": (JudgedArguments, evaluate),
 }
 
 
 def main(words: list[str]) -> int:
     """Run a stage."""
-    if words and words[0] in STEPS and words[0] != "reward":
+    if words and words[0] in STEPS and words[0] != "judge":
         # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
         PartialState(cpu=not torch.accelerator.is_available())
-    return run_stage(words, STEPS, "paco-trl evaluate", __doc__)
+    return run_stage(words, STEPS, "paco-trl evaluate", __doc__, positional={"images": "benchmark"})

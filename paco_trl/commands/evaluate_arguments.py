@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .build_arguments import PipelineArguments, RequestArguments
@@ -64,7 +64,7 @@ def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward 
 class PromptsArguments(RewardOptions, PromptDataArguments):
     """Your own prompts: the base model against adapters, by any rewards, on a page with the images side by side."""
 
-    adapter_name_or_path: list[str] | None = option(
+    adapter: list[str] | None = option(
         None,
         "Adapters (Hub ids or directories) to compare with the base model, each. If `None`, the base model alone.",
     )
@@ -110,10 +110,9 @@ class ScoredArguments(BenchmarkArguments):
 
 
 @dataclass
-class GenerateArguments(PipelineArguments, BenchmarkArguments):
-    """Images of one system: a pipeline, with or without an adapter."""
+class GenerationOptions(PipelineArguments, BenchmarkArguments):
+    """How images are generated: by a pipeline, with or without an adapter."""
 
-    output_dir: str = option("evaluation/base", "Directory of the system; each requires its own.")
     adapter: str | None = option(None, "Hub id or directory of a trained adapter. If `None`, the untouched model.")
     adapter_fraction: float = option(1.0, "Fraction of the denoising steps that use it, from the first.")
     seeds: list[int] = option([0], "Seeds for each prompt; only one with `gedit`.")
@@ -122,12 +121,16 @@ class GenerateArguments(PipelineArguments, BenchmarkArguments):
 
 
 @dataclass
-class ScoreArguments(ScoredArguments, JudgeArguments):
-    """Scores of one system: by one or more judges, and by whatever else is named. Rerun it to add others."""
+class GenerateArguments(GenerationOptions):
+    """Images of one system: a pipeline, with or without an adapter."""
 
-    output_dir: str = option("evaluation/base", "Directory of the system.")
-    images: str | None = option(None, "Directory of images generated elsewhere. If `None`, those `generate` saved.")
-    name: str | None = option(None, "Name of such a system in the report. If `None`, that of the directory.")
+    output_dir: str = option("evaluation/base", "Directory of the system; each requires its own.")
+
+
+@dataclass
+class ScoringOptions(ScoredArguments, JudgeArguments):
+    """How images are scored: by one or more judges, and by whatever else is named."""
+
     rescore_changed: bool = option(False, "Whether to score changed images again. Otherwise they are an error.")
     judges: list[str] | None = option(
         None, "Judges of consistency: Hub ids, directories, or names at `judge_url`. With `gedit` one, on a server."
@@ -142,15 +145,38 @@ class ScoreArguments(ScoredArguments, JudgeArguments):
 
 
 @dataclass
-class ReportArguments(ScoredArguments):
-    """Figures of one system, or of two and their difference: JSON, Markdown, an HTML page, and the card."""
+class ScoreArguments(ScoringOptions):
+    """Scores of one system. Rerun it to add others."""
 
-    base: str = option("evaluation/base", "Directory of the system to compare with, or of the only one.")
-    tuned: str | None = option(None, "Directory of the system to compare with `base`.")
-    output_dir: str = option("evaluation/report", "Directory for `results.json`, `results.md` and `report.html`.")
+    output_dir: str = option("evaluation/base", "Directory of the system.")
+    images: str | None = option(None, "Directory of images generated elsewhere. If `None`, those `generate` saved.")
+    name: str | None = option(None, "Name of such a system in the report. If `None`, that of the directory.")
+
+
+@dataclass
+class ReportOptions(ScoredArguments):
+    """What a report shows."""
+
     train_dataset_name: str | None = option(
         None, "Training prompts (Hub id, directory, JSON lines) to search for the benchmark's. If `None`, unchecked."
     )
     train_dataset_split: str = option("train", "Split of the training prompts.")
     num_shown: int = option(6, "Number of sets to show of each kind: best, worst, most changed.")
     card: str | None = option(None, "Directory of the adapter whose model card gets the results of the last system.")
+
+
+@dataclass
+class ReportArguments(ReportOptions):
+    """Figures of one system, or of two and their difference: JSON, Markdown, an HTML page, and the card."""
+
+    base: str = option("evaluation/base", "Directory of the system to compare with, or of the only one.")
+    tuned: str | None = option(None, "Directory of the system to compare with `base`.")
+    output_dir: str = option("evaluation/report", "Directory for `results.json`, `results.md` and `report.html`.")
+
+
+@dataclass(kw_only=True)
+class ImagesArguments(GenerationOptions, ScoringOptions, ReportOptions):
+    """A benchmark in one call: the base model and an adapter generate, are scored, and compared in a report."""
+
+    benchmark: str = option(MISSING, "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).")
+    output_dir: str = option("evaluation", "Directory, with `base`, `tuned` and `report` in it.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl evaluate reward` on a tiny CLIP."""
+"""`paco-trl evaluate judge` on a tiny CLIP."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from PIL import Image as PILImage
 
 from judge_server import JudgeServer
-from paco_trl.commands import evaluate_reward as script
+from paco_trl.commands import evaluate_judge as script
 from paco_trl.commands.main import main
 from paco_trl.data.columns import typed_dataset
 from paco_trl.tiny import build_tiny_clip
@@ -71,9 +71,9 @@ def workspace(tmp_path_factory):
 
 
 def arguments(workspace, output, **options):
-    return script.RewardArguments(
+    return script.JudgedArguments(
         **{
-            "judge": "clip-i",
+            "judge_model": "clip-i",
             "clip_model": str(workspace / "clip"),
             "dataset_name": str(workspace / "rankings"),
             "output_dir": str(output),
@@ -86,7 +86,7 @@ def arguments(workspace, output, **options):
 def test_from_the_command_line(workspace, tmp_path, monkeypatch, capsys):
     output = tmp_path / "results"
     monkeypatch.setenv("COLUMNS", "250")
-    command = ["evaluate", "reward", "--judge", "clip-i", "--clip_model", workspace / "clip", "--device", "cpu",
+    command = ["evaluate", "judge", "--judge_model", "clip-i", "--clip_model", workspace / "clip", "--device", "cpu",
                "--dataset_name", workspace / "rankings", "--output_dir", output, "--batch_size", 8]  # fmt: skip
     assert not main(list(map(str, command)))
     printed = capsys.readouterr().out
@@ -179,8 +179,8 @@ def test_a_judge_on_a_server(workspace, tmp_path):
 
     with JudgeServer(log_odds, fault=fault, key="secret") as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE_KEY", "secret")
-        served = script.RewardArguments(
-            judge="judge",
+        served = script.JudgedArguments(
+            judge_model="judge",
             judge_url=server.url,
             api_key_variable="JUDGE_KEY",
             dataset_name=str(workspace / "rankings"),
@@ -213,7 +213,7 @@ def test_wrong_options(workspace, tmp_path):
         ({"judge_url": "http://127.0.0.1:1/v1"}, "--device"),
         ({"max_concurrency": 2}, "--max_concurrency"),
         ({"api_key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
-        ({"judge": "dreamsim", "dtype": "float32"}, "--dtype"),
+        ({"judge_model": "dreamsim", "dtype": "float32"}, "--dtype"),
         ({"template": "themes"}, "themes"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-`paco-trl serve-reward` without vLLM: the command that it would run, and what becomes of the processes.
+`paco-trl serve` without vLLM: the command that it would run, and what becomes of the processes.
 
 The place of vLLM is taken by a script that answers as it does, and that can be told to fail in every way that a server
 does. tests/test_vllm.py has the real one.
@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 
 from launching import free_port
 from paco_trl import rewards
-from paco_trl.commands import serve_reward
+from paco_trl.commands import serve
 from paco_trl.commands.main import main
-from paco_trl.commands.serve_reward import ServeArguments, find_adapter, serve_command
+from paco_trl.commands.serve import ServeArguments, find_adapter, serve_command
 from paco_trl.rewards.judge import JudgeUnavailableError
 
 
@@ -143,11 +143,11 @@ def run_command(options: list[str], environment: dict, output: Path, prepare: Ca
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as Python does when it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
     rewards.ServedJudge = PlainJudge
-    serve_reward.find_adapter = lambda model: None  # without a look at the model
-    serve_reward._GRACE = 1.0
-    serve_reward._POLL = 0.02
+    serve.find_adapter = lambda model: None  # without a look at the model
+    serve._GRACE = 1.0
+    serve._POLL = 0.02
     os.chdir(ROOT)
-    sys.exit(main(["serve-reward", *options]))
+    sys.exit(main(["serve", *options]))
 
 
 class Forked:
@@ -200,7 +200,7 @@ def as_in_a_terminal() -> None:
 
 
 class Command:
-    """`paco-trl serve-reward` in a process of its own, with its output in a file: a forked one, or a program."""
+    """`paco-trl serve` in a process of its own, with its output in a file: a forked one, or a program."""
 
     def __init__(self, program: list[str] | None, stand_in: Path, mode: str, *arguments: str, env: dict, prepare):
         self.script = stand_in
@@ -378,16 +378,16 @@ class TestCommandLine:
 class TestArguments:
     @pytest.mark.parametrize("argument", ["--api_key=x", "--host=0.0.0.0"])
     def test_options_of_the_command_itself(self, argument, capsys):
-        assert main(["serve-reward", "--", argument, "x"]) == 1
+        assert main(["serve", "--", argument, "x"]) == 1
         assert "which this command sets itself" in capsys.readouterr().err
 
     def test_values_out_of_range(self, capsys):
-        assert main(["serve-reward", "--port=0"]) == 1
+        assert main(["serve", "--port=0"]) == 1
         assert "`port` is 0" in capsys.readouterr().err
 
     def test_without_vllm(self, capsys, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert main(["serve-reward"]) == 1
+        assert main(["serve"]) == 1
         assert "pip install vllm" in capsys.readouterr().err
 
     def test_port_in_use(self, stand_in, capfd):
@@ -395,14 +395,14 @@ class TestArguments:
             other.bind(("0.0.0.0", 0))
             other.listen()
             port = str(other.getsockname()[1])
-            assert main(["serve-reward", "--vllm", str(stand_in), "--port", port]) == 1
+            assert main(["serve", "--vllm", str(stand_in), "--port", port]) == 1
         captured = capfd.readouterr()
         assert f"port {port}: Address already in use" in captured.err
         assert "arguments:" not in captured.out  # vLLM was not started
 
     def test_without_the_client_of_servers(self, stand_in, capfd, monkeypatch):
         monkeypatch.setitem(sys.modules, "openai", None)
-        assert main(["serve-reward", "--vllm", str(stand_in)]) == 1
+        assert main(["serve", "--vllm", str(stand_in)]) == 1
         captured = capfd.readouterr()
         assert 'requires `openai`: pip install "paco_trl[served]"' in captured.err
         assert "arguments:" not in captured.out  # vLLM was not started
@@ -412,7 +412,7 @@ class TestProcesses:
     @pytest.mark.slow
     def test_the_full_command(self, start, stand_in):
         """With the real client, and a key."""
-        command = start("judge", program=["-m", "paco_trl.commands.main", "serve-reward"], key=KEY)
+        command = start("judge", program=["-m", "paco_trl.commands.main", "serve"], key=KEY)
         command.wait_for("Ctrl-C stops it.")
         url = f"http://127.0.0.1:{command.port}/v1"
         assert f"The judge is ready: 'paco-reward' at {url}\n" in command.output
@@ -445,7 +445,7 @@ class TestProcesses:
         assert "ready" not in command.output
 
     def test_ignored_signals_stay_ignored(self, start):
-        """`nohup paco-trl serve-reward &` lives on when the terminal is closed."""
+        """`nohup paco-trl serve &` lives on when the terminal is closed."""
         command = start("judge", prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
         command.wait_for("Ctrl-C stops it.")
         command.process.send_signal(signal.SIGHUP)
