@@ -3,7 +3,6 @@
 
 import io
 import json
-import logging
 import re
 import struct
 import zlib
@@ -111,12 +110,6 @@ class TestFormat:
         with pytest.raises(ValueError, match=message):
             check_edit_columns(dataset)
 
-    def test_other_types_are_an_error(self):
-        with pytest.raises(TypeError, match="DatasetDict"):
-            check_edit_columns(DatasetDict(train=edits(("A.", picture(0)))))
-        with pytest.raises(ValueError, match="no rows"):
-            check_edit_columns(edits(("A.", picture(0))).select([]))
-
 
 class TestSizes:
     @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
@@ -151,14 +144,6 @@ class TestSizes:
         assert calls == []
         sources.load(1)
         assert calls == ["JPEG"]
-
-    def test_rows_and_counts_with_several_images(self):
-        rows = [[picture(0)], [picture(1), picture(2, (16, 8)), picture(0)], [picture(1), picture(0), picture(0)]]
-        dataset = Dataset.from_list([{"prompt": "Join.", "images": images} for images in rows])
-        sources = SourceImages(dataset, "the dataset")
-        assert (sources.column, sources.max_count, sources.row_with_most, len(sources)) == ("images", 3, 1, 3)
-        assert sources.sizes(1) == [(48, 32), (16, 8), (48, 32)]
-        assert [image.size for image in sources.load(1)] == sources.sizes(1)
 
 
 def test_selected_formatted_and_undecoded_datasets(tmp_path):
@@ -207,13 +192,6 @@ class TestBadImages:
         table = Dataset.from_dict({"images": [[good], [good, None]]}).cast_column("images", List(ImageFeature()))
         with pytest.raises(ValueError, match="Row 1 of the evaluation: its source image 1 "):
             SourceImages(table, "the evaluation")
-
-    @pytest.mark.parametrize("images", [[], None])
-    def test_a_row_without_images(self, tmp_path, images):
-        good = write(tmp_path / "good.png", picture(0))
-        dataset = with_paths([[good], [good], images], "images")
-        with pytest.raises(ValueError, match="Row 2 of the dataset: `images` is empty or None"):
-            SourceImages(dataset, "the dataset")
 
     @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
     def test_pixels_that_are_cut_short(self, kind):
@@ -511,15 +489,6 @@ class TestDisjoint:
         assert disjoint_from(dataset, benchmark)[0]["images"][1].tobytes() == picture(6).tobytes()
         of_lists = Dataset.from_list([{"prompt": "x", "images": [picture(8), picture(5)]}])
         assert self.kept(of_lists, ("A.", picture(5)), ("B.", picture(1))) == [1]
-
-    def test_the_log_counts(self, benchmark, caplog):
-        rows = [("A.", picture(0)), ("Add a red hat.", picture(0, (96, 64))), ("Add a red hat.", picture(3))]
-        assert self.kept(benchmark, *rows) == [2]
-        (record,) = caplog.records
-        assert record.levelno == logging.WARNING
-        assert "2 of 3" in record.message and ": 1 with" in record.message and ", 1 with" in record.message
-        with pytest.raises(ValueError, match="All 2 rows"):
-            disjoint_from(benchmark, benchmark)
 
 
 def test_the_blocks_of_the_page_run(tmp_path, monkeypatch, capsys):

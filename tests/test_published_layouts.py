@@ -329,14 +329,6 @@ def test_names_of_one_model(first, second, is_same):
     assert is_same_model(second, first) is is_same
 
 
-def test_a_relative_path_of_this_machine(tmp_path, monkeypatch):
-    (tmp_path / "FLUX.1-dev").mkdir()
-    monkeypatch.chdir(tmp_path / "FLUX.1-dev")
-    assert is_same_model(".", "black-forest-labs/FLUX.1-dev")
-    monkeypatch.chdir(tmp_path)
-    assert not is_same_model(".", "black-forest-labs/FLUX.1-dev")
-
-
 class TestBase:
     """An adapter of another model is refused by name before the pipeline is loaded."""
 

@@ -373,9 +373,10 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
         raise ValueError("The image-set prompts have no rows. Check the file or the split that they come from.")
     missing = [name for name in _NEEDED_COLUMNS if name not in names]
     if missing:
-        raise ValueError(
-            f"Image-set prompts need the columns {missing}, but there are only {names}. {_hint(missing, names)}"
-        )
+        remedy = "Rows with images to edit are editing prompts: add `--edits`, or use `load_edit_prompts`."
+        if "image" not in names and "images" not in names:
+            remedy = "Convert raw T2IS rows with `convert_t2is`; others need a `prompt`, which may name the grid."
+        raise ValueError(f"Image-set prompts need the columns {missing}, but there are only {names}. {remedy}")
     for index, row in enumerate(rows):
         check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
         _check_grid_of_prompt(index, row["prompt"], row["rows"], row["cols"])
@@ -388,16 +389,6 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
 def _columns_of(dataset: "Dataset", names: list[str]) -> "Dataset":
     """Select the columns of these names that a dataset has: no images are read."""
     return dataset.with_format(None).select_columns([name for name in names if name in dataset.column_names])
-
-
-def _hint(missing: list[str], names: list[str]) -> str:
-    if "layout" in names:
-        return "Convert raw T2IS rows with `paco_trl.data.convert_t2is(dataset)`."
-    if "image" in names or "images" in names:
-        return "Rows with images to edit are editing prompts: add `--edits`, or use `paco_trl.data.load_edit_prompts`."
-    if "prompt" in missing:
-        return "Rename the column of the texts to `prompt`."
-    return f"Add them, or leave out {_GRID_COLUMNS}: the layout is then read from the prompt."
 
 
 def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
@@ -413,10 +404,7 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
 
 def _check_prompt(index: int, prompt: Any) -> None:
     if not is_text(prompt):
-        problem = f"The `prompt` of row {index} is {shorten(prompt)}. It must be a text that is not empty."
-        if isinstance(prompt, list):  # of messages, as language models take them
-            problem += ' Take it from a chat: `dataset.map(lambda row: {"prompt": row["prompt"][-1]["content"]})`.'
-        raise ValueError(problem)
+        raise ValueError(f"The `prompt` of row {index} is {shorten(prompt)}. It must be a text that is not empty.")
 
 
 def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None:

@@ -28,26 +28,21 @@ _TRAINING_FILES = ["consistency_reward_cot_train", "sharegpt_editing_cot"]
 _PATTERNS = ["*.json", "*.sh", "*.png", "*.jpg", "*.jpeg", "*.webp", *ARCHIVE_PATTERNS]
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_ROLE_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
 _PLACEHOLDER = "<image>"
 
 
-def _read_turns(record: dict[str, Any], columns: dict[str, str], tags: dict[str, str]) -> dict[str, str]:
+def _read_turns(record: dict[str, Any]) -> dict[str, str]:
     """Read the texts of a record by role. The errors of this module continue `<file>, record <number>: `."""
-    key = columns.get("messages", "conversations")
-    turns = record.get(key, record.get("messages"))
+    turns = record.get("conversations", record.get("messages"))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError(f"it has no list of turns in `{key}` or `messages`, only the keys {list(record)}.")
-    known = _ROLES | {tags[tag]: role for tag, role in _ROLE_TAGS.items() if tag in tags}
-    names = [turn.get(tags.get("role_tag", "from"), turn.get("role")) for turn in turns]
-    roles = [known.get(name) for name in names]
+        raise ValueError(f"it has no list of turns in `conversations` or `messages`, only the keys {list(record)}.")
+    names = [turn.get("from", turn.get("role")) for turn in turns]
+    roles = [_ROLES.get(name) for name in names]
     if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
         raise ValueError(f"its turns are {names}, but a pair is one question and one answer.")
-    content = tags.get("content_tag", "value")
-    texts: dict[Any, str] = dict(zip(roles, (turn.get(content, turn.get("content")) for turn in turns), strict=True))
-    system = record.get(columns.get("system", "system"))
-    if system:
-        texts.setdefault("system", system)
+    texts: dict[Any, str] = dict(zip(roles, (turn.get("value", turn.get("content")) for turn in turns), strict=True))
+    if record.get("system"):
+        texts.setdefault("system", record["system"])
     for role, text in texts.items():
         if not is_text(text):
             raise ValueError(f"the text of its {role} turn is {text!r}. It must be a text that is not empty.")
@@ -80,13 +75,13 @@ def _read_records(path: Path) -> list[Any]:
     return records
 
 
-def _read_pair(record: Any, columns: dict[str, str], tags: dict[str, str], finder: ImageFinder) -> dict[str, Any]:
+def _read_pair(record: Any, finder: ImageFinder) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"it is {record!r}, but it must be a JSON object.")
-    texts = _read_turns(record, columns, tags)
+    texts = _read_turns(record)
     question, answer = _read_question(texts["user"]), texts["assistant"].strip()
     decision_of(answer)
-    images = record.get(columns.get("images", "images"))
+    images = record.get("images")
     if not isinstance(images, list) or len(images) != 2:
         raise ValueError(f"its `images` are {images!r}, but a pair has a list of exactly 2 paths.")
     system = [{"role": "system", "content": texts["system"]}] if "system" in texts else []
@@ -110,7 +105,7 @@ def load_paco_dataset(
     The layout is that of `X-GenGroup/PaCo-Dataset`: ShareGPT-style JSON files whose records have `conversations`
     (`from`, `value`) or `messages` (`role`, `content`), and `images`, two paths. Both images come before the question,
     as the weights were trained: the placeholders `<image>` in front of it are removed. LLaMA-Factory's
-    `dataset_info.json`, if there is one, maps names to files, columns and roles.
+    `dataset_info.json`, if there is one, maps names to files.
 
     An image is searched in the directory first, then in its zip and tar archives, which are extracted once into the
     cache of `datasets`. Archives split into parts are not joined: the error has the command. Images are stored as
@@ -142,17 +137,16 @@ def load_paco_dataset(
         raise ValueError(f"`files` is {files!r}, but it must be a list of names, or None for the training files.")
     folder = find_dataset_folder(path, _PATTERNS)
     finder = ImageFinder(folder, num_proc, allow_remote_images)
-    info_path = folder / "dataset_info.json"  # LLaMA-Factory's: name -> file, columns and tags
+    info_path = folder / "dataset_info.json"  # LLaMA-Factory's: name -> file
     info = read_json_objects(info_path) if info_path.is_file() else {}
     names = [name.removesuffix(".json") for name in files or _TRAINING_FILES]
     json_paths = [_find_records(folder, name, info.get(name, {})) for name in names]
     rows, broken, total = [], [], 0
     for name, json_path in zip(names, json_paths, strict=True):
-        columns, tags = (info.get(name, {}).get(key) or {} for key in ("columns", "tags"))
         for number, record in enumerate(_read_records(json_path)):
             total += 1
             try:
-                rows.append(_read_pair(record, columns, tags, finder) | {"source": name})
+                rows.append(_read_pair(record, finder) | {"source": name})
             except ValueError as error:
                 broken.append(f"{json_path.name}, record {number}: {error}")
     report_broken(broken, total, "records", skip_broken)

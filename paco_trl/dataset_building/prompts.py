@@ -117,7 +117,13 @@ def write_prompts(
         return folder.load()
     if num_prompts < 1 or max_attempts < 1:
         raise ValueError(f"`num_prompts` is {num_prompts}, `max_attempts` {max_attempts}; both must be at least 1.")
-    batches = _plan(num_prompts, _check_categories(categories), _check_layouts(layouts))
+    known = {category.name: category for category in CATEGORIES}
+    names = list(known if categories is None else categories)
+    if not names or not set(names) <= set(known):
+        raise ValueError(f"`categories` is {names}, but must be some of: {', '.join(known)}; or `None` for all.")
+    if not layouts or any(rows < 1 or rows * cols < 2 for rows, cols in layouts):
+        raise ValueError(f"`layouts` is {layouts}, but each must have two panels or more, such as (2, 2).")
+    batches = _plan(num_prompts, [known[name] for name in names], list(layouts))
     journal = folder.journal("prompts")
     answers = Answers(endpoint, journal, "image-set prompts", _TRIED_ENOUGH)
     replies: dict[tuple[int, int], Reply] = {}
@@ -182,21 +188,6 @@ def write_prompts(
     features = column_types(**{name: kinds.get(name, "string") for name in rows[0]})
     folder.finish(Dataset.from_list(rows, features=features), report)
     return folder.load()
-
-
-def _check_categories(names: Sequence[str] | None) -> list[Category]:
-    known = {category.name: category for category in CATEGORIES}
-    names = list(known if names is None else names)
-    if not names or not set(names) <= set(known) or len(set(names)) < len(names):
-        raise ValueError(f"`categories` is {names}, but must be some of: {', '.join(known)}; or `None` for all.")
-    return [known[name] for name in names]
-
-
-def _check_layouts(layouts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    layouts = [(*layout,) for layout in layouts]
-    if not layouts or any(len(layout) != 2 or min(layout) < 1 or max(layout) == 1 for layout in layouts):
-        raise ValueError(f"`layouts` is {layouts}, but each must be rows and columns with two panels, such as (2, 2).")
-    return layouts
 
 
 def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int, int]]) -> list[_Batch]:
