@@ -97,15 +97,12 @@ def resolution_transfer(
     pairs: ScorePairs, confidence_level: float = 0.95, n_resamples: int = 2000, seed: int = 0
 ) -> list[ResolutionTransfer]:
     """
-    Correlate the scores at the training resolution with those at the inference resolution, for each reward.
+    Correlate the scores at the training resolution with those at the inference resolution, for each reward; for `TAILS`,
+    the ranks of each prompt's images with a short tail ("training") with those with the full one ("inference").
 
-    For `TAILS`, the scores with a short tail ("training") with those with the full one ("inference"): the ranks of each
-    prompt's images are correlated.
-
-    Training at a reduced resolution helps at the inference resolution as far as both give the same images high scores.
-    The interval is a percentile bootstrap over prompts, because images of one prompt are not independent. A resample
-    whose scores are all the same has no correlation and is left out. With few prompts such intervals are somewhat narrow:
-    of normal scores with a correlation of 0.7, the 95% intervals of 8 to 40 prompts hold it 90 to 92 times in 100.
+    The interval is a percentile bootstrap over prompts, because images of one prompt are not independent. With few prompts
+    it is somewhat narrow: of normal scores with a correlation of 0.7, the 95% intervals of 8 to 40 prompts hold it 90 to
+    92 times in 100.
 
     Args:
         pairs ([`ScorePairs`]):
@@ -115,9 +112,8 @@ def resolution_transfer(
             Confidence level of the intervals, number and seed of the resamples.
 
     Returns:
-        `list[ResolutionTransfer]`: one result per reward, in the order of `pairs.training`. A reward with fewer than 3
-        pairs, or whose scores are all the same at one resolution, has no correlation; one with a single prompt has no
-        interval. Its `note` says why.
+        `list[ResolutionTransfer]`: one result per reward, in the order of `pairs.training`. Its `note` says why a reward
+        has no correlation (fewer than 3 pairs, or the same score for all) or no interval (a single prompt).
     """
     results = []
     for reward in pairs.training:
@@ -182,12 +178,12 @@ def save_resolution_transfer(results: list[ResolutionTransfer], pairs: ScorePair
     prompt_colors = {
         prompt: colors[number % len(colors)] for number, prompt in enumerate(dict.fromkeys(pairs.prompts))
     }
+    what = "rank" if pairs.sides.is_within_prompts else "score"
     for index, result in enumerate(results):
         axes = figure.add_subplot(rows, columns, index + 1)
         training, inference, prompts = pairs.scored(result.reward)
-        what = "score"
         if pairs.sides.is_within_prompts:
-            training, inference, what = _ranks_within(training, prompts), _ranks_within(inference, prompts), "rank"
+            training, inference = _ranks_within(training, prompts), _ranks_within(inference, prompts)
         if len(training):
             ends = [min(training.min(), inference.min()), max(training.max(), inference.max())]
             axes.plot(ends, ends, linestyle="--", linewidth=0.8, color="gray", zorder=1)
