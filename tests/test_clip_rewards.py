@@ -78,11 +78,6 @@ class TestPickScoreReward:
         swapped = pick_score(prompts=["p", "q"], **(columns | {"panels": [TEXTS[1::-1], TEXTS[2:]]}))
         assert abs(swapped[0] - scores[0]) > 0.001 and swapped[1] == pytest.approx(scores[1], abs=1e-6)
 
-    def test_without_the_column_panels_the_cut_images_are_not_read(self, tiny_clip, pick_score):
-        # The trainer adds `panel_images` to every call
-        scores = pick_score([TEXTS[0]], [noise(0)], panel_images=[[noise(1), noise(2)]], rows=[1], cols=[2])
-        assert scores == pytest.approx([logit(tiny_clip, noise(0), TEXTS[0]) / 26], abs=1e-5)
-
     def test_a_group_encodes_each_text_once_and_images_go_in_batches(self, tiny_clip):
         reward = PickScoreReward(tiny_clip, tiny_clip, device="cpu", batch_size=4)
         text_rows, image_rows = count_rows(reward.model)

@@ -289,13 +289,6 @@ class TestFinding:
         found = find_edits(tmp_path, prompts)
         assert list(found.missing) == ["en/k0"] and found.unknown == ["fullset/text_change/en/k0.png"]
 
-    def test_ids_that_look_like_written_ones(self, tmp_path):
-        rows = [{"id": name, "prompt": "Edit.", "image": noise_image(8, 8, 0)} for name in ("a b", "a%20b")]
-        for name, color in (("a%20b", "red"), ("a%2520b", "blue")):
-            Image.new("RGB", (8, 8), color).save(tmp_path / f"{name}.png")
-        found = find_edits(tmp_path, edits_of(rows))
-        assert {key: one.files[0].stem for key, one in found.sets.items()} == {"a b": "a%20b", "a%20b": "a%2520b"}
-
 
 # ---- The planted judge ----
 

@@ -39,7 +39,7 @@ from paco_trl.rewards.paco_reward import decision_token_ids
 from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_clip
 from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
-from testing_utils import noise, png
+from testing_utils import noise
 
 
 SHORT, LONG = "Alike?", theme_question("A fox through the four seasons, in the style of a woodcut")
@@ -327,14 +327,6 @@ class TestImagesOfACall:
         assert kept == [1, 1, 0]  # image 0 waits for the last batch
         assert patches == ([32, 32, 16] if encoded else [])
 
-    def test_an_image_with_itself(self, judge, reference):
-        image = noise(0, (84, 56))
-        with patches_of(judge) as patches:
-            score = judge.score([(image, image)], LONG)
-        assert patches == [num_patches(judge, image)]
-        assert score == close([usage(*reference, image, image, LONG)])
-        assert abs(score[0] - judge.score([(image, noise(1))], LONG)[0]) > 1e-3
-
 
 @pytest.fixture(scope="module")
 def shared():
@@ -590,16 +582,6 @@ def wordless():
 
 
 class TestDecisionTokenIds:
-    def test_special_tokens_around_a_text_do_not_count(self, reference):
-        tokenizer = copy.deepcopy(reference[1].tokenizer)
-        ids = decision_token_ids(tokenizer)
-        start = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[start]
-        )
-        assert tokenizer.encode("Yes") == [start[1], ids[0]]
-        assert decision_token_ids(tokenizer) == ids
-
     def test_an_answer_of_several_tokens(self, wordless):
         assert len(wordless.encode("No")) == 1 and len(wordless.encode("Yes")) == 3
         with pytest.raises(ValueError, match="'Yes' as 3 tokens"):
@@ -901,17 +883,6 @@ class TestLoadImage:
         clip = CLIPProcessor.from_pretrained(build_tiny_clip(tmp_path))
         assert not hasattr(clip.image_processor, "patch_size")
         assert load_image(noise(0, (90, 70)), patch_size_of(clip), "").size == (84, 56)
-
-    def test_rows_of_a_dataset(self, reference, tmp_path):
-        noise(0).save(tmp_path / "a.png")
-        expected = np.asarray(noise(0))
-        for row in (
-            {"bytes": png(noise(0)), "path": None},
-            {"bytes": png(noise(0))},
-            {"bytes": None, "path": str(tmp_path / "a.png")},
-            {"bytes": png(noise(0)), "path": "elsewhere.png"},  # as they travel: the name is only a name
-        ):
-            assert np.array_equal(np.asarray(load_image(row, patch_size_of(reference[1]), "")), expected)
 
 
 class TestLimitPixels:

@@ -245,21 +245,6 @@ class TestResolutionTransfer:
         ]  # drawn one by one they would give another interval
         assert np.abs(np.percentile(images, [2.5, 97.5]) - [result.low, result.high]).max() > 0.06
 
-    def test_more_images_of_the_same_prompts_do_not_narrow_the_interval(self):
-        pairs = correlated(12, 2, 0.7)
-        copies = ScorePairs(
-            [prompt for prompt in pairs.prompts for _ in range(10)],
-            {"clip_t": np.repeat(pairs.training["clip_t"], 10)},
-            {"clip_t": np.repeat(pairs.inference["clip_t"], 10)},
-        )
-        (one,), (ten,) = resolution_transfer(pairs), resolution_transfer(copies)
-        assert (ten.num_images, ten.num_prompts) == (240, 12)
-        assert (ten.correlation, ten.low, ten.high) == pytest.approx((one.correlation, one.low, one.high), abs=1e-9)
-        # Negative twin: copies that count as prompts of their own do
-        copies.prompts = list(range(240))
-        (apart,) = resolution_transfer(copies)
-        assert apart.high - apart.low < 0.5 * (one.high - one.low)
-
     def test_scale_order_and_labels_do_not_matter_but_the_seed_does(self):
         pairs = correlated(12, 3, 0.7)
         (result,) = resolution_transfer(pairs)

@@ -22,7 +22,7 @@ from PIL import Image
 
 from judge_server import JudgeServer, LoopClock, pictures_of
 from paco_trl import PaCoReward
-from paco_trl.data import criterion_question, shows_question, theme_question
+from paco_trl.data import criterion_question, theme_question
 from paco_trl.data.questions import plain_question
 from paco_trl.rewards import Answer, JudgeUnavailableError, ServedJudge, yes_probability
 from paco_trl.rewards.judge import _read_score
@@ -649,29 +649,6 @@ class TestSameAsInTheProcess:
                 expected = inner.score(pairs, questions, symmetric=symmetric)
                 assert np.std(expected) > 0.01 and (abs(expected[0] - expected[-1]) > 1e-3) != symmetric
                 assert judge.score(pairs, questions, symmetric=symmetric) == pytest.approx(expected, abs=1e-6, rel=0)
-
-    def test_scores_of_single_images(self, tiny_qwen, make_judge):
-        inner = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32")
-        lock = threading.Lock()
-
-        def log_odds(*images_and_question):
-            *images, question = images_and_question
-            assert len(images) == 1
-            with lock:
-                (score,) = inner.score_images(images, question)
-            return math.log(score) - math.log1p(-score)
-
-        sizes, modes = [(56, 56), (90, 61), (28, 140), (200, 130)], ["RGB", "RGBA", "P", "L"]
-        images = [noise(seed, size, mode) for seed, (size, mode) in enumerate(zip(sizes, modes, strict=True))] * 2
-        questions = [shows_question("a fox")] * 4 + [shows_question("a red fox in the snow")] * 4
-        expected = inner.score_images(images, questions)
-        assert min(abs(a - b) for a, b in combinations(expected, 2)) > 1e-4
-        with JudgeServer(log_odds) as server:
-            judge = make_judge(server)
-            assert judge.score_images(images, questions) == pytest.approx(expected, abs=1e-6, rel=0)
-            assert judge.score_images(images[::-1], questions) != pytest.approx(expected, abs=1e-3, rel=0)
-            parts = [part["type"] for part in server.requests[0]["messages"][-1]["content"]]
-            assert parts == ["image_url", "text"] and len(server.requests) == 16
 
 
 class TestLoad:
