@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..data.columns import list_lengths
 from ..data.pairs import decision_of, is_label_only
 from ..hub.licenses import License
-from ..utils.names import public_name
+from ..utils.names import public_name, public_text
 from ..utils.paper import PAPER
 from ..utils.text import markdown_table, markdown_text
 from .rank import AUTOMATIC, judge_annotator_name
@@ -26,9 +26,6 @@ TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
 
 # Upper ends of the Hub's size categories
 _SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M")]
-
-# A path in the middle of a text, such as that of an error
-_LOCAL_PATH = re.compile(r"(?<![\w:/])(?:~|[A-Za-z]:)?(?:[\\/][\w.~-]+){2,}")
 
 
 def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
@@ -163,11 +160,6 @@ def _annotators_table(ranking: Mapping[str, Any]) -> str:
     return _table({"annotator": names, **counts, **fractions}) if has_any else ""
 
 
-def _words(value: Any) -> str:
-    """Format a text of a report, without paths of this machine."""
-    return markdown_text(_LOCAL_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], public_name(str(value))))
-
-
 def _value(value: Any) -> str:
     """Format a value of a report; empty if there is nothing to report."""
     if value is None or isinstance(value, float) and math.isnan(value):
@@ -182,12 +174,12 @@ def _value(value: Any) -> str:
         return ", ".join(f"{name} {text}" for name, text in _named(value).items())
     if isinstance(value, (list, tuple)):
         return ", ".join(filter(None, map(_value, value))) if len(value) <= 16 else f"{len(value)} values"
-    return _words(value)
+    return markdown_text(public_text(str(value)))
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, str]:
     """Format the values of a report that have something to report."""
-    texts = {_words(name).replace("_", " "): _value(value) for name, value in values.items()}
+    texts = {markdown_text(public_text(str(name))).replace("_", " "): _value(value) for name, value in values.items()}
     return {name: text for name, text in texts.items() if text}
 
 

@@ -10,8 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import HfApi, metadata_load
+from huggingface_hub import HfApi
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -25,6 +24,7 @@ from huggingface_hub.hf_api import DatasetInfo, ModelInfo
 from huggingface_hub.utils import get_session, validate_repo_id
 
 from ..utils.names import is_local, is_same_model, public_name
+from .files import SETTINGS
 
 
 # The common class of the Hub's errors and of connection errors; its name depends on the version of huggingface_hub
@@ -228,32 +228,17 @@ def _check_contents(
     weights = [name for name in files if name.endswith((".safetensors", ".bin")) and matches(name, published_files)]
     if not weights:
         return
-    card, other_base = dict[str, Any](), None
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"revision": revision, "local_dir": folder}
-        if "README.md" in files:
-            card = card_metadata(api.hf_hub_download(repo_id, "README.md", **options))
-        if "adapter_config.json" in files:
-            with open(api.hf_hub_download(repo_id, "adapter_config.json", **options), encoding="utf-8") as file:
-                other_base = json.load(file).get("base_model_name_or_path")
-    other_base = other_base or card.get("base_model")
-    if "paco-trl" not in (card.get("tags") or []):
+    if SETTINGS not in files:
         raise ValueError(
-            f"{repo_id} has {weights[0]!r} of a model that was not made here: its card lacks the tag 'paco-trl'. Name another one."
+            f"{repo_id} has {weights[0]!r} of a model that was not made here: it has no {SETTINGS}. Name another one."
         )
+    with tempfile.TemporaryDirectory() as folder:
+        path = api.hf_hub_download(repo_id, SETTINGS, revision=revision, local_dir=folder)
+        other_base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model")
     if isinstance(other_base, str) and base_model is not None and not is_same_model(other_base, base_model):
-        other_base = public_name(other_base)
         raise ValueError(
             f"{repo_id} has a model made of {other_base}, not of {public_name(base_model)}. Name another one."
         )
-
-
-def card_metadata(path: str | Path) -> dict[str, Any]:
-    """Return the metadata of a card; empty where it has none, or none that can be read."""
-    try:
-        return metadata_load(path) or {}
-    except (ValueError, yaml.YAMLError):
-        return {}
 
 
 def is_outage(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -23,55 +23,42 @@ class License(NamedTuple):
 _KNOWN = {model: License(*values) for model, values in yaml.safe_load(read_template("licenses.yaml")).items()}
 
 
-def read_license(model: str, token: str | bool | None = None, readme: str | Path | None = None) -> License:
+def read_license(model: str, token: str | bool | None = None) -> License:
     """
-    Read the license in the card of a model: `readme`, else that of its directory, else from the Hub.
+    Read the license in the card of a model: in its directory, or on the Hub.
 
     Raises:
         ValueError: If there is no card, or no license in it.
     """
-    from huggingface_hub import ModelCard, constants
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    from huggingface_hub import ModelCard, constants, model_info
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    readme = Path(model) / "README.md" if readme is None else Path(readme)
+    name = public_name(model)
     try:
-        data = ModelCard.load(readme if readme.is_file() else model, token=token, ignore_metadata_errors=True).data
-    # A directory without a card is not a valid id either
-    except (HfHubHTTPError.__bases__[0], EntryNotFoundError, HFValidationError, OSError, yaml.YAMLError) as error:
+        if is_local(model):
+            data = ModelCard.load(Path(model) / "README.md", ignore_metadata_errors=True).data
+        else:
+            data = model_info(model, token=token).card_data
+    except (HfHubHTTPError.__bases__[0], HFValidationError, OSError, yaml.YAMLError) as error:
         raise ValueError(f"The card of {model!r} with its license cannot be read ({type(error).__name__}).") from error
-    if not isinstance(data.license, str):
-        raise ValueError(f"The card of {model!r} names no license (it has {data.license!r}).")
+    identifier = data.get("license") if data is not None else None
+    if data is None or not isinstance(identifier, str):
+        raise ValueError(f"The card of {model!r} names no license (it has {identifier!r}).")
     link = data.get("license_link")
-    if link is not None and "://" not in link:  # a file of the repository
-        name = public_name(model)
-        is_on_hub = name == model or "/" in name  # or in the cache of the Hub's clients
-        link = f"{constants.ENDPOINT}/{name}/blob/main/{link}" if is_on_hub else None
-    return License(data.license, data.get("license_name"), link)
+    if link is not None and "://" not in link:  # a file of the repository, which may be in the Hub's cache
+        link = f"{constants.ENDPOINT}/{name}/blob/main/{link}" if "/" in name or name == model else None
+    return License(identifier, data.get("license_name"), link)
 
 
 def base_license(base: str, online: bool = False, token: str | None = None) -> License | None:
-    """Return the license of a base model: from its directory, table, cached card or, with `online`, the Hub."""
-    from huggingface_hub import try_to_load_from_cache
-
-    name = public_name(base)
-    if name in _KNOWN:
+    """Return the license of a base model: from a table, its directory or, with `online`, the Hub; `None` if unknown."""
+    if (name := public_name(base)) in _KNOWN:
         return _KNOWN[name]
-    readme: Any = Path(base) / "README.md"
-    if not is_local(base):
-        try:
-            readme = try_to_load_from_cache(base, "README.md")
-        except ValueError:  # not a valid id: the class of a pipeline built in memory
-            return None
-        if not isinstance(readme, str):
-            return _fetch_license(base, token) if online else None
-    try:
-        return read_license(base, readme=readme) if Path(readme).is_file() else None
-    except ValueError:
-        return None
+    return _license_or_none(base, token) if online or is_local(base) else None
 
 
 @functools.lru_cache(maxsize=16)
-def _fetch_license(model: str, token: str | None) -> License | None:
+def _license_or_none(model: str, token: str | None) -> License | None:
     try:
         return read_license(model, token)
     except ValueError:  # missing, not reachable, or without a license

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitInfo, HfApi
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 
 from ..utils.names import is_local, public_name
-from .account import CHECKPOINT_FOLDERS, describe, hub_errors, is_outage, matches
+from .account import CHECKPOINT_FOLDERS, describe, hub_errors, is_outage
 
 
 # Not accelerate's logger, which raises where no accelerate state exists: a log line must never stop a run
@@ -26,13 +26,12 @@ logger = logging.getLogger(__name__)
 WAITING = ".pushing"
 _REPOSITORY = "repository.json"
 _PUSH = ".push.json"  # where it goes, with which message
+_LAST = "last-checkpoint"
 
 # A failed upload is retried after about 2 and 4 seconds, besides the retries of the Hub's client (half a minute each time
 # without an answer). A longer outage is left to the next checkpoint: the end of a run waits for the last upload.
 _ATTEMPTS = 3
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 60.0
-
-_LISTING_SECONDS = 60.0
 
 # Seconds of waiting for an upload before a message
 _PATIENCE = 3.0
@@ -74,41 +73,6 @@ def retrying(api: HfApi, repo_id: str) -> Retrying:
     )  # fmt: skip
 
 
-def upload(
-    api: HfApi,
-    repo_id: str,
-    revision: str | None,
-    files: dict[str, Path | bytes],
-    message: str,
-    published_files: list[str],
-) -> CommitInfo:
-    """Upload files (paths or contents) in one commit, and delete those of an earlier upload that are gone."""
-    # Deleted are files of `published_files` (patterns at the top of the repository) and of uploaded checkpoints
-    folders = {name.split("/")[0] for name in files if name.startswith(CHECKPOINT_FOLDERS)}
-    has_model = any(not name.startswith(CHECKPOINT_FOLDERS) for name in files)
-    operations = [CommitOperationAdd(name, _public_content(name, path)) for name, path in files.items()]
-    # Not `list_repo_files`, which has no timeout
-    siblings = api.model_info(repo_id, revision=revision, timeout=_LISTING_SECONDS).siblings
-    for name in [sibling.rfilename for sibling in siblings]:
-        is_old = name.split("/")[0] in folders or (has_model and matches(name, published_files))
-        if is_old and name not in files:
-            operations.append(CommitOperationDelete(name))
-    return api.create_commit(repo_id, operations, commit_message=message, revision=revision)
-
-
-def _public_content(name: str, path: Path | bytes) -> str | bytes:
-    """Return a file, or an adapter's config without the local path of the base model."""
-    if isinstance(path, bytes):
-        return path
-    if name != "adapter_config.json":
-        return str(path)
-    config = json.loads(path.read_text(encoding="utf-8"))
-    base = config.get("base_model_name_or_path")
-    if base and is_local(base):
-        config["base_model_name_or_path"] = public_name(base)
-    return json.dumps(config, indent=2, sort_keys=True).encode()
-
-
 class HubPusher:
     """Uploads what a run saves while training continues."""
 
@@ -135,21 +99,51 @@ class HubPusher:
 
     def push_later(self, checkpoint: str | Path, step: int, message: str, checkpoint_name: str | None = None) -> None:
         """Upload a checkpoint in the background; as `checkpoint_name` in full, so that training can resume."""
-        new = self.folder / ".new"
-        shutil.rmtree(new, ignore_errors=True)  # of a failed attempt
-        for name, path in select_files(checkpoint, self.published_files).items():
-            _link(path, new / name)
-        if checkpoint_name is not None:
-            for name, path in select_files(checkpoint, ["**/*"]).items():
-                if name != "training_args.bin":  # contains the token, and is a pickle
-                    _link(path, new / checkpoint_name / name)
-        (new / _PUSH).write_text(json.dumps({**self._destination, "message": message}), encoding="utf-8")
         with self._lock:
             # In the order of saving: a resumed run reaches the same steps again
-            os.replace(new, self.folder / f"{time.time_ns()}-step-{step}")
+            self._stage(checkpoint, f"step-{step}", message, checkpoint_name)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="push to the Hub", daemon=True)
                 self._thread.start()
+
+    def push_now(self, folder: str | Path, message: str, contents: Mapping[str, str] | None = None) -> CommitInfo:
+        """Upload a saved model and wait for it, see [`hub_errors`]; `contents` by name replace files of the directory."""
+        self.wait()
+        self._stage(folder, "model", message, contents=contents)
+        try:
+            return self.push_waiting()
+        except ConnectionError as error:
+            raise ConnectionError(f"{error} `paco-trl push {folder}` uploads it when the Hub is back.") from error
+
+    def _stage(
+        self,
+        folder: str | Path,
+        name: str,
+        message: str,
+        checkpoint_name: str | None = None,
+        contents: Mapping[str, str] | None = None,
+    ) -> None:
+        """Link the files to upload, without a path of this machine or a token in them."""
+        new, contents = self.folder / ".new", dict(contents or {})
+        shutil.rmtree(new, ignore_errors=True)  # of a failed attempt
+        new.mkdir(parents=True)
+        config = Path(folder) / "adapter_config.json"
+        if config.is_file():
+            values = json.loads(config.read_text(encoding="utf-8"))
+            base = values.get("base_model_name_or_path")
+            if base and is_local(base):
+                contents[config.name] = json.dumps(values | {"base_model_name_or_path": public_name(base)}, indent=2)
+        for path_in_repo, path in select_files(folder, self.published_files).items():
+            if path_in_repo not in contents:
+                _link(path, new / path_in_repo)
+        for path_in_repo, text in contents.items():
+            (new / path_in_repo).write_text(text, encoding="utf-8")
+        if checkpoint_name is not None:
+            for path_in_repo, path in select_files(folder, ["**/*"]).items():
+                if path_in_repo != "training_args.bin":  # contains the token, and is a pickle
+                    _link(path, new / checkpoint_name / path_in_repo)
+        (new / _PUSH).write_text(json.dumps({**self._destination, "message": message}), encoding="utf-8")
+        os.replace(new, self.folder / f"{time.time_ns()}-{name}")
 
     def wait(self) -> None:
         """Wait for running uploads. A failed one is not retried."""
@@ -169,47 +163,37 @@ class HubPusher:
         folders = sorted(path.parent for path in self.folder.glob(f"[0-9]*/{_PUSH}"))
         return [path for path in folders if self._destination.items() <= _read(path / _PUSH).items()]
 
-    def push_waiting(self, are_replaced: bool = False) -> None:
-        """Upload everything that waits, see [`hub_errors`]; with `are_replaced` only full checkpoints, as a newer model follows."""
-        if not self.folder.is_dir():
-            return
+    def push_waiting(self) -> CommitInfo | None:
+        """Upload everything that waits, see [`hub_errors`]: of several the newest model and all full checkpoints."""
+        commit = None
         with FileLock(self.folder / ".lock"):  # `paco-trl push` may run at the same time
-            if are_replaced and not self.always_push:
-                waiting = self.waiting()
-                for earlier in waiting:
-                    self._drop_top(earlier, keep_last=earlier is waiting[-1])
             while waiting := self.waiting():
                 if len(waiting) > 1 and not self.always_push:
-                    self._drop_top(waiting[0], keep_last=False)
-                files = {name: path for name, path in select_files(waiting[0], ["**/*"]).items() if name != _PUSH}
-                if files:
-                    self._upload(files, _read(waiting[0] / _PUSH)["message"])
+                    self._drop_top(waiting[0], keep_last=not any((one / _LAST).is_dir() for one in waiting[1:]))
+                if any(path.name != _PUSH for path in waiting[0].iterdir()):
+                    commit = self._upload(waiting[0])
                 shutil.rmtree(waiting[0])
-
-    def push_now(self, folder: str | Path, message: str, contents: Mapping[str, str] | None = None) -> CommitInfo:
-        """Upload a saved model and wait for it, see [`hub_errors`]; `contents` by name replace files of the directory."""
-        self.wait()
-        try:
-            self.push_waiting(are_replaced=True)
-            files: dict[str, Path | bytes] = {**select_files(folder, self.published_files)}
-            files |= {name: text.encode() for name, text in (contents or {}).items()}
-            return self._upload(files, message)
-        except ConnectionError as error:
-            raise ConnectionError(f"{error} `paco-trl push {folder}` uploads it when the Hub is back.") from error
+        return commit
 
     def _drop_top(self, waiting: Path, keep_last: bool) -> None:
         """Delete what a newer upload replaces: the model itself, and the last full checkpoint."""
         for path in waiting.iterdir():
-            is_last = path.name == "last-checkpoint" and keep_last
+            is_last = path.name == _LAST and keep_last
             if path.name == _PUSH or path.name.startswith("checkpoint-") or is_last:
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _upload(self, files: Mapping[str, Path | bytes], message: str) -> CommitInfo:
+    def _upload(self, folder: Path) -> CommitInfo:
+        """Upload a directory in one commit, and delete what an earlier upload of the same files had besides."""
+        names = [path.name for path in folder.iterdir() if path.name != _PUSH]
+        replaced = [f"{name}/*" for name in names if f"{name}/".startswith(CHECKPOINT_FOLDERS)]
+        if len(names) > len(replaced):
+            replaced += self.published_files
         with hub_errors(self.api, self.repo_id, "Nothing is lost."):
             return retrying(self.api, self.repo_id)(
-                upload, self.api, self.repo_id, self.revision, files, message, self.published_files
-            )
+                self.api.upload_folder, folder_path=folder, repo_id=self.repo_id, revision=self.revision,
+                commit_message=_read(folder / _PUSH)["message"], ignore_patterns=[_PUSH], delete_patterns=replaced,
+            )  # fmt: skip
 
     def _work(self) -> None:
         tried = None

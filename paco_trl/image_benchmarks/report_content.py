@@ -12,7 +12,7 @@ import yaml
 
 from ..evaluation.report import PublishedTable, published_tables, published_text
 from ..utils.files import read_template
-from ..utils.names import public_name
+from ..utils.names import public_text
 from ..utils.text import markdown_table, markdown_text, number_text
 
 
@@ -22,8 +22,6 @@ _INTERVALS = "In brackets: 95 % bootstrap interval over prompts."
 # Scorer of a metric that does not depend on the judge of consistency
 _OWN_SCORER = dict.fromkeys(("alignment", "entity", "attribute", "relation"), "alignment")
 _OWN_SCORER["aesthetics"] = "aesthetics"
-# A path inside a text. In a URL the slashes follow a colon
-_PATH_IN_TEXT = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"`,;]+/)+([^\s/'\"`,;]+)/?")
 # Kinds of rows in bold
 MEANS = ("group", "average")
 # A list in a sentence has this many entries, then their number
@@ -285,13 +283,6 @@ def public_results(results: Any) -> Any:
     if isinstance(results, str):
         return public_text(results)
     return None if isinstance(results, float) and not math.isfinite(results) else results
-
-
-def public_text(text: str) -> str:
-    """Reduce each path of this machine in a text to its last part."""
-    if not re.search(r"\s", text) and text.startswith(("/", "~")):
-        return public_name(text)
-    return _PATH_IN_TEXT.sub(r"\1", text)
 
 
 def benchmark_name(results: dict[str, Any]) -> str:

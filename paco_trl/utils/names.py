@@ -10,6 +10,8 @@ from pathlib import Path
 
 # A repository in the Hub's cache: .../models--user--name/snapshots/<commit>
 _IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
+# A path in the middle of a text, such as that of an error
+_PATH_IN_TEXT = re.compile(r"(?<![\w.:/\\~-])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\"`,;]+[\\/])+([^\s\\/'\"`,;]+)[\\/]?")
 
 
 def repository() -> str | None:
@@ -46,7 +48,7 @@ def check_base_model_name(name: str | Path) -> None:
         base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
         raise ValueError(
             f"'{name}' is an adapter{f' of {base!r}' if base else ''}, not a pipeline. Give its base model here, and the "
-            "adapter as `--adapter` (`--adapter` in `paco-trl evaluate`, `peft_config` in Python)."
+            "adapter as `--adapter` (`peft_config` in Python)."
         )
 
 
@@ -56,6 +58,13 @@ def public_name(name: str) -> str:
         return name
     cached = _IN_CACHE.search(name)
     return f"{cached[1]}/{cached[2]}" if cached else re.split(r"[\\/]", name.rstrip("\\/"))[-1]
+
+
+def public_text(text: str) -> str:
+    """Reduce each path of this machine in a text to its last part."""
+    if not re.search(r"\s", text) and is_local(text):
+        return public_name(text)
+    return _PATH_IN_TEXT.sub(r"\1", text)
 
 
 def relative_name(name: str) -> str:
