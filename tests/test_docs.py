@@ -258,8 +258,8 @@ class TestOptions:
             for item in vars(importlib.import_module(module.name)).values():
                 if dataclasses.is_dataclass(item):
                     others |= {field.name for field in dataclasses.fields(item)}
-        for reward in (ConsistencyReward, ServedJudge):
-            others |= set(inspect.signature(reward.__init__).parameters)
+        for kind in (ConsistencyReward, ServedJudge):
+            others |= set(inspect.signature(kind.__init__).parameters)
         for name in re.findall(r"`(?:--)?(\w+)=[^`]+`|`--(\w+)[^`]*`", prose_of(page)):
             assert (name[0] or name[1]) in OPTIONS | others | LAUNCH, name
 
