@@ -62,7 +62,7 @@ class PlantedJudge:
 
     def __init__(self):
         self.pairs, self.calls = 0, 0
-        self.sizes = set()
+        self.sizes, self.orders = set(), set()
 
     def score(self, images, prompts):
         self.calls += 1
@@ -71,6 +71,7 @@ class PlantedJudge:
         for (first, second), prompt in zip(images, prompts, strict=True):
             self.sizes |= {first.size, second.size}
             values = [image.getpixel((0, 0))[0] for image in (first, second)]
+            self.orders.add(tuple(values))
             text = prompt.removeprefix("Do images meet the following criteria? ")
             text = text.removesuffix(" Please answer Yes or No.")
             scores.append(pair_score(*values, text))
@@ -446,6 +447,7 @@ class TestPlantedSets:
         system = evaluate(bench, tmp_path / "system", found, judge)
         results = t2is_results(bench, [system])
         assert judge.sizes == {(504, 504)}  # 512 as the benchmark's script rounds it
+        assert (200, 10) in judge.orders and (10, 200) not in judge.orders
         assert judge.pairs == 6 * 4 + 3 * 2 + 1 * 3  # pairs x criteria, the stray dimension is not asked about
         expected = {}
         for metric, dimension in (("identity", "Identity"), ("style", "Style"), ("logic", "Logic")):
@@ -568,7 +570,7 @@ class TestPlantedSets:
             def score(self, images, prompts):
                 scores = super().score(images, prompts)
                 return [
-                    score if self.answers or "three" not in prompt else None
+                    score if self.answers or "three" not in prompt else math.nan if len(prompt) % 2 else None
                     for score, prompt in zip(scores, prompts, strict=True)
                 ]
 

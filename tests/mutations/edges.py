@@ -579,6 +579,7 @@ EVALUATION = [
         (
             'math.sqrt(scores["consistency"] * scores["prompt_following"])',
             'scores["consistency"] * scores["prompt_following"]',
+            "the root is monotone: which of two images scores higher stays the same",
         ),
         ("groups, strata=task_types)", "groups)"),
         ("component[edges[:, 0]].tolist()", "edges[:, 0].tolist()"),
