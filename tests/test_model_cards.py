@@ -477,16 +477,6 @@ class TestWhatItSays:
             assert not any(TRAIN_SECONDS in entry for entry in trainer.state.log_history if "eval_reward" in entry)
         assert "training time" not in str(card_of(make_trainer()))
 
-    def test_time_in_words(self):
-        for seconds, text in [
-            (0.2, "less than a second"),
-            (42, "1 min"),
-            (12, "12 s"),
-            (7500, "2 h 5 min"),
-            (7201, "2 h"),
-        ]:
-            assert f": {text}\n" in str(render_card(ImageModelCard("a", "u/a", FLUX, seconds=seconds)))
-
     @pytest.mark.slow
     def test_time_goes_on_after_a_resume(self, make_trainer, tmp_path):
         class LongAgo(TrainerCallback):
