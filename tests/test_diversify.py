@@ -155,6 +155,8 @@ def test_the_greedy_selection(num_neighbors, seed):
 def test_ties_go_to_the_first():
     corners = np.eye(6, dtype=np.float32)
     assert diversify(corners, 3).indices.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="5 of 6 rows"):  # one of two copies stays
+        diversify(corners[[0, 0, 1, 2, 3, 4]], 6, duplicate_threshold=1.0)
     assert diversify(corners[[5, 4, 3, 2, 1, 0]], 6).indices.tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -189,6 +191,8 @@ def test_planted_subjects_are_all_covered():
     assert result.coverage > 0.99
     assert result.coverage_of_random < 0.95 and result.coverage_of_first < 0.95
     assert len(set(of_subject[:20])) < 15  # as the first ones show
+    of_first = ((embeddings @ embeddings[:20].T).max(axis=1) >= 0.8).mean()
+    assert result.coverage_of_first == pytest.approx(of_first, abs=2e-3) != pytest.approx(result.coverage_of_random)
 
 
 def test_what_cannot_be_selected_from():
