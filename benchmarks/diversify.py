@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-import scipy.sparse  # noqa: F401 counted as what is there before
+
 import torch
 
 from paco_trl.dataset_building.diversify import diversify
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--dimensions", type=int, default=512)
     parser.add_argument("--subjects", type=int, default=2_000)
     parser.add_argument("--select", type=int, default=708)
