@@ -10,8 +10,13 @@ import ast
 import configparser
 import posixpath
 import re
+import sys
 import textwrap
 from pathlib import Path
+
+
+sys.path.append(str(Path(__file__).parent))
+from site_options import commands_page, options_page  # noqa: E402
 
 
 ROOT = Path(__file__).parent.parent
@@ -158,6 +163,8 @@ def on_files(files, config):
 
     for name, path in OUTSIDE.items():
         files.append(File.generated(config, name, content=(ROOT / path).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "options.md", content=options_page()))
+    files.append(File.generated(config, "commands.md", content=commands_page()))
     for path in sorted((ROOT / "benchmarks").glob("*.png")):
         files.append(File.generated(config, f"benchmarks/{path.name}", abs_src_path=str(path)))
     for package in PACKAGES:
