@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-
 import torch
 
 from paco_trl.dataset_building.diversify import diversify
