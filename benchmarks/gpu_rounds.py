@@ -50,7 +50,7 @@ PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 BATCH, BACKEND, COMPILED = "per_device_train_batch_size", "attention_backend", "compile_repeated_blocks"
 CHECKPOINTING, ROLLOUT_BATCH = "gradient_checkpointing", "per_device_rollout_batch_size"
-BRANCHES, TAIL = "images_per_prefix", "tail_steps"
+BRANCHES, TAIL = "branch_size", "tail_steps"
 FORWARD, ROUND = "seconds of a forward, an image", "seconds of a round, an image"
 MEMORY, RESERVED, CURVE = "peak memory, GiB", "most memory reserved, GiB", "mean reward of each round"
 DEVIATIONS = "largest mean |ratio - 1| on policy, by round"  # the adapter is zero in the first one alone

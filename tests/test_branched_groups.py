@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branched groups (`images_per_prefix`): images that share the steps up to their first stochastic one."""
+"""Branched groups (`branch_size`): images that share the steps up to their first stochastic one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ CASES = {
     },
 }  # fmt: skip
 FOUR_KEYS = [(42, 3, 0, 0, image) for image in range(4)]
-BRANCHES, FULL = SDESettings((1, 2), 0.7, images_per_prefix=2), SDESettings((1, 2), 0.7)
+BRANCHES, FULL = SDESettings((1, 2), 0.7, branch_size=2), SDESettings((1, 2), 0.7)
 
 
 @dataclass
@@ -131,7 +131,7 @@ class TestEveryFamily:
         assert seen == expected
         assert [len(record.sample) for record in records] == [2, 4, 4]
         assert [len(record.prev_sample) for record in records] == [4, 4, 4]
-        assert [record.images_per_prefix for record in records] == [2, 1, 1]
+        assert [record.branch_size for record in records] == [2, 1, 1]
 
         # A replay makes the calls of the prefix
         seen, stop = rows_of_calls(setup.policy)
@@ -176,7 +176,7 @@ class TestEveryFamily:
 class TestFlux:
     def test_the_gradient_is_the_sum_of_advantages_times_noise(self, flux):
         """Unclipped and on policy: the gradient of mean(A * ratio) is that of mu along sum(A_i eps_i)."""
-        _, (record, *_) = flux.generate(SDESettings((1,), 0.7, images_per_prefix=4))
+        _, (record, *_) = flux.generate(SDESettings((1,), 0.7, branch_size=4))
         assert len(record.sample) == 1
         advantages = torch.tensor([1.0, -0.4, 0.3, 0.8])
         gradients = flux.gradients(record, advantages / 4)  # the ratio is 1, so its gradient is that of log p
@@ -195,7 +195,7 @@ class TestFlux:
 
     def test_branches_have_their_own_latents(self, flux):
         _, (record, *_) = flux.generate(BRANCHES)
-        _, (first, *_) = flux.generate(SDESettings((0,), 0.7, images_per_prefix=2))
+        _, (first, *_) = flux.generate(SDESettings((0,), 0.7, branch_size=2))
         assert (first.sample[0] - first.sample[1]).std() > 0.5
         assert (record.sample[0] - record.sample[1]).std() > 0.1
         _, (own, *_) = flux.generate(SDESettings((0,), 0.7))
@@ -203,7 +203,7 @@ class TestFlux:
 
     def test_nothing_of_the_other_rows_is_kept(self, flux):
         """A view would keep them in memory, and in a checkpoint."""
-        _, (record, *_) = flux.generate(SDESettings((1,), 0.7, images_per_prefix=4))
+        _, (record, *_) = flux.generate(SDESettings((1,), 0.7, branch_size=4))
         (call,) = record.calls
         for tensor in (record.sample, call["hidden_states"], call["timestep"]):
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -235,7 +235,7 @@ class TestFlux:
         arguments["prompt_embeds"] = arguments["prompt_embeds"].clone()
         arguments["prompt_embeds"][3] += 1
         flux.generate(FULL, arguments=arguments)
-        message = "`images_per_prefix` is 2, but.*argument `encoder_hidden_states`.*FluxPipeline makes"
+        message = "`branch_size` is 2, but.*argument `encoder_hidden_states`.*FluxPipeline makes"
         with pytest.raises(RuntimeError, match=message):
             flux.generate(BRANCHES, arguments=arguments)
         arguments["prompt_embeds"][2:] = torch.nan  # which differs from itself
@@ -252,11 +252,9 @@ class TestFlux:
     )
     def test_batches_without_full_branches_are_refused(self, flux, sde, keys):
         arguments = {name: tensor[: len(keys)] for name, tensor in flux.arguments.items()}
-        with pytest.raises(
-            ValueError, match=f"`images_per_prefix` is 2.*batch of {len(keys)} images.*stochastic step"
-        ):
+        with pytest.raises(ValueError, match=f"`branch_size` is 2.*batch of {len(keys)} images.*stochastic step"):
             flux.generate(sde, keys, arguments)
-        flux.generate(replace(sde, images_per_prefix=1), keys, arguments)
+        flux.generate(replace(sde, branch_size=1), keys, arguments)
 
     def test_evaluation_never_branches(self, flux):
         seen, stop = rows_of_calls(flux.policy)
@@ -274,13 +272,13 @@ class TestTrainer:
             {"loss_type": "flow_dppo"},
             {"beta": 0.1, "norm_penalty": 0.1},
             {"offload_embeddings": True, "sde_steps": [1, 2]},
-            {"images_per_prefix": 4},
+            {"branch_size": 4},
         ],
         ids=str,
     )
     def test_trains(self, make_trainer, settings):
-        trainer = make_trainer(**{"images_per_prefix": 2, "gradient_checkpointing": False, **settings})
-        branch = trainer.args.images_per_prefix
+        trainer = make_trainer(**{"branch_size": 2, "gradient_checkpointing": False, **settings})
+        branch = trainer.args.branch_size
         seen, _ = rows_of_calls(trainer.policy)
         trainer.train()
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -298,7 +296,7 @@ class TestTrainer:
 
     def test_branches_do_not_depend_on_the_micro_batch(self, make_trainer):
         """Neither are they divided by it, nor does the noise of an image change."""
-        settings = {"images_per_prefix": 2, "max_steps": 1, "optimizer_steps_per_generation": 1}
+        settings = {"branch_size": 2, "max_steps": 1, "optimizer_steps_per_generation": 1}
         found = []
         for batch_size in (2, 4, 8):
             trainer = make_trainer(per_device_train_batch_size=batch_size, **settings)
@@ -321,7 +319,7 @@ class TestTrainer:
 
         found = {}
         for branch in (1, 2):
-            settings = {"images_per_prefix": branch, "scale_rewards": "none"}
+            settings = {"branch_size": branch, "scale_rewards": "none"}
             trainer = make_trainer(reward_funcs=by_place, multi_objective_aggregation="sum_then_normalize", **settings)
             trainer.state.max_steps = 2
             entries = trainer._generate_and_score_completions(0).entries
@@ -334,7 +332,7 @@ class TestTrainer:
             return [(0.1, 0.2, 0.7, 0.9)[place % 4] for place in range(len(completions))]
 
         for branch, expected in ((1, [-0.5, -0.1667, 0.1667, 0.5]), (2, [-0.5, 0.5])):
-            settings = {"images_per_prefix": branch, "scale_rewards": "none"}
+            settings = {"branch_size": branch, "scale_rewards": "none"}
             trainer = make_trainer(reward_funcs=by_place, multi_objective_aggregation="rank_then_sum", **settings)
             trainer.state.max_steps = 2
             buffer = trainer._generate_and_score_completions(0)
@@ -345,19 +343,19 @@ class TestTrainer:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"images_per_prefix": 0}, "`images_per_prefix` is 0; it must be at least 1"),
-            ({"images_per_prefix": 3}, "`num_generations` is 4, but the 3 images.*Nearest values that work: 3 or 6"),
+            ({"branch_size": 0}, "`branch_size` is 0; it must be at least 1"),
+            ({"branch_size": 3}, "`num_generations` is 4, but the 3 images.*Nearest values that work: 3 or 6"),
             (
-                {"images_per_prefix": 4, "per_device_train_batch_size": 2},
+                {"branch_size": 4, "per_device_train_batch_size": 2},
                 "`per_device_train_batch_size` is 2, but the 4 images.*Nearest values that work: 4 or 8",
             ),
-            ({"images_per_prefix": 2, "noise_level": 0.0}, "`noise_level` is 0.0"),
-            ({"images_per_prefix": 2, "sde_steps": []}, r"`sde_steps` is \[\]"),
+            ({"branch_size": 2, "noise_level": 0.0}, "`noise_level` is 0.0"),
+            ({"branch_size": 2, "sde_steps": []}, r"`sde_steps` is \[\]"),
         ],
         ids=str,
     )
     def test_settings_that_cannot_work(self, tmp_path, settings, message):
-        usual = {"num_generations": 4, "per_device_train_batch_size": 4, "images_per_prefix": 2}
+        usual = {"num_generations": 4, "per_device_train_batch_size": 4, "branch_size": 2}
         usual |= {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
         PaCoGRPOConfig(**usual)
         with pytest.raises(ValueError, match=message):
@@ -366,16 +364,16 @@ class TestTrainer:
     def test_nft_has_no_branches(self, tmp_path):
         settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 2}
         PaCoNFTConfig(**settings)
-        with pytest.raises(ValueError, match="`images_per_prefix` is set to 2"):
-            PaCoNFTConfig(images_per_prefix=2, **settings)
+        with pytest.raises(ValueError, match="`branch_size` is set to 2"):
+            PaCoNFTConfig(branch_size=2, **settings)
 
     def test_an_unlisted_pipeline_is_refused(self, make_trainer, monkeypatch):
         monkeypatch.delitem(FAMILIES, "FluxPipeline")
-        with pytest.warns(UserWarning), pytest.raises(ValueError, match="at most 1 with.*and `images_per_prefix=1`"):
-            make_trainer(images_per_prefix=2)
+        with pytest.warns(UserWarning), pytest.raises(ValueError, match="at most 1 with.*and `branch_size=1`"):
+            make_trainer(branch_size=2)
 
     def test_the_card_says_it(self, make_trainer):
-        trainer = make_trainer(images_per_prefix=2)
+        trainer = make_trainer(branch_size=2)
         assert "; 2 images share the steps before the first" in str(list(trainer._model_card().settings.rows(None)))
         plain = make_trainer()
         assert "images share" not in str(list(plain._model_card().settings.rows(None)))
@@ -394,7 +392,7 @@ class TestRuns:
 
     # Unscaled: the standard deviation of two images makes much of a pixel that is rounded up here and down there
     SETTINGS = {
-        "images_per_prefix": 2, "per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "max_steps": 4,
+        "branch_size": 2, "per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "max_steps": 4,
         "reward_funcs": redness_reward, "eval_strategy": "no", "scale_rewards": "none",
         "multi_objective_aggregation": "sum_then_normalize",
     }  # fmt: skip

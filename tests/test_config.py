@@ -114,7 +114,7 @@ class TestDefaults:
             "embeddings_dir": None,
             "vae_tiling": False,
             "quantization": None,
-            "images_per_prefix": 1,
+            "branch_size": 1,
             "per_device_rollout_batch_size": None,
             "attention_backend": None,
             "compile_repeated_blocks": False,

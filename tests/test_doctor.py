@@ -596,7 +596,7 @@ class TestMemory:
 
 @pytest.mark.slow
 def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
-    settings = {"images_per_prefix": 2, "sde_steps": [1], "tail_steps": 1, "gradient_checkpointing": False}
+    settings = {"branch_size": 2, "sde_steps": [1], "tail_steps": 1, "gradient_checkpointing": False}
     rows = examine("ratio", **settings)
     assert verdicts(rows) == healthy("ratio") | {"reports before training": "warning"}
     assert "2 image(s), max |ratio - 1| before the first update 0 (step 1: 0)" in rows["ratio"].finding

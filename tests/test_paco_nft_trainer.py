@@ -598,7 +598,7 @@ class TestConfig:
             ("sde_steps", [2]),
             ("num_sde_steps", 1),
             ("noise_level", 0.5),
-            ("images_per_prefix", 2),
+            ("branch_size", 2),
             ("tail_steps", 2),
             ("tail_transfer_prompts", 8),
             ("epsilon", 1e-3),

@@ -28,7 +28,7 @@ def test_the_parts_are_what_micro_batches_record(setup_of, name, sde):  # noqa: 
         _, own_records = setup.generate(sde, keys, few)
         for record, own in zip(records, own_records, strict=True):
             split = split_record(record, 2, setup.policy.family)[part]
-            assert split.images_per_prefix == own.images_per_prefix
+            assert split.branch_size == own.branch_size
             torch.testing.assert_close(vars(split), vars(own), rtol=1e-4, atol=1e-4)
             if own.log_prob is not None:
                 log_prob, _, _ = setup.replay(split, sde)
@@ -43,7 +43,7 @@ def test_the_parts_are_what_micro_batches_record(setup_of, name, sde):  # noqa: 
     "settings",
     [
         {"sde_steps": [1, 2], "loss_type": "grpo_guard", "epsilon": 1e-2, "offload_embeddings": True},
-        {"per_device_train_batch_size": 2, "images_per_prefix": 2},
+        {"per_device_train_batch_size": 2, "branch_size": 2},
         {"per_device_rollout_batch_size": 8, "optimizer_steps_per_generation": 1, "beta": 0.1},
     ],
     ids=str,
@@ -53,7 +53,7 @@ def test_trains(make_trainer, settings):
     trainer = make_trainer(**usual | settings)
     args, seen = trainer.args, rows_of_calls(trainer.policy)[0]
     trainer.train()
-    batch, prefix = args.per_device_rollout_batch_size, args.images_per_prefix
+    batch, prefix = args.per_device_rollout_batch_size, args.branch_size
     generated = [batch // prefix, batch // prefix, batch, batch] * (16 // batch)
     assert [rows for _, rows in seen[: len(generated)]] == generated
     assert {rows for _, rows in seen[len(generated) :][:4]} == {args.per_device_train_batch_size // prefix}

@@ -204,7 +204,7 @@ def test_each_generation_starts_again(flux):
 
 class TestTrainer:
     def test_trains_with_both(self, make_trainer):
-        settings = {"images_per_prefix": 2, "tail_steps": 1, "gradient_checkpointing": False}
+        settings = {"branch_size": 2, "tail_steps": 1, "gradient_checkpointing": False}
         trainer = make_trainer(**settings)
         seen, _ = rows_of_calls(trainer.policy)
         trainer.train()
@@ -269,7 +269,7 @@ class TestReport:
             scored.extend(prompts)
             return redness_reward(prompts, completions)
 
-        trainer = make_trainer(images_per_prefix=2, tail_steps=1, reward_funcs=reward)
+        trainer = make_trainer(branch_size=2, tail_steps=1, reward_funcs=reward)
         rows, args = trainer.train_rows, trainer.args
         evaluator = Evaluator(trainer.sampler, trainer.rewards, args)
         sizes = rows.training_sizes, args.resolution_scale
@@ -279,7 +279,7 @@ class TestReport:
         assert found.rewards[:, 0].tolist() == pytest.approx(values, rel=1e-5) and len(set(values)) == 12
 
     def test_is_made_before_training(self, make_trainer, tmp_path, caplog):
-        settings = {"images_per_prefix": 2, "tail_steps": 1, "tail_transfer_prompts": 3, "max_steps": 1}
+        settings = {"branch_size": 2, "tail_steps": 1, "tail_transfer_prompts": 3, "max_steps": 1}
         trainer = make_trainer(**settings)
         seen, _ = rows_of_calls(trainer.policy)
         trainer.train()
@@ -315,7 +315,7 @@ class TestRuns:
     """Runs of both options in processes of their own, each of two rounds of two optimizer steps."""
 
     SETTINGS = {
-        "images_per_prefix": 2, "tail_steps": 2, "num_inference_steps": 6, "tail_transfer_prompts": 3, "max_steps": 4,
+        "branch_size": 2, "tail_steps": 2, "num_inference_steps": 6, "tail_transfer_prompts": 3, "max_steps": 4,
         "reward_funcs": redness_reward, "eval_strategy": "no",
         "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize",
     }  # fmt: skip

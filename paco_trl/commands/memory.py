@@ -511,7 +511,7 @@ class ImagePlan:
         step, decode = allocated("generation", batch), allocated("decoding", batch, flag=tiled)
         full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
         # A branch takes one row where only its stochastic step is trained
-        shared = args.images_per_prefix if layout.num_trained_steps == 1 else 1
+        shared = args.branch_size if layout.num_trained_steps == 1 else 1
         trained = allocated("training", -(-setting.batch_size // shared), flag=setting.gradient_checkpointing)
         count = judge_tokens(math.prod(self.sizes[is_full]))
         scored = max((judge.peak(8, count) for judge in judges), default=0)
@@ -555,7 +555,7 @@ def changes_of(plan: "ImagePlan | JudgePlan", setting: Setting) -> dict[str, dic
     several = isinstance(plan, ImagePlan) and len(plan.judges) > 1
     served = "judges on another GPU (`--judge_url`, `--eval_judge_url`)"
     changes[served if several else "a judge on another GPU (`--judge_url`)"] = {"serves_judge": True}
-    sizes = [size for size in (half, 1) if size % getattr(plan.args, "images_per_prefix", 1) == 0]
+    sizes = [size for size in (half, 1) if size % getattr(plan.args, "branch_size", 1) == 0]
     changes |= {f"`--per_device_train_batch_size {size}`": {"batch_size": size} for size in sizes}
     changes["`--gradient_checkpointing True`"] = {"gradient_checkpointing": True}
     if setting.zero_stage is None and isinstance(plan.model, PeftModel):

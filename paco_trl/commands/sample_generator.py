@@ -98,7 +98,7 @@ class SampleGenerator:
 
     def sde_settings(self, noise_level: float) -> SDESettings:
         """Return the settings with all steps that may be stochastic in a round."""
-        shortcuts = (self.args.images_per_prefix, self.args.tail_steps) if noise_level > 0 else ()
+        shortcuts = (self.args.branch_size, self.args.tail_steps) if noise_level > 0 else ()
         return SDESettings(tuple(sorted(self.args.sde_steps)), noise_level, self.args.sde_type, *shortcuts)
 
     def replay(self, record: RecordedStep) -> torch.Tensor:

@@ -59,7 +59,7 @@ class ImageSettings:
     noise_level: float | None = None
     sde_steps: list[int] | None = None
     num_sde_steps: int | None = None
-    images_per_prefix: int | None = None
+    branch_size: int | None = None
     tail_steps: int | None = None
     adapter_fraction: float | None = None  # of the denoising steps of an evaluation
     nft_beta: float | None = None
@@ -108,7 +108,7 @@ class ImageSettings:
             yield "trained times", ", ".join([f"{self.num_trained_steps} for each image", *options])
         elif self.sde_type is not None:
             chosen = f", {self.num_sde_steps} of them at random in each round" if self.num_sde_steps else ""
-            shared = self.images_per_prefix or 1
+            shared = self.branch_size or 1
             branches = f"; {shared} images share the steps before the first" if shared > 1 else ""
             kind = f"{self.sde_type}, noise level {self.noise_level}"
             yield "stochastic steps", f"{kind}, steps {self.sde_steps}{chosen}{branches}"

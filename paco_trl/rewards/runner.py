@@ -422,7 +422,7 @@ class RewardRunner:
         is_first, self._is_first_round = self._is_first_round, False
         if not is_first:
             return
-        per_group = args.images_per_prefix if args.images_per_prefix > 1 else args.num_generations
+        per_group = args.branch_size if args.branch_size > 1 else args.num_generations
         for name, values, weight in zip(self.names, rewards.T, self.weights.tolist(), strict=True):
             scored = [group[~group.isnan()] for group in values.view(-1, per_group)]
             scored = [group for group in scored if len(group) > 1]

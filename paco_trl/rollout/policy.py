@@ -35,7 +35,7 @@ class RecordedStep:
 
     `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
     schedule. `sample` `(n, ...)` and `prev_sample` `(B, ...)` are the latents before and after it, `mean` `(B, ...)`
-    is that of the step, all float32; `n` is `B / images_per_prefix`, more than 1 where branches begin. `log_prob` `(B,)` is
+    is that of the step, all float32; `n` is `B / branch_size`, more than 1 where branches begin. `log_prob` `(B,)` is
     that of `prev_sample` under the policy that sampled it, `None` for a step without noise. `calls` has the arguments,
     by name, of each call of the transformer for `n` images.
     """
@@ -49,7 +49,7 @@ class RecordedStep:
     log_prob: torch.Tensor | None
     calls: list[dict[str, Any]]
     mean: torch.Tensor | None = None
-    images_per_prefix: int = 1
+    branch_size: int = 1
 
     def to(self, device: torch.device) -> "RecordedStep":
         """Return the step with all arguments of its calls on a device."""
@@ -144,7 +144,7 @@ class PipelinePolicy:
 
         Raises:
             TypeError: the pipeline's call does not take an argument that the family class passes.
-            ValueError: the batch does not hold full branches of `sde.images_per_prefix` images, or no step is
+            ValueError: the batch does not hold full branches of `sde.branch_size` images, or no step is
                 stochastic, so that the images of a branch would be the same.
             RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
                 not reached, the pipeline encoded other images than `sources`, the images of a branch differ before its
@@ -153,10 +153,10 @@ class PipelinePolicy:
         records: list[RecordedStep] = []
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
         last = (num_inference_steps if sde is None else sde.num_steps(num_inference_steps)) - 1
-        branch_size = sde.images_per_prefix if sde is not None else 1
+        branch_size = sde.branch_size if sde is not None else 1
         if sde is not None and branch_size > 1 and (not steps or len(noise_keys) % branch_size != 0):
             raise ValueError(
-                f"`images_per_prefix` is {branch_size}: it must divide the batch of {len(noise_keys)} images, and "
+                f"`branch_size` is {branch_size}: it must divide the batch of {len(noise_keys)} images, and "
                 f"requires a stochastic step (noise level {sde.noise_level}, steps {sde.steps})."
             )
         recorded = (*steps, last) if record_last_step else steps
@@ -360,10 +360,10 @@ class PipelinePolicy:
 
     def _raise_branches(self, name: str, branch_size: int) -> None:
         raise RuntimeError(
-            f"`images_per_prefix` is {branch_size}, but before the first stochastic step {branch_size} images that "
+            f"`branch_size` is {branch_size}, but before the first stochastic step {branch_size} images that "
             f"should be the same differ in the argument `{name}` of the transformer: "
             f"{type(self.pipeline).__name__} makes something of its own for each. Set "
-            f"`images_per_prefix=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
+            f"`branch_size=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
             f"{type(self.family).__name__}."
         )
 
@@ -431,7 +431,7 @@ def share_tensors(
 ) -> list[RecordedStep]:
     """Replace recorded tensors that equal an argument of the pipeline's call by one shared copy."""
     # Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own
-    branch_size = records[0].images_per_prefix if records else 1
+    branch_size = records[0].branch_size if records else 1
     pairs = []  # encoded prompts in the forms that calls have: full, once for all images or each branch, in a list
     for name, argument in arguments.items():
         if isinstance(argument, torch.Tensor):
@@ -484,10 +484,10 @@ def replay(
 def score_step(
     velocity: torch.Tensor, record: RecordedStep, sde: SDESettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Score a recorded step with a velocity `(B / images_per_prefix, ...)`, see [`replay`]."""
+    """Score a recorded step with a velocity `(B / branch_size, ...)`, see [`replay`]."""
     output, sample = velocity, record.sample
-    if record.images_per_prefix > 1:
-        output, sample = (_widen(rows, record.images_per_prefix) for rows in (output, sample))
+    if record.branch_size > 1:
+        output, sample = (_widen(rows, record.branch_size) for rows in (output, sample))
     settings = (record.sigma, record.sigma_next, sde.noise_level, sde.sde_type)
     step = sde_step(output, sample, *settings, prev_sample=record.prev_sample, sigma_max=record.sigma_max)
     return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)

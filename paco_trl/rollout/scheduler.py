@@ -21,7 +21,7 @@ class SDESettings:
     Stochastic steps of the sampler.
 
     `steps` are their indices; the others are the Euler steps of the pipeline's scheduler. `noise_level` is the paper's
-    `a`, and 0 makes every step deterministic. For `sde_type` see [`sde_step`]. `images_per_prefix` consecutive images
+    `a`, and 0 makes every step deterministic. For `sde_type` see [`sde_step`]. `branch_size` consecutive images
     of a batch share the initial noise and the steps before the first stochastic one. `tail_steps` is the number of
     steps after the last stochastic one, by DPM-Solver++(2M), by default those of the schedule.
     """
@@ -29,7 +29,7 @@ class SDESettings:
     steps: tuple[int, ...]
     noise_level: float
     sde_type: str = "flow_sde"
-    images_per_prefix: int = 1
+    branch_size: int = 1
     tail_steps: int | None = None
 
     def num_steps(self, num_inference_steps: int) -> int:

@@ -76,7 +76,7 @@ def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negativ
         if most is not None and size > most:
             raise ValueError(
                 f"`{option}` is {size}, but {type(family).__name__} generates at most {most} with {name}. Set it to "
-                f"{most}{' and `images_per_prefix=1`' if args.images_per_prefix > 1 else ''}."
+                f"{most}{' and `branch_size=1`' if args.branch_size > 1 else ''}."
             )
 
 

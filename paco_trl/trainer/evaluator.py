@@ -96,7 +96,7 @@ class Evaluator:
         generations, num_steps = args.num_generations_eval, args.num_inference_steps_eval
         batch = args.per_device_eval_batch_size
         if sde is not None:
-            generations, num_steps, batch = args.num_generations, args.num_inference_steps, sde.images_per_prefix
+            generations, num_steps, batch = args.num_generations, args.num_inference_steps, sde.branch_size
         pipeline, family = sampler.policy.pipeline, sampler.policy.family
         period, key = family.size_multiple(pipeline), (args.seed, STREAMS["evaluation"], 0)
         sampler.prompt_encoder.encode(rows, numbers, scale)

@@ -88,7 +88,7 @@ def image_settings(
     is_tamed, is_dppo = args.multi_objective_aggregation == "log_tamed", args.loss_type == "flow_dppo"
     same = (
         "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale", "sde_type",
-        "noise_level", "sde_steps", "num_sde_steps", "images_per_prefix", "tail_steps", "loss_type", "learning_rate",
+        "noise_level", "sde_steps", "num_sde_steps", "branch_size", "tail_steps", "loss_type", "learning_rate",
         "weight_decay", "beta", "advantage_clip", "multi_objective_aggregation", "seed", "adapter_fraction",
     )  # fmt: skip
     return ImageSettings(

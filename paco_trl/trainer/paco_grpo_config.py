@@ -42,7 +42,7 @@ _CHOICES = {
 _COUNTS = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
     "num_generations_eval", "per_device_eval_batch_size", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-    "num_iterations", "images_per_prefix", "per_device_rollout_batch_size",
+    "num_iterations", "branch_size", "per_device_rollout_batch_size",
 )  # fmt: skip
 _TRANSFERS = ("resolution_transfer_prompts", "tail_transfer_prompts")
 _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
@@ -110,7 +110,7 @@ class PaCoGRPOConfig(GRPOConfig):
             Number of steps sampled from `sde_steps` for each round. If `None`, all.
         noise_level (`float`, *optional*, defaults to `0.7`):
             Noise level `a` of the stochastic steps.
-        images_per_prefix (`int`, *optional*, defaults to `1`):
+        branch_size (`int`, *optional*, defaults to `1`):
             Images of a prompt that branch at the first stochastic step: they share their initial noise, the denoising
             steps up to it and its forward and backward in training, and are compared with one another. It must divide
             `num_generations` and `per_device_train_batch_size`.
@@ -285,7 +285,7 @@ class PaCoGRPOConfig(GRPOConfig):
     sde_steps: list[int] = field(default_factory=lambda: [1])
     num_sde_steps: int | None = None
     noise_level: float = 0.7
-    images_per_prefix: int = 1
+    branch_size: int = 1
     tail_steps: int | None = None
 
     # Parameters that control the round
@@ -486,8 +486,8 @@ class PaCoGRPOConfig(GRPOConfig):
                 if not fits:
                     raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
         check_arguments(self)
-        branch, micro_batch = self.images_per_prefix, self.per_device_train_batch_size
-        shared = f"the {branch} images of a branch (`images_per_prefix`) share a batch and a group"
+        branch, micro_batch = self.branch_size, self.per_device_train_batch_size
+        shared = f"the {branch} images of a branch (`branch_size`) share a batch and a group"
         trained = f"it is trained in micro-batches of {micro_batch} images (`per_device_train_batch_size`)"
         for name, multiple, reason in (
             ("num_generations", branch, shared),

@@ -562,7 +562,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
         # 4. Aggregate and normalize. Branches differ by their initial noise too, which has no gradient: each is
         # compared with itself
-        group_size = args.images_per_prefix if args.images_per_prefix > 1 else generations
+        group_size = args.branch_size if args.branch_size > 1 else generations
         aggregated, details = self.rewards.aggregate(scores.rewards, group_size)
         # As in TRL, the sum of normalized rewards is scaled over the batch
         scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards
@@ -690,7 +690,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if ref_velocity is not None:
             kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
             norm_ratio = velocity_norm_ratio(velocity, ref_velocity)
-            norm_ratio = norm_ratio.repeat_interleave(record.images_per_prefix)  # (B,)
+            norm_ratio = norm_ratio.repeat_interleave(record.branch_size)  # (B,)
             loss = loss + self.beta * kl + self.args.norm_penalty * torch.relu(norm_ratio - 1)
             metrics |= {"kl": kl.detach(), "velocity_norm_ratio": norm_ratio.detach()}
         self._record_step(record, ratio, metrics, inputs["weights"])

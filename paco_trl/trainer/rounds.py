@@ -198,7 +198,7 @@ class RoundSchedule:
         if args.num_sde_steps is not None:
             generator = np.random.default_rng((args.seed, STREAMS["sde steps"], round_index))
             steps = generator.choice(steps, args.num_sde_steps, replace=False).tolist()
-        settings = (args.noise_level, args.sde_type, args.images_per_prefix, args.tail_steps)
+        settings = (args.noise_level, args.sde_type, args.branch_size, args.tail_steps)
         return SDESettings(tuple(sorted(steps)), *settings)
 
 

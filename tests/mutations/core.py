@@ -150,7 +150,7 @@ MUTANTS = [
     (T + "paco_grpo_trainer.py", "group_size, scale, args.advantage_clip", "group_size, scale", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
     (T + "paco_grpo_trainer.py", 'scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards', "scale = args.scale_rewards", CONTRACT + "::test_advantages_and_reward_metrics_are_those_of_trl"),
     (T + "paco_grpo_trainer.py", "1 - has_spread.float().mean().item()", "has_spread.float().mean().item()", CONTRACT + "::test_advantages_and_reward_metrics_are_those_of_trl"),
-    (T + "paco_grpo_trainer.py", "group_size = args.images_per_prefix if args.images_per_prefix > 1 else generations", "group_size = generations", BRANCHES + "::TestTrainer::test_images_are_compared_within_their_branch"),
+    (T + "paco_grpo_trainer.py", "group_size = args.branch_size if args.branch_size > 1 else generations", "group_size = generations", BRANCHES + "::TestTrainer::test_images_are_compared_within_their_branch"),
     (T + "paco_grpo_trainer.py", "self.rewards.aggregate(scores.rewards, group_size)", "self.rewards.aggregate(scores.rewards, generations)", BRANCHES + "::TestTrainer::test_ranks_are_those_within_a_branch"),
     (T + "paco_grpo_trainer.py", "self.rewards.check_round(scores.rewards, is_valid, args, round_index)", "pass", SCORING + "::TestCeilings::test_nothing_is_trained_above_a_ceiling"),
     (T + "paco_grpo_trainer.py", "(~is_valid.view(-1, generations).any(dim=1)).sum()", "(~is_valid.view(-1, generations).all(dim=1)).sum()", SCORING + "::TestCeilings::test_images_below_and_above"),
