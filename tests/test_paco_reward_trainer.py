@@ -1089,7 +1089,7 @@ class TestCheckpoints:
     def test_files(self, trained):
         folder = Path(trained.args.output_dir)
         published = {
-            "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
+            "README.md", "paco_trl.json", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
             "processor_config.json", "tokenizer.json", "tokenizer_config.json",
         }  # fmt: skip
         pictures = {"eval_calibration.png", "eval_wrong_pairs.png"}
