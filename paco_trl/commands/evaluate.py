@@ -374,14 +374,21 @@ def images(args: ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter; what is there is not made again."""
     folders = {role: str(Path(args.output_dir) / role) for role in ("base", "tuned", "report")}
     systems = ["base"] if args.adapter is None else ["base", "tuned"]
+    # The pipeline's dtype and batch are not the judge's; T2IS-Bench's protocol is one of the report
+    judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}
+    if args.benchmark == "t2is":
+        judging["protocol"] = "default"
+    scoring = [
+        ScoreArguments(**_options(args, ScoringOptions) | judging, output_dir=folders[role]) for role in systems
+    ]
+    _check_options(scoring[0])  # before anything is generated
     for role in systems:
         own = {} if role == "tuned" else {"adapter": None, "adapter_fraction": 1.0}
         generate(GenerateArguments(**_options(args, GenerationOptions) | own, output_dir=folders[role]))
         _free_memory()
     PartialState().wait_for_everyone()
-    judging = {"dtype": "auto", "batch_size": 16}  # those given are of the pipeline
-    for role in systems:
-        score(ScoreArguments(**_options(args, ScoringOptions) | judging, output_dir=folders[role]))
+    for each in scoring:
+        score(each)
     PartialState().wait_for_everyone()
     tuned = folders["tuned"] if "tuned" in systems else None
     report(

@@ -86,6 +86,7 @@ def merge(args: MergeArguments) -> Merged:
             if not base:
                 raise ValueError(f"The adapter '{adapter}' names no base model. Name it with `--model_name_or_path`.")
         check_adapter_base(adapter, config.base_model_name_or_path, base)
+        trained = load_settings(adapter)
         pipeline_class = _read_pipeline_class(base, revision)
         _check_is_unquantized(base, revision, is_judge=pipeline_class is None)
         merge_weights = _merge_judge if pipeline_class is None else _merge_transformer
@@ -96,7 +97,7 @@ def merge(args: MergeArguments) -> Merged:
                 f"The weights of '{adapter}' or of '{base}' cannot be read, or the merged ones not be written to "
                 f"'{args.output_dir}': {error}. Copy or download a damaged file again, or free space."
             ) from error
-        _write_card(merged, config, pipeline_class, Path(args.output_dir).absolute().name, folder)
+        _write_card(merged, config, trained, pipeline_class, Path(args.output_dir).absolute().name, folder)
     return merged
 
 
@@ -213,7 +214,10 @@ def _merge_layers(model: PeftModel, adapter: str) -> tuple[nn.Module, float, flo
     return merged, added**0.5, (lost / added) ** 0.5 if added else 0.0
 
 
-def _write_card(merged: Merged, config: LoraConfig, pipeline_class: str | None, title: str, folder: Path) -> None:
+def _write_card(
+    merged: Merged, config: LoraConfig, trained: ImageModelCard | JudgeCard | None, pipeline_class: str | None, title: str,
+    folder: Path,
+) -> None:  # fmt: skip
     common: dict[str, Any] = {
         "title": title,
         "repo_id": title,
@@ -227,7 +231,6 @@ def _write_card(merged: Merged, config: LoraConfig, pipeline_class: str | None, 
         return
     transformer = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
     is_editing = "Kontext" in pipeline_class or "Edit" in pipeline_class
-    trained = load_settings(merged.adapter)
     if isinstance(trained, ImageModelCard):  # the code generates what the adapter was trained for
         common |= {name: getattr(trained, name) for name in ("trained_on", "family", "prompt", "layout", "call")}
     else:

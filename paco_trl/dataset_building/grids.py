@@ -150,7 +150,7 @@ def _sizes(
     names = [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
     sizes = []
     for name, row in zip(ids, prompts.with_format(None).select_columns(names), strict=True):
-        size = (height or row.get("height"), width or row.get("width"))
+        size = (row.get("height") if height is None else height, row.get("width") if width is None else width)
         where = f"the prompt {name!r}"
         if not all(type(value) is int for value in size):
             raise ValueError(f"The height and width of {where} are {size}. Give them as columns or arguments.")

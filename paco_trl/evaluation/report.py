@@ -136,6 +136,8 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     folder = Path(folder)
     path = folder / "results.json"
     entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    if not isinstance(entries, list) or not all("settings" in each for each in entries):
+        raise ValueError(f"'{path}' exists and is not a report of judges. Move it away, or choose another directory.")
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     entry = without_nan({**results, "versions": versions})
     same = [number for number, other in enumerate(entries) if _identity(other) == _identity(entry)]

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -123,10 +124,10 @@ class HubPusher:
         checkpoint_name: str | None = None,
         contents: Mapping[str, str] | None = None,
     ) -> None:
-        """Link the files to upload, without a path of this machine or a token in them."""
-        new, contents = self.folder / ".new", dict(contents or {})
-        shutil.rmtree(new, ignore_errors=True)  # of a failed attempt
-        new.mkdir(parents=True)
+        """Link the files to upload; the adapter's config without a path of this machine, and nothing with a token."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # `paco-trl push` may stage at the same time as the run
+        new, contents = Path(tempfile.mkdtemp(prefix=".new-", dir=self.folder)), dict(contents or {})
         config = Path(folder) / "adapter_config.json"
         if config.is_file():
             values = json.loads(config.read_text(encoding="utf-8"))
@@ -140,8 +141,12 @@ class HubPusher:
             (new / path_in_repo).write_text(text, encoding="utf-8")
         if checkpoint_name is not None:
             for path_in_repo, path in select_files(folder, ["**/*"]).items():
-                if path_in_repo != "training_args.bin":  # contains the token, and is a pickle
-                    _link(path, new / checkpoint_name / path_in_repo)
+                target = new / checkpoint_name / path_in_repo
+                if path_in_repo in contents:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_text(contents[path_in_repo], encoding="utf-8")
+                elif path_in_repo != "training_args.bin":  # contains the token, and is a pickle
+                    _link(path, target)
         (new / _PUSH).write_text(json.dumps({**self._destination, "message": message}), encoding="utf-8")
         os.replace(new, self.folder / f"{time.time_ns()}-{name}")
 

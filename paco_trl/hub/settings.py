@@ -16,6 +16,7 @@ import yaml
 from ..utils.files import find_model_file, write_atomically
 from ..utils.names import public_name
 from ..utils.paper import PAPER
+from ..utils.statistics import without_nan
 from .files import SETTINGS
 from .licenses import License, base_license
 
@@ -276,6 +277,19 @@ class ImageModelCard(_Card):
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
     gallery: dict[str, str] = field(default_factory=dict)  # prompts of those that the Hub's widget shows
 
+    def __post_init__(self):
+        # They become code of the card and of a Space, and may come from a stranger's `paco_trl.json`
+        for name in ("family", "pipeline_class", "transformer_class", "dtype", "device"):
+            value = getattr(self, name)
+            if value is not None and not str(value).isidentifier():
+                raise ValueError(f"`{name}` is {value!r}; it must be a name.")
+        for name, value in self.call.items():
+            values = value if isinstance(value, list | tuple) else [value]
+            if not name.isidentifier() or not all(isinstance(each, str | int | float | None) for each in values):
+                raise ValueError(f"`call` has {name!r}: {value!r}; it must have names, with texts or numbers.")
+        if len(self.layout) != 2 or not all(isinstance(count, int) and count > 0 for count in self.layout):
+            raise ValueError(f"`layout` is {self.layout!r}; it must be numbers of rows and columns.")
+
 
 @dataclass
 class JudgeCard(_Card):
@@ -299,7 +313,7 @@ def settings_text(card: ImageModelCard | JudgeCard) -> str:
     values["license"] = card.license and card.license._asdict()
     for name in ("base_model", "merged_adapter"):
         values[name] = values[name] and public_name(values[name])
-    filled = {name: value for name, value in values.items() if value not in (None, [], {})}
+    filled = {name: without_nan(value) for name, value in values.items() if value not in (None, [], {})}
     return json.dumps(filled, indent=2, ensure_ascii=False) + "\n"
 
 

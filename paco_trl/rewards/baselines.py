@@ -74,6 +74,8 @@ class DreamSimScorer:
             )
         self.model_name = self.name if model is None else None  # for cards
         self.device = torch.device(device) if device is not None else PartialState().device
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
         self.batch_size = batch_size
         if model is None or preprocess is None:
             model, preprocess = _load_dreamsim(self.device)

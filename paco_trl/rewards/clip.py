@@ -40,6 +40,8 @@ class ClipEmbedder:
     ):
         check_model_name(model)
         self.device = device
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
         self.batch_size = batch_size
         self.model_name = public_name(str(model))  # for cards
         with without_zero3_init():

@@ -107,6 +107,8 @@ class PaCoReward:
         batch_size: int = 8,
         system_prompt: str | None = None,
     ):
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
         self.model = model.eval()
         self.processor = processor
         self.yes_id, self.no_id = decision_token_ids(processor.tokenizer)
