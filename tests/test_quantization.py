@@ -32,9 +32,9 @@ from paco_trl.rewards import ConsistencyReward
 from paco_trl.trainer.checks import check_quantization
 from test_doctor import HEALTHY, examine, make_arguments, prompt_rows, verdicts  # noqa: F401
 from test_family_training import CASES, make_dataset
-from test_paco_grpo_trainer import adapter_of, logs_with
 from test_paco_nft_trainer import make_config, make_nft, pipeline  # noqa: F401
 from test_paco_reward_trainer import colours
+from testing_utils import logs_with, weights_of
 
 
 # Largest fraction of the bytes in float32 that the weights of linear layers take: 4 bits and a scale for 64 weights, or
@@ -115,10 +115,10 @@ class TestTraining:
 
         modules = {"transformer": transformer, "clip": pipeline.text_encoder, "t5": pipeline.text_encoder_2}
         before = {name: stored(module) for name, module in modules.items()}
-        start = adapter_of(trainer)
+        start = weights_of(trainer)
         trainer.train()
         assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
-        for name, value in adapter_of(trainer).items():
+        for name, value in weights_of(trainer).items():
             assert not torch.equal(value, start[name]), name
         for name, module in modules.items():
             after = stored(module)
@@ -154,7 +154,7 @@ class TestTraining:
             output = str(tmp_path / str(is_on))
             trainer = make_trainer(quantization=method, gradient_checkpointing=is_on, output_dir=output, max_steps=1)
             trainer.train()
-            adapters.append(adapter_of(trainer))
+            adapters.append(weights_of(trainer))
         for name, value in adapters[0].items():
             assert torch.equal(value, adapters[1][name]), name
 
@@ -168,10 +168,10 @@ class TestTraining:
 
     def test_nft(self, make_nft, tiny_flux):
         trainer = make_nft(model=str(tiny_flux), quantization="int8")
-        before, start = stored(trainer.model), adapter_of(trainer)
+        before, start = stored(trainer.model), weights_of(trainer)
         trainer.train()
         assert all(map(torch.equal, sum(before.values(), []), sum(stored(trainer.model).values(), [])))
-        assert any(not torch.equal(value, start[name]) for name, value in adapter_of(trainer).items())
+        assert any(not torch.equal(value, start[name]) for name, value in weights_of(trainer).items())
 
     @pytest.mark.slow
     @pytest.mark.parametrize("family", CASES)
@@ -398,7 +398,7 @@ class TestJudge:
             warmup_steps=0, gradient_checkpointing=checkpointing, max_pixels=None, first_token_weight=1.0,
         )  # fmt: skip
         trainer = PaCoRewardTrainer(str(tiny_qwen), args, colours(48, 0), quantization_config=config)
-        adapter = adapter_of(trainer)
+        adapter = weights_of(trainer)
         assert {value.dtype for value in adapter.values()} == {torch.float32}
         before = stored(trainer.model)
         assert sum(part.nbytes for parts in before.values() for part in parts) < 0.75 * sum(
@@ -407,7 +407,7 @@ class TestJudge:
         trainer.train()
         losses = logs_with(trainer, "loss")
         assert losses[-1] < losses[0]
-        assert any(not torch.equal(value, adapter[name]) for name, value in adapter_of(trainer).items())
+        assert any(not torch.equal(value, adapter[name]) for name, value in weights_of(trainer).items())
         assert all(map(torch.equal, sum(before.values(), []), sum(stored(trainer.model).values(), [])))
         # On the unquantized model
         trainer.save_model()

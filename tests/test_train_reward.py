@@ -139,7 +139,7 @@ def files_of(folder: Path) -> set[str]:
 def test_alone(alone, workspace):
     published = {
         "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "processor_config.json",
-        "tokenizer.json", "tokenizer_config.json", "eval_calibration.png", "eval_wrong_pairs.png",
+        "tokenizer.json", "tokenizer_config.json", "eval_calibration.png", "eval_wrong_pairs.png", "paco_trl.json",
     }  # fmt: skip
     assert files_of(alone) - {".lock"} == published
     assert files_of(alone / "checkpoint-4") > published

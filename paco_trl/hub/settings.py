@@ -16,7 +16,6 @@ import yaml
 from ..utils.files import find_model_file, write_atomically
 from ..utils.names import public_name
 from ..utils.paper import PAPER
-from ..utils.statistics import without_nan
 from .files import SETTINGS
 from .licenses import License, base_license
 
@@ -309,6 +308,8 @@ def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
 
 def settings_text(card: ImageModelCard | JudgeCard) -> str:
     """Return the content of `paco_trl.json`."""
+    from ..utils.statistics import without_nan  # imports NumPy, which reading cards does not need
+
     values = {"kind": "judge" if isinstance(card, JudgeCard) else "image model", **asdict(card)}
     values["license"] = card.license and card.license._asdict()
     for name in ("base_model", "merged_adapter"):
