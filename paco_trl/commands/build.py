@@ -369,7 +369,8 @@ def main(words: list[str]) -> int:
 
     def checked(run: Callable, args: arguments.BuildArguments) -> None:
         hub_id = getattr(args, "hub_model_id", None)
-        if hub_id is not None and os.environ.get("RANK", "0") == "0":
+        # What is published may be public: `publish` has checks of its own
+        if run is not publish and hub_id is not None and os.environ.get("RANK", "0") == "0":
             _private_repository(hub_id)  # before hours of work
         run(args)
 
