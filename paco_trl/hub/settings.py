@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..utils.files import find_model_file, write_atomically
+from ..utils.files import find_model_file
 from ..utils.names import public_name
 from ..utils.paper import PAPER
 from .files import SETTINGS
@@ -303,7 +303,7 @@ class JudgeCard(_Card):
 
 def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
     """Save `paco_trl.json`, without paths of this machine."""
-    write_atomically(Path(folder) / SETTINGS, settings_text(card))
+    (Path(folder) / SETTINGS).write_text(settings_text(card), encoding="utf-8")  # as README.md: checkpoints are staged
 
 
 def settings_text(card: ImageModelCard | JudgeCard) -> str:
