@@ -420,10 +420,15 @@ class TestPublish:
         planted("pairs", test_size=0.2, annotators=["anna", "automatic"])
         count = len(loaded(tmp_path / "build/pairs")["train"])
         with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
+            hub.add_repo("tester/figures", {"README.md": b""}, "dataset")  # where stages refuse to put their results
+            with pytest.raises(ValueError, match="public"):
+                planted("pairs", test_size=0.2, hub_model_id="tester/figures")
             with pytest.raises(ValueError, match="license"):  # nobody knows that of a model that is on no Hub
-                planted("publish", hub_model_id="tester/figures")
+                planted("publish", hub_model_id="tester/figures", private=False)
             assert not [path for _, path in hub.requests if "create" in path or "commit" in path]
-            planted("publish", hub_model_id="tester/figures", license="apache-2.0")
+            with pytest.raises(ValueError, match="public"):
+                planted("publish", hub_model_id="tester/figures", license="apache-2.0")
+            planted("publish", hub_model_id="tester/figures", license="apache-2.0", private=False)
             planted("pairs", test_size=0.2, annotators=["anna"], hub_model_id="tester/parts")
             files, parts = hub.files("tester/figures"), hub.files("tester/parts")
             assert hub.repos["dataset", "tester/parts"].private

@@ -41,7 +41,7 @@ from paco_trl.dataset_building.pairs import (
 )
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.utils.files import file_name, write_atomically
-from paco_trl.utils.journals import append_lines, read_lines
+from paco_trl.utils.journals import Journal, append_lines, read_lines
 from planted_world import PlantedWorld
 
 
@@ -113,6 +113,16 @@ class TestStageFolder:
         path.write_bytes(b'{"id": \n{"id": 2}\n')
         with pytest.raises(ValueError, match=r"done\.jsonl, line 1 is not valid JSON"):
             read_lines(path)
+        with pytest.raises(ValueError, match="JSON"):
+            append_lines(path, [{"id": float("nan")}])
+
+    def test_a_key_comes_again_only_to_complete_its_record(self, tmp_path):
+        path = tmp_path / "done.jsonl"
+        append_lines(path, [{"id": 1, "incomplete": True}, {"id": 1, "score": 0.5}])
+        assert Journal(path, key="id").by_key == {1: {"id": 1, "score": 0.5}}
+        append_lines(path, [{"id": 1, "score": 0.6}])
+        with pytest.raises(ValueError, match="line 3"):
+            Journal(path, key="id")
 
     def test_files_are_complete_or_missing(self, tmp_path):
         write_atomically(tmp_path / "new" / "a.txt", "one")

@@ -583,9 +583,12 @@ class TestAdapter:
         trainer.evaluate()
         with torch.no_grad():
             rows = judged(model, processor_of(tiny_qwen), mixed(6))
+            pairs, questions = zip(*((row["images"], question_of(row)) for row in mixed(6)), strict=True)
+            scores = PaCoReward(model, processor_of(tiny_qwen)).score(pairs, questions)
             model.lm_head.bias.data.zero_()
             without = judged(model, processor_of(tiny_qwen), mixed(6))
         assert seen[0][1].tolist() == pytest.approx([row.p_yes for row in rows], abs=1e-5)
+        assert scores == pytest.approx([row.p_yes for row in rows], abs=1e-5)
         assert abs(rows[0].p_yes - without[0].p_yes) > 0.1
 
 

@@ -265,9 +265,9 @@ class TestLayout:
 
 class TestLayoutReward:
     def test_scores_each_completion_for_its_own_grid(self):
-        image = grid(2, 2)
-        scores = LayoutReward()(["p"] * 3, [image] * 3, rows=[2, 1, 2], cols=[2, 2, 3], panels=[[]] * 3)
-        assert scores == [layout_score(image, 2, 2), layout_score(image, 1, 2), layout_score(image, 2, 3)]
+        image = grid(2, 3)
+        scores = LayoutReward()(["p"] * 3, [image] * 3, rows=[2, 3, 2], cols=[3, 2, 2], panels=[[]] * 3)
+        assert scores == [layout_score(image, 2, 3), layout_score(image, 3, 2), layout_score(image, 2, 2)]
         assert scores[0] > 0.8 > 0.3 > max(scores[1:])
         assert LayoutReward()([], [], rows=[], cols=[]) == []
 

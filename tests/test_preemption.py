@@ -20,7 +20,7 @@ from kill_runs import Run, different
 from launching import ROOT, check_run, fork_context, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.trainer.resuming import ResumesExactly
-from paco_trl.utils.stopping import EXIT_CODE, Stopped, stop_signals
+from paco_trl.utils.stopping import EXIT_CODE, Stopped, defer_stop, stop_request, stop_signals
 from test_evaluate_generation import make_adapter
 
 
@@ -175,6 +175,15 @@ class TestInOneProcess:
         assert isinstance(end.value, Stopped) == (code is None) and end.value.code == EXIT_CODE
         saved = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
         assert saved == ([] if code is None else ["checkpoint-2"])
+
+    def test_after_the_last_exchange_the_command_ends(self):
+        with pytest.raises(Stopped) as end, stop_signals():
+            defer_stop()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop_request() == signal.SIGTERM
+        assert end.value.code == os.EX_TEMPFAIL  # as the documentation says
+        with stop_signals():
+            assert not stop_request()
 
     @pytest.mark.slow
     def test_the_old_policy(self, context, tiny_flux, tmp_path):

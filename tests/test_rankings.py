@@ -207,11 +207,12 @@ class TestLoadConsistencyRank:
         )
         assert load_consistency_rank(write_bench(tmp_path, [old])).to_list() == new.to_list()
 
-    def test_a_directory_that_leaves(self, tmp_path):
+    @pytest.mark.parametrize("name", ["../../secret", "../images/0001"])
+    def test_a_directory_that_leaves(self, tmp_path, name):
         write_color(tmp_path / "secret" / "0_0.png", 1)
-        prompts = [{"idx": "../../secret", "prompt": "A fox."}]
+        folder = write_bench(tmp_path / "bench", [rank_record(folder=name)], [{"idx": name, "prompt": "A fox."}])
         with pytest.raises(ValueError, match="leaves"):
-            load_consistency_rank(write_bench(tmp_path / "bench", [rank_record(folder="../../secret")], prompts))
+            load_consistency_rank(folder)
 
     def test_ids(self, tmp_path):
         broken = rank_record(rank_images=["0_1.png"])

@@ -501,11 +501,7 @@ DATA = [
         ("[names.index(name) for name in order]", "[order.index(name) for name in names]"),
         ('row["ranking"][-num_negatives:]', 'row["ranking"][:num_negatives]'),
         ("sorted(ranking) == list(range(count))", "set(ranking) <= set(range(count))"),
-        (
-            'path_inside(str(record.get("folder")))',
-            'str(record.get("folder"))',
-            "`image_file` also refuses what leaves the directory of the dataset, before an archive is searched",
-        ),
+        ('path_inside(str(record.get("folder")))', 'str(record.get("folder"))'),
         ("questions[number], decision)", "questions[rows[0]], decision)"),
         ("if counts.min() < num_positives + num_negatives:", "if counts.min() < max(num_positives, num_negatives):"),
         ("counts[prefix] = counts.get(prefix, -1) + 1", "counts[prefix] = 0"),
@@ -802,7 +798,7 @@ DATASET_BUILDING = [
     ),
     *_mutants(
         "utils/stopping.py",
-        "test_preemption.py::TestInOneProcess::test_in_a_command",
+        "test_preemption.py::TestInOneProcess::test_after_the_last_exchange_the_command_ends",
         ("EXIT_CODE = os.EX_TEMPFAIL", "EXIT_CODE = 1"),
         ("        if _received:  # after", "        if False:  # after"),
     ),
