@@ -2,7 +2,7 @@
 #
 #     docker build --file docker/train.Dockerfile --tag paco-trl .
 #     docker run --rm --gpus all --ipc host --volume $HOME/.cache/huggingface:/cache --volume $PWD/runs:/runs paco-trl \
-#         paco-trl grpo --config examples/configs/paco-flux.1-dev.yaml --output_dir /runs/paco-flux \
+#         paco-trl grpo --config paco-flux.1-dev --output_dir /runs/paco-flux \
 #         --dataset_name paco_trl/data/prompts/demo.jsonl --num_prompts_per_generation 24
 #
 # torch brings CUDA's libraries; the driver is the host's (NVIDIA Container Toolkit). Both directories must be writable

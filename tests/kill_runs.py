@@ -194,7 +194,7 @@ def _train(job: dict, rank: int) -> None:
         }  # fmt: skip
     if job["zero3"]:
         del os.environ["ACCELERATE_USE_CPU"]  # with it accelerate does not see DeepSpeed
-        # What `accelerate launch` makes of examples/accelerate_configs/cpu_zero3.yaml
+        # What `accelerate launch` makes of paco_trl/accelerate_configs/cpu_zero3.yaml
         os.environ |= {
             "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
             "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",

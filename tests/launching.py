@@ -26,7 +26,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-CONFIGS = ROOT / "examples" / "accelerate_configs"
+CONFIGS = ROOT / "paco_trl" / "accelerate_configs"
 CPU_DDP, CPU_ZERO3 = CONFIGS / "cpu_ddp.yaml", CONFIGS / "cpu_zero3.yaml"
 # What the tests' commands import, and what they import in functions
 PRELOADED = [

@@ -14,7 +14,7 @@ import pytest
 from safetensors import SafetensorError
 from transformers import IntervalStrategy, TrainerCallback
 
-from launching import CPU_DDP, ROOT
+from launching import CONFIGS, CPU_DDP, ROOT
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import grpo, main
@@ -136,7 +136,7 @@ class TestOptions:
             (["--max_steps", "abc"], "'abc'"),
             (["--config", "list.yaml"], "a list"),
             (["--config", "latin.yaml"], "latin.yaml"),
-            (["--config", "none.yaml"], "'none.yaml'"),
+            (["--config", "none.yaml"], "flux.1-dev-24gb"),  # what there is
             ([], "--dataset_name"),
         ],
         ids=str,
@@ -272,11 +272,13 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words) or sys.exit(0))
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    (tmp_path / "a.yaml").write_text("accelerate_config: c.yaml\nnum_processes: 4\n")
-    config = ["--config", str(tmp_path / "a.yaml")]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("accelerate_config: multi_gpu\nnum_processes: 4\n")
+    (tmp_path / "zero3").touch()
+    config = ["--config", "a.yaml"]
     for words, launched in (
-        (["--num_processes", "8", "--accelerate_config", "b.yaml"], ["--config_file=b.yaml", "--num_processes=8"]),
-        ([], ["--config_file=c.yaml", "--num_processes=4"]),
+        (["--num_processes", "8", "--accelerate_config", "zero3"], ["--config_file=zero3", "--num_processes=8"]),
+        ([], [f"--config_file={CONFIGS / 'multi_gpu.yaml'}", "--num_processes=4"]),
     ):
         os.environ.pop("PACO_TRL_IS_LAUNCHED", None)
         assert main.main(["grpo", *words, *config]) == 0
@@ -288,6 +290,7 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
     del os.environ["PACO_TRL_IS_LAUNCHED"]
     assert main.main(["grpo", "--num_processes", "many"]) == 2
     assert main.main(["grpo", "--num_processes", "0"]) == 1
+    assert main.main(["grpo", "--accelerate_config", "zero4"]) == 1
     assert main.main(["push", "--num_processes", "8"]) == 1 and not started
 
 

@@ -65,11 +65,11 @@ from paco_trl.trainer.resuming import TrainingTimeCallback
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = {
-    "PaCo-FLUX.1-dev": ("train_flux.py", "paco-flux.1-dev.yaml"),
-    "PaCo-FLUX.1-Kontext-dev": ("train_flux_kontext.py", "paco-flux.1-kontext-dev.yaml"),
-    "PaCo-QwenImage-Edit": ("train_qwen_image_edit.py", "paco-qwen-image-edit.yaml"),
-    "PaCo-Reward-7B": ("train_reward.py", "paco-reward-7b.yaml"),
-    "PaCo-Reward-7B-Lora": ("train_reward.py", "paco-reward-7b-lora.yaml"),
+    "PaCo-FLUX.1-dev": "paco-flux.1-dev",
+    "PaCo-FLUX.1-Kontext-dev": "paco-flux.1-kontext-dev",
+    "PaCo-QwenImage-Edit": "paco-qwen-image-edit",
+    "PaCo-Reward-7B": "paco-reward-7b",
+    "PaCo-Reward-7B-Lora": "paco-reward-7b-lora",
 }
 TOKEN = "hf_this_must_not_be_seen"
 FLUX, QWEN = "black-forest-labs/FLUX.1-dev", "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -789,10 +789,9 @@ class TestReferenceCards:
             assert f"{result.metric_value:.3f}" in cells
             assert result.source_name.startswith("Published figures") and "2512.04784" in result.source_url
         assert rendered.data.license == ("other" if "FLUX" in source.stem else "apache-2.0")
-        example, config = ZOO[source.stem]
-        assert (card.published.example, card.published.config) == (f"examples/{example}", f"examples/configs/{config}")
-        for name in (card.published.example, card.published.config):
-            assert (ROOT / name).is_file() and name in card.published.command
+        recipe = ZOO[source.stem]
+        assert card.published.config == f"paco_trl/recipes/{recipe}.yaml"
+        assert f"--config {recipe} " in card.published.command
 
     def test_it_agrees_with_the_config(self, source):
         card = load_reference_card(source)

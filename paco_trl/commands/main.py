@@ -59,7 +59,9 @@ _PATIENCE = 60.0  # seconds, more than the imports of two processes differ
 
 def _usage() -> str:
     lines = [f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items()]
-    launch = f"For several processes, add `--num_processes 8` or `--accelerate_config FILE` to {', '.join(_LAUNCHED)}."
+    launch = (
+        f"For several processes, add `--num_processes 8` or `--accelerate_config zero3` to {', '.join(_LAUNCHED)}."
+    )
     more = ["`paco-trl <command> --help` lists the options.", launch]
     return "\n".join(["usage: paco-trl <command> [options]", "       paco-trl --version", "", *lines, "", *more])
 
@@ -69,7 +71,7 @@ def _first_run(command: str) -> str:
     return (
         f"paco-trl {command}: {COMMANDS[command][1]}. It takes {needed}.\n\n"
         f"    paco-trl {command} {example}\n\n"
-        f"`paco-trl {command} --help` lists the rest; `--config FILE` reads options from a YAML file.\n"
+        f"`paco-trl {command} --help` lists the rest; `--config` reads options from a YAML file, or a recipe of the package.\n"
     )
 
 
@@ -113,17 +115,27 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         return 130
 
 
+def find_yaml(option: str, name: str, directory: str) -> str:
+    """Return a file, or the file of this name that the package has in a directory of its own."""
+    if Path(name).is_file():
+        return name
+    packaged = {file.stem: str(file) for file in (Path(__file__).parents[1] / directory).glob("*.yaml")}
+    if name not in packaged:
+        names = ", ".join(sorted(packaged))
+        raise FileNotFoundError(f"`--{option}` is {name!r}: no such file, and not one of the package's, {names}.")
+    return packaged[name]
+
+
 def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Read the YAML file of options that `--config` names, if it is given; return the other words too."""
+    """Read the YAML file of options, or the recipe, that `--config` names; return the other words too."""
     parser = ArgumentParser(prog="paco-trl", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parsed, rest = parser.parse_known_args(words)
-    if (file := parsed.config) is None:
+    if parsed.config is None:
         return {}, rest
+    file = find_yaml("config", parsed.config, "recipes")
     try:
         config = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"`--config` is '{file}', but there is no such file.") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"'{file}' is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
@@ -149,6 +161,8 @@ def _launch(command: str, words: list[str]) -> None:
         return
     if number is not None and (type(number) is not int or number < 1):
         raise ValueError(f"`--num_processes` is {number!r}; it must be a whole number of at least 1.")
+    if file is not None:
+        file = find_yaml("accelerate_config", file, "accelerate_configs")
     given = [f"--{name}={value}" for name, value in (("config_file", file), ("num_processes", number)) if value]
     if file is None and number and number > 1:
         given.append("--multi_gpu")  # also on the CPU, and on one GPU, where accelerate otherwise starts one process

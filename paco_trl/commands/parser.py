@@ -54,7 +54,11 @@ class CommandParser(TrlParser):
         if is_launched:  # by `main`, before the options are parsed
             own: Any = {"default": argparse.SUPPRESS}
             self.add_argument("--num_processes", type=int, help="Start that many processes, one for each GPU.", **own)
-            self.add_argument("--accelerate_config", help="Start them as this file of `accelerate` says.", **own)
+            self.add_argument(
+                "--accelerate_config",
+                help="A file of `accelerate`, or the name of a packaged one, such as `zero3`.",
+                **own,
+            )
         self.required = [action for action in self._actions if action.required]
         for action in self._actions:
             action.required = False  # checked below, after unknown options, which may be misspelt ones

@@ -226,7 +226,6 @@ class Table:
 class Published:
     """What a reference card adds about a published model: results that were not measured here."""
 
-    example: str  # script that would train it here
     config: str  # its settings
     command: str  # how to run it
     tables: list[Table] = field(default_factory=list)

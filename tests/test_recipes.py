@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/configs: each is read by its script's own parser, says what the paper says, and names its sources."""
+"""paco_trl/recipes: each is read by its command's own parser, says what the paper says, and names its sources."""
 
 import functools
 import re
@@ -25,22 +25,14 @@ from paco_trl.rollout.families.qwen_image import QwenImageFamily
 
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "examples" / "configs"
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
+RECIPES = ROOT / "paco_trl" / "recipes"
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from memory_plan import CLIP_H, GIB, MODELS, QWEN_VL_7B, rows_of, write_configs  # noqa: E402
-from train_flux_kontext import KontextArguments, KontextConfig  # noqa: E402
-from train_qwen_image_edit import QwenImageEditArguments, QwenImageEditConfig  # noqa: E402
 
 
-# Script of each, and what its parser is made of
-SCRIPTS = {
-    "paco-reward-7b-lora.yaml": ("train_reward.py", (reward.ScriptArguments, PaCoRewardConfig)),
-    "paco-reward-7b.yaml": ("train_reward.py", (reward.ScriptArguments, PaCoRewardConfig)),
-    "paco-flux.1-dev.yaml": ("train_flux.py", (ScriptArguments, PaCoGRPOConfig)),
-    "paco-flux.1-kontext-dev.yaml": ("train_flux_kontext.py", (KontextArguments, KontextConfig)),
-    "paco-qwen-image-edit.yaml": ("train_qwen_image_edit.py", (QwenImageEditArguments, QwenImageEditConfig)),
-}
+# What the parser of each command is made of
+CLASSES = {"grpo": (ScriptArguments, PaCoGRPOConfig), "reward": (reward.ScriptArguments, PaCoRewardConfig)}
 
 # The paper's figures, from the paper: none of them comes from a default of this package
 JUDGE = {
@@ -61,21 +53,21 @@ FLUX_LAYERS = [f"attn.{name}" for name in ATTENTION]
 FLUX_LAYERS += ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"]
 EDITS = ALL_POLICIES | {"edits": True, "resolution_scale": 384 / 1024, "rewards": ["edit"]}
 PAPER = {
-    "paco-reward-7b-lora.yaml": JUDGE,
-    "paco-reward-7b.yaml": JUDGE,
-    "paco-flux.1-dev.yaml": ALL_POLICIES
+    "paco-reward-7b-lora": JUDGE,
+    "paco-reward-7b": JUDGE,
+    "paco-flux.1-dev": ALL_POLICIES
     | {
         "model_name_or_path": "black-forest-labs/FLUX.1-dev", "num_inference_steps": 10, "sde_steps": [1],
         "noise_level": 0.7, "guidance_scale": 3.5, "resolution_scale": 512 / 1024,
         "rewards": ["consistency", "clip_t"], "multi_objective_aggregation": "log_tamed", "log_tame_threshold": 0.2,
         "lora_target_modules": FLUX_LAYERS,
     },
-    "paco-flux.1-kontext-dev.yaml": EDITS
+    "paco-flux.1-kontext-dev": EDITS
     | {
         "model_name_or_path": "black-forest-labs/FLUX.1-Kontext-dev", "num_inference_steps": 8, "sde_steps": [1],
         "noise_level": 0.9, "guidance_scale": 2.5, "lora_target_modules": FLUX_LAYERS,
     },
-    "paco-qwen-image-edit.yaml": EDITS
+    "paco-qwen-image-edit": EDITS
     | {
         "model_name_or_path": "Qwen/Qwen-Image-Edit", "num_inference_steps": 10, "sde_steps": [1, 2, 3, 4],
         "noise_level": 1.0, "guidance_scale": 4.0,
@@ -96,33 +88,41 @@ OF_IMAGE_SETS = {
     "clip_model": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
     "save_steps": 20,
 }
-NAMES = sorted(SCRIPTS)
+NAMES = sorted(PAPER)
 DATA = ("--dataset_name", "prompts.jsonl")  # which no file has
 _VALUE = re.compile(r"^\s*(?:- \S|\w+:)")
 _SOURCE = re.compile(r"  # (?:paper\b|published code\b|not given\b|ours$)")
 
 
-def parse(path: Path, classes: tuple) -> dict:
-    """Values of both dataclasses by name, as the script would get them."""
-    needed = DATA if classes[0].__dataclass_fields__["dataset_name"].default is None else ()
-    parsed = CommandParser(classes).parse_args_and_config(["--config", str(path), "--use_cpu", *needed])
-    return {f.name: getattr(arguments, f.name) for arguments in parsed for f in fields(arguments)}
+def text_of(name: str) -> str:
+    return (RECIPES / f"{name}.yaml").read_text()
+
+
+def parse(recipe: str, *words: str) -> tuple:
+    """The options of a recipe, by its name or path, as its command gets them."""
+    command = "reward" if "reward" in recipe else "grpo"
+    needed = DATA if command == "grpo" else ()
+    return CommandParser(CLASSES[command]).parse_args_and_config(["--config", recipe, "--use_cpu", *needed, *words])
+
+
+def values_of(recipe: str) -> dict:
+    return {f.name: getattr(arguments, f.name) for arguments in parse(recipe) for f in fields(arguments)}
 
 
 def differing(values: dict, expected: dict) -> dict:
     return {name: values[name] for name, value in expected.items() if values[name] != value}
 
 
-# What differs from paco-flux.1-dev.yaml
+# What differs from paco-flux.1-dev
 PRESETS = {
-    "flux.1-dev-cps.yaml": {
+    "flux.1-dev-cps": {
         "sde_type": "cps", "noise_level": 0.8, "scale_rewards": "batch", "output_dir": "flux.1-dev-cps",
     },
-    "flux.1-dev-80gb.yaml": {
+    "flux.1-dev-80gb": {
         "tail_steps": 4, "tail_transfer_prompts": 16, "branch_size": 4, "per_device_train_batch_size": 4,
         "output_dir": "flux.1-dev-80gb",
     },
-    "flux.1-dev-24gb.yaml": {
+    "flux.1-dev-24gb": {
         "tail_steps": 4, "tail_transfer_prompts": 16, "branch_size": 4, "per_device_train_batch_size": 4,
         "output_dir": "flux.1-dev-24gb", "quantization": "nf4", "judge_quantization": "nf4",
         "gradient_checkpointing": True, "offload_embeddings": True, "offload_rewards": True,
@@ -133,19 +133,14 @@ PRESETS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_papers_but_for_what_it_marks(name):
-    classes = SCRIPTS["paco-flux.1-dev.yaml"][1]
-    paper, preset = (parse(CONFIGS / each, classes) for each in ("paco-flux.1-dev.yaml", name))
+    paper, preset = values_of("paco-flux.1-dev"), values_of(name)
     derived = {"logging_dir", "steps_per_generation", "gradient_accumulation_steps", "activation_checkpointing"}
     derived |= {"ratio_tolerance", "lora_target_modules"}  # the default of the family is the same
     expected = PRESETS[name]
     assert differing(preset, expected) == {} and preset["lora_target_modules"] is None
     assert {key for key in preset if preset[key] != paper[key]} - derived == expected.keys()
-    text = (CONFIGS / name).read_text()
-    assert set(re.findall(r"^(\w+):.*  # (?:ours|later[;,])", text, re.MULTILINE)) == expected.keys()
-    _, training_args = CommandParser(classes).parse_args_and_config(
-        ["--config", str(CONFIGS / name), "--use_cpu", *DATA]
-    )
-    layout = training_args.round_plan
+    assert set(re.findall(r"^(\w+):.*  # (?:ours|later[;,])", text_of(name), re.MULTILINE)) == expected.keys()
+    layout = parse(name)[1].round_plan
     assert (layout.num_prompts, layout.num_optimizer_steps) == (42, 2)
 
 
@@ -160,29 +155,26 @@ LATER = {
 
 
 def test_the_later_settings_are_those_of_the_report_and_every_value_has_its_source():
-    path = CONFIGS / "flux.1-dev-cps.yaml"
-    assert differing(parse(path, SCRIPTS["paco-flux.1-dev.yaml"][1]), LATER) == {}
-    values = [line for line in path.read_text().splitlines() if _VALUE.match(line)]
+    assert differing(values_of("flux.1-dev-cps"), LATER) == {}
+    values = [line for line in text_of("flux.1-dev-cps").splitlines() if _VALUE.match(line)]
     assert {line.split(":")[0] for line in values if "  # later" in line} == LATER.keys()
     assert [line for line in values if "  # later" not in line and not _SOURCE.search(line)] == []
 
 
 def test_each_other_file_is_a_preset():
-    assert sorted(path.name for path in CONFIGS.iterdir()) == sorted([*NAMES, *PRESETS])
+    assert sorted(path.stem for path in RECIPES.iterdir()) == sorted([*NAMES, *PRESETS])
 
 
-def commands_of(header: str) -> list[tuple[str, tuple[str, ...], int]]:
-    """The training commands of a header: script, options, and number of processes."""
-    commands = []
-    for line in re.sub(r" \\\n#\s+", " ", header).splitlines():
-        launcher, script, options = re.match(r"#     (.*?)(examples/train_\w+\.py) (.*)|", line).groups()
-        if script is not None:
-            launched = re.search(r"--config_file (\S+)(?: --num_processes (\d+))?", launcher)
-            count = 1
-            if launched is not None:
-                count = launched[2] or yaml.safe_load((ROOT / launched[1]).read_text())["num_processes"]
-            commands.append((Path(script).name, tuple(shlex.split(options)), int(count)))
-    return commands
+def commands_of(name: str) -> list[tuple[tuple[str, ...], int]]:
+    """The training commands of a recipe's header: their options, and number of processes."""
+    header = text_of(name).split("\n# Model")[0]
+    command = "reward" if "reward" in name else "grpo"
+    found = re.findall(
+        rf"^#     (?:\S+ )?paco-trl {command} --config {re.escape(name)}(?: --num_processes (\d+))?(?: (.*))?$",
+        re.sub(r" \\\n#\s+", " ", header),
+        re.MULTILINE,
+    )
+    return [(tuple(shlex.split(options)), int(count or 1)) for count, options in found]
 
 
 @pytest.fixture(scope="module")
@@ -191,35 +183,31 @@ def make_memory_plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("published")
     write_configs(tiny.build_tiny_qwen2_5_vl(folder / "judge").parent, {"judge": QWEN_VL_7B})
     CLIPConfig(**CLIP_H).save_pretrained(folder / "clip")
-    classes = dict(SCRIPTS.values())
 
     @functools.cache
-    def make(script: str, options: tuple[str, ...]) -> ImagePlan | JudgePlan:
-        values = yaml.safe_load((ROOT / options[options.index("--config") + 1]).read_text())
+    def make(recipe: str, options: tuple[str, ...]) -> ImagePlan | JudgePlan:
+        values = yaml.safe_load(text_of(recipe))
         name = values["model_name_or_path"].split("/")[1]
-        parser, options = CommandParser(classes[script]), [*options, "--use_cpu", "True"]
         if name not in MODELS:
-            judge = ["--model_name_or_path", str(folder / "judge")]
-            return judge_plan(*parser.parse_args_and_config([*options, *judge]))
+            return judge_plan(*parse(recipe, *options, "--model_name_or_path", str(folder / "judge")))
         builder, configs, _ = MODELS[name]
         if not (folder / name).exists():
             write_configs(getattr(tiny, builder)(folder / name), configs)
         local = {"model_name_or_path": name, "clip_model": "clip", "judge_model": "judge"}
-        options += [word for option, value in local.items() for word in (f"--{option}", str(folder / value))]
-        return image_plan(*parser.parse_args_and_config(options), rows_of(1024, values.get("edits", False)))
+        local = [word for option, value in local.items() for word in (f"--{option}", str(folder / value))]
+        return image_plan(*parse(recipe, *options, *local), rows_of(1024, values.get("edits", False)))
 
     return make
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, *PRESETS])
-def test_it_fits_the_memory_of_its_header(name, make_memory_plan, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    header = (CONFIGS / name).read_text().split("\n# Model")[0]
+def test_it_fits_the_memory_of_its_header(name, make_memory_plan):
+    header = text_of(name).split("\n# Model")[0]
     memory = int(re.search(r"GPUs? (?:of|with) (\d+) GB", header)[1])
     needed = []
-    for script, options, num_processes in commands_of(header):
-        plan = make_memory_plan(script, options)
+    for options, num_processes in commands_of(name):
+        plan = make_memory_plan(name, options)
         needed.append(peak(plan.phases(replace(plan.setting(), num_processes=num_processes))) / GIB)
     assert max(needed) <= USABLE * memory
     said = re.search(r"takes ([\d.]+) GiB", header)
@@ -228,33 +216,27 @@ def test_it_fits_the_memory_of_its_header(name, make_memory_plan, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_says_what_the_paper_says(name):
-    script, classes = SCRIPTS[name]
-    values = parse(CONFIGS / name, classes)
-    assert differing(values, PAPER[name]) == {}
-    assert f"examples/{script} --config examples/configs/{name}" in re.sub(
-        r" \\\n#\s+", " ", (CONFIGS / name).read_text()
-    )
+    assert differing(values_of(name), PAPER[name]) == {}
     # All that the paper fixes is written out, also where it is the default, and so is no default that changes
-    written = yaml.safe_load((CONFIGS / name).read_text())
+    written = yaml.safe_load(text_of(name))
     assert PAPER[name].keys() <= written.keys()
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_a_changed_value_is_seen_and_an_unknown_key_refused(name, tmp_path):
-    written = yaml.safe_load((CONFIGS / name).read_text())
-    classes = SCRIPTS[name][1]
-    changed = tmp_path / "changed.yaml"
+    written = yaml.safe_load(text_of(name))
+    changed = tmp_path / f"{name}.yaml"
     for key, value in {"learning_rate": 1e-5, "lora_r": 8, "per_device_train_batch_size": 2}.items():
         changed.write_text(yaml.safe_dump(written | {key: value}))
-        assert differing(parse(changed, classes), PAPER[name]) == {key: value}
+        assert differing(values_of(str(changed)), PAPER[name]) == {key: value}
     changed.write_text(yaml.safe_dump(written | {"noise_scale": 0.7}))
     with pytest.raises(ValueError, match="noise_scale"):
-        parse(changed, classes)
+        parse(str(changed))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_value_has_its_source(name):
-    lines = (CONFIGS / name).read_text().splitlines()
+    lines = text_of(name).splitlines()
     values = [line for line in lines if _VALUE.match(line)]
     assert len(values) >= 18
     assert [line for line in values if not _SOURCE.search(line)] == []
@@ -269,21 +251,14 @@ class TestPolicies:
     def test_where_the_paper_is_silent_it_says_what_the_code_says(self, name):
         expected = PUBLISHED_CODE | (OF_IMAGE_SETS if "flux.1-dev" in name else {"save_steps": 40})
         expected["gradient_checkpointing"] = "qwen" in name  # does not fit 80 GB without
-        assert differing(parse(CONFIGS / name, SCRIPTS[name][1]), expected) == {}
-        lines = (CONFIGS / name).read_text().splitlines()
+        assert differing(values_of(name), expected) == {}
+        lines = text_of(name).splitlines()
         for key in expected:
             (line,) = [line for line in lines if line.startswith(f"{key}:")]
             assert "  # published code" in line
 
-    def test_nothing_hangs_on_the_scripts_own_defaults(self, name):
-        """`paco-trl doctor` reads it with the defaults of train_flux.py, and sees the same run."""
-        written = parse(CONFIGS / name, (ScriptArguments, PaCoGRPOConfig))
-        own = parse(CONFIGS / name, SCRIPTS[name][1])
-        assert len(own) > 150
-        assert differing(written, {key: value for key, value in own.items() if key != "logging_dir"}) == {}
-
     def test_every_layer_that_gets_an_adapter_is_there(self, name, tmp_path):
-        layers = yaml.safe_load((CONFIGS / name).read_text())["lora_target_modules"]
+        layers = yaml.safe_load(text_of(name))["lora_target_modules"]
         is_qwen = "qwen" in name
         assert layers == (QwenImageFamily if is_qwen else FluxFamily).lora_target_modules
         with torch.device("meta"):
@@ -298,9 +273,7 @@ class TestPolicies:
 
 
 def test_both_configs_of_the_judge_train_the_same():
-    lora, merged = (
-        yaml.safe_load((CONFIGS / name).read_text()) for name in ("paco-reward-7b-lora.yaml", "paco-reward-7b.yaml")
-    )
+    lora, merged = (yaml.safe_load(text_of(name)) for name in ("paco-reward-7b-lora", "paco-reward-7b"))
     assert lora.pop("output_dir") != merged.pop("output_dir")
     assert lora == merged
-    assert "paco-trl merge" in (CONFIGS / "paco-reward-7b.yaml").read_text()
+    assert "paco-trl merge" in text_of("paco-reward-7b")
