@@ -143,7 +143,7 @@ def test_files_of_before_are_read_as_well(tiny_flux, flux, tmp_path):
     options = {"transformer_lora_layers": layers, "transformer_lora_adapter_metadata": metadata}
     pipeline.save_lora_weights(tmp_path / "old", **options)
     save(model, pipeline, tmp_path / "new")
-    (tmp_path / "new" / "adapter_config.json").unlink()  # so that the file under test is taken
+    (tmp_path / "new" / "adapter_model.safetensors").unlink()  # so that the file under test is taken
     old, new = (load_file(tmp_path / name / FILE) for name in ("old", "new"))
     assert any(not torch.equal(old[name], new[name]) for name in old)
     for name in ("old", "new"):

@@ -403,7 +403,11 @@ class TestExistingAdapter:
         assert f"continued from '{folder}'" in rows["model and adapter"].finding
         assert "differ by 0 (" in rows["noise-free image"].finding
 
-        (folder / "adapter_model.safetensors").unlink()
+        (folder / "adapter_model.safetensors").unlink()  # the LoRA file of diffusers is left
+        rows = examine(adapter=str(folder), lora_alpha=4)  # the scale is in its weights
+        assert verdicts(rows) == HEALTHY
+        assert "differ by 0 (" in rows["noise-free image"].finding
+        (folder / "pytorch_lora_weights.safetensors").unlink()
         rows = examine("model and adapter", adapter=str(folder))
         assert rows["model and adapter"].verdict == "failed"
         assert "adapter_model.safetensors" in rows["model and adapter"].finding

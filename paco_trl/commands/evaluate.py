@@ -65,10 +65,9 @@ from ..image_benchmarks import (
 from ..image_benchmarks.card_results import check_card
 from ..image_benchmarks.edit_generation import edit_keys
 from ..image_benchmarks.image_sets import find_generated_sets, write_panel_files
-from ..image_benchmarks.loading import adapter_weights_digest
 from ..rollout.hybrid_inference import check_adapter_fraction, hybrid_inference
 from ..utils.addresses import check_base_url
-from ..utils.files import sole_writer, write_atomically
+from ..utils.files import adapter_weights_digest, sole_writer, write_atomically
 from ..utils.names import public_name
 from .evaluate_arguments import (
     DTYPES,

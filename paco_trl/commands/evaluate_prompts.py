@@ -17,7 +17,6 @@ from rich.markup import escape
 
 from ..checkpointing.checkpoints import checkpoints_of, read_run
 from ..image_benchmarks import print_report, save_generation_report
-from ..image_benchmarks.loading import adapter_weights_digest
 from ..image_benchmarks.own_prompts import image_files, own_results, score_images
 from ..rewards.runner import RewardRunner, offloadable_models
 from ..rollout import family_of
@@ -26,7 +25,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
-from ..utils.files import digest, sole_writer, write_atomically
+from ..utils.files import adapter_weights_digest, digest, sole_writer, write_atomically
 from ..utils.generation import generate_missing, read_image, to_png, warn_of_flat
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder

@@ -22,7 +22,7 @@ from accelerate import init_empty_weights
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
@@ -615,7 +615,7 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
     peft_config = get_peft_config(script_args)
     is_copied = isinstance(peft_config, str) and args.has_reference and args.reference == "initial"
     if isinstance(peft_config, str):
-        peft_config = read_peft_config(peft_config)
+        peft_config = read_peft_config(peft_config, script_args.model_name_or_path, args.model_init_kwargs)
         peft_config.inference_mode = False
     init, hub = args.model_init_kwargs or {}, ("revision", "cache_dir", "token")
     where = {name: init[name] for name in hub if name in init}
@@ -634,7 +634,7 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
 
 def _plan_reward_judge(name: str, quantization: str | None) -> JudgePlan:
     if find_model_file(name, "adapter_config.json") is not None:
-        name = read_peft_config(name).base_model_name_or_path
+        name = PeftConfig.from_pretrained(name).base_model_name_or_path
     # A `PaCoRewardConfig` would reset the device of the trainer that earlier checks have made
     return JudgePlan(name, SimpleNamespace(bf16=True, max_pixels=None, max_length=None), None, quantization)
 

@@ -87,7 +87,7 @@ class ScriptArguments(RewardOptions, PromptDataArguments):
     lora_r: int | None = option(None, "Rank of a new adapter. If `None`, 64 (paper).")
     lora_alpha: int | None = option(None, "Scale of a new adapter. If `None`, 128 (paper).")
     lora_target_modules: list[str] | None = option(None, "Layers with an adapter. If `None`, the family's default.")
-    adapter: str | None = option(None, "Adapter (Hub id or directory) to continue, instead of a new one.")
+    adapter: str | None = option(None, "Adapter (Hub id, directory or LoRA file) to continue, instead of a new one.")
     use_peft: bool = option(True, "Whether to train an adapter. If `False`, the full transformer is trained.")
 
 
@@ -302,7 +302,7 @@ def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
             raise ValueError("`--adapter` and `--use_peft False`, which trains all weights, exclude each other.")
         return None
     if script_args.adapter is not None:
-        existing = read_peft_config(script_args.adapter)
+        existing = read_peft_config(script_args.adapter, script_args.model_name_or_path)
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"
             value, its = getattr(script_args, option), getattr(existing, name)

@@ -2,7 +2,6 @@
 """Load a pipeline, freeze it, and add a trainable adapter or make its transformer trainable."""
 
 import copy
-import hashlib
 import inspect
 import json
 import os
@@ -27,18 +26,24 @@ from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 from huggingface_hub.errors import GatedRepoError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights
+from peft.utils import (
+    SAFETENSORS_WEIGHTS_NAME,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import cached_file
 from trl import ModelConfig
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.names import check_adapter_base, check_base_model_name, check_model_name
+from ..utils.files import find_adapter_file
+from ..utils.names import check_adapter_base, check_base_model_name
 from ..utils.quantization import describe_quantization, quantization_config
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
+from .lora_files import convert_lora
 
 
 logger = get_logger(__name__)
@@ -218,54 +223,48 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
 
 
 def base_model_name(model: "str | DiffusionPipeline") -> str:
-    """Return the base model's Hub id, the last part of its directory, or the class of an unnamed pipeline."""
+    """Return the base model's Hub id, the last part of its path, or the class of an unnamed pipeline."""
     name = model if isinstance(model, str) else str(getattr(model, "name_or_path", None) or type(model).__name__)
-    return Path(os.path.normpath(name)).name if os.path.isdir(name) else name
+    return Path(os.path.normpath(name)).name if os.path.exists(name) else name
 
 
-def adapter_digest(peft_config: LoraConfig | str | None) -> dict | str:
+def adapter_digest(config: LoraConfig | None) -> dict | str:
     """Return the settings of an adapter that a checkpoint must match."""
-    if peft_config is None:
+    if config is None:
         return "none, all weights of the transformer are trained"
-    config = read_peft_config(peft_config)
     names = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
     values = {name: getattr(config, name) for name in names}
     return {name: sorted(value) if isinstance(value, set | list) else value for name, value in values.items()}
 
 
-def adapter_file_digest(adapter: str) -> str:
-    """Return a digest of the weights of an adapter in a directory or on the Hub."""
-    with open(cached_file(adapter, SAFETENSORS_WEIGHTS_NAME), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def read_peft_config(peft_config: LoraConfig | str) -> LoraConfig:
-    """Return the config of a new adapter, or of an existing one from its Hub id or directory."""
+def read_peft_config(
+    peft_config: LoraConfig | str, model: "str | DiffusionPipeline", model_init_kwargs: dict | None = None
+) -> LoraConfig:
+    """Return the config of a new adapter, or of an existing one for a pipeline."""
     if not isinstance(peft_config, str):
         return peft_config
-    check_model_name(peft_config)
-    if os.path.isdir(peft_config):
-        for name in ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME):
-            if not os.path.isfile(os.path.join(peft_config, name)):
-                raise ValueError(
-                    f"`peft_config` is '{peft_config}', a directory without `{name}`: there is no adapter in PEFT's "
-                    "format to continue from. Pass a checkpoint or an adapter's directory."
-                )
-    elif cached_file(peft_config, SAFETENSORS_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False) is None:
-        raise ValueError(
-            f"`peft_config` is '{peft_config}', a repository without `{SAFETENSORS_WEIGHTS_NAME}`: there is no adapter "
-            "in PEFT's format to continue from. Other formats are pickles, which can run code."
-        )
-    return PeftConfig.from_pretrained(peft_config)
+    file = find_adapter_file(peft_config)
+    if (folder := _peft_folder(peft_config, file)) is not None:
+        return PeftConfig.from_pretrained(folder)
+    return convert_lora(file, model, **_hub_arguments(model_init_kwargs or {}))[0]
 
 
-def check_peft_config(peft_config: LoraConfig | str, model: "str | DiffusionPipeline") -> LoraConfig | str:
+def _peft_folder(adapter: str, file: str) -> str | None:
+    """Return the directory or Hub id of an adapter in PEFT's format, given its file of weights; `None` of a LoRA file."""
+    if os.path.basename(file) != SAFETENSORS_WEIGHTS_NAME:
+        return None
+    return os.path.dirname(file) if os.path.isfile(adapter) else adapter
+
+
+def check_peft_config(
+    peft_config: LoraConfig | str, model: "str | DiffusionPipeline", model_init_kwargs: dict | None = None
+) -> LoraConfig | str:
     """
-    Refuse an adapter that cannot be trained or saved, or was made for another model. Read no weights.
+    Refuse an adapter that cannot be trained or saved, or was made for another model.
 
     Returns the adapter: of [`~trl.get_peft_config`] a copy without its defaults for language models.
     """
-    adapter, peft_config = peft_config, read_peft_config(peft_config)
+    adapter, peft_config = peft_config, read_peft_config(peft_config, model, model_init_kwargs)
     if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
         raise TypeError(
             f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
@@ -412,9 +411,9 @@ def prepare_transformer(
     else:
         unused_layers = family.unused_layers(transformer)
         if isinstance(peft_config, str):
-            base, options = base_model_name(pipeline), {"autocast_adapter_dtype": autocast_adapter_dtype}
+            options = {"autocast_adapter_dtype": autocast_adapter_dtype}
             model = load_transformer_adapter(
-                transformer, peft_config, base, unused_layers, is_trainable=True, **options
+                transformer, peft_config, pipeline, unused_layers, is_trainable=True, **options
             )
             if copy_adapter:  # as TRL does
                 model.add_adapter("ref", model.peft_config["default"], **options)
@@ -497,25 +496,38 @@ def _exclude(config: LoraConfig, layers: Sequence[str]) -> None:
 
 
 def load_transformer_adapter(
-    transformer: nn.Module, adapter: str, base: str, unused_layers: Sequence[str] = (), **kwargs
+    transformer: nn.Module,
+    adapter: str,
+    base: "str | DiffusionPipeline",
+    unused_layers: Sequence[str] = (),
+    is_trainable: bool = False,
+    **kwargs: Any,
 ) -> PeftModel:
     """Put an existing adapter on a transformer, in place, except on `unused_layers`; refuse one of another base."""
-    config = read_peft_config(adapter)
+    file, name = find_adapter_file(adapter), base_model_name(base)
+    if (folder := _peft_folder(adapter, file)) is not None:
+        config, weights = PeftConfig.from_pretrained(folder), load_peft_weights(folder, device="cpu")
+    else:
+        config, weights = convert_lora(file, base)
     _exclude(config, unused_layers)
+    config.inference_mode = not is_trainable
+    model = PeftModel(transformer, config, **kwargs)
+    if not is_trainable:
+        model.eval()
     try:
-        model = PeftModel.from_pretrained(transformer, adapter, config=config, **kwargs)
+        set_peft_model_state_dict(model, weights)
     except RuntimeError as error:  # shapes
         raise ValueError(
-            f"The adapter '{adapter}' does not fit {base}: it was made for another base model.\n{error}"
+            f"The adapter '{adapter}' does not fit {name}: it was made for another base model.\n{error}"
         ) from error
     # PEFT drops weights without a layer, and initializes layers without weights
     left_out = tuple(f"base_model.model.{layer}.lora_" for layer in unused_layers)
-    saved = {name for name in load_peft_weights(adapter, device="cpu") if not name.startswith(left_out)}
+    saved = {name for name in weights if not name.startswith(left_out)}
     expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     if saved != expected:
         some = ", ".join(sorted(saved ^ expected)[:3])
         raise ValueError(
-            f"The adapter '{adapter}' does not fit {base}: it was made for another base model. {len(saved - expected)} "
+            f"The adapter '{adapter}' does not fit {name}: it was made for another base model. {len(saved - expected)} "
             f"of its {len(saved)} weights have no place in the transformer, and {len(expected - saved)} places have no "
             f"weight ({some}, ...)."
         )

@@ -66,6 +66,7 @@ from ..rollout.loading import (
     load_pipeline,
     make_policy,
     pipeline_quantization,
+    read_peft_config,
 )
 from ..rollout.policy import score_step, split_record
 from ..rollout.prompt_rows import PromptRows
@@ -178,8 +179,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
             Optimizer and scheduler, as in [`~transformers.Trainer`].
         peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
-            Adapter to train, with the family's `target_modules` when they are omitted, or the Hub id or directory of
-            an adapter to continue training. If `None`, all weights of the transformer are trained.
+            Adapter to train, with the family's `target_modules` when they are omitted, or the directory, file or Hub id
+            (also `"user/name/file.safetensors"`) of one to continue training: a LoRA in PEFT's format, or one that the
+            pipeline's `load_lora_weights` reads, such as kohya's or ComfyUI's. If `None`, all weights of the transformer
+            are trained.
         family ([`~paco_trl.rollout.Family`], *optional*):
             How the pipeline calls its transformer, for a pipeline that the package does not know. If `None`, that of
             [`~paco_trl.rollout.family_of`].
@@ -222,7 +225,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         args = copy_config(args)
         if peft_config is not None:
-            peft_config = check_peft_config(peft_config, model)
+            peft_config = check_peft_config(peft_config, model, args.model_init_kwargs)
         self.rewards = RewardRunner(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
             cast(Any, args.log_tame_threshold),
@@ -351,7 +354,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self._reference_setting = reference_setting(args, peft_config)
         self.averages: dict[str, EMA] = {}  # by file, from the start of `train()`
         loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
-        self._identity = run_identity(args, self.base_model, loaded, peft_config, self.train_rows)
+        adapter = None if peft_config is None else read_peft_config(peft_config, model, args.model_init_kwargs)
+        self._identity = run_identity(args, self.base_model, loaded, adapter, self.train_rows)
         with sole_writer(args.output_dir, "checkpoints", is_inside=True):
             pass  # a run that is training refuses this one before its model is loaded
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)

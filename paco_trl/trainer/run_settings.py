@@ -11,8 +11,9 @@ from torch import nn
 
 from ..checkpointing.checkpoints import dataset_digest
 from ..rewards.runner import RewardRunner
-from ..rollout.loading import adapter_digest, adapter_file_digest, quantization_text
+from ..rollout.loading import adapter_digest, quantization_text
 from ..rollout.prompt_rows import PromptRows
+from ..utils.files import adapter_weights_digest
 from ..utils.fingerprint import weights_fingerprint
 from .config_utils import REFUSED_GRPO_FIELDS
 from .paco_grpo_config import PaCoGRPOConfig
@@ -107,14 +108,14 @@ def _plain(value: Any) -> Any:
 
 
 def run_identity(
-    args: PaCoGRPOConfig, base_model: str, loaded: str | None, peft_config: LoraConfig | str | None, rows: PromptRows
+    args: PaCoGRPOConfig, base_model: str, loaded: str | None, adapter: LoraConfig | None, rows: PromptRows
 ) -> dict[str, Any]:
     """Return what a checkpoint and the run that resumes it must share; `loaded` is a loaded pipeline's quantization."""
     settings = compared_settings(args)
     settings["quantization"] = settings["quantization"] or loaded
     return {
         "base_model": base_model,
-        "adapter": adapter_digest(peft_config),
+        "adapter": adapter_digest(adapter),
         "dataset_size": len(rows),
         "dataset": dataset_digest(rows.dataset, rows.sources),
         **{name: settings[name] for name in _IDENTITY},
@@ -125,7 +126,9 @@ def reference_setting(args: PaCoGRPOConfig, peft_config: LoraConfig | str | None
     """Return what the loss compares with; `None` for nothing, or for the base model under a new adapter."""
     if not args.has_reference or not isinstance(peft_config, str):
         return None
-    return args.reference if args.reference == "base" else f"{args.reference}: {adapter_file_digest(peft_config)}"
+    return (
+        args.reference if args.reference == "base" else f"{args.reference}: {adapter_weights_digest(peft_config)[:16]}"
+    )
 
 
 def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardRunner, eval_rewards: RewardRunner) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .names import check_model_name
+from .names import check_model_name, is_local
 from .processes import wait_for_all
 
 
@@ -78,6 +78,32 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
 
     check_model_name(model)
     return cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
+
+
+def find_adapter_file(adapter: str) -> str:
+    """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
+    names = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+    if os.path.isfile(adapter):
+        found = [adapter] if adapter.endswith(".safetensors") else []
+    elif not is_local(adapter) and adapter.endswith(".safetensors") and adapter.count("/") > 1:
+        owner, name, file = adapter.split("/", 2)
+        found = list(filter(None, [find_model_file(f"{owner}/{name}", file)]))
+    else:
+        found = list(filter(None, (find_model_file(adapter, name) for name in names)))[:1]
+        found = found or list(map(str, Path(adapter).glob("*.safetensors")))
+    if len(found) != 1:
+        what = f"{len(found)} safetensors files" if found else f"no {' or '.join(names)}"
+        raise ValueError(
+            f"The adapter '{adapter}' has {what}. Name the file, such as 'style.safetensors', or on the Hub "
+            "'user/name/style.safetensors'. Other formats are pickles, which can run code."
+        )
+    return found[0]
+
+
+def adapter_weights_digest(adapter: str) -> str:
+    """Digest the weights of an adapter: checkpoints of one run can have the same name."""
+    with open(find_adapter_file(adapter), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_template(name: str) -> str:

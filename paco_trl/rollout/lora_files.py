@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read LoRA files of other programs, by diffusers' converters, as what `load_lora_weights` makes of them."""
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.loaders import SD3LoraLoaderMixin
+from peft import LoraConfig
+from safetensors import SafetensorError, safe_open
+
+
+# Weights that a plain LoRA has, by the names of diffusers, PEFT, kohya and DiffSynth
+_PLAIN = re.compile(r"\.(?:alpha|(?:lora_[AB]|(?:lora_)?(?:down|up))(?:\.default)?\.weight)$")
+_UP = re.compile(r"\.(?:lora_B|(?:lora_)?up)(?:\.default)?\.weight$")
+_TEXT_ENCODER = re.compile(r"^(?:lora_te|text_encoder|te\d?\.)")
+# What changes a plain LoRA's output, of the settings of its training that diffusers saves with it
+_SCALES = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+
+
+def convert_lora(
+    file: str, model: "str | DiffusionPipeline", **hub_arguments: Any
+) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """Return a LoRA file of a pipeline's transformer as the config and the float32 weights of a PEFT adapter."""
+    try:
+        with safe_open(file, "pt") as opened:
+            saved = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            # Converters multiply weights by alpha / rank: in float32, or those of half precision would be rounded
+            raw = {name: opened.get_tensor(name).float() for name in opened.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"The adapter '{file}' cannot be read: {error}. Copy or download it again.") from error
+    of_encoders = [name for name in raw if _TEXT_ENCODER.search(name)]
+    if others := of_encoders or [name for name in raw if not _PLAIN.search(name)]:
+        problem = "train a text encoder" if of_encoders else "are not those of a plain LoRA, but of DoRA or LoKr, say"
+        raise ValueError(
+            f"{len(others)} of the {len(raw)} weights in '{file}' {problem}: {', '.join(others[:3])}, ... They are not "
+            "trained here, and without them training would start from other images. Train the LoRA without them, or merge "
+            "it into its model with the program that made it, and train a new adapter on that."
+        )
+    if isinstance(model, str):
+        name = DiffusionPipeline.load_config(model, **hub_arguments)["_class_name"]
+        # Of code in the repository: the module and the class
+        kind = getattr(diffusers, name if isinstance(name, str) else name[-1], None)
+    else:
+        kind = type(model)
+    # Stable Diffusion 3 has no converter: its method only reads diffusers' names
+    read = getattr(kind, "lora_state_dict", SD3LoraLoaderMixin.lora_state_dict)
+    try:
+        found = read(raw.copy(), return_alphas=True)
+    except Exception as error:  # of many kinds: converters expect the names that they know
+        raise ValueError(f"{_misfit(file, kind)}: {error}") from error
+    converted, alphas = found if isinstance(found, tuple) else (found, None)
+    strangers = [name for name in converted if not re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", name)]
+    # Converters split matrices and drop what they do not know: the rows of all of them tell
+    rows = [sum(len(each[name]) for name in each if _UP.search(name)) for each in (raw, converted)]
+    if strangers or not converted or rows[0] != rows[1]:
+        lost = strangers or [f"{rows[0] - rows[1]} of {rows[0]} rows are dropped"]
+        raise ValueError(f"{_misfit(file, kind)}: {', '.join(lost[:3])}")
+    weights = {name.removeprefix("transformer."): weight for name, weight in converted.items()}
+    ranks = {name.partition(".lora_A.")[0]: len(weight) for name, weight in weights.items() if ".lora_A." in name}
+    settings = {name: saved[f"transformer.{name}"] for name in _SCALES if f"transformer.{name}" in saved}
+    if not settings:
+        scales = {name: float((alphas or {}).get(f"transformer.{name}.alpha", rank)) for name, rank in ranks.items()}
+        r, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, scales))
+        settings = {
+            "r": r,
+            "lora_alpha": alpha,
+            # PEFT takes a name for the end of others unless it is anchored
+            "rank_pattern": {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != r},
+            "alpha_pattern": {f"^{re.escape(name)}": scale for name, scale in scales.items() if scale != alpha},
+        }
+    targets = "|".join(map(re.escape, sorted(ranks)))  # a pattern, which matches whole names
+    prefixed = {f"base_model.model.{name}": weight for name, weight in weights.items()}
+    return LoraConfig(target_modules=targets, **settings), prefixed
+
+
+def _misfit(file: str, kind: type | None) -> str:
+    name = getattr(kind, "__name__", "this pipeline")
+    return (
+        f"'{file}' is no LoRA that diffusers reads for {name}: it was made for another model, or saved by a program that "
+        f"diffusers does not know. If `{name}.load_lora_weights` takes it in a newer version of diffusers, install that; "
+        "else save it in the format of diffusers, ComfyUI or kohya. What diffusers says"
+    )
