@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from paco_trl.trainer.losses import clipped_surrogate, gaussian_kl, group_advantages, velocity_norm_ratio
+from paco_trl.trainer.losses import (
+    clipped_surrogate,
+    gaussian_kl,
+    group_advantages,
+    informative_groups,
+    velocity_norm_ratio,
+)
 
 
 NAN = float("nan")
@@ -120,6 +126,25 @@ class TestGroupAdvantages:
         values, _, has_spread = group_advantages(rewards, 4)
         assert has_spread.all() and values[3] > 0 > values[0]
 
+    def test_branches_have_their_own_mean_and_the_deviation_of_their_prompt(self):
+        values, is_valid, has_spread = group_advantages(REWARDS, 6, branch_size=2)
+        branches = REWARDS.double().numpy().reshape(2, 3, 2)
+        deviations = branches - branches.mean(2, keepdims=True)
+        std = np.sqrt((deviations**2).sum((1, 2), keepdims=True) / 3)  # each branch of two has one degree of freedom
+        np.testing.assert_allclose(values, (deviations / (std + 1e-4)).flatten(), rtol=1e-5)
+        assert is_valid.all() and has_spread.shape == (6,) and has_spread.all()
+        # Twins: neither a branch's own deviation nor that of the prompt's images from their mean
+        assert not torch.allclose(values, group_advantages(REWARDS, 2).values, rtol=0.05)
+        around_prompt = REWARDS.double().numpy().reshape(2, 6).std(1, ddof=1)
+        assert (around_prompt > 1.2 * std.flatten()).all()
+        # A branch with one scored image has nothing to be compared with, and no degree of freedom
+        rewards = REWARDS.clone()
+        rewards[0] = NAN
+        values, is_valid, has_spread = group_advantages(rewards, 6, branch_size=2)
+        assert is_valid.tolist() == [False] * 2 + [True] * 10 and has_spread.tolist() == [False] + [True] * 5
+        without = group_advantages(rewards[2:6], 4, branch_size=2).values
+        torch.testing.assert_close(values[:6], torch.cat([torch.zeros(2), without]))
+
     def test_clip(self):
         rewards = torch.tensor([0.0] * 99 + [1.0])
         free = group_advantages(rewards, 100).values
@@ -132,6 +157,30 @@ class TestGroupAdvantages:
     def test_unknown_scale(self):
         with pytest.raises(ValueError, match="Unknown `scale_rewards` 'std'.*'group', 'batch' or 'none'"):
             group_advantages(REWARDS, 4, "std")
+
+
+class TestInformativeGroups:
+    def test_by_deviation_and_mean(self):
+        stds, means = GROUPS.std(1, ddof=1), GROUPS.mean(1)  # 0.34, 1.29, 0.85 and 0.45, 2.5, 7.125
+        between = float(np.sort(stds)[:2].mean())
+        assert informative_groups(REWARDS, 4, 0.0, None).all()
+        assert (
+            informative_groups(REWARDS, 4, between, None).tolist() == (stds >= between).tolist() == [False, True, True]
+        )
+        assert informative_groups(REWARDS, 4, 0.0, 5.0).tolist() == (means <= 5).tolist() == [True, True, False]
+        assert informative_groups(REWARDS, 4, between, 5.0).tolist() == [False, True, False]
+
+    def test_missing_rewards_are_no_values(self):
+        rewards = torch.tensor([NAN, 0.4, 0.6, NAN, NAN, 1.0, NAN, NAN])
+        # 0.14 of the two that were scored; with zeros in place of NaN it would be 0.3
+        assert informative_groups(rewards, 4, 0.13, None).tolist() == [True, False]
+        assert informative_groups(rewards, 4, 0.15, None).tolist() == [False, False]
+        assert informative_groups(rewards, 4, 0.0, 0.45).tolist() == [False, False]
+
+    def test_branches_differ_by_what_is_trained(self):
+        rewards = torch.tensor([0.1, 0.1, 0.9, 0.9])  # all of the difference is that of initial noise
+        assert informative_groups(rewards, 4, 0.1, None).tolist() == [True]
+        assert informative_groups(rewards, 4, 0.1, None, branch_size=2).tolist() == [False]
 
     def test_groups_that_are_not_whole(self):
         with pytest.raises(ValueError, match="12 rewards are not full groups of 5"):

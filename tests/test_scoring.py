@@ -387,6 +387,24 @@ class TestCeilings:
             self.run(make_trainer, {0: 3, 2: 4}, **settings)
         assert "by reward: redness_reward 0, judge 7." in str(e.value)
 
+    @pytest.mark.parametrize(
+        ("settings", "taught"), [({}, 4), ({"min_reward_std": 0.1}, 3), ({"max_reward_mean": 0.8}, 3)]
+    )
+    def test_prompts_that_teach_nothing_are_left_out(self, make_trainer, settings, taught):
+        def reward(prompts, num_generations, **kwargs):
+            return [0.81, 0.82, 0.83, 0.84] if prompts[0] == alike else [0.1, 0.9, 0.2, 0.8]
+
+        trainer = make_trainer(reward_funcs=reward, **settings)
+        alike = trainer.train_dataset["prompt"][trainer.schedule.rows(0)[0]]
+        trainer.state.max_steps = 2
+        buffer = trainer._generate_and_score_completions(0)
+        assert buffer.metrics["frac_groups_uninformative"] == 1 - taught / 4
+        assert buffer.metrics["images_excluded"] == buffer.metrics["frac_reward_zero_std"] == 0
+        # The loss of an optimizer step is the mean over its images that are trained
+        weights = torch.stack([entry["weights"] for entry in buffer.entries]).view(2, -1)
+        assert (weights > 0).sum() == 4 * taught
+        torch.testing.assert_close(weights.sum(dim=1), torch.ones(2))
+
     @pytest.mark.slow
     def test_a_required_reward_may_fail_for_one_image_in_a_hundred(self, make_trainer):
         assert self.run(make_trainer, {}).state.global_step == 2

@@ -11,45 +11,72 @@ class Advantages(NamedTuple):
 
     values: torch.Tensor  # (N,), 0 for an image that is left out
     is_valid: torch.Tensor  # (N,), whether the image and another one of its group were scored
-    has_spread: torch.Tensor  # (N / num_generations,), whether the group's rewards differ
+    has_spread: torch.Tensor  # (N / branch_size,), whether the rewards of the images that are compared differ
 
 
 def group_advantages(
-    rewards: torch.Tensor, num_generations: int, scale_rewards: str = "group", advantage_clip: float | None = None
+    rewards: torch.Tensor,
+    num_generations: int,
+    scale_rewards: str = "group",
+    advantage_clip: float | None = None,
+    branch_size: int = 1,
 ) -> Advantages:
-    """Normalize rewards within the images of one prompt (Eq. 2); NaN is left out of every statistic."""
-    if rewards.numel() % num_generations != 0:
-        raise ValueError(f"{rewards.numel()} rewards are not full groups of {num_generations}.")
-    # In float32 the mean of equal rewards may be off by a bit, and a group without spread would get advantages
-    grouped = rewards.double().view(-1, num_generations)  # (prompts, G)
-    scored = ~torch.isnan(grouped)
-    is_valid = scored & (scored.sum(dim=1, keepdim=True) > 1)  # one alone has nothing to be compared with
+    """Normalize rewards within the images of one prompt (Eq. 2); NaN is left out of every statistic.
 
-    mean = _masked_mean(grouped, is_valid)
-    std = _masked_std(grouped, is_valid)  # (prompts, 1)
+    Branches differ by their initial noise too, which has no gradient: each is compared with its own mean, and all of a
+    prompt are scaled by their pooled deviation, since that of four images is mostly noise.
+    """
+    # In float32 the mean of equal rewards may be off by a bit, and a group without spread would get advantages
+    grouped = _in_groups(rewards.double(), num_generations, branch_size)  # (prompts, branches, images)
+    scored = ~torch.isnan(grouped)
+    is_valid = scored & (scored.sum(dim=2, keepdim=True) > 1)  # one alone has nothing to be compared with
+
+    deviations = _deviations(grouped, is_valid)
     if scale_rewards == "group":
-        scale = std + 1e-4  # as in TRL
+        scale = _pooled_std(grouped, is_valid) + 1e-4  # (prompts, 1, 1), as in TRL
     elif scale_rewards == "batch":
-        scale = _masked_std(grouped.view(1, -1), is_valid.view(1, -1)) + 1e-4  # (1, 1)
+        scale = _pooled_std(grouped.view(1, 1, -1), is_valid.view(1, 1, -1)) + 1e-4  # (1, 1, 1)
     elif scale_rewards == "none":
-        scale = torch.ones_like(std)
+        scale = torch.ones_like(grouped)
     else:
         raise ValueError(f"Unknown `scale_rewards` {scale_rewards!r}: it must be 'group', 'batch' or 'none'.")
 
-    advantages = torch.where(is_valid, (grouped - mean) / scale, 0.0)
+    advantages = deviations / scale
     if advantage_clip is not None:
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
-    has_spread = std.squeeze(1) > 0  # (prompts,)
-    return Advantages(advantages.flatten().float(), is_valid.flatten(), has_spread)
+    has_spread = (deviations != 0).any(dim=2)  # (prompts, branches)
+    return Advantages(advantages.flatten().float(), is_valid.flatten(), has_spread.flatten())
 
 
-def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+def informative_groups(
+    rewards: torch.Tensor, num_generations: int, min_std: float, max_mean: float | None, branch_size: int = 1
+) -> torch.Tensor:
+    """Tell whose rewards have a deviation of `min_std` and a mean of at most `max_mean` (Edit-R1, arXiv 2510.16888)."""
+    grouped = _in_groups(rewards.double(), num_generations, branch_size)  # (prompts, branches, images)
+    is_scored = ~torch.isnan(grouped)
+    is_informative = _pooled_std(grouped, is_scored).flatten() >= min_std  # (prompts,)
+    if max_mean is not None:
+        is_informative &= ~(grouped.flatten(1).nanmean(dim=1) > max_mean)
+    return is_informative
 
 
-def _masked_std(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    deviations = torch.where(mask, values - _masked_mean(values, mask), 0.0)
-    return torch.sqrt((deviations**2).sum(1, keepdim=True) / (mask.sum(1, keepdim=True) - 1).clamp(min=1))
+def _in_groups(rewards: torch.Tensor, num_generations: int, branch_size: int) -> torch.Tensor:
+    if rewards.numel() % num_generations != 0:
+        raise ValueError(f"{rewards.numel()} rewards are not full groups of {num_generations}.")
+    size = branch_size if branch_size > 1 else num_generations
+    return rewards.view(-1, num_generations // size, size)
+
+
+def _deviations(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    mean = torch.where(mask, values, 0.0).sum(2, keepdim=True) / mask.sum(2, keepdim=True).clamp(min=1)
+    return torch.where(mask, values - mean, 0.0)
+
+
+def _pooled_std(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Compute the deviation of each prompt's images from the mean of their branch, of shape (prompts, 1, 1)."""
+    degrees = (mask.sum(dim=2, keepdim=True) - 1).clamp(min=0).sum(dim=1, keepdim=True).clamp(min=1)
+    squares = (_deviations(values, mask) ** 2).sum(dim=2, keepdim=True).sum(dim=1, keepdim=True)
+    return torch.sqrt(squares / degrees)
 
 
 class PolicyStep(NamedTuple):

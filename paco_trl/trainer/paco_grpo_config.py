@@ -57,6 +57,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon", "divergence_threshold"), lambda v: v > 0, "above 0"),
     (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
     (("guidance_scale",), lambda v: v >= 0, "at least 0: at 1 or below most models use none"),
+    (("min_reward_std",), lambda v: v >= 0, "at least 0: it is a standard deviation"),
     (("beta",), lambda v: v >= 0, "at least 0: the weight of the KL divergence cannot be negative"),
     (("norm_penalty",), lambda v: v >= 0, "at least 0: larger velocities cannot be rewarded"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
@@ -159,6 +160,12 @@ class PaCoGRPOConfig(GRPOConfig):
             coefficients.
         advantage_clip (`float`, *optional*, defaults to `5.0`):
             Advantages are clipped to [-advantage_clip, advantage_clip]. `None` does not clip.
+        min_reward_std (`float`, *optional*, defaults to `0.0`):
+            Least standard deviation of the logged `reward` within the images of a prompt. A prompt below it is left out
+            of the loss: what its images differ by may be the judge's noise (Edit-R1: 0.05).
+        max_reward_mean (`float`, *optional*):
+            Largest mean of the logged `reward` over the images of a prompt. A prompt above it is left out of the loss,
+            as solved (Edit-R1: 0.9). If `None`, none is.
         reward_required (`list[bool]`, *optional*):
             Whether each reward is required, in order. If `None`, all are. An image without a required reward is left
             out; without an optional one, its group is compared without that reward.
@@ -305,6 +312,8 @@ class PaCoGRPOConfig(GRPOConfig):
     # `None` is in the type for argparse, which reads a union with it as a string: both 0.3 and "mean"
     log_tame_threshold: float | str | None = 0.2
     advantage_clip: float | None = 5.0
+    min_reward_std: float = 0.0
+    max_reward_mean: float | None = None
     # `str` is in the type for argparse, which would convert every word to True
     reward_required: list[str] | None = None
     max_reward_failures: float = 0.01

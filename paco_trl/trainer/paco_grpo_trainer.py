@@ -96,6 +96,7 @@ from .losses import (
     group_advantages,
     guard_gradient_weight,
     guarded_surrogate,
+    informative_groups,
     velocity_norm_ratio,
 )
 from .model_cards import (
@@ -564,14 +565,20 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         # 3. Gather all rewards on every process, prompt-major
         scores = self.rewards.finish(self.state)
 
-        # 4. Aggregate and normalize. Branches differ by their initial noise too, which has no gradient: each is
-        # compared with itself
-        group_size = args.branch_size if args.branch_size > 1 else generations
-        aggregated, details = self.rewards.aggregate(scores.rewards, group_size)
+        # 4. Aggregate and normalize. A branch is compared with itself
+        compared = args.branch_size if args.branch_size > 1 else generations
+        aggregated, details = self.rewards.aggregate(scores.rewards, compared)
         # As in TRL, the sum of normalized rewards is scaled over the batch
         scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards
-        advantages, is_valid, has_spread = group_advantages(aggregated, group_size, scale, args.advantage_clip)
+        advantages, is_valid, has_spread = group_advantages(
+            aggregated, generations, scale, args.advantage_clip, args.branch_size
+        )
         self.rewards.check_round(scores.rewards, is_valid, args, round_index)
+        is_informative = informative_groups(
+            self.rewards.total(scores.rewards, generations), generations, args.min_reward_std, args.max_reward_mean,
+            args.branch_size,
+        )  # fmt: skip
+        is_trained = is_valid & is_informative.repeat_interleave(generations)
 
         # 5. Metrics that are logged with each optimizer step of the round
         metrics = {
@@ -580,6 +587,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             "frac_reward_zero_std": 1 - has_spread.float().mean().item(),
             "images_excluded": (~is_valid).sum().item(),
             "groups_excluded": (~is_valid.view(-1, generations).any(dim=1)).sum().item(),
+            "frac_groups_uninformative": 1 - is_informative.float().mean().item(),
             "time/encode": encode_time,
             "time/rollout": rollout_time,
             "time/reward": scores.waited,
@@ -598,7 +606,13 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         buffer = RoundBuffer(round_index, self.state.global_step, sde, metrics, is_offloaded=args.offload_embeddings)
         micro_batches = assignment.reshape(len(assignment), -1, plan.batch_size)  # (processes, micro-batches, B)
         buffer.fill(
-            plan, micro_batches, self.accelerator.process_index, records, advantages, is_valid, self.accelerator.device
+            plan,
+            micro_batches,
+            self.accelerator.process_index,
+            records,
+            advantages,
+            is_trained,
+            self.accelerator.device,
         )
         return buffer
 

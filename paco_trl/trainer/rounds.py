@@ -221,7 +221,7 @@ class RoundBuffer:
         process_index: int,
         records: list[list[RecordedStep]],
         advantages: torch.Tensor,
-        is_valid: torch.Tensor,
+        is_trained: torch.Tensor,
         device: torch.device,
     ) -> None:
         """Add an entry for each micro-step, whose weights make the loss a mean over images and trained steps."""
@@ -229,11 +229,11 @@ class RoundBuffer:
         for position, (micro_batch, recorded) in enumerate(zip(assignment[process_index], records, strict=True)):
             step = position // batches_per_step
             images_of_step = assignment[:, step * batches_per_step : (step + 1) * batches_per_step].reshape(-1)
-            num_valid = is_valid[torch.from_numpy(images_of_step)].sum().item()
-            denominator = max(num_valid * layout.num_trained_steps, 1)  # without a valid image all weights are 0
+            num_trained = is_trained[torch.from_numpy(images_of_step)].sum().item()
+            denominator = max(num_trained * layout.num_trained_steps, 1)  # without one all weights are 0
             batch = torch.from_numpy(micro_batch)
             for record in recorded:
-                weights = to_device(is_valid[batch] / denominator, device)  # (B,)
+                weights = to_device(is_trained[batch] / denominator, device)  # (B,)
                 entry = {"record": record, "advantages": to_device(advantages[batch], device), "weights": weights}
                 self.entries.append(entry)
 
