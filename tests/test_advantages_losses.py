@@ -163,19 +163,24 @@ class TestInformativeGroups:
     def test_by_deviation_and_mean(self):
         stds, means = GROUPS.std(1, ddof=1), GROUPS.mean(1)  # 0.34, 1.29, 0.85 and 0.45, 2.5, 7.125
         between = float(np.sort(stds)[:2].mean())
-        assert informative_groups(REWARDS, 4, 0.0, None).all()
+        assert informative_groups(REWARDS, 4, None, None).all()
         assert (
-            informative_groups(REWARDS, 4, between, None).tolist() == (stds >= between).tolist() == [False, True, True]
+            informative_groups(REWARDS, 4, between, None).tolist() == (stds > between).tolist() == [False, True, True]
         )
-        assert informative_groups(REWARDS, 4, 0.0, 5.0).tolist() == (means <= 5).tolist() == [True, True, False]
+        assert informative_groups(REWARDS, 4, None, 5.0).tolist() == (means < 5).tolist() == [True, True, False]
         assert informative_groups(REWARDS, 4, between, 5.0).tolist() == [False, True, False]
+
+    def test_equal_and_solved(self):
+        rewards = torch.tensor([0.7] * 4 + [0.7, 0.7, 0.7, 0.7001] + [1.0] * 4)
+        assert informative_groups(rewards, 4, 0.0, None).tolist() == [False, True, False]
+        assert informative_groups(rewards, 4, None, 1.0).tolist() == [True, True, False]
 
     def test_missing_rewards_are_no_values(self):
         rewards = torch.tensor([NAN, 0.4, 0.6, NAN, NAN, 1.0, NAN, NAN])
         # 0.14 of the two that were scored; with zeros in place of NaN it would be 0.3
         assert informative_groups(rewards, 4, 0.13, None).tolist() == [True, False]
         assert informative_groups(rewards, 4, 0.15, None).tolist() == [False, False]
-        assert informative_groups(rewards, 4, 0.0, 0.45).tolist() == [False, False]
+        assert informative_groups(rewards, 4, None, 0.45).tolist() == [False, False]
 
     def test_branches_differ_by_what_is_trained(self):
         rewards = torch.tensor([0.1, 0.1, 0.9, 0.9])  # all of the difference is that of initial noise

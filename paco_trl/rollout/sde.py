@@ -17,7 +17,7 @@ from ..utils.devices import to_device
 
 SDE_TYPES = ("flow_sde", "dance_sde", "cps")
 # Second word of a key: a number for each purpose, so that no two share a random stream
-STREAMS = {"prompts": 0, "batches": 1, "sde steps": 2, "training": 3, "evaluation": 4}
+STREAMS = {"prompts": 0, "batches": 1, "sde steps": 2, "training": 3, "evaluation": 4, "other prompts": 5}
 
 
 class SDEStep(NamedTuple):

@@ -49,14 +49,15 @@ def group_advantages(
 
 
 def informative_groups(
-    rewards: torch.Tensor, num_generations: int, min_std: float, max_mean: float | None, branch_size: int = 1
+    rewards: torch.Tensor, num_generations: int, min_std: float | None, max_mean: float | None, branch_size: int = 1
 ) -> torch.Tensor:
-    """Tell whose rewards have a deviation of `min_std` and a mean of at most `max_mean` (Edit-R1, arXiv 2510.16888)."""
+    """Tell which prompts have a deviation above `min_std` and a mean below `max_mean` (Edit-R1, arXiv 2510.16888)."""
     grouped = _in_groups(rewards.double(), num_generations, branch_size)  # (prompts, branches, images)
-    is_scored = ~torch.isnan(grouped)
-    is_informative = _pooled_std(grouped, is_scored).flatten() >= min_std  # (prompts,)
+    is_informative = torch.ones(len(grouped), dtype=torch.bool)  # (prompts,)
+    if min_std is not None:
+        is_informative &= _pooled_std(grouped, ~torch.isnan(grouped)).flatten() > min_std
     if max_mean is not None:
-        is_informative &= ~(grouped.flatten(1).nanmean(dim=1) > max_mean)
+        is_informative &= ~(grouped.flatten(1).nanmean(dim=1) >= max_mean)
     return is_informative
 
 

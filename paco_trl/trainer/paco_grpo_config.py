@@ -57,7 +57,8 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon", "divergence_threshold"), lambda v: v > 0, "above 0"),
     (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
     (("guidance_scale",), lambda v: v >= 0, "at least 0: at 1 or below most models use none"),
-    (("min_reward_std",), lambda v: v >= 0, "at least 0: it is a standard deviation"),
+    (("min_reward_std",), lambda v: v is None or v >= 0, "at least 0, or None"),
+    (("max_resample_times",), lambda v: v >= 0, "at least 0"),
     (("beta",), lambda v: v >= 0, "at least 0: the weight of the KL divergence cannot be negative"),
     (("norm_penalty",), lambda v: v >= 0, "at least 0: larger velocities cannot be rewarded"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
@@ -160,12 +161,17 @@ class PaCoGRPOConfig(GRPOConfig):
             coefficients.
         advantage_clip (`float`, *optional*, defaults to `5.0`):
             Advantages are clipped to [-advantage_clip, advantage_clip]. `None` does not clip.
-        min_reward_std (`float`, *optional*, defaults to `0.0`):
-            Least standard deviation of the logged `reward` within the images of a prompt. A prompt below it is left out
-            of the loss: what its images differ by may be the judge's noise (Edit-R1: 0.05).
+        min_reward_std (`float`, *optional*):
+            Standard deviation that the logged `reward` must exceed within the images of a prompt, or the prompt is left
+            out of the loss: what its images differ by may be the judge's noise. `0.0` leaves out equal rewards
+            ([DAPO](https://huggingface.co/papers/2503.14476)), [Edit-R1](https://huggingface.co/papers/2510.16888) takes
+            0.05. `None` leaves out none.
         max_reward_mean (`float`, *optional*):
-            Largest mean of the logged `reward` over the images of a prompt. A prompt above it is left out of the loss,
-            as solved (Edit-R1: 0.9). If `None`, none is.
+            Mean of the logged `reward` over the images of a prompt from which on it is left out of the loss, as solved
+            (Edit-R1: 0.9). `None` leaves out none.
+        max_resample_times (`int`, *optional*, defaults to `0`):
+            How often other prompts are generated in a round in place of those that are left out by `min_reward_std` or
+            `max_reward_mean`, if the dataset has others of their size (dynamic sampling of DAPO, with a limit).
         reward_required (`list[bool]`, *optional*):
             Whether each reward is required, in order. If `None`, all are. An image without a required reward is left
             out; without an optional one, its group is compared without that reward.
@@ -312,8 +318,9 @@ class PaCoGRPOConfig(GRPOConfig):
     # `None` is in the type for argparse, which reads a union with it as a string: both 0.3 and "mean"
     log_tame_threshold: float | str | None = 0.2
     advantage_clip: float | None = 5.0
-    min_reward_std: float = 0.0
+    min_reward_std: float | None = None
     max_reward_mean: float | None = None
+    max_resample_times: int = 0
     # `str` is in the type for argparse, which would convert every word to True
     reward_required: list[str] | None = None
     max_reward_failures: float = 0.01
@@ -507,6 +514,17 @@ class PaCoGRPOConfig(GRPOConfig):
             if value is not None and value % multiple != 0:
                 nearest = nearest_multiples(value, multiple)
                 raise ValueError(f"`{name}` is {value}, but {reason}: it must be a multiple of {multiple}. {nearest}")
+        if self.max_resample_times and self.min_reward_std is None and self.max_reward_mean is None:
+            raise ValueError(
+                f"`max_resample_times` is {self.max_resample_times}, but no prompt is left out. Set `min_reward_std` (0 for "
+                "those with equal rewards) or `max_reward_mean`."
+            )
+        batch_size = self.per_device_rollout_batch_size or self.per_device_train_batch_size
+        if self.max_resample_times and self.num_generations % batch_size:
+            raise ValueError(
+                f"`max_resample_times` generates single prompts again, but a batch of {batch_size} images would hold parts of "
+                f"several: its size must divide `num_generations` ({self.num_generations})."
+            )
         check_adapter_fraction(self.adapter_fraction, self.num_inference_steps_eval)
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)

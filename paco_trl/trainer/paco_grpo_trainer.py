@@ -55,7 +55,7 @@ from ..plots.curves import CurvesCallback
 from ..plots.figures import FigureThread
 from ..plots.scored_sheets import ScoredImages, save_scored_sheet
 from ..plots.trackers import send_to_trackers, start_trackers, warn_of_blind_trackers
-from ..rewards.runner import RewardError, RewardRunner
+from ..rewards.runner import RewardError, RewardRunner, Scores
 from ..rollout import Family, RecordedStep, SDESettings, UnlistedFamily, family_of, predict
 from ..rollout.loading import (
     adapter_is_new,
@@ -564,6 +564,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
         # 3. Gather all rewards on every process, prompt-major
         scores = self.rewards.finish(self.state)
+        started = time.perf_counter()
+        num_resampled = self._resample(round_index, assignment, row_numbers, sde, images, records, scores)
+        resample_time = time.perf_counter() - started
 
         # 4. Aggregate and normalize. A branch is compared with itself
         compared = args.branch_size if args.branch_size > 1 else generations
@@ -574,10 +577,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             aggregated, generations, scale, args.advantage_clip, args.branch_size
         )
         self.rewards.check_round(scores.rewards, is_valid, args, round_index)
-        is_informative = informative_groups(
-            self.rewards.total(scores.rewards, generations), generations, args.min_reward_std, args.max_reward_mean,
-            args.branch_size,
-        )  # fmt: skip
+        is_informative = self._is_informative(scores.rewards)
         is_trained = is_valid & is_informative.repeat_interleave(generations)
 
         # 5. Metrics that are logged with each optimizer step of the round
@@ -588,8 +588,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             "images_excluded": (~is_valid).sum().item(),
             "groups_excluded": (~is_valid.view(-1, generations).any(dim=1)).sum().item(),
             "frac_groups_uninformative": 1 - is_informative.float().mean().item(),
+            "prompts_resampled": num_resampled,
             "time/encode": encode_time,
             "time/rollout": rollout_time,
+            "time/resample": resample_time,
             "time/reward": scores.waited,
             "time/reward_hidden": scores.hidden,
             "rollout_images_per_second": plan.num_images / rollout_time,
@@ -637,6 +639,57 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 split = [split_record(record, merged, self.family) for record in generated.records]
                 records.extend(map(list, zip(*split, strict=True)))
         return images, records
+
+    def _is_informative(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Tell which prompts of a round are trained, of their rewards `(images, rewards)`."""
+        args, generations = self.args, self.num_generations
+        total = self.rewards.total(rewards, generations)
+        return informative_groups(total, generations, args.min_reward_std, args.max_reward_mean, args.branch_size)
+
+    def _resample(
+        self,
+        round_index: int,
+        assignment: np.ndarray,
+        row_numbers: list[int],
+        sde: SDESettings,
+        images: list[Image.Image],
+        records: list[list[RecordedStep]],
+        scores: Scores,
+    ) -> int:
+        """Put other prompts in the place of those that teach nothing, in all that a round has; return their number."""
+        plan, generations, rank = self.round_plan, self.num_generations, self.accelerator.process_index
+        sizes, scale = self.train_rows.training_sizes, self.args.resolution_scale
+        others, count = self.schedule.other_rows(round_index), 0
+        for _ in range(self.args.max_resample_times):
+            places = []
+            for place in (~self._is_informative(scores.rewards)).nonzero().flatten().tolist():
+                if row := [row for row in others if sizes[row] == sizes[row_numbers[place]]][:1]:
+                    others.remove(row[0])
+                    row_numbers[place] = row[0]
+                    places.append(place)
+            if not places:
+                break
+            count += len(places)
+            is_new = np.isin(assignment[:, :, 0] // generations, places)  # (processes, batches)
+            own = np.flatnonzero(is_new[rank])
+            # Every process generates as many batches: one that has fewer repeats another's, which then counts once
+            spare = np.repeat(assignment[is_new][:1], is_new.sum(axis=1).max() - len(own), axis=0)
+            batches = np.concatenate([assignment[rank][own], spare])
+            self.prompt_encoder.encode(self.train_rows, row_numbers, scale)
+            fetched = self.sampler.fetch(self.train_rows, row_numbers, scale)
+            self.rewards.start(generations)
+            new_images, new_records = self._generate_round(round_index, batches, row_numbers, fetched, sde)
+            new = self.rewards.finish(self.state)
+            size, merged = plan.rollout_batch_size, plan.num_merged_batches
+            for i, batch in enumerate(own):
+                images[batch * size : (batch + 1) * size] = new_images[i * size : (i + 1) * size]
+                records[batch * merged : (batch + 1) * merged] = new_records[i * merged : (i + 1) * merged]
+            numbers = np.unique(assignment[is_new])
+            scores.rewards[numbers] = new.rewards[numbers]
+            for column, values in new.extra.items():
+                for number in numbers:
+                    scores.extra[column][number] = values[number]
+        return count
 
     def _recording(self, sde: SDESettings) -> dict[str, Any]:
         """Return what a batch records, as arguments of the policy's `generate`."""

@@ -183,6 +183,13 @@ class RoundSchedule:
             order = np.random.default_rng((self.args.seed, STREAMS["prompts"], epoch)).permutation(order)
         return order[position * self.plan.num_prompts : (position + 1) * self.plan.num_prompts].tolist()
 
+    def other_rows(self, round_index: int) -> list[int]:
+        """Return the rows that are not in a round, in the order in which they take the place of some that are."""
+        order = np.random.default_rng((self.args.seed, STREAMS["other prompts"], round_index)).permutation(
+            self.num_rows
+        )
+        return [row for row in order.tolist() if row not in self.rows(round_index)]
+
     def remaining_rows(self, max_steps: int, first_round: int) -> list[int]:
         """Return the rows that the rest of a run needs."""
         needed = set()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other prompts in the place of those that teach nothing (`max_resample_times`)."""
+
+import pytest
+import torch
+
+from kill_runs import Run, relative_difference
+from launching import fork_context
+from paco_trl.rewards import redness_reward
+
+
+def dull_reward(prompts, completions, num_generations, log_extra, **kwargs):
+    """Redness; half of the prompts have a reward that does not differ."""
+    rewards = [0.5] * len(prompts) if is_dull(prompts[0]) else redness_reward(prompts, completions)
+    log_extra("redness", rewards)
+    return rewards
+
+
+def is_dull(prompt: str) -> bool:
+    return len(prompt) % 2 == 0
+
+
+def constant_reward(prompts, **kwargs):
+    return [0.5] * len(prompts)
+
+
+SETTINGS = {"reward_funcs": dull_reward, "min_reward_std": 0.0, "max_resample_times": 3}
+
+
+def rounds_of(trainer):
+    trainer.state.max_steps = 2
+    return trainer._generate_and_score_completions(0)
+
+
+def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
+    trainer = make_trainer(**SETTINGS, per_device_train_batch_size=2)
+    prompts, first = trainer.train_dataset["prompt"], trainer.schedule.rows(0)
+    dull = [place for place, row in enumerate(first) if is_dull(prompts[row])]
+    assert 0 < len(dull) < 4
+    sheets = []
+    trainer.args.log_completions = True
+    trainer._save_sheet = lambda name, title, rows, numbers, shown: sheets.append((list(numbers), shown))
+    buffer = rounds_of(trainer)
+    assert buffer.metrics["prompts_resampled"] >= len(dull) and buffer.metrics["frac_groups_uninformative"] == 0
+    ((final, shown),) = sheets
+    assert all((final[place] != first[place]) == (place in dull) for place in range(4))
+    assert len(set(final)) == 4 and not any(is_dull(prompts[row]) for row in final)
+
+    # Images, scores, records and advantages are those of a round that has these prompts from the start
+    twin = make_trainer(reward_funcs=dull_reward, per_device_train_batch_size=2)
+    twin.schedule.rows = lambda round_index: final
+    other = rounds_of(twin)
+    assert other.metrics["reward"] == buffer.metrics["reward"]
+    for entry, expected in zip(buffer.entries, other.entries, strict=True):
+        assert torch.equal(entry["advantages"], expected["advantages"]) and expected["advantages"].any()
+        assert torch.equal(entry["record"].sample, expected["record"].sample)
+        assert torch.equal(entry["record"].log_prob, expected["record"].log_prob)
+    assert shown.extra["redness"] == pytest.approx(shown.rewards[:, 0].tolist())
+    # Twin: without resampling they are left out
+    assert rounds_of(make_trainer(**SETTINGS | {"max_resample_times": 0})).metrics["frac_groups_uninformative"] > 0
+
+
+@pytest.mark.parametrize(("times", "resampled"), [(1, 4), (5, 8)])
+def test_it_ends_after_its_times_and_without_other_prompts(make_trainer, times, resampled):
+    trainer = make_trainer(**SETTINGS | {"reward_funcs": constant_reward, "max_resample_times": times})
+    buffer = rounds_of(trainer)  # 4 of 12 prompts
+    assert buffer.metrics["prompts_resampled"] == resampled and buffer.metrics["frac_groups_uninformative"] == 1
+    assert not any(entry["weights"].any() for entry in buffer.entries)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"max_resample_times": 1}, "min_reward_std"),
+        ({**SETTINGS, "per_device_train_batch_size": 8}, "num_generations"),
+    ],
+)
+def test_refused(make_trainer, settings, name):
+    with pytest.raises(ValueError, match=name):
+        make_trainer(**settings)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tiny_flux, tmp_path):
+    """The processes have other numbers of prompts to draw again."""
+    settings = {**SETTINGS, "scale_rewards": "none", "eval_strategy": "no", "max_steps": 4}
+    one, two = (
+        Run(fork_context(), tiny_flux, tmp_path / str(n), processes=n, zero3=n == 2, **settings).state()
+        for n in (1, 2)
+    )
+    resampled = [[log["prompts_resampled"] for log in run["history"] if "loss" in log] for run in (one, two)]
+    assert resampled[0] == resampled[1] and any(count % 2 for count in resampled[0])
+    assert relative_difference(one["adapter"], two["adapter"]) < 0.05
