@@ -70,7 +70,8 @@ class JudgeServer:
     """
     Args:
         log_odds (`Callable`):
-            `(first, second, question) -> float`: logit of Yes against No, for two PIL images.
+            `(first, second, question) -> float`: logit of Yes against No, for two PIL images; or a dictionary of tokens
+            with their log-probabilities.
         models (`list[str]`):
             Names of the models that it has.
         fault (`Callable`, *optional*):
@@ -302,7 +303,8 @@ def _handler(judge: JudgeServer):
                 self.error(404, f"The model `{body['model']}` does not exist.")
             elif fault is None:
                 images, question = pictures_of(body)
-                logprobs = decision_logprobs(judge.log_odds(*images, question), judge.others)
+                logprobs = judge.log_odds(*images, question)
+                logprobs = logprobs if isinstance(logprobs, dict) else decision_logprobs(logprobs, judge.others)
                 top = sorted(logprobs.items(), key=lambda token: -token[1])[: body["top_logprobs"]]
                 length = body.get("max_tokens") or body["max_completion_tokens"]
                 logprobs, text = dict(top), "Yes" if length == 1 else f"Yes. {question}"

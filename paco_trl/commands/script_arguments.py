@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
+from ..rewards.judge_rewards import RUBRICS, read_rubric
 from ..rewards.runner import check_columns
 from ..rollout.loading import check_config, read_peft_config
 from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
@@ -53,12 +54,14 @@ class RewardOptions:
     rewards: list[str] = option(
         ["consistency", "clip_t"],
         "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `clip_i`, `pick_score`, "
-        "`no_duplicates`, `layout`, `ocr`; `redness` and `panel_similarity` are for trying things out. Your own: "
+        "`no_duplicates`, `layout`, `ocr`; `rubric:instruction` and `rubric:unchanged` (edits), `rubric:consistency` (sets) "
+        "and `rubric:my_rubric.txt`, rated by any vision-language model as `judge_model`; `redness` and `panel_similarity` are for trying things out. Your own: "
         "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments.",
         "--reward_funcs",
     )
     judge_model: str = option(
-        "X-GenGroup/PaCo-Reward-7B", "Judge of `consistency` and `edit`: Hub id, directory, or name at `judge_url`."
+        "X-GenGroup/PaCo-Reward-7B",
+        "Judge of `consistency`, `edit` and rubrics: Hub id, directory, or name at `judge_url`.",
     )
     judge_url: str | None = option(None, "Address of a served judge. If `None`, it is loaded into each process.")
     judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
@@ -106,6 +109,13 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "redness": lambda args: rewards.redness_reward,
     "panel_similarity": lambda args: rewards.panel_similarity_reward,
 }
+
+
+_RUBRIC = "rubric:"
+
+
+def _with_judge(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name in ("consistency", "edit") or name.startswith(_RUBRIC)]
 
 
 def _judge_arguments(script_args: ScriptArguments) -> dict[str, Any]:
@@ -167,22 +177,28 @@ def check_reward_names(script_args: ScriptArguments) -> None:
     """Refuse a reward that is none of the package and cannot be a user's, and options of a judge without one."""
     names = [*script_args.rewards, *(script_args.eval_rewards or ())]
     for name in names:
-        if name not in _REWARDS and "." not in name:
+        if name.startswith(_RUBRIC):
+            read_rubric(name.removeprefix(_RUBRIC))
+        elif name not in _REWARDS and "." not in name:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
             raise ValueError(
-                f"Unknown reward {name!r}.{_nearest(name, _REWARDS, file)} `--rewards` takes {', '.join(_REWARDS)}, or your "
-                "own: `my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`."
+                f"Unknown reward {name!r}.{_nearest(name, _REWARDS, file)} `--rewards` takes {', '.join(_REWARDS)}, "
+                f"{', '.join(_RUBRIC + rubric for rubric in RUBRICS)}, or your own: `my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`."
             )
         if script_args.rewards.count(name) > 1:
             raise ValueError(f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight.")
     for setting in ("judge_url", "judge_quantization", "judge_attn_implementation", "judge_max_pairs"):
         value = getattr(script_args, setting)
-        if value is not None and not {"consistency", "edit"} & set(names):  # it may be in a file that cannot be unset
-            logger.warning(f"`--{setting}` has no effect: of the rewards, only `consistency` and `edit` have a judge.")
+        if value is not None and not _with_judge(names):  # it may be in a file that cannot be unset
+            logger.warning(f"`--{setting}` has no effect: only `consistency`, `edit` and rubrics have a judge.")
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     """Load a reward by its name on the command line."""
+    if name.startswith(_RUBRIC):
+        rubric = name.removeprefix(_RUBRIC)
+        judge = script_args.judge_model
+        return rewards.RubricReward(judge, rubric, script_args.judge_url, **_judge_arguments(script_args))
     return _REWARDS[name](script_args) if name in _REWARDS else _import_reward(name)
 
 
@@ -234,16 +250,15 @@ def _import_file(path: str) -> ModuleType:
 
 
 def judges_of(script_args: ScriptArguments) -> list[tuple[str, str | None]]:
-    """Return name and address of the judges that the rewards of training and of the evaluation load, each its own."""
+    """Return name and address of the judges that the rewards of training and of the evaluation load."""
     evaluated = script_args.rewards if script_args.eval_rewards is None else script_args.eval_rewards
     eval_model, eval_url = script_args.eval_judge_model, script_args.eval_judge_url
     is_shared = (eval_model, eval_url) == (None, None)
     judges = []
-    for name in ("consistency", "edit"):
-        if name in script_args.rewards or name in evaluated and is_shared:
-            judges.append((script_args.judge_model, script_args.judge_url))
-        if name in evaluated and not is_shared:
-            judges.append((eval_model or script_args.judge_model, eval_url))
+    if _with_judge(script_args.rewards) or _with_judge(evaluated) and is_shared:
+        judges.append((script_args.judge_model, script_args.judge_url))
+    if _with_judge(evaluated) and not is_shared:
+        judges.append((eval_model or script_args.judge_model, eval_url))
     return judges
 
 
@@ -255,7 +270,8 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
     for model, url in dict.fromkeys(judges_of(script_args)):
         if url is not None:
-            rewards.ServedJudge(url, model).check()
+            names = _with_judge([*script_args.rewards, *(script_args.eval_rewards or ())])
+            rewards.ServedJudge(url, model).check(scale=5 if all(name.startswith(_RUBRIC) for name in names) else None)
             continue
         try:
             AutoConfig.from_pretrained(resolve_base_model(model, {})[0])
@@ -268,12 +284,27 @@ def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:
     for name, judge in (("consistency", rewards.ConsistencyReward), ("edit", rewards.EditReward)):
         if name in script_args.rewards:
             check_columns(judge, dataset, "the dataset")
+    for name in script_args.rewards:
+        if name.startswith(_RUBRIC) and (needs := RUBRICS.get(name.removeprefix(_RUBRIC))):
+            check_columns(type(name, (), needs), dataset, "the dataset")
 
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
     """Load the rewards of training."""
     check_reward_names(script_args)
-    return [load_reward(name, script_args) for name in script_args.rewards]
+    return list(_load_all({}, script_args.rewards, script_args).values())
+
+
+def _load_all(loaded: dict[str, Any], names: list[str], script_args: ScriptArguments) -> dict[str, Any]:
+    """Load the rewards that are not in `loaded`, and return all; those that have a judge share it."""
+    loaded = {**loaded}
+    for name in names:
+        if judge := next((loaded[each].judge for each in _with_judge(loaded)), None):
+            no_options: dict = dict(judge_url=None, judge_quantization=None, judge_attn_implementation=None)
+            script_args = replace(script_args, judge_model=judge, **no_options)
+        if name not in loaded:
+            loaded[name] = load_reward(name, script_args)
+    return loaded
 
 
 def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]) -> list[Callable] | None:
@@ -282,8 +313,10 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
     if script_args.eval_rewards is None and not has_own_judge:
         return None
     names = script_args.eval_rewards if script_args.eval_rewards is not None else script_args.rewards
-    if has_own_judge and not {"consistency", "edit"} & set(names):
-        raise ValueError("`--eval_judge_model` and `--eval_judge_url` are for `consistency` or `edit`: none is used.")
+    if has_own_judge and not _with_judge(names):
+        raise ValueError(
+            "`--eval_judge_model` and `--eval_judge_url` are for `consistency`, `edit` or a rubric: none is used."
+        )
     known = dict(zip(script_args.rewards, reward_funcs, strict=True))
     if has_own_judge:
         model = script_args.eval_judge_model or script_args.judge_model
@@ -291,8 +324,9 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
         own = replace(script_args, judge_model=model, judge_url=url)
         if url is not None:
             own.judge_quantization = own.judge_attn_implementation = None
-        known |= {name: load_reward(name, own) for name in ("consistency", "edit") if name in names}
-    return [known.get(name) or load_reward(name, script_args) for name in names]
+        known |= _load_all({}, _with_judge(names), own)
+    known = _load_all(known, names, script_args)
+    return [known[name] for name in names]
 
 
 def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:

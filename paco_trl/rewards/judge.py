@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -42,6 +42,11 @@ TOP_LOGPROBS = 20
 _LOG_ZERO = -9999.0
 # A missing token is at most as likely as the last one returned. A score that this could change by more is `None`.
 _MAX_SCORE_ERROR = 1e-3
+# A rating is read from the digits of the answer's first token if these have at least half of the probability
+_LEAST_MASS = 0.5
+# A space before a digit: in text, and in the vocabularies of byte-level tokenizers and of SentencePiece
+SPACES = " Ġ▁"
+_TEST_RATING = "How alike are the two images? Answer with a whole number from 0 to {scale}, and with nothing else."
 # Of the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 _SAVE_OPTIONS = {
@@ -57,7 +62,7 @@ class JudgeUnavailableError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """Score of a pair by a judge, P(Yes) / (P(Yes) + P(No)), or why there is none: one of `NO_SCORE`."""
+    """Score of a question by a judge, P(Yes) / (P(Yes) + P(No)) or a rating, or why there is none: one of `NO_SCORE`."""
 
     score: Any  # or the log-probabilities of tokens, or a text
     reason: str | None = None
@@ -67,7 +72,7 @@ class Judge(Protocol):
     """
     Protocol of a judge: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server, or any object with this
     method and a name. If it also has `answer`, as [`ServedJudge.answer`], it is queried while other images are
-    generated.
+    generated. [`RubricReward`] calls `rate` and `answer_ratings` instead.
     """
 
     name: str  # for reports
@@ -159,6 +164,34 @@ def yes_probability(
     return float(expit(log_yes - log_no))
 
 
+def digits_of(scale: int) -> list[str]:
+    """Return the numbers that a judge rates with, 0 to `scale`, each of which must be one digit."""
+    if scale not in range(1, 10):
+        raise ValueError(
+            f"`scale` is {scale!r}, but must be a whole number from 1 to 9: the first token of an answer cannot tell 1 "
+            "from 10. A rating is a mean over all digits, so a small scale is not coarse."
+        )
+    return [str(number) for number in range(scale + 1)]
+
+
+def expected_rating(logprobs: Iterable[tuple[str, float]], scale: int) -> float | None:
+    """
+    Compute the expected rating from tokens of the first position and their log-probabilities: the mean of the numbers 0
+    to `scale`, weighted by the probabilities of their tokens, divided by `scale`. `None` if these have less than half of
+    the probability.
+    """
+    by_digit: dict[str, list[float]] = {digit: [] for digit in digits_of(scale)}
+    for token, logprob in logprobs:
+        by_digit.get(token.lstrip(SPACES), []).append(logprob)
+    with np.errstate(invalid="ignore"):  # NaN, which gives none below
+        sums = np.array([np.logaddexp.reduce(values, initial=-np.inf) for values in by_digit.values()])  # (scale + 1,)
+        mass = np.logaddexp.reduce(sums)
+    # A server may round 0 to a little more
+    if not math.log(_LEAST_MASS) <= mass <= 1e-3:
+        return None
+    return float(np.exp(sums - mass) @ np.arange(scale + 1) / scale)
+
+
 # ---- A judge on a server ----
 
 
@@ -243,12 +276,13 @@ class ServedJudge:
         self._reported: set[str] = set()  # kinds of failures that have been logged with an example
         self._is_waiting = False  # for a server that does not answer, which has been logged
 
-    def check(self, time_budget: float = 30.0) -> None:
+    def check(self, time_budget: float = 30.0, scale: int | None = None) -> None:
         """
         Check by one real question that the server can be used as a judge, or raise a `JudgeUnavailableError`. It waits
         for at most `time_budget` seconds, and at most the judge's own `time_budget`, for a server that does not answer.
+        With `scale` the question asks for a rating.
         """
-        self._client.run(self._check(min(self.time_budget, time_budget)))
+        self._client.run(self._check(min(self.time_budget, time_budget), scale))
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """
@@ -266,6 +300,15 @@ class ServedJudge:
     async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
         """Score pairs like [`~ServedJudge.score`], as a coroutine and with the reasons for missing scores."""
         return await asyncio.wrap_future(self._client.start(self._answer(images, prompts, symmetric)))
+
+    def rate(self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int = 5) -> list[float | None]:
+        """Rate images by a rubric, as [`~paco_trl.PaCoReward.rate`] does."""
+        return self._read_all(images, prompts, functools.partial(_read_rating, scale=scale))
+
+    async def answer_ratings(self, images: Sequence[ImageGroup], prompts: list[str], scale: int) -> list[Answer]:
+        """Rate like [`~ServedJudge.rate`], as a coroutine and with the reasons for missing ratings."""
+        query = self._query_all(images, prompts, functools.partial(_read_rating, scale=scale))
+        return await asyncio.wrap_future(self._client.start(query))
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
         """Score questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does."""
@@ -292,11 +335,12 @@ class ServedJudge:
 
     # ---- On the event loop ----
 
-    async def _check(self, budget: float) -> None:
+    async def _check(self, budget: float, scale: int | None) -> None:
+        question = plain_question() if scale is None else _TEST_RATING.format(scale=scale)
         try:
             await self._call(self._client.find_model, budget)
-            completion = await self._call(functools.partial(self._client.complete, self._test_body()), budget)
-            answer = _read_score(completion)
+            completion = await self._call(functools.partial(self._client.complete, self._test_body(question)), budget)
+            answer = _read_score(completion) if scale is None else _read_rating(completion, scale)
             if answer.score is None:
                 tokens = ", ".join(map(repr, _read_tokens(completion).score or ())) or "none"
                 raise NoAnswerError("unreadable", f"its likeliest first tokens: {tokens}")
@@ -307,9 +351,9 @@ class ServedJudge:
                     "serve` and wait until it reports that it is ready, or correct the address."
                 ) from None
             raise JudgeUnavailableError(
-                f"{self.name} cannot be used as a judge. Asked '{plain_question()}' about two images, it gave no score "
-                f"({failure}). A judge must answer Yes or No first, and its server must return the log-probabilities of "
-                f"{TOP_LOGPROBS} tokens (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
+                f"{self.name} cannot be used as a judge. Asked '{question}' about two images, it gave no score "
+                f"({failure}). A judge must answer {'Yes or No' if scale is None else 'a digit'} first, and its server "
+                f"must return the log-probabilities of {TOP_LOGPROBS} tokens (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
             ) from None
 
     async def _answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool) -> list[Answer]:
@@ -397,7 +441,7 @@ class ServedJudge:
         """Tell a bad question from a server that is down by a test question."""
         try:
             async with asyncio.timeout(min(self.timeout, max(self.time_budget / 10, 5.0))):
-                await self._client.complete(self._test_body(), is_retried=False)
+                await self._client.complete(self._test_body(plain_question()), is_retried=False)
         except (NoAnswerError, TimeoutError):
             seconds = asyncio.get_running_loop().time() - started
             raise JudgeUnavailableError(
@@ -423,9 +467,9 @@ class ServedJudge:
             "top_logprobs": TOP_LOGPROBS,
         }
 
-    def _test_body(self) -> dict[str, Any]:
+    def _test_body(self, question: str) -> dict[str, Any]:
         images = {color: (Image.new("RGB", (112, 112), color), "A test image") for color in ("white", "black")}
-        return self._body(list(self._encode(images).values()), plain_question())
+        return self._body(list(self._encode(images).values()), question)
 
     def _encode(self, sources: Mapping[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
         """Encode images as data URLs, with the pixels that a judge in the process would see."""
@@ -436,16 +480,21 @@ class ServedJudge:
         }
 
 
+def _read_entries(completion: "ChatCompletion") -> list[tuple[str, float]]:
+    """Read the likeliest first tokens with their log-probabilities; none if they cannot be read."""
+    try:
+        choice: Any = completion.choices[0]
+        return [(str(entry.token), float(entry.logprob)) for entry in choice.logprobs.content[0].top_logprobs]
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return []
+
+
 def _read_tokens(completion: "ChatCompletion") -> Answer:
     """Read the likeliest first tokens with their log-probabilities, in place of a score."""
     logprobs: dict[str, float] = {}
-    try:
-        choice: Any = completion.choices[0]
-        for entry in choice.logprobs.content[0].top_logprobs:
-            # Tokens may share a text (pieces of a character): the likelier one comes first
-            logprobs.setdefault(entry.token, float(entry.logprob))
-    except (AttributeError, IndexError, TypeError, ValueError):
-        logprobs = {}
+    for token, logprob in _read_entries(completion):
+        # Tokens may share a text (pieces of a character): the likelier one comes first
+        logprobs.setdefault(token, logprob)
     return Answer(logprobs) if logprobs else Answer(None, "unreadable")
 
 
@@ -460,6 +509,21 @@ def _read_score(completion: "ChatCompletion") -> Answer:
     present = [logprobs[token] for token in ("Yes", "No") if token in logprobs]
     # Negated, so that a NaN among the others gives no score
     if len(present) == 1 and not math.exp(min(logprobs.values()) - present[0]) <= _MAX_SCORE_ERROR:
+        score = None
+    return Answer(score, "undecided" if score is None else None)
+
+
+def _read_rating(completion: "ChatCompletion", scale: int) -> Answer:
+    entries = _read_entries(completion)
+    if not entries:
+        return Answer(None, "unreadable")
+    score = expected_rating(entries, scale)
+    num_missing = len({*digits_of(scale)} - {token.lstrip(SPACES) for token, _ in entries})
+    # At most as likely as the last token, each could change the score by its part of the mass of the digits
+    if (
+        num_missing
+        and not num_missing * np.exp(np.min([value for _, value in entries])) <= _MAX_SCORE_ERROR * _LEAST_MASS
+    ):
         score = None
     return Answer(score, "undecided" if score is None else None)
 

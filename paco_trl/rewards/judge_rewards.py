@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that query a judge about pairs of images: consistency of a set, and quality of an edit."""
+"""Rewards that query a judge about images: consistency of a set, quality of an edit, and ratings by a rubric."""
 
 import asyncio
 import hashlib
@@ -23,23 +23,35 @@ from ..data.questions import (
     edit_following_question,
     theme_question,
 )
+from ..utils.files import read_template
 from .columns import column_of, panels_of
-from .judge import NO_SCORE, Answer, Judge, ServedJudge, both_orders
+from .judge import NO_SCORE, Answer, Judge, ServedJudge, both_orders, digits_of
 
 
 # Several rounds at the paper's settings (672 images with 6 pairs each), in about 15 MB
 _MAX_ANSWERS = 50_000
 # Limit of the source images that the paper's judge was trained with
 _MAX_SOURCE_PIXELS = 2_097_152
+# Packaged rubrics -> columns and panels that they need; the texts are in paco_trl/templates/rubric_*.txt
+RUBRICS: dict[str, dict[str, Any]] = {
+    "instruction": {"needed_columns": ("image",)},
+    "unchanged": {"needed_columns": ("image",)},
+    "consistency": {"min_panels": 2},
+}
 
 
 class WeightedQuestion(NamedTuple):
-    """A question about two images, and the weight of its score in the reward."""
+    """A question about two images, or about one, and the weight of its score in the reward."""
 
     first: Image.Image
-    second: Image.Image
+    second: Image.Image | None
     text: str
     weight: float = 1.0
+
+    @property
+    def images(self) -> tuple[Image.Image, ...]:
+        """Return the image, or both."""
+        return (self.first,) if self.second is None else (self.first, self.second)
 
 
 def image_digest(image: Image.Image) -> str:
@@ -52,8 +64,9 @@ def image_digest(image: Image.Image) -> str:
 class CachedJudge:
     """Caches the answers of a judge. Pending questions are shared; those without an answer are asked again."""
 
-    def __init__(self, judge: Judge):
+    def __init__(self, judge: Judge, scale: int | None = None):
         self.judge: Any = judge  # with `answer` if it is served
+        self.scale = scale
         # Pending answers are futures
         self._answers: OrderedDict[bytes, Answer | Future[Answer]] = OrderedDict()
         self._lock = threading.Lock()
@@ -63,7 +76,10 @@ class CachedJudge:
         answers, new = self._claim(questions)
         with self._resolving(new) as resolved:
             if new:
-                scores = self.judge.score(*_arguments(new))
+                if self.scale is None:
+                    scores = self.judge.score(*_arguments(new))
+                else:
+                    scores = self.judge.rate(*_arguments(new), self.scale)
                 resolved += [Answer(score, "undecided" if score is None else None) for score in scores]
         return [answer.result() if isinstance(answer, Future) else answer for answer in answers], len(new)
 
@@ -72,7 +88,10 @@ class CachedJudge:
         answers, new = self._claim(questions)
         with self._resolving(new) as resolved:
             if new:
-                resolved += await self.judge.answer(*_arguments(new))
+                if self.scale is None:
+                    resolved += await self.judge.answer(*_arguments(new))
+                else:
+                    resolved += await self.judge.answer_ratings(*_arguments(new), self.scale)
         return [
             await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
             for answer in answers
@@ -80,9 +99,10 @@ class CachedJudge:
 
     def _claim(self, questions: list[WeightedQuestion]) -> tuple[list, dict[bytes, tuple[WeightedQuestion, Future]]]:
         """Return the answers, available or pending, and the new questions by their keys, with their pending answers."""
-        digests = {id(image): image_digest(image) for question in questions for image in question[:2]}
+        digests = {id(image): image_digest(image) for question in questions for image in question.images}
         names = [
-            (self.judge.name, text, digests[id(first)], digests[id(second)]) for first, second, text, _ in questions
+            (self.judge.name, question.text, *(digests[id(image)] for image in question.images))
+            for question in questions
         ]
         keys = [hashlib.sha256(repr(name).encode()).digest() for name in names]
         new = {}
@@ -122,13 +142,14 @@ class CachedJudge:
 
 def _arguments(new: dict[bytes, tuple[WeightedQuestion, Future]]) -> tuple[list, list[str]]:
     questions = [question for question, _ in new.values()]
-    return [question[:2] for question in questions], [question.text for question in questions]
+    return [question.images for question in questions], [question.text for question in questions]
 
 
 class JudgedReward:
     """Base of rewards that query a judge; with a judge on a server, a call returns a coroutine."""
 
     __name__: str
+    scale: int | None = None  # of ratings; without one the judge answers Yes or No
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
         if not isinstance(model, (str, Path)):
@@ -142,10 +163,10 @@ class JudgedReward:
             self.judge = PaCoReward.from_pretrained(model, **kwargs)
         else:
             self.judge = ServedJudge(base_url, str(model), **kwargs)
-            self.judge.check()  # before anything else is loaded
+            self.judge.check(scale=self.scale)  # before anything else is loaded
         self.is_async = hasattr(self.judge, "answer")  # it is then queried while other images are generated
         self.model_name = getattr(self.judge, "model_name", None)  # for cards
-        self._cached = CachedJudge(self.judge)
+        self._cached = CachedJudge(self.judge, self.scale)
 
     def __call__(
         self,
@@ -345,23 +366,119 @@ class EditReward(JudgedReward):
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns
     ) -> list[list[WeightedQuestion]]:
-        name = "images" if columns.get("images") is not None else "image"
-        rows = column_of(columns.get(name), name, len(completions), "`EditReward`")
-        rows = [list(row) if name == "images" else [row] for row in rows]
-        if not all(isinstance(source, Image.Image) for sources in rows for source in sources):
-            raise ValueError(f"`{name}` must have PIL images. Cast the column to `datasets.Image()`, and fill it.")
         return [
             [
-                WeightedQuestion(_shrunk(source), edited, question(prompt))
+                WeightedQuestion(source, edited, question(prompt))
                 for source in sources
                 for question in (edit_consistency_question, edit_following_question)
             ]
-            for prompt, sources, edited in zip(prompts, rows, completions, strict=True)
+            for prompt, sources, edited in zip(
+                prompts, _sources_of(columns, len(completions), "`EditReward`"), completions, strict=True
+            )
         ]
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
         pairs = zip(scores[::2], scores[1::2], strict=True)  # of each source: consistency, following
         return sum(math.sqrt(consistency * following) for consistency, following in pairs) / (len(scores) // 2)
+
+
+class RubricReward(JudgedReward):
+    """
+    Rating by any vision-language model with a rubric, as in Edit-R1
+    ([UniWorld-V2](https://huggingface.co/papers/2510.16888)): the mean of the numbers 0 to `scale`, weighted by their
+    probabilities at the first token of the answer, divided by `scale`. The published code does this with 0 to 5. Nothing
+    is generated, and the model needs no training.
+
+    - Range: [0, 1]. `None` where these numbers have less than half of the probability, which the published code does not
+      check. Models that think first have no rating.
+    - Cost: one forward pass of the judge per image, or per image and source.
+
+    The judge sees the source and then the edited image where rows have a source (the column `image`, or `images` with
+    several, over which the rating is averaged), and else the generated image alone, which for a set is the whole grid.
+    Sources of more than 2,097,152 pixels are downscaled to that.
+
+    Args:
+        model (`str`, `Path` or [`Judge`]):
+            Hub id or directory of a model that [`~transformers.AutoModelForImageTextToText`] loads and that follows
+            instructions, or of a LoRA adapter; with `base_url`, its name on the server; or a loaded judge.
+        rubric (`str` or `Path`):
+            - `"instruction"`: whether an edit follows its instruction.
+            - `"unchanged"`: whether an edit leaves everything else as it was.
+            - `"consistency"`: whether the panels of a set belong together.
+            - The path of a text file (UTF-8) with `{prompt}` and `{scale}`, which are replaced. Ask for the number first.
+        base_url (`str`, *optional*):
+            See [`ConsistencyReward`].
+        scale (`int`, *optional*, defaults to `5`):
+            Best rating, 1 to 9; 5 is that of the published code.
+        **kwargs:
+            See [`ConsistencyReward`].
+
+    Raises:
+        ValueError: If the rubric is missing or lacks a placeholder, or the scale has more than one digit.
+        JudgeUnavailableError: If the server does not answer, has no such model, or it does not answer with a digit.
+
+    Example:
+
+    ```python
+    >>> from paco_trl import PaCoReward
+    >>> from paco_trl.rewards import RubricReward
+
+    >>> judge = PaCoReward.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", dtype="bfloat16")
+    >>> rewards = [RubricReward(judge, "instruction"), RubricReward(judge, "unchanged")]
+    ```
+    """
+
+    needed_columns: tuple[str, ...] = ()
+
+    def __init__(
+        self, model: str | Path | Judge, rubric: str | Path, base_url: str | None = None, scale: int = 5, **kwargs
+    ):
+        digits_of(scale)  # checked before a model is loaded
+        self.rubric, self.scale = read_rubric(rubric).replace("{scale}", str(scale)), scale
+        self.__name__ = f"rubric_{Path(rubric).stem}"  # names TRL's metrics, `rewards/rubric_instruction/mean`
+        vars(self).update(RUBRICS.get(str(rubric), {}))  # the trainer checks them before it loads a model
+        super().__init__(model, base_url, **kwargs)
+
+    def _questions(
+        self, prompts: list[str], completions: list[Image.Image], **columns
+    ) -> list[list[WeightedQuestion]]:
+        texts = [self.rubric.replace("{prompt}", prompt) for prompt in prompts]
+        if not self.needed_columns and columns.get("image") is None and columns.get("images") is None:
+            return [[WeightedQuestion(image, None, text)] for image, text in zip(completions, texts, strict=True)]
+        rows = _sources_of(columns, len(completions), "`RubricReward`")
+        return [
+            [WeightedQuestion(source, edited, text) for source in sources]
+            for sources, edited, text in zip(rows, completions, texts, strict=True)
+        ]
+
+    def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
+        return sum(scores) / len(scores)
+
+
+def read_rubric(rubric: str | Path) -> str:
+    """Read a packaged rubric by its name, or the user's own from a file."""
+    if str(rubric) in RUBRICS:
+        return read_template(f"rubric_{rubric}.txt").strip()
+    path = Path(rubric).expanduser()
+    if not path.is_file():
+        raise ValueError(f"`rubric` is '{rubric}', which is neither a file nor one of {', '.join(RUBRICS)}.")
+    text = path.read_text(encoding="utf-8").strip()
+    for placeholder in ("{prompt}", "{scale}"):
+        if placeholder not in text:
+            raise ValueError(
+                f"The rubric '{rubric}' has no `{placeholder}`. Write it where the judge is to read the "
+                f"{'prompt of the image' if placeholder == '{prompt}' else 'largest number that it may give'}."
+            )
+    return text
+
+
+def _sources_of(columns: dict[str, Any], count: int, reward: str) -> list[list[Image.Image]]:
+    name = "images" if columns.get("images") is not None else "image"
+    rows = column_of(columns.get(name), name, count, reward)
+    rows = [list(row) if name == "images" else [row] for row in rows]
+    if not all(isinstance(source, Image.Image) for sources in rows for source in sources):
+        raise ValueError(f"`{name}` must have PIL images. Cast the column to `datasets.Image()`, and fill it.")
+    return [[_shrunk(source) for source in sources] for sources in rows]
 
 
 def _shrunk(source: Image.Image) -> Image.Image:

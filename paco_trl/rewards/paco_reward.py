@@ -5,12 +5,13 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from peft import PeftConfig, PeftModel
 from peft.utils import get_peft_model_state_dict
@@ -36,6 +37,7 @@ from ..utils.images import find_control_tokens, load_image, patch_size_of
 from ..utils.names import check_model_name, public_name
 from ..utils.quantization import quantization_config
 from .judge import (
+    SPACES,
     TOP_LOGPROBS,
     ImageGroup,
     ImagePair,
@@ -43,6 +45,8 @@ from .judge import (
     both_orders,
     broadcast_questions,
     check_pairs,
+    digits_of,
+    expected_rating,
     image_key,
     images_with_labels,
 )
@@ -192,6 +196,11 @@ class PaCoReward:
             model, kwargs = base, base_kwargs
         processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **_hub_arguments(kwargs))
         decision_token_ids(processor.tokenizer)
+        if processor.chat_template is None:
+            raise ValueError(
+                f"{model!r} has no chat template, so that it cannot be asked a question. Use a model that was trained to "
+                "follow instructions, or save the template with its processor."
+            )
         return processor
 
     @property
@@ -253,6 +262,38 @@ class PaCoReward:
         """
         prompts = self._check_prompts(prompts, len(images), "images")
         return self._query([(image,) for image in images], prompts, "image", self._probabilities, show_progress)
+
+    def rate(
+        self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int = 5, show_progress: bool = False
+    ) -> list[float | None]:
+        """
+        Rate images by a rubric: the mean of the numbers 0 to `scale`, weighted by their probabilities at the first
+        position of the answer, divided by `scale`.
+
+        Args:
+            images (`list[tuple]`):
+                Pairs of images, or tuples of one image; see [`~PaCoReward.score`].
+            prompts (`str` or `list[str]`), show_progress (`bool`, *optional*, defaults to `False`):
+                Rubric for each, or one for all, that asks for a number from 0 to `scale` and for nothing before it.
+            scale (`int`, *optional*, defaults to `5`):
+                Best rating, 1 to 9.
+
+        Returns:
+            `list[float | None]`: 0 to 1. `None` where these numbers have less than half of the probability: the model
+            did not answer with a number.
+
+        Raises:
+            ValueError: If the tokenizer lacks one of the digits, with which nothing can be rated.
+        """
+        noun = "image" if images and len(images[0]) == 1 else "pair"
+        tokens = digit_tokens(self.processor.tokenizer, scale)
+        ids = torch.tensor(list(tokens.values()), device=self._network.get_output_embeddings().weight.device)
+
+        def read(inputs: dict) -> list[dict[str, float]]:
+            return [dict(zip(tokens, row, strict=True)) for row in self._token_logprobs(inputs, ids)]
+
+        answers = self._query(images, self._check_prompts(prompts, len(images), f"{noun}s"), noun, read, show_progress)
+        return [expected_rating(answer.items(), scale) for answer in answers]
 
     def top_logprobs(
         self,
@@ -339,9 +380,8 @@ class PaCoReward:
 
     def _probabilities(self, inputs: dict) -> list[float]:
         """Compute P(Yes) / (P(Yes) + P(No)) of each row: the sigmoid of the difference of the two logits."""
-        logits = self.model(**inputs, logits_to_keep=1, use_cache="past_key_values" in inputs).logits[:, -1]
+        logits, hidden = self._last_logits(inputs)
         # In float32 from the hidden state: the logits of a bf16 model are too coarse, an eighth apart above 16
-        hidden, self._hidden_state = self._hidden_state[:, -1].float(), None  # (B, D)
         if scales_logits(self._network.config):
             logits = logits.float()
             difference = logits[:, self.yes_id] - logits[:, self.no_id]
@@ -350,10 +390,25 @@ class PaCoReward:
             difference = hidden.to(direction.device) @ direction + offset
         return torch.sigmoid(difference.cpu().double()).tolist()
 
+    def _last_logits(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits `(B, V)` of the first position of each answer, and the hidden states `(B, D)` in float32."""
+        logits = self.model(**inputs, logits_to_keep=1, use_cache="past_key_values" in inputs).logits[:, -1]
+        hidden, self._hidden_state = self._hidden_state[:, -1].float(), None
+        return logits, hidden
+
+    def _token_logprobs(self, inputs: dict, ids: torch.Tensor) -> list[list[float]]:
+        """Compute the log-probabilities of some tokens, whose logits are as precise as in `_probabilities`."""
+        logits, hidden = self._last_logits(inputs)
+        logits = logits.float()
+        head = self._network.get_output_embeddings()
+        if not scales_logits(self._network.config):
+            bias = None if head.bias is None else head.bias.detach()[ids].float()
+            logits[:, ids] = F.linear(hidden.to(ids.device), head.weight.detach()[ids].float(), bias).to(logits.device)
+        return logits.log_softmax(dim=-1)[:, ids].tolist()  # (B, tokens)
+
     def _top_tokens(self, inputs: dict) -> list[dict[str, float]]:
         """Return the log-probabilities of the likeliest tokens of each row, by their text."""
-        logits = self.model(**inputs, logits_to_keep=1, use_cache="past_key_values" in inputs).logits[:, -1]
-        self._hidden_state = None
+        logits, _ = self._last_logits(inputs)
         values, ids = logits.float().log_softmax(dim=-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))  # (B, 20)
         rows = []
         for logprobs, tokens in zip(values.tolist(), ids.tolist(), strict=True):
@@ -367,7 +422,7 @@ class PaCoReward:
     @torch.inference_mode()
     def _query(
         self,
-        groups: list[ImageGroup],
+        groups: Sequence[ImageGroup],
         prompts: list[str],
         noun: str,
         read: Callable[[dict], list],
@@ -396,7 +451,7 @@ class PaCoReward:
                 progress.update(len(indices))
         return answers
 
-    def _image_batches(self, groups: list[ImageGroup], batches: list[list[int]]) -> Iterator[list]:
+    def _image_batches(self, groups: Sequence[ImageGroup], batches: list[list[int]]) -> Iterator[list]:
         """Yield the images of each batch, loaded and encoded once and kept until the last batch that uses them."""
         patch_size = patch_size_of(self.processor)
         pixel_budget = _PIXELS_PER_FORWARD if self._takes_encoded_images else 0
@@ -481,6 +536,18 @@ def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
             )
         ids += encoded
     return ids[0], ids[1]
+
+
+def digit_tokens(tokenizer: PreTrainedTokenizerBase, scale: int) -> dict[str, int]:
+    """Look up the tokens of the numbers 0 to `scale`, alone and after a space, and their ids."""
+    vocabulary = tokenizer.get_vocab()
+    found: dict[str, int] = {}
+    for digit in digits_of(scale):
+        own = {space + digit: vocabulary[space + digit] for space in ("", *SPACES) if space + digit in vocabulary}
+        if not own:
+            raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no token {digit!r}. Use another model.")
+        found |= own
+    return found
 
 
 def decision_direction(
