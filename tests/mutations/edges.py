@@ -38,10 +38,7 @@ REWARDS = [
         ),
         ("_MAX_SCORE_ERROR = 1e-3", "_MAX_SCORE_ERROR = 1.0"),
         ("math.exp(min(logprobs.values()) - present[0])", "math.exp(max(logprobs.values()) - present[0])"),
-        (
-            "logprobs.setdefault(entry.token, float(entry.logprob))",
-            "logprobs[entry.token] = float(entry.logprob)",
-        ),
+        ("logprobs.setdefault(token, logprob)", "logprobs[token] = logprob"),
         ('"top_logprobs": TOP_LOGPROBS,', '"top_logprobs": 5,'),
         ('"temperature": 0.0,', '"temperature": 1.0,'),
         ("load_image(source, self.patch_size, where)", "load_image(source, 14, where)"),
@@ -63,10 +60,10 @@ REWARDS = [
     *_mutants(
         "rewards/judge_rewards.py",
         f"{_JUDGED}TestConsistency {_JUDGED}TestCachedJudge",
-        ("(self.judge.name, text, digests", "(self.judge.name, digests"),
+        ("(self.judge.name, question.text, *(", "(self.judge.name, *("),
         (
-            "digests[id(first)], digests[id(second)]) for first, second, text, _ in questions",
-            "*sorted((digests[id(first)], digests[id(second)]))) for first, second, text, _ in questions",
+            "*(digests[id(image)] for image in question.images)",
+            "*sorted(digests[id(image)] for image in question.images)",
         ),
         ("if answer.score is None:\n                    del", "if False:\n                    del"),
         ("{image.getpalette(None)} ", ""),
@@ -93,13 +90,28 @@ REWARDS = [
             "pairs = zip(scores[: len(scores) // 2], scores[len(scores) // 2 :], strict=True)  # of",
         ),
         (
-            "WeightedQuestion(_shrunk(source), edited, question(prompt))",
-            "WeightedQuestion(edited, _shrunk(source), question(prompt))",
+            "WeightedQuestion(source, edited, question(prompt))",
+            "WeightedQuestion(edited, source, question(prompt))",
         ),
         (
             "math.sqrt(_MAX_SOURCE_PIXELS / (source.width * source.height))",
             "_MAX_SOURCE_PIXELS / (source.width * source.height)",
         ),
+    ),
+    *_mutants(
+        "rewards/judge.py",
+        "test_rubric_rewards.py::TestExpectedRating test_rubric_rewards.py::TestServed",
+        ("_LEAST_MASS = 0.5", "_LEAST_MASS = 0.4"),
+        ("token.lstrip(SPACES), []", "token, []"),
+        ("if num_missing and not", "if False and not"),
+        ("np.exp(sums - mass) @", "np.exp(sums) @"),
+    ),
+    *_mutants(
+        "rewards/paco_reward.py",
+        "test_rubric_rewards.py::TestPublishedRule",
+        ('for space in ("", *SPACES) if', 'for space in ("",) if'),
+        ("logits[:, ids] = F.linear", "_ = F.linear"),
+        ("if not scales_logits(self._network.config)", "if True"),
     ),
     *_mutants(
         "rewards/paco_reward.py",
