@@ -519,11 +519,9 @@ def _read_rating(completion: "ChatCompletion", scale: int) -> Answer:
         return Answer(None, "unreadable")
     score = expected_rating(entries, scale)
     num_missing = len({*digits_of(scale)} - {token.lstrip(SPACES) for token, _ in entries})
-    # At most as likely as the last token, each could change the score by its part of the mass of the digits
-    if (
-        num_missing
-        and not num_missing * np.exp(np.min([value for _, value in entries])) <= _MAX_SCORE_ERROR * _LEAST_MASS
-    ):
+    least = np.exp(np.min([logprob for _, logprob in entries]))  # NaN if one of them is
+    # A missing digit is at most as likely, and changes the score by its part of the mass of the digits
+    if num_missing and not num_missing * least <= _MAX_SCORE_ERROR * _LEAST_MASS:
         score = None
     return Answer(score, "undecided" if score is None else None)
 
