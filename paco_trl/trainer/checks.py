@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early checks of data and settings, and of both against the pipeline."""
+"""Checks of the data, and of the data against the model that is trained on them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
+from qwen_vl_utils.vision_process import MAX_RATIO
 from torch import nn
+from transformers import ProcessorMixin
 
+from ..data import decision_of, is_label_only
 from ..data.columns import check_is_dataset
+from ..data.pairs import content_text, iter_texts
 from ..data.texts import describe_repeated
+from ..rewards.paco_reward import decision_token_ids
 from ..rewards.runner import RewardRunner, offloadable_models
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.generation import check_call
+from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
 from .config_utils import check_best_metric
+from .data_collator import PairRows, apply_template, count_tokens, named_images, too_long
 from .evaluator import metric_names
 from .paco_grpo_config import PaCoGRPOConfig
+from .paco_reward_config import PaCoRewardConfig
 
 
 logger = get_logger(__name__)
@@ -60,8 +69,23 @@ def check_eval_datasets(
     return rows
 
 
-def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negative_prompt: str | None) -> None:
-    """Check the settings against the pipeline."""
+def check_prompts(
+    args: PaCoGRPOConfig,
+    pipeline: Any,
+    family: Family,
+    negative_prompt: str | None,
+    train_rows: PromptRows,
+    eval_rows: Sequence[PromptRows],
+) -> None:
+    """Compute the sizes of all prompts, and check prompts and settings against the pipeline."""
+    _check_settings(args, pipeline, family, negative_prompt)
+    for rows in (train_rows, *eval_rows):
+        rows.measure(pipeline, family)
+    _check_micro_batches(args, pipeline, family, train_rows)
+    _warn_of_tiles(pipeline.vae, train_rows)
+
+
+def _check_settings(args: PaCoGRPOConfig, pipeline, family: Family, negative_prompt: str | None) -> None:
     name = type(pipeline).__name__
     if args.detach_unconditional and negative_prompt is None:
         problem = f"{name} makes no unconditional prediction at `guidance_scale` = {args.guidance_scale}"
@@ -80,7 +104,7 @@ def check_model_settings(args: PaCoGRPOConfig, pipeline, family: Family, negativ
             )
 
 
-def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
+def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
     """Check that a batch crosses prompts only where one call of the pipeline can generate it."""
     layout, sizes = args.round_plan, set(rows.training_sizes)
     if args.num_generations % layout.rollout_batch_size == 0:
@@ -99,6 +123,22 @@ def check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: Pr
     )
 
 
+def _warn_of_tiles(vae: Any, rows: PromptRows) -> None:
+    """Warn if the rewards of training see the seams between the VAE's tiles."""
+    # Smaller images are not tiled. Some VAEs have a size for each side
+    size = getattr(vae, "tile_sample_min_size", math.inf)
+    tile = [getattr(vae, f"tile_sample_min_{side}", size) for side in ("height", "width")]
+    height, width = max(rows.training_sizes, key=lambda each: max(each[0] / tile[0], each[1] / tile[1]))
+    if not getattr(vae, "use_tiling", False) or height <= tile[0] and width <= tile[1]:
+        return
+    logger.warning(  # https://github.com/XueZeyue/DanceGRPO/issues/117
+        "The VAE tiles (`vae_tiling`, or `vae.enable_tiling()` of a given pipeline), and training images of "
+        f"{height} x {width} pixels are decoded in tiles of {tile[0]} x {tile[1]}: every image of a group has the seams, "
+        "rewards see them, and they have spoiled training elsewhere. "
+        "Do not tile, or lower `resolution_scale` until an image is one tile; `evaluate()` still tiles."
+    )
+
+
 def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bool, is_compiled: bool) -> None:
     """Refuse a quantized transformer, by option or description, that cannot be trained in the requested way."""
     is_bitsandbytes = (quantization or "").endswith(("nf4", "bitsandbytes"))
@@ -109,22 +149,6 @@ def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bo
     ):
         if quantization is not None and applies:
             raise ValueError(f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it.")
-
-
-def vae_tiling_warning(vae: Any, rows: PromptRows) -> str | None:
-    """Return a warning if the rewards of training see the seams between the VAE's tiles, else `None`."""
-    # Smaller images are not tiled. Some VAEs have a size for each side
-    size = getattr(vae, "tile_sample_min_size", math.inf)
-    tile = [getattr(vae, f"tile_sample_min_{side}", size) for side in ("height", "width")]
-    height, width = max(rows.training_sizes, key=lambda each: max(each[0] / tile[0], each[1] / tile[1]))
-    if not getattr(vae, "use_tiling", False) or height <= tile[0] and width <= tile[1]:
-        return None
-    return (  # https://github.com/XueZeyue/DanceGRPO/issues/117
-        "The VAE tiles (`vae_tiling`, or `vae.enable_tiling()` of a given pipeline), and training images of "
-        f"{height} x {width} pixels are decoded in tiles of {tile[0]} x {tile[1]}: every image of a group has the seams, "
-        "rewards see them, and they have spoiled training elsewhere. "
-        "Do not tile, or lower `resolution_scale` until an image is one tile; `evaluate()` still tiles."
-    )
 
 
 def offload_models(args: PaCoGRPOConfig, *runners: RewardRunner) -> dict[RewardRunner, list[nn.Module]]:
@@ -149,3 +173,85 @@ def check_evaluation_is_possible(eval_dataset: Dataset | None, is_engine_missing
             "`evaluate()` was called before `train()`, but DeepSpeed places the model on the accelerator only when "
             "training begins. To evaluate the untrained model, set `eval_on_start=True`."
         )
+
+
+# ---- Pairs ----
+
+# More tokens than a chat template writes around a question
+_MAX_TEMPLATE_TOKENS = 256
+
+
+def check_pairs(
+    dataset: Dataset, name: str, processor: ProcessorMixin, args: PaCoRewardConfig, is_training: bool = False
+) -> None:
+    """Check texts, decision and length of each pair in one pass, without decoding all of its images."""
+    can_count_tokens = hasattr(processor, "_get_num_multimodal_tokens")  # without opening images
+    has_lengths = can_count_tokens or args.length_column_name in dataset.column_names
+    if is_training and args.train_sampling_strategy == "group_by_length" and not has_lengths:
+        raise ValueError(
+            f"`train_sampling_strategy` is 'group_by_length', but a {type(processor).__name__} cannot report how many "
+            "tokens an image takes. Add a column of lengths, named by `length_column_name`, or use 'random'."
+        )
+    rows, tokenizer = PairRows(dataset), processor.tokenizer
+    for image, image_name in named_images(rows[0]["images"], f"row 0 of `{name}`"):
+        load_image(image, patch_size_of(processor), image_name)
+    control_tokens, decision_ids = find_control_tokens(processor), decision_token_ids(tokenizer)
+    max_length = args.max_length if can_count_tokens else None
+    largest = _largest_number_of_tokens(processor)
+    labels, label_only = set(), []
+    for row, prompt, completion in iter_texts(dataset):
+        where = f"row {row} of `{name}`"
+        for turn in [*prompt, *completion]:
+            check_text(content_text(turn["content"]) or "", control_tokens, f"R{where[1:]}")
+        # Of the first row as the chat template writes it, which may add a token in front
+        text = content_text(completion[0]["content"]) or ""
+        text = apply_template(prompt, completion, processor)["completion"] if row == 0 else text
+        token = tokenizer.encode(text, add_special_tokens=False)[0]
+        if token not in decision_ids:
+            raise ValueError(
+                f"The completion of {where} begins with the token {tokenizer.decode([token])!r}, not with Yes or No. Either "
+                "the tokenizer merges the decision with what follows it (put a period or a newline after it), or the chat "
+                "template writes something in front of it."
+            )
+        if max_length is not None:
+            # A token has at least one byte. Where two of the largest images fit, no header is read
+            length = sum(len((content_text(turn["content"]) or "").encode()) for turn in prompt)
+            if largest is None or 2 * largest + length + _MAX_TEMPLATE_TOKENS >= max_length:
+                position, _ = count_tokens(rows[row]["images"], prompt, completion, processor, where)
+                if position >= max_length:
+                    raise too_long(f"R{where[1:]}", position, max_length)
+        labels.add(decision_of(completion))
+        if is_label_only(completion):
+            label_only.append(row)
+    if is_training:
+        _check_labels(len(dataset), labels, label_only, args)
+
+
+def _check_labels(count: int, labels: set[str], label_only: list[int], args: PaCoRewardConfig) -> None:
+    if len(labels) == 1:
+        logger.warning(
+            f"All {count} pairs of `train_dataset` are labeled {labels.pop()}: a judge learns from them to give this "
+            "answer about any images. Add pairs with the other label."
+        )
+    if label_only and args.first_token_weight not in (None, 1):
+        summary = (
+            f"{len(label_only)} of {count} completions are a label without reasoning, the first in row {label_only[0]}"
+        )
+        if args.loss_variant != "paper":
+            # The terminators that the chat template adds would get nearly all of the weight
+            raise ValueError(
+                f"{summary}, for which `loss_variant={args.loss_variant!r}` has no sensible loss. Use "
+                '`loss_variant="paper"`, `first_token_weight=1` or None, or leave such rows out with `dataset.filter` and '
+                "`paco_trl.data.is_label_only`."
+            )
+        logger.warning(f"{summary}: their loss is -log p(y_0), that of n = 1.")
+
+
+def _largest_number_of_tokens(processor: ProcessorMixin) -> int | None:
+    """Return the most tokens that an image of the Qwen-VL families takes; `None` for others."""
+    limit, merge_size = pixel_limit(processor), getattr(processor.image_processor, "merge_size", None)
+    if limit is None or merge_size is None:
+        return None
+    side = patch_size_of(processor) * merge_size
+    # An image of one row of patches may exceed the limit
+    return max(limit // side**2, math.ceil(math.sqrt(limit * MAX_RATIO) / side) + 1)

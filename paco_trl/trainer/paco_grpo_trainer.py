@@ -79,12 +79,10 @@ from ..utils.quantization import describe_quantization
 from .checks import (
     check_eval_datasets,
     check_evaluation_is_possible,
-    check_micro_batches,
-    check_model_settings,
+    check_prompts,
     check_quantization,
     check_train_dataset,
     offload_models,
-    vae_tiling_warning,
 )
 from .config_utils import copy_config, end_explained, memory_explained, refuse_methods
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
@@ -265,17 +263,12 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             has_unused = is_full and bool(self.family.unused_layers(self.pipeline.transformer))
             args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
         negative_prompt = self.family.resolve_negative_prompt(self.pipeline, args.guidance_scale, args.negative_prompt)
-        check_model_settings(args, self.pipeline, self.family, negative_prompt)
-        for rows in (self.train_rows, *eval_rows):
-            rows.measure(self.pipeline, self.family)
-        check_micro_batches(args, self.pipeline, self.family, self.train_rows)
+        if args.vae_tiling:
+            self.pipeline.vae.enable_tiling()
+        check_prompts(args, self.pipeline, self.family, negative_prompt, self.train_rows, eval_rows)
         if is_deepspeed:
             # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
-        if args.vae_tiling:
-            self.pipeline.vae.enable_tiling()
-        if (warning := vae_tiling_warning(self.pipeline.vae, self.train_rows)) is not None:
-            logger.warning(warning)
         self.has_reference = has_reference = args.has_reference
         self.policy, self.ref_model = make_policy(
             self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed,

@@ -46,8 +46,9 @@ from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop, stop_request
+from .checks import check_pairs
 from .config_utils import check_best_metric, copy_config, end_explained, memory_explained, refuse_methods
-from .data_collator import PairCollator, PairRows, PairSampler, can_count_tokens, check_pairs
+from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import judge_settings, lora_of
 from .paco_reward_config import PaCoRewardConfig
@@ -293,14 +294,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         if args.max_pixels is not None:
             limit_pixels(processing_class, args.max_pixels)
-        has_lengths = args.length_column_name in cast(Dataset, train_dataset).column_names
-        if args.train_sampling_strategy == "group_by_length" and not (
-            has_lengths or can_count_tokens(processing_class)
-        ):
-            raise ValueError(
-                f"`train_sampling_strategy` is 'group_by_length', but a {type(processing_class).__name__} cannot report how "
-                "many tokens an image takes. Add a column of lengths, named by `length_column_name`, or use 'random'."
-            )
         for key, dataset in datasets:
             check_pairs(dataset, key, processing_class, args, is_training=dataset is train_dataset)
         if isinstance(model, str):

@@ -282,8 +282,8 @@ TRAINING = [
         ),
     ),
     *_mutants(
-        "trainer/data_collator.py",
-        f"{_TRAINER}TestBadInput {_TRAINER}test_control_tokens_in_the_texts_of_pairs {_TRAINER}test_pairs_with_one_label "
+        "trainer/checks.py",
+        f"{_TRAINER}TestBadInput {_TRAINER}test_pairs_with_one_label "
         f"{_TRAINER}TestOtherFamilies::test_lengths_before_training_are_those_of_the_batches",
         ("if position >= max_length:", "if position > max_length:"),
         ("if token not in decision_ids:", "if False:"),
