@@ -144,172 +144,63 @@ def doubled_list(outputs, sample):
     return velocity[: len(sample)], velocity[len(sample) :]
 
 
+def case(
+    builder: str, pipeline: str, guidance_scale: float, negative=None, images=(), guide=None, split=None,
+    argument="guidance_scale", user=(), **settings,
+) -> Case:  # fmt: skip
+    """A case whose user passes the same guidance by `argument`, negative prompt and images, and `user`."""
+    plain = {argument: guidance_scale, **({} if negative is None else {"negative_prompt": negative}), **dict(user)}
+    if images:
+        plain["image"] = images[0] if len(images) == 1 else list(images)
+    settings |= {"guide": guide, "split": split}
+    return Case(f"build_tiny_{builder}", pipeline, guidance_scale, negative, images, plain, **settings)
+
+
+sd3 = functools.partial(case, "stable_diffusion_3", "StableDiffusion3Pipeline")
+kontext = functools.partial(
+    case, "flux_kontext", "FluxKontextPipeline", 2.5, size=64, user={"max_area": 64 * 64, "max_sequence_length": 32}
+)
+klein = functools.partial(case, "flux2_klein", "Flux2KleinPipeline")
+qwen = functools.partial(case, argument="true_cfg_scale")
+longcat = functools.partial(case, "longcat_image", "LongCatImagePipeline", user={"enable_prompt_rewrite": False})
+qwen_21 = functools.partial(
+    case, "qwen_image_21", "QwenImage21Pipeline", argument="true_cfg_scale", user={"use_kv_cache": False}, size=64
+)
+# fmt: off
 CASES = {
-    "kontext": Case(
-        "build_tiny_flux_kontext",
-        "FluxKontextPipeline",
-        2.5,
-        images=(RED,),
-        plain={"guidance_scale": 2.5, "image": RED, "max_area": 64 * 64, "max_sequence_length": 32},
-        size=64,
+    "kontext": kontext(images=(RED,)),
+    "kontext, text only": kontext(),
+    "sd3": sd3(4.0, NEGATIVE, guide=usual, split=doubled),
+    "sd3, no negative prompt": sd3(4.0, guide=usual, split=doubled),
+    "sd3, unguided": sd3(1.0),
+    "flux2": case("flux2", "Flux2Pipeline", 2.5),
+    "flux2, editing": case("flux2", "Flux2Pipeline", 2.5, images=(RED, BLUE)),
+    "klein": klein(4.0, guide=usual, split=two_calls),
+    "klein, editing": klein(4.0, images=(RED,), guide=usual, split=two_calls),
+    "klein, distilled": klein(1.0, options={"is_distilled": True}),
+    "z-image": case("z_image", "ZImagePipeline", 3.0, NEGATIVE, guide=from_conditional, split=doubled_list),
+    "z-image, turbo": case("z_image", "ZImagePipeline", 0.0),
+    "qwen": qwen("qwen_image", "QwenImagePipeline", 4.0, NEGATIVE, guide=rescaled, split=two_calls),
+    "qwen, unguided": qwen("qwen_image", "QwenImagePipeline", 1.0),
+    "qwen-edit": qwen(
+        "qwen_image_edit", "QwenImageEditPipeline", 4.0, " ", (RED,), scale=0.125, guide=rescaled, split=two_calls,
     ),
-    "kontext, text only": Case(
-        "build_tiny_flux_kontext",
-        "FluxKontextPipeline",
-        2.5,
-        plain={"guidance_scale": 2.5, "max_area": 64 * 64, "max_sequence_length": 32},
-        size=64,
-    ),
-    "sd3": Case(
-        "build_tiny_stable_diffusion_3",
-        "StableDiffusion3Pipeline",
-        4.0,
-        negative_prompt=NEGATIVE,
-        plain={"guidance_scale": 4.0, "negative_prompt": NEGATIVE},
-        guide=usual,
-        split=doubled,
-    ),
-    "sd3, no negative prompt": Case(
-        "build_tiny_stable_diffusion_3",
-        "StableDiffusion3Pipeline",
-        4.0,
-        plain={"guidance_scale": 4.0},
-        guide=usual,
-        split=doubled,
-    ),
-    "sd3, unguided": Case(
-        "build_tiny_stable_diffusion_3", "StableDiffusion3Pipeline", 1.0, plain={"guidance_scale": 1.0}
-    ),
-    "flux2": Case("build_tiny_flux2", "Flux2Pipeline", 2.5, plain={"guidance_scale": 2.5}),
-    "flux2, editing": Case(
-        "build_tiny_flux2",
-        "Flux2Pipeline",
-        2.5,
-        images=(RED, BLUE),
-        plain={"guidance_scale": 2.5, "image": [RED, BLUE]},
-    ),
-    "klein": Case(
-        "build_tiny_flux2_klein",
-        "Flux2KleinPipeline",
-        4.0,
-        plain={"guidance_scale": 4.0},
-        guide=usual,
+    "qwen-edit-plus": qwen(
+        "qwen_image_edit_plus", "QwenImageEditPlusPipeline", 4.0, " ", (RED, BLUE), scale=0.125, guide=rescaled,
         split=two_calls,
     ),
-    "klein, editing": Case(
-        "build_tiny_flux2_klein",
-        "Flux2KleinPipeline",
-        4.0,
-        images=(RED,),
-        plain={"guidance_scale": 4.0, "image": RED},
-        guide=usual,
+    "longcat": longcat(4.0, NEGATIVE, guide=shortened, split=two_calls),
+    "longcat, unguided": longcat(1.0),
+    "longcat-edit": case(
+        "longcat_image_edit", "LongCatImageEditPipeline", 4.0, images=(SQUARE,), size=64, scale=1 / 16, guide=usual,
         split=two_calls,
     ),
-    "klein, distilled": Case(
-        "build_tiny_flux2_klein",
-        "Flux2KleinPipeline",
-        1.0,
-        plain={"guidance_scale": 1.0},
-        options={"is_distilled": True},
-    ),
-    "z-image": Case(
-        "build_tiny_z_image",
-        "ZImagePipeline",
-        3.0,
-        negative_prompt=NEGATIVE,
-        plain={"guidance_scale": 3.0, "negative_prompt": NEGATIVE},
-        guide=from_conditional,
-        split=doubled_list,
-    ),
-    "z-image, turbo": Case("build_tiny_z_image", "ZImagePipeline", 0.0, plain={"guidance_scale": 0.0}),
-    "qwen": Case(
-        "build_tiny_qwen_image",
-        "QwenImagePipeline",
-        4.0,
-        negative_prompt=NEGATIVE,
-        plain={"true_cfg_scale": 4.0, "negative_prompt": NEGATIVE},
-        guide=rescaled,
-        split=two_calls,
-    ),
-    "qwen, unguided": Case("build_tiny_qwen_image", "QwenImagePipeline", 1.0, plain={"true_cfg_scale": 1.0}),
-    "qwen-edit": Case(
-        "build_tiny_qwen_image_edit",
-        "QwenImageEditPipeline",
-        4.0,
-        negative_prompt=" ",
-        images=(RED,),
-        plain={"true_cfg_scale": 4.0, "negative_prompt": " ", "image": RED},
-        scale=0.125,
-        guide=rescaled,
-        split=two_calls,
-    ),
-    "qwen-edit-plus": Case(
-        "build_tiny_qwen_image_edit_plus",
-        "QwenImageEditPlusPipeline",
-        4.0,
-        negative_prompt=" ",
-        images=(RED, BLUE),
-        plain={"true_cfg_scale": 4.0, "negative_prompt": " ", "image": [RED, BLUE]},
-        scale=0.125,
-        guide=rescaled,
-        split=two_calls,
-    ),
-    "longcat": Case(
-        "build_tiny_longcat_image",
-        "LongCatImagePipeline",
-        4.0,
-        negative_prompt=NEGATIVE,
-        plain={"guidance_scale": 4.0, "negative_prompt": NEGATIVE, "enable_prompt_rewrite": False},
-        guide=shortened,
-        split=two_calls,
-    ),
-    "longcat, unguided": Case(
-        "build_tiny_longcat_image",
-        "LongCatImagePipeline",
-        1.0,
-        plain={"guidance_scale": 1.0, "enable_prompt_rewrite": False},
-    ),
-    "longcat-edit": Case(
-        "build_tiny_longcat_image_edit",
-        "LongCatImageEditPipeline",
-        4.0,
-        images=(SQUARE,),
-        plain={"guidance_scale": 4.0, "image": SQUARE},
-        size=64,
-        scale=1 / 16,
-        guide=usual,
-        split=two_calls,
-    ),
-    "ovis": Case(
-        "build_tiny_ovis_image",
-        "OvisImagePipeline",
-        5.0,
-        negative_prompt=NEGATIVE,
-        plain={"guidance_scale": 5.0, "negative_prompt": NEGATIVE},
-        guide=usual,
-        split=two_calls,
-    ),
-    "ovis, unguided": Case("build_tiny_ovis_image", "OvisImagePipeline", 1.0, plain={"guidance_scale": 1.0}),
-    "qwen-2.1": Case(
-        "build_tiny_qwen_image_21",
-        "QwenImage21Pipeline",
-        1.0,
-        plain={"true_cfg_scale": 1.0, "use_kv_cache": False},
-        size=64,
-    ),
-    "qwen-2.1, editing": Case(
-        "build_tiny_qwen_image_21",
-        "QwenImage21Pipeline",
-        4.0,
-        negative_prompt=" ",
-        images=(RED, BLUE),
-        plain={"true_cfg_scale": 4.0, "negative_prompt": " ", "image": [RED, BLUE], "use_kv_cache": False},
-        size=64,
-        scale=0.125,
-        guide=usual,
-        split=two_calls_at_the_end,
-    ),
+    "ovis": case("ovis_image", "OvisImagePipeline", 5.0, NEGATIVE, guide=usual, split=two_calls),
+    "ovis, unguided": case("ovis_image", "OvisImagePipeline", 1.0),
+    "qwen-2.1": qwen_21(1.0),
+    "qwen-2.1, editing": qwen_21(4.0, " ", (RED, BLUE), scale=0.125, guide=usual, split=two_calls_at_the_end),
 }
+# fmt: on
 GUIDED = [name for name, case in CASES.items() if case.is_guided]
 ONE_FOR_EACH_TRANSFORMER = list({(case.builder, *case.options): name for name, case in CASES.items()}.values())
 EDITING = [name for name, case in CASES.items() if case.images]
@@ -815,21 +706,17 @@ class TestAWrongRuleIsCaught:
         self.assert_caught(setup)
 
     @pytest.mark.parametrize("guided", GUIDED, indirect=True)
-    def test_swapped_branches(self, guided, monkeypatch):
-        own = guided.family.branches
-        monkeypatch.setattr(guided.family, "branches", lambda outputs, sample: own(outputs, sample)[::-1])
-        self.assert_caught(guided)
-
-    @pytest.mark.parametrize("guided", GUIDED, indirect=True)
-    def test_without_guidance(self, guided, monkeypatch):
-        own = guided.family.branches
-        monkeypatch.setattr(guided.family, "branches", lambda *given: (own(*given)[0], None))
-        self.assert_caught(guided)
-
-    @pytest.mark.parametrize("guided", GUIDED, indirect=True)
-    def test_a_guidance_scale_that_is_a_little_off(self, guided, monkeypatch):
-        own = guided.family.guide
-        monkeypatch.setattr(guided.family, "guide", lambda c, u, scale: own(c, u, 1.01 * scale))
+    @pytest.mark.parametrize(
+        ("method", "wrong"),
+        [
+            ("branches", lambda own, *given: own(*given)[::-1]),
+            ("branches", lambda own, *given: (own(*given)[0], None)),
+            ("guide", lambda own, conditional, unconditional, scale: own(conditional, unconditional, 1.01 * scale)),
+        ],
+        ids=["swapped branches", "without guidance", "scale a little off"],
+    )
+    def test_guidance(self, guided, monkeypatch, method, wrong):
+        monkeypatch.setattr(guided.family, method, functools.partial(wrong, getattr(guided.family, method)))
         self.assert_caught(guided)
 
     @pytest.mark.parametrize("name", ["qwen", "qwen-edit", "qwen-edit-plus", "longcat"])
@@ -1038,21 +925,14 @@ class TestSettingsThatWouldBeIgnored:
     @pytest.mark.parametrize(
         ("name", "guidance_scale", "negative_prompt", "message"),
         [
-            ("kontext", 2.5, NEGATIVE, "distilled into the model and has no negative prompt"),
-            ("flux2", 2.5, NEGATIVE, "distilled into the model and has no negative prompt"),
-            ("sd3", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
-            ("klein", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
-            ("klein, distilled", 1.0, NEGATIVE, "distilled to a few steps without guidance"),
-            ("klein, distilled", 4.0, None, "distilled to a few steps without guidance"),
-            ("z-image", 0.0, NEGATIVE, "has no guidance at `guidance_scale` = 0.0"),
-            ("qwen", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
-            ("qwen", 4.0, None, "leaves guidance out without a negative prompt"),
-            ("qwen-edit", 4.0, None, "leaves guidance out without a negative prompt"),
-            ("qwen-edit-plus", 4.0, None, "leaves guidance out without a negative prompt"),
-            ("ovis", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
-            ("longcat", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
-            ("qwen-2.1", 4.0, None, "leaves guidance out without a negative prompt"),
-            ("qwen-2.1", 1.0, NEGATIVE, "has no guidance at `guidance_scale` = 1.0"),
+            ("kontext", 2.5, NEGATIVE, "distilled into the model"),
+            ("flux2", 2.5, NEGATIVE, "distilled into the model"),
+            ("klein, distilled", 1.0, NEGATIVE, "distilled to a few steps"),
+            ("klein, distilled", 4.0, None, "distilled to a few steps"),
+            ("z-image", 0.0, NEGATIVE, "`guidance_scale` = 0.0"),
+            *((name, 1.0, NEGATIVE, "`guidance_scale` = 1.0") for name in ("sd3", "klein", "qwen", "ovis", "longcat")),
+            *((name, 4.0, None, "without a negative") for name in ("qwen", "qwen-edit", "qwen-edit-plus", "qwen-2.1")),
+            ("qwen-2.1", 1.0, NEGATIVE, "`guidance_scale` = 1.0"),
         ],
     )
     def test_they_are_errors(self, setup_of, name, guidance_scale, negative_prompt, message):
@@ -1063,22 +943,13 @@ class TestSettingsThatWouldBeIgnored:
     @pytest.mark.parametrize(
         ("name", "guidance_scale", "negative_prompt", "expected"),
         [
-            ("kontext", 2.5, None, None),
-            ("sd3", 4.0, None, ""),
-            ("sd3", 4.0, NEGATIVE, NEGATIVE),
-            ("sd3", 1.0, None, None),
-            ("klein", 4.0, None, ""),
-            ("klein", 4.0, NEGATIVE, NEGATIVE),
-            ("klein, distilled", 1.0, None, None),
+            ("kontext", 2.5, None, None), ("sd3", 4.0, None, ""), ("sd3", 4.0, NEGATIVE, NEGATIVE),
+            ("sd3", 1.0, None, None), ("klein", 4.0, None, ""), ("klein", 4.0, NEGATIVE, NEGATIVE),
+            ("klein, distilled", 1.0, None, None), ("z-image", 0.0, None, None), ("longcat", 4.0, None, ""),
             ("z-image", 1.0, None, ""),  # which doubles the difference already
-            ("z-image", 0.0, None, None),
-            ("longcat", 4.0, None, ""),
-            ("ovis", 5.0, None, ""),
-            ("qwen", 4.0, " ", " "),
-            ("qwen", 4.0, "", ""),
-            ("qwen", 1.0, None, None),
+            ("ovis", 5.0, None, ""), ("qwen", 4.0, " ", " "), ("qwen", 4.0, "", ""), ("qwen", 1.0, None, None),
         ],
-    )
+    )  # fmt: skip
     def test_the_others_are_not(self, setup_of, name, guidance_scale, negative_prompt, expected):
         setup = setup_of(name)
         found = setup.family.resolve_negative_prompt(setup.policy.pipeline, guidance_scale, negative_prompt)
