@@ -185,8 +185,8 @@ class TestStages:
             ("pairs", {"no_such_option": 1}, ValueError, "no_such_option"),
             ("prompts", {}, ValueError, "`--base_url` is None"),
             ("grids", {"dtype": "float8"}, ValueError, "float8"),
-            ("export", {}, ValueError, "`--file`"),
-            ("publish", {}, ValueError, "`--hub_model_id`"),
+            ("export", {}, ValueError, "--file"),
+            ("publish", {}, ValueError, "--hub_model_id"),
             ("grids", {}, FileNotFoundError, "'prompts' is not finished"),
             ("reasons", {}, FileNotFoundError, "'pairs' is not finished"),
         ]:

@@ -2,6 +2,7 @@
 """paco_trl/recipes: each is read by its command's own parser, says what the paper says, and names its sources."""
 
 import functools
+import json
 import re
 import shlex
 import sys
@@ -16,10 +17,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import CLIPConfig
 
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, tiny
-from paco_trl.commands import reward
+from paco_trl.commands import doctor, reward
 from paco_trl.commands.memory import USABLE, ImagePlan, JudgePlan, image_plan, judge_plan, peak
 from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.script_arguments import ScriptArguments
+from paco_trl.rollout.families import FAMILIES
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.families.qwen_image import QwenImageFamily
 
@@ -270,6 +272,55 @@ class TestPolicies:
             transformer = get_peft_model(transformer, LoraConfig(r=2, target_modules=layers))
         for layer in layers:
             assert any(f"blocks.0.{layer}.lora_A" in key for key in transformer.state_dict()), layer
+
+
+class TestDefaultsOfAFamily:
+    """A command without a recipe has the paper's settings for edits where the pipeline is for edits."""
+
+    RECIPES = {"FluxKontextPipeline": "paco-flux.1-kontext-dev", "QwenImageEditPipeline": "paco-qwen-image-edit"}
+
+    @pytest.fixture
+    def parse(self, tmp_path, capsys):
+        def parse(pipeline: str, *words: str, command: str = "grpo") -> tuple[dict, str]:
+            (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+            words = ["--model_name_or_path", str(tmp_path), *DATA, "--use_cpu", "--bf16", "False", *words]
+            parsed = doctor._parser(command).parse_args_and_config(words)
+            return {f.name: getattr(each, f.name) for each in parsed for f in fields(each)}, capsys.readouterr().err
+
+        return parse
+
+    @pytest.mark.parametrize("pipeline", RECIPES)
+    def test_they_are_those_of_the_recipe(self, pipeline, parse):
+        defaults = FAMILIES[pipeline].training_defaults
+        recipe = values_of(self.RECIPES[pipeline])
+        assert len(defaults) >= 8 and differing(recipe, defaults) == {}
+        values, said = parse(pipeline)
+        assert differing(values, defaults) == {} and all(name in said for name in defaults)
+        assert differing(values, PAPER[self.RECIPES[pipeline]]).keys() <= {
+            "model_name_or_path",
+            "lora_r",
+            "lora_alpha",
+            "lora_target_modules",
+        }
+        # DiffusionNFT has no stochastic steps
+        values, said = parse(pipeline, command="nft")
+        assert values["rewards"] == ["edit"] and "noise_level" not in said
+
+    @pytest.mark.parametrize("pipeline", ["FluxPipeline", "QwenImage21Pipeline"])
+    def test_others_have_those_of_sets(self, pipeline, parse):
+        values, said = parse(pipeline)
+        assert (values["edits"], values["rewards"], values["noise_level"]) == (False, ["consistency", "clip_t"], 0.7)
+        assert said == ""
+
+    def test_what_is_given_wins(self, parse, tmp_path):
+        (tmp_path / "a.yaml").write_text("rewards: [redness]\nmax_source_images:\nresolution_scale: 0.5\n")
+        words = ["--config", str(tmp_path / "a.yaml"), "--noise_level", "0.7"]
+        values, said = parse("FluxKontextPipeline", *words)
+        given = {"rewards": ["redness"], "max_source_images": None, "resolution_scale": 0.5, "noise_level": 0.7}
+        assert differing(values, given) == {} and (values["edits"], values["num_inference_steps"]) == (True, 8)
+        assert "num_inference_steps=8" in said and [name for name in given if name in said] == []
+        values, said = parse("FluxKontextPipeline", "--edits", "False")
+        assert values["rewards"] == ["consistency", "clip_t"] and said == ""
 
 
 def test_both_configs_of_the_judge_train_the_same():

@@ -137,17 +137,17 @@ def test_an_adapter_is_continued_with_its_own_settings(tmp_path):
             get_peft_config(ScriptArguments(adapter=str(tmp_path), **{option: value}))
 
 
-def test_prompts_that_a_judge_cannot_compare_are_refused_before_it_is_loaded(tmp_path):
+def test_prompts_that_a_judge_cannot_compare_are_refused_before_it_is_loaded(tiny_flux, tmp_path):
     (tmp_path / "prompts.txt").write_text("A fox.\nA hare.\n")
     words = f"--dataset_name {tmp_path / 'prompts.txt'} --output_dir {tmp_path / 'out'} --use_cpu --bf16 False"
-    words += " --model_name_or_path nobody/flux --judge_model nobody/judge --num_prompts_per_generation 2 --rewards"
+    words += f" --model_name_or_path {tiny_flux} --judge_model nobody/judge --num_prompts_per_generation 2 --rewards"
     words = words.split()
     with pytest.raises(ValueError, match="'ConsistencyReward'.*1 x 1"):
         grpo.main([*words, "redness", "consistency"])
     with pytest.raises(ValueError, match="'EditReward' requires the column `image`"):
         grpo.main([*words, "edit"])
-    with pytest.raises(OSError, match="nobody/flux"):  # a reward without a judge takes them
-        grpo.main([*words, "redness"])
+    with pytest.raises(OSError, match="load the files"):  # a reward without a judge takes them
+        grpo.main([*words, "clip_t", "--clip_model", "nobody/clip"])
 
 
 class TestBeforeAnythingIsLoaded:

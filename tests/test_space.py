@@ -306,7 +306,7 @@ class TestSingleImages:
 
 @pytest.mark.parametrize("name", ["./nope", "nope.safetensors"])
 def test_a_directory_that_does_not_exist(name, tmp_path, capsys):
-    assert main(["space", "--output_dir", str(tmp_path / "space"), name]) == 1
+    assert main(["space", name, "--output_dir", str(tmp_path / "space")]) == 1
     said = capsys.readouterr().err
     assert "no directory" in said and name in said
 

@@ -789,7 +789,7 @@ def _listed(counter: Counter, with_counts: bool = False) -> str:
 
 def main(arguments: list[str]) -> int:
     """Run the command; return 0 if no check failed, else 1."""
-    command, *words = arguments
+    command, *words = arguments or ["--help"]
     if command in ("-h", "--help"):
         sys.stdout.write("usage: paco-trl doctor {grpo,nft,reward} [the options of that command]\n")
         return 0

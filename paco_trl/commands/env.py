@@ -22,8 +22,6 @@ def version_of(package: str) -> str | None:
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    if arguments:
-        raise ValueError(f"it takes no options, but got {' '.join(arguments)}. Leave them out.")
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     rows = {
         "platform": f"{platform.system()} {platform.machine()}",

@@ -3,13 +3,22 @@
 `paco-trl grpo`: trains a LoRA on a text-to-image pipeline with PaCo-GRPO, to generate images that belong together.
 
 Every option of `PaCoGRPOConfig` and of `ScriptArguments` (model, dataset, rewards, adapter) can be given on the command
-line or in a YAML file (`--config file.yaml`); the paper's settings are the defaults. `paco-trl doctor` takes the same
-options and checks them without training.
+line or in a YAML file (`--config file.yaml`). The paper's settings are the defaults, those for edits with FLUX.1-Kontext
+and Qwen-Image-Edit. `paco-trl doctor` takes the same options and checks them without training.
 """
 
+import json
+import os
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+from ..rollout.families import FAMILIES, Family
+from ..rollout.loading import read_index
 from ..trainer.config_utils import REFUSED_GRPO_FIELDS
 from ..trainer.paco_nft_config import UNUSED_FIELDS
+from .main import say
 from .parser import CommandParser
 from .script_arguments import (
     ScriptArguments,
@@ -25,11 +34,27 @@ from .script_arguments import (
 from .training import train_and_save
 
 
-def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
+def family_defaults(prog: str, model: str, hidden: Collection[str], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the model's family for options that are not given, and say them."""
+    kwargs = given.get("model_init_kwargs") or {}
+    kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+    name = str(read_index(given.get("model_name_or_path", model), kwargs)["_class_name"])
+    if given.get("edits") is False:  # they are for edits
+        return {}
+    defaults = FAMILIES.get(name, Family).training_defaults
+    defaults = {option: value for option, value in defaults.items() if option not in (*given, *hidden)}
+    if defaults and os.environ.get("RANK", "0") == "0":
+        listed = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
+        say(prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {listed}")
+    return defaults
+
+
+def parser_of(*classes: Any, prog: str, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
     is_nft = any(issubclass(each, PaCoNFTConfig) for each in classes)
     hidden = (*REFUSED_GRPO_FIELDS, *(UNUSED_FIELDS if is_nft else ()))
-    return CommandParser(classes, hidden, is_launched=True, prog=prog, **kwargs)
+    presets = partial(family_defaults, prog, classes[0].model_name_or_path, hidden)
+    return CommandParser(classes, hidden, is_launched=True, presets=presets, prog=prog, **kwargs)
 
 
 def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
@@ -76,3 +101,8 @@ def main(
     """Run the command; other classes have other defaults."""
     train(*parser_of(script_class, config_class, prog=prog, description=__doc__).parse_args_and_config(arguments))
     return 0
+
+
+def main_nft(arguments: list[str]) -> int:
+    """Run `paco-trl nft`."""
+    return main(arguments, config_class=PaCoNFTConfig, prog="paco-trl nft")

@@ -4,7 +4,7 @@
 import os
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -16,11 +16,11 @@ import yaml
 from ..utils.stopping import Stopped, stop_signals
 
 
-# Command -> its module, which has a `main(arguments) -> int`, and what it does. Imported only when it is run: torch,
+# Command -> its module, with the function if it is not `main(arguments) -> int`, and what it does. Imported only when it is run: torch,
 # diffusers and TRL take seconds.
 COMMANDS = {
     "grpo": ("paco_trl.commands.grpo", "trains an image model with PaCo-GRPO"),
-    "nft": ("paco_trl.commands.nft", "trains an image model with DiffusionNFT"),
+    "nft": ("paco_trl.commands.grpo:main_nft", "trains an image model with DiffusionNFT"),
     "reward": ("paco_trl.commands.reward", "trains a judge of consistency"),
     "evaluate": ("paco_trl.commands.evaluate", "evaluates an image model, or a judge"),
     "build": ("paco_trl.commands.build", "builds a dataset of pairs for a judge"),
@@ -31,25 +31,7 @@ COMMANDS = {
     "serve": ("paco_trl.commands.serve", "serves a judge with vLLM, for rewards over HTTP"),
     "env": ("paco_trl.commands.env", "prints versions and devices, for a bug report"),
 }
-# Command -> what it requires, and a line that works
-_FIRST_RUN = {
-    "grpo": ("`--dataset_name`: prompts (Hub id, directory or file)", "--dataset_name prompts.txt --rewards clip_t"),
-    "nft": ("`--dataset_name`: prompts (Hub id, directory or file)", "--dataset_name prompts.txt --rewards clip_t"),
-    "reward": (
-        "`--output_dir`, and `--dataset_name` with `--dataset_split` for your own pairs",
-        "--output_dir my-judge",
-    ),
-    "doctor": (
-        "the words of a training command, whose run it checks",
-        "grpo --dataset_name prompts.txt --rewards clip_t",
-    ),
-    "build": ("a stage, of which `prompts` is the first", "prompts --dataset_name prompts.jsonl"),
-    "evaluate": (
-        "what to evaluate: `prompts` (your own), `images` (a benchmark) or `judge`",
-        "prompts --dataset_name prompts.txt --adapter paco-flux --rewards clip_t",
-    ),
-}
-_OF_THE_USER = (ValueError, OSError, ImportError)
+_OF_THE_USER = (ValueError, OSError, ImportError, ArgumentError, yaml.YAMLError)
 _TRAINING = ("grpo", "nft", "reward")
 _RESUMING = ("build", "evaluate")
 _LAUNCHED = (*_TRAINING, *_RESUMING, "doctor")
@@ -64,15 +46,6 @@ def _usage() -> str:
     )
     more = ["`paco-trl <command> --help` lists the options.", launch]
     return "\n".join(["usage: paco-trl <command> [options]", "       paco-trl --version", "", *lines, "", *more])
-
-
-def _first_run(command: str) -> str:
-    needed, example = _FIRST_RUN[command]
-    return (
-        f"paco-trl {command}: {COMMANDS[command][1]}. It takes {needed}.\n\n"
-        f"    paco-trl {command} {example}\n\n"
-        f"`paco-trl {command} --help` lists the rest; `--config` reads options from a YAML file, or a recipe of the package.\n"
-    )
 
 
 def say(command: str, message: str) -> None:
@@ -133,16 +106,10 @@ def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     parsed, rest = parser.parse_known_args(words)
     if parsed.config is None:
         return {}, rest
-    file = find_yaml("config", parsed.config, "recipes")
-    try:
-        config = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"'{file}' is not valid YAML: {' '.join(str(error).split())}") from error
+    with open(find_yaml("config", parsed.config, "recipes"), encoding="utf-8") as file:
+        config = yaml.safe_load(file)
     if not isinstance(config, dict):
-        kind = {list: "a list", type(None): "nothing"}.get(type(config), f"the value {config!r}")
-        raise ValueError(
-            f"'{file}' has {kind} in it, not options. Write `option: value` lines, such as `max_steps: 100`."
-        )
+        raise ValueError(f"`--config` is {parsed.config!r}, which must have options in it, such as `max_steps: 100`.")
     return config, rest
 
 
@@ -159,12 +126,12 @@ def _launch(command: str, words: list[str]) -> None:
         raise ValueError("`--num_processes` and `--accelerate_config` are for a command that is not launched yet.")
     if file is None and number is None:
         return
-    if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(f"`--num_processes` is {number!r}; it must be a whole number of at least 1.")
+    given = []
     if file is not None:
-        file = find_yaml("accelerate_config", file, "accelerate_configs")
-    given = [f"--{name}={value}" for name, value in (("config_file", file), ("num_processes", number)) if value]
-    if file is None and number and number > 1:
+        given.append(f"--config_file={find_yaml('accelerate_config', file, 'accelerate_configs')}")
+    if number is not None:
+        given.append(f"--num_processes={number}")
+    if file is None and number > 1:
         given.append("--multi_gpu")  # also on the CPU, and on one GPU, where accelerate otherwise starts one process
     # Of torchrun, which the launcher uses: it passes these on (torch 2.9 and later; before, SIGTERM alone)
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
@@ -185,23 +152,12 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         sys.stderr.write(f"{_usage()}\n\npaco-trl: {problem}; it must be one of: {', '.join(COMMANDS)}.\n")
         return 2
     command, *words = arguments
-    if not words and command in _FIRST_RUN:
-        sys.stderr.write(_first_run(command))
-        return 2
-    # An unknown option is shown with its value, and this one is secret
-    is_secret = any(word.replace("-", "_").startswith("__hub_token") for word in words)
-    if command not in ("doctor", *_TRAINING) and is_secret:
-        say(
-            command,
-            "a token must not be on the command line, where others can read it. Log in with `hf auth login`, or set the "
-            "environment variable HF_TOKEN.",
-        )
-        return 2
 
     def run() -> int | None:
         if command in _LAUNCHED:
             _launch(command, words)
-        return import_module(COMMANDS[command][0]).main(words)
+        module, _, function = COMMANDS[command][0].partition(":")
+        return getattr(import_module(module), function or "main")(words)
 
     return answer(command, run)
 

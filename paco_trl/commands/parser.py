@@ -6,9 +6,9 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers import TrainingArguments
 from trl import TrlParser
@@ -29,14 +29,12 @@ _USUAL = (
 )
 
 
-_TRUTH_WORDS = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")
-
-
 class CommandParser(TrlParser):
     """
     Parser that hides the `hidden` options, names the nearest of an unknown one, and reads a file as the command line.
 
-    `positional` is an option that may be given without its name: `paco-trl push paco-flux`.
+    `positional` is an option that may be given first without its name: `paco-trl push paco-flux`. `presets` returns
+    defaults that depend on the options that are given.
     """
 
     def __init__(
@@ -45,12 +43,13 @@ class CommandParser(TrlParser):
         hidden: Collection[str] = (),
         positional: str | None = None,
         is_launched: bool = False,
+        presets: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         **kwargs,
     ):
         named = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
         kwargs = {"usage": f"%(prog)s {named}[--config FILE] [options]", **kwargs}
-        super().__init__(dataclass_types, **{"formatter_class": argparse.HelpFormatter, **kwargs})
-        self.positional, self.is_launched = positional, is_launched
+        super().__init__(dataclass_types, formatter_class=argparse.HelpFormatter, allow_abbrev=False, **kwargs)
+        self.positional, self.is_launched, self.presets = positional, is_launched, presets
         if is_launched:  # by `main`, before the options are parsed
             own: Any = {"default": argparse.SUPPRESS}
             self.add_argument("--num_processes", type=int, help="Start that many processes, one for each GPU.", **own)
@@ -59,9 +58,7 @@ class CommandParser(TrlParser):
                 help="A file of `accelerate`, or the name of a packaged one, such as `zero3`.",
                 **own,
             )
-        self.required = [action for action in self._actions if action.required]
         for action in self._actions:
-            action.required = False  # checked below, after unknown options, which may be misspelt ones
             # `--learning-rate` is taken too, but shown once
             action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
             if action.dest in hidden or action.dest == "fsdp_config" or action.option_strings[0].startswith("--no_"):
@@ -85,7 +82,7 @@ class CommandParser(TrlParser):
         for action in self._actions:
             title = "options" if action.dest in names or not is_training else "options of TRL and transformers"
             title = "usual options" if action.dest in usual else title
-            sections["required" if action in self.required else title].append(action)
+            sections["required" if action.required else title].append(action)
         sections["usual options"].sort(key=lambda action: usual[action.dest])
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
@@ -102,56 +99,37 @@ class CommandParser(TrlParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse the options; refuse an unknown one, and name the nearest."""
-        words = list(sys.argv[1:] if args is None else args)
-        if self.positional is not None:
-            # A switch would take the word behind it as its value
-            switches = {name for action in self._actions if action.nargs == "?" for name in action.option_strings}
-            for place in range(len(words) - 1):
-                is_value = words[place + 1].lower() in _TRUTH_WORDS or words[place + 1].startswith("-")
-                if words[place] in switches and not is_value:
-                    words.insert(place + 1, f"--{self.positional}")
-                    break
-        namespace, unknown = super().parse_known_args(words, namespace)
-        if self.positional is not None and unknown and not unknown[0].startswith("-"):
-            setattr(namespace, self.positional, unknown.pop(0))
+        namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self._refuse(unknown[0].partition("=")[0])  # its value may be a token
-        for action in self.required:
-            if getattr(namespace, action.dest) is None:
-                raise ValueError(f"`{action.option_strings[0]}` is missing. {action.help}")
+            word = unknown[0].partition("=")[0]  # its value may be a token
+            shown = [each for each in self._actions if each.help != argparse.SUPPRESS]
+            known = [name for each in shown for name in each.option_strings]
+            near = get_close_matches(f"--{word.lstrip('-').replace('-', '_')}", known, 1, cutoff=0.7)
+            hint = f"Did you mean `{near[0]}`?" if near else "`--help` lists all."
+            raise ValueError(f"there is no option `{word}`. {hint}")
         return namespace, unknown
 
-    def _refuse(self, word: str) -> None:
-        if not word.startswith("--"):
-            raise ValueError(
-                f"{word!r} belongs to no option. Options begin with `--`; one with several values takes them all."
-            )
-        shown = [each for each in self._actions if each.help != argparse.SUPPRESS]
-        known = [name.lstrip("-") for each in shown for name in each.option_strings]
-        near = get_close_matches(word[2:].replace("-", "_"), known, 1, cutoff=0.7)
-        hint = [f" Did you mean `--{name}`?" for name in near] or [" `--help` lists all."]
-        raise ValueError(f"there is no option `{word}`." + "".join(hint))
-
-    def _get_option_tuples(self, option_string: str) -> list:
-        # `--learn` is short for one option, though `--learning_rate` and `--learning-rate` begin with it
-        matches: dict[str, tuple] = {}
-        for match in super()._get_option_tuples(option_string):
-            if match[0].help != argparse.SUPPRESS:
-                matches.setdefault(match[0].dest, match)
-        return list(matches.values())
-
-    def parse_args_and_config(self, args: Sequence[str] | None = None, *more, **kwargs) -> tuple:
+    def parse_args_and_config(self, args: Sequence[str] | None = None, **kwargs) -> tuple:
         """Parse the options of the YAML file that `--config` names, then those of the command line."""
         config, words = read_config(sys.argv[1:] if args is None else args)
-        os.environ |= {
-            name: str(value) for name, value in (config.pop("env", None) or {}).items()
-        }  # as `TrlParser` does
-        return super().parse_args_and_config([*self._words(config), *words], *more, **kwargs)
+        os.environ |= {name: str(value) for name, value in config.pop("env", {}).items()}  # as `TrlParser` does
+        if self.positional is not None and words and not words[0].startswith("-"):
+            words = [f"--{self.positional}", *words]
+        more, defaults = self._read(config)
+        words = [*more, *words]
+        if self.presets is not None:
+            unset = argparse.Namespace(**{action.dest: None for action in self._actions})
+            parsed, _ = self.parse_known_args(words, unset)
+            given = {name: value for name, value in vars(parsed).items() if value is not None}
+            self.set_defaults(**self.presets(given | defaults))
+        self.set_defaults(**defaults)
+        return super().parse_args_and_config(words, **kwargs)
 
-    def _words(self, config: dict[str, Any]) -> list[str]:
-        """Write the options of a file as those of a command line."""
+    def _read(self, config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+        """Return the options of a file as words of a command line, and those that have no such form as defaults."""
         hints = {name: hint for each in self.dataclass_types for name, hint in get_type_hints(each).items()}
-        words = []
+        words: list[str] = []
+        defaults: dict[str, Any] = {}
         for name, value in config.items():
             option = f"--{str(name).replace('-', '_')}"
             action = self._option_string_actions.get(option)
@@ -160,19 +138,13 @@ class CommandParser(TrlParser):
             if value is None and action is not None:
                 if type(None) not in get_args(hints[action.dest]):
                     raise ValueError(f"`{name}` has no value in the file. Give it one, or leave the line out.")
-                self.set_defaults(**{action.dest: None})
-            elif isinstance(value, list) and action is not None and action.nargs == "+":
-                try:  # not as words, which may begin with dashes
-                    self.set_defaults(**{action.dest: [self._get_value(action, str(each)) for each in value]})
-                except argparse.ArgumentError as error:
-                    self.error(str(error))
-            elif (
-                isinstance(value, list) and action and any(get_origin(h) is list for h in get_args(hints[action.dest]))
-            ):
-                self.set_defaults(**{action.dest: value})  # `report_to` takes a text or a list
+                defaults[action.dest] = None
+            elif isinstance(value, list) and action is not None and (action.nargs == "+" or action.type is str):
+                # Words may begin with dashes, and `report_to` takes a text or a list
+                defaults[action.dest] = [self._get_value(action, str(each)) for each in value]
             else:
                 words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
-        return words
+        return words, defaults
 
 
 def run_stage(

@@ -200,11 +200,11 @@ def check_adapter_layers(peft_config: LoraConfig | str | None, model: str, model
             )
 
 
-def check_config(model: str, model_init_kwargs: dict, family: Family | None = None) -> dict:
-    """Return a pipeline's index file; refuse one that cannot be read or trained before gigabytes are loaded."""
+def read_index(model: str, model_init_kwargs: dict) -> dict:
+    """Return a pipeline's index file; refuse one that cannot be read."""
     check_base_model_name(model)
     try:
-        config = DiffusionPipeline.load_config(model, **_hub_arguments(model_init_kwargs))
+        return DiffusionPipeline.load_config(model, **_hub_arguments(model_init_kwargs))
     except OSError as error:
         if not isinstance(error.__context__, GatedRepoError):
             raise
@@ -212,6 +212,11 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
         raise PermissionError(
             f"The model {model} is gated, and this account has no access to it yet. {remedy}"
         ) from error
+
+
+def check_config(model: str, model_init_kwargs: dict, family: Family | None = None) -> dict:
+    """Return a pipeline's index file; refuse one that cannot be read or trained before gigabytes are loaded."""
+    config = read_index(model, model_init_kwargs)
     name = config["_class_name"]
     if family is None:
         family_of(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class

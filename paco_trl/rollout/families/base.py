@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -58,6 +58,9 @@ class Family(ABC):
 
     unbatched_arguments: tuple[str, ...] = ()
     """Arguments of the transformer without a batch dimension, such as position ids that all images share."""
+
+    training_defaults: ClassVar[dict[str, Any]] = {}
+    """Defaults of `paco-trl grpo` and `nft` that are others for this family."""
 
     advice: str = "Correct the family class."
     """What to do when the scheduler received something else than the result of [`combine`]."""

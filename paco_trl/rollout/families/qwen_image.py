@@ -69,6 +69,13 @@ class QwenImageEditFamily(QwenImageFamily):
     max_images = 1
     needs_images = True
     prompt_sees_images = True
+    # Paper, Part 3; the negative prompt is that of the model's own examples, and that one reward is not tamed is the
+    # published code's
+    training_defaults = {
+        "edits": True, "rewards": ["edit"], "multi_objective_aggregation": "sum_then_normalize",
+        "num_inference_steps": 10, "sde_steps": [1, 2, 3, 4], "noise_level": 1.0, "guidance_scale": 4.0,
+        "negative_prompt": " ", "resolution_scale": 0.375,
+    }  # fmt: skip
 
     def encode_prompt(
         self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0

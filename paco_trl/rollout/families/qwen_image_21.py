@@ -19,6 +19,7 @@ class QwenImage21Family(QwenImageEditFamily):
     lora_target_modules = [*DUAL_STREAM_ATTENTION[:4], "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"]
     max_images = 3  # as for Qwen-Image-Edit-Plus; the pipeline has no limit
     needs_images = False
+    training_defaults = {}  # it is made for a guidance of 1
     guide = Family.guide
 
     def encode_prompt(
