@@ -210,6 +210,8 @@ def test_wrong_options(workspace, tmp_path):
         ({"dtype": "float"}, "--dtype"),
         ({"protocol": "paper"}, "--protocol"),
         ({"benchmark": "edit_reward", "template": "plain"}, "--template"),
+        ({"benchmark": "vc_reward", "protocol": "published"}, "--protocol"),
+        ({"benchmark": "vc_reward", "template": "v1.yaml"}, "--judge_url"),
         ({"judge_url": "http://127.0.0.1:1/v1"}, "--device"),
         ({"max_concurrency": 2}, "--max_concurrency"),
         ({"api_key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),

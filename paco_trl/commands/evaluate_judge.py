@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on EditReward-Bench.
+`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on pairs of edits.
 
 With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
 figures that are comparable with the paper's. Interrupted runs resume; delete the scores when a judge of the same name has
@@ -23,19 +23,28 @@ from ..data.dataset_files import load_split
 from ..data.rankings import RANK_FILE
 from ..evaluation import (
     ClipIScorer,
+    ComparingJudge,
     DreamSimScorer,
     evaluate_edit_reward,
     evaluate_rankings,
+    load_edit_pairs,
     report_tables,
     save_report,
 )
 from ..evaluation.runs import PROTOCOLS
+from ..utils.chat import ChatEndpoint
 from .evaluate_arguments import SERVED_ONLY, JudgeArguments, load_judge, refuse_unused
 from .options import REMOTE_IMAGES, judge_options, option
 
 
 # Benchmark -> its dataset
-BENCHMARKS = {"rankings": "X-GenGroup/ConsistencyRank-Bench", "edit_reward": "EditScore/EditReward-Bench"}
+BENCHMARKS = {
+    "rankings": "X-GenGroup/ConsistencyRank-Bench",
+    "edit_reward": "EditScore/EditReward-Bench",
+    "vc_reward": "GEditBench-v2/VCReward-Bench",
+    "editreward_compass": "DogNeverSleep/EditReward-Compass",
+}
+PAIRS = ("vc_reward", "editreward_compass")  # in layouts of their own
 # What only a judge in the process has
 OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
 IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code", "clip_model")
@@ -50,11 +59,11 @@ class JudgedArguments(JudgeArguments):
         "Hub id or directory of a judge, its name on the server with `judge_url`, or a baseline: `clip-i` "
         "or `dreamsim`.",
     )
-    benchmark: str = option("rankings", "`rankings` or `edit_reward`.")
+    benchmark: str = option("rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.")
     dataset_name: str | None = option(
         None,
-        "Hub id or directory: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
-        "`X-GenGroup/ConsistencyRank-Bench`, or `EditScore/EditReward-Bench` with `edit_reward`.",
+        "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
+        "the benchmark on the Hub.",
     )
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
     allow_remote_images: bool = option(False, REMOTE_IMAGES)
@@ -64,14 +73,14 @@ class JudgedArguments(JudgeArguments):
     template: str | None = option(
         None,
         "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
-        "published protocol.",
+        "published protocol. With `vc_reward` the prompt, a YAML file of GEditBench v2, that shows a served judge both "
+        "edits; if `None`, each edit alone is asked about.",
     )
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
     skip_broken: bool = option(
         False,
         "Whether to leave out broken rows, including those with an unreadable image, instead of stopping. "
-        "They are listed in the log, and in `results.json` unless the loader of ConsistencyRank-Bench left them "
-        "out.",
+        "They are listed in the log, and in `results.json` unless the loader of a benchmark left them out.",
     )
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
 
@@ -80,8 +89,13 @@ def _check_options(script_args: JudgedArguments) -> None:
     for name, choices in (("benchmark", BENCHMARKS), ("protocol", PROTOCOLS)):
         if (value := getattr(script_args, name)) not in choices:
             raise ValueError(f"`--{name}` is {value!r}, but must be one of {', '.join(choices)}.")
-    if script_args.benchmark != "rankings" and script_args.template is not None:
-        raise ValueError(f"`--template` would do nothing with `--benchmark {script_args.benchmark}`. Leave it out.")
+    where = f"with `--benchmark {script_args.benchmark}`"
+    if script_args.benchmark in ("edit_reward", "editreward_compass"):
+        refuse_unused(script_args, ["template"], where)
+    if script_args.benchmark in PAIRS:
+        refuse_unused(script_args, ["protocol"], where)
+    if script_args.benchmark == "vc_reward" and script_args.template and script_args.judge_url is None:
+        raise ValueError(f"`--template {script_args.template}` needs a judge on a server: set `--judge_url`.")
     if script_args.judge_model in ("dreamsim", "clip-i"):
         refuse_unused(script_args, OF_JUDGES, f"with `--judge_model {script_args.judge_model}`")
     is_served = script_args.judge_url is not None
@@ -91,6 +105,11 @@ def _check_options(script_args: JudgedArguments) -> None:
 
 def load_scorer(script_args: JudgedArguments):
     """Load the judge or the baseline."""
+    if script_args.benchmark == "vc_reward" and script_args.template is not None:
+        variable, concurrency = script_args.api_key_variable, script_args.max_concurrency
+        endpoint = ChatEndpoint(script_args.judge_url or "", script_args.judge_model, variable, concurrency)
+        endpoint.check()
+        return ComparingJudge(endpoint, script_args.template)
     if script_args.judge_url is not None:
         judge: Any = load_judge(script_args, script_args.judge_model, script_args.judge_url)
         judge.check()
@@ -117,6 +136,9 @@ def evaluate(script_args: JudgedArguments) -> None:
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name) / RANK_FILE).is_file()
     if script_args.benchmark == "rankings" and is_published:
         dataset = load_consistency_rank(dataset_name, script_args.skip_broken, script_args.allow_remote_images)
+    elif script_args.benchmark in PAIRS:
+        how = (script_args.dataset_split, script_args.skip_broken, script_args.allow_remote_images)
+        dataset = load_edit_pairs(script_args.benchmark, dataset_name, *how)
     else:
         dataset = load_split(dataset_name, script_args.dataset_split, script_args.allow_remote_images)
 
@@ -124,7 +146,12 @@ def evaluate(script_args: JudgedArguments) -> None:
     # Evaluation
     ################
     judge = load_scorer(script_args)
-    options = (script_args.template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
+    options = (
+        getattr(judge, "template", script_args.template),
+        script_args.protocol,
+        script_args.dtype,
+        script_args.judge_quantization,
+    )
     parts = (judge.name, script_args.benchmark, *options)
     name = re.sub(r"[^\w.]+", "-", "-".join(part for part in parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
@@ -133,7 +160,7 @@ def evaluate(script_args: JudgedArguments) -> None:
     if script_args.benchmark == "rankings":
         results = evaluate_rankings(judge, dataset, script_args.template, **arguments)
     else:
-        results = evaluate_edit_reward(judge, dataset, **arguments)
+        results = evaluate_edit_reward(judge, dataset, **arguments, benchmark=script_args.benchmark)
 
     ################
     # Report

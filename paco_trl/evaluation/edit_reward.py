@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluate judges on EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909)."""
+"""
+Evaluate judges on pairs of edits: EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909), VCReward-Bench
+(https://arxiv.org/abs/2603.28547) and EditReward-Compass (https://arxiv.org/abs/2605.13062).
+"""
 
 import math
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -17,6 +21,7 @@ from ..data.questions import (
     edit_reward_bench_consistency_question,
     edit_reward_bench_following_question,
 )
+from ..utils.statistics import without_nan
 from . import runs
 
 
@@ -42,6 +47,8 @@ PUBLISHED_YES = ("yes", "Yes", "YES", "y", "Y")
 PUBLISHED_NO = ("no", "No", "NO", "n", "N")
 TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
 IMAGE_COLUMNS = ("input_image", "output_images")
+# Scores of a tie differ by less (EditReward-Compass)
+TIE = 1e-5
 
 
 def evaluate_edit_reward(
@@ -51,9 +58,12 @@ def evaluate_edit_reward(
     batch_size: int = 16,
     skip_broken: bool = False,
     protocol: str = "default",
+    benchmark: str = "edit_reward",
 ) -> dict[str, Any]:
     """
-    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's).
+    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's), or on
+    VCReward-Bench (`benchmark="vc_reward"`) or EditReward-Compass (`"editreward_compass"`) as [`load_edit_pairs`] reads
+    them.
 
     The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
     edited image); that of the dimension `overall` is the geometric mean of both. The edited image is resized to the input
@@ -68,17 +78,22 @@ def evaluate_edit_reward(
 
     Args:
         scorer (`Any`), output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), skip_broken (`bool`, *optional*, defaults to `False`), protocol (`str`, *optional*, defaults to `"default"`):
-            As in [`evaluate_rankings`].
+            As in [`evaluate_rankings`]. A scorer with `compares = True` ([`ComparingJudge`]) gets (input, edit, edit) and
+            the instruction, and gives 1 where the first edit is better, 0 where the second is, 0.5 for a tie, or `None`,
+            which is never right.
         dataset ([`~datasets.Dataset`]):
             `EditScore/EditReward-Bench`: `key` (names of the two edited images), `instruction`, `input_image`,
             `output_images` (two, the preferred one first), `task_type`, and `dimension`, one of `prompt_following`,
-            `consistency` and `overall`. A key that several rows name is scored once.
+            `consistency` and `overall`. A key that several rows name is scored once. Optional `winner` is the place of the
+            preferred image, or `None` where people see a tie: then scores that differ by less than 1e-5 are right.
+        benchmark (`str`, *optional*, defaults to `"edit_reward"`):
+            What decides the average: over task types for EditReward-Bench, over rows for the others, as their scripts do.
 
     Returns:
         `dict[str, Any]`: `settings`, `num_instances`, `skipped` and `num_unanswered` as in [`evaluate_rankings`];
         `num_keys`, the number of distinct edited images; `num_groups` for the intervals (rows that share an image, also
-        through others, are one); and `dimensions`: of each dimension in the dataset `strict` and `geq` (`mean` and
-        `interval`), `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of rows whose preferred image
+        through others, are one; with another `benchmark` those of one instruction); and `dimensions`: of each dimension
+        in the dataset `strict` and `geq` (`mean` and `interval`), `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of rows whose preferred image
         scores higher, averaged over the task types; with `geq` a tie counts as well.
 
     Raises:
@@ -89,25 +104,43 @@ def evaluate_edit_reward(
     runs.check_scorer(scorer, protocol)
     _check_rows(dataset)
     dataset = dataset.with_format(None)  # plain Python values
-    settings = {"benchmark": "edit_reward", "protocol": protocol, "scorer": scorer.name}
-    run = runs.Run(settings, scorer, dataset, TEXT_COLUMNS, IMAGE_COLUMNS, skip_broken, {})
-    parts = _parts(run.rows, protocol)
-    asked_of = {part.key: names for part, names in parts}
+    settings = {"benchmark": benchmark, "protocol": protocol, "scorer": scorer.name}
+    if compares := getattr(scorer, "compares", False):
+        settings["template"] = scorer.template
+    columns = [*TEXT_COLUMNS, *["winner"] * ("winner" in dataset.column_names)]
+    run = runs.Run(settings, scorer, dataset, columns, IMAGE_COLUMNS, skip_broken, {})
+    if compares:
 
-    def record(part: runs.Part, answers: list[tuple[float, bool]]) -> dict[str, Any]:
-        scores = dict(zip(asked_of[part.key], (score for score, _ in answers), strict=True))
-        return {"key": part.key, "scores": scores, "unanswered": sum(is_none for _, is_none in answers)}
+        def record_pair(part: runs.Part, answers: list[tuple[float, bool]]) -> dict[str, Any]:
+            ((first, is_none),) = answers
+            return without_nan({"row": part.key, "first": first, "unanswered": int(is_none)})
 
-    words = (PUBLISHED_YES, PUBLISHED_NO)
-    records = run.finish(output_path, "key", [part for part, _ in parts], batch_size, record, words, resizes=True)
-    scores = {key: record["scores"] for key, record in records.items()}
-    groups = _groups(run.rows)
+        parts = [runs.Part(index, index, [((0, 1), row["instruction"])]) for index, row in enumerate(run.rows)]
+        records = run.finish(output_path, "row", parts, batch_size, record_pair)
+        firsts = [records[index]["first"] for index in range(len(run.rows))]
+        pairs = [(math.nan, math.nan) if first is None else (first, 1 - first) for first in firsts]
+    else:
+        asked = _parts(run.rows, protocol)
+        asked_of = {part.key: names for part, names in asked}
+
+        def record(part: runs.Part, answers: list[tuple[float, bool]]) -> dict[str, Any]:
+            scores = dict(zip(asked_of[part.key], (score for score, _ in answers), strict=True))
+            return {"key": part.key, "scores": scores, "unanswered": sum(is_none for _, is_none in answers)}
+
+        words = (PUBLISHED_YES, PUBLISHED_NO)
+        parts = [part for part, _ in asked]
+        records = run.finish(output_path, "key", parts, batch_size, record, words, resizes=True)
+        pairs = [tuple(_score(row["dimension"], records[key]["scores"]) for key in row["key"]) for row in run.rows]
+    is_macro = benchmark == "edit_reward"
+    groups = _groups(run.rows) if is_macro else [row["instruction"] for row in run.rows]
     present = {row["dimension"] for row in run.rows}
     return run.results(
         records,
-        num_keys=len(scores),
+        num_keys=len({key for row in run.rows for key in row["key"]}),
         num_groups=len(set(groups)),
-        dimensions={name: _accuracies(name, run.rows, scores, groups) for name in QUESTIONS_OF if name in present},
+        dimensions={
+            name: _accuracies(name, run.rows, pairs, groups, is_macro) for name in QUESTIONS_OF if name in present
+        },
     )
 
 
@@ -143,7 +176,7 @@ def _parts(rows: list[dict[str, Any]], protocol: str) -> list[tuple[runs.Part, l
     parts = []
     for key, (index, place) in first.items():
         names = [name for name in QUESTIONS[protocol] if name in needed[key]]
-        questions = [(place, QUESTIONS[protocol][name](rows[index]["instruction"])) for name in names]
+        questions = [((place,), QUESTIONS[protocol][name](rows[index]["instruction"])) for name in names]
         parts.append((runs.Part(key, index, questions), names))
     return parts
 
@@ -157,24 +190,32 @@ def _groups(rows: list[dict[str, Any]]) -> list[int]:
     return component[edges[:, 0]].tolist()
 
 
-def _accuracies(dimension: str, rows: list[dict], scores: dict[str, dict], groups: list[int]) -> dict[str, Any]:
-    selected = [(row, group) for row, group in zip(rows, groups, strict=True) if row["dimension"] == dimension]
-    pairs = [[_score(dimension, scores[key]) for key in row["key"]] for row, _ in selected]
-    hits = {
-        "strict": [float(preferred > other) for preferred, other in pairs],
-        "geq": [float(preferred >= other) for preferred, other in pairs],
-    }
-    task_types = [row["task_type"] for row, _ in selected]
-    groups = [group for _, group in selected]
+def _hits(pair: Sequence[float], winner: int | None) -> tuple[float, float]:
+    """Tell whether scores agree with people, strictly and if a tie counts as well."""
+    if winner is None:
+        return (float(abs(pair[0] - pair[1]) < TIE),) * 2
+    preferred, other = pair[winner], pair[1 - winner]
+    return float(preferred > other), float(preferred >= other)
+
+
+def _accuracies(
+    dimension: str, rows: list[dict], pairs: Sequence[Sequence[float]], groups: Sequence[Hashable], is_macro: bool
+) -> dict[str, Any]:
+    places = [place for place, row in enumerate(rows) if row["dimension"] == dimension]
+    strict, geq = zip(*(_hits(pairs[place], rows[place].get("winner", 0)) for place in places), strict=True)
+    hits = {"strict": strict, "geq": geq}
+    task_types = [rows[place]["task_type"] for place in places]
+    groups = [groups[place] for place in places]
+    strata = task_types if is_macro else None
 
     by_type = {}
     for name in sorted(set(task_types)):
-        places = [place for place, task_type in enumerate(task_types) if task_type == name]
-        means = {kind: fmean(values[place] for place in places) for kind, values in hits.items()}
-        by_type[name] = {**means, "num_rows": len(places)}
+        of_type = [place for place, task_type in enumerate(task_types) if task_type == name]
+        means = {kind: fmean(values[place] for place in of_type) for kind, values in hits.items()}
+        by_type[name] = {**means, "num_rows": len(of_type)}
     return {
-        **{kind: runs.mean_and_interval(values, groups, strata=task_types) for kind, values in hits.items()},
-        "num_rows": len(selected),
+        **{kind: runs.mean_and_interval(values, groups, strata=strata) for kind, values in hits.items()},
+        "num_rows": len(places),
         "num_ties": int(sum(hits["geq"]) - sum(hits["strict"])),
         "task_types": by_type,
     }

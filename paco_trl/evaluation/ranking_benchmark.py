@@ -125,7 +125,9 @@ def evaluate_rankings(
     questions = [_questions(row, template) for row in rows]
     parts = [
         runs.Part(
-            index, index, [(place, text) for place in range(len(row["ranking"])) for texts in asked for text in texts]
+            index,
+            index,
+            [((place,), text) for place in range(len(row["ranking"])) for texts in asked for text in texts],
         )
         for index, (row, asked) in enumerate(zip(rows, questions, strict=True))
     ]

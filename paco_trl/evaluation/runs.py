@@ -91,11 +91,11 @@ def _reads_questions(scorer: Any) -> bool:
 
 
 class Part(NamedTuple):
-    """What becomes one record: questions about pairs of the first image of a row and another one."""
+    """What becomes one record: questions about the first image of a row and others."""
 
     key: Any
     row: int
-    questions: list[tuple[int, str]]  # place of the other image, and the question
+    questions: Sequence[tuple[tuple[int, ...], str]]  # places of the other images, and the question
 
 
 class Run:
@@ -149,8 +149,8 @@ class Run:
                 for row, of_row in groupby(missing, key=lambda part: part.row):
                     first, *others = self.images[row]
                     others = [other.resize(first.size) for other in others] if resizes else others
-                    for place, question in (item for part in of_row for item in part.questions):
-                        pairs.append((first, others[place]))
+                    for places, question in (item for part in of_row for item in part.questions):
+                        pairs.append((first, *(others[place] for place in places)))
                         questions.append(question)
                 if missing:
                     scores = iter(self._score(pairs, questions, *answers))
@@ -172,17 +172,19 @@ class Run:
     def _score(
         self, pairs: list, questions: list[str], yes: Sequence[str], no: Sequence[str]
     ) -> list[tuple[float, bool]]:
-        """Return a finite score for each pair, and whether it is 0 because the 20 likeliest tokens had no answer."""
+        """Return a score for each pair, and whether there was no answer: 0 (tokens) or NaN (a comparison)."""
         scorer, by_tokens = self.scorer, self.protocol == "published" and _reads_questions(self.scorer)
         labels = [PUBLISHED_LABELS] * by_tokens
         answers = list((scorer.top_logprobs if by_tokens else scorer.score)(pairs, questions, *labels))
         if len(answers) != len(pairs):
             raise ValueError(f"The scorer {scorer.name!r} gave {len(answers)} scores for {len(pairs)} pairs.")
         for answer, question in zip(answers, questions, strict=True):
+            if answer is None and getattr(scorer, "compares", False):
+                continue
             if answer is None or (not by_tokens and not math.isfinite(answer)):
                 raise ValueError(f"The scorer {scorer.name!r} gave {answer} for the question {question!r}.")
         if not by_tokens:
-            return [(float(answer), False) for answer in answers]
+            return [(math.nan if answer is None else float(answer), answer is None) for answer in answers]
         scores = [yes_probability(tokens, yes, no) for tokens in answers]
         return [(score or 0.0, score is None) for score in scores]
 
