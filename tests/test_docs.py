@@ -308,6 +308,7 @@ class TestMetrics:
             eval_dataset=prompts.select(range(2)),
             eval_strategy="steps",
             eval_steps=2,
+            num_generations_eval=2,
             num_inference_steps_eval=2,
         )
         trainer.train()

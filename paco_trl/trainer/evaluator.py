@@ -25,6 +25,7 @@ from ..data.columns import check_is_dataset
 from ..evaluation import bootstrap_interval, grid_artifact_score
 from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
 from ..plots.scored_sheets import ScoredImages
+from ..rewards.image_statistics import measure_image, statistics_of_prompts
 from ..rewards.runner import RewardRunner
 from ..rollout import SDESettings, hybrid_inference
 from ..rollout.prompt_rows import PromptRows
@@ -44,7 +45,7 @@ class Evaluation:
     total: torch.Tensor  # (images,), weighted sum of the rewards
     grid_artifacts: torch.Tensor  # (images,)
     extra: dict[str, list] = field(default_factory=dict)  # columns that rewards logged
-    logged: dict[str, float] = field(default_factory=dict)  # metrics that rewards logged
+    logged: dict[str, float] = field(default_factory=dict)  # metrics that rewards logged, and of the images
     pictures: dict[int, Image.Image] = field(default_factory=dict)  # thumbnails by image number, on the main process
 
 
@@ -112,7 +113,7 @@ class Evaluator:
         processes = accelerator.num_processes
         padded = (np.arange(-(-len(batches) // processes) * processes) % len(batches)).reshape(-1, processes)
         local = [batches[index] for index in padded[:, accelerator.process_index]]
-        artifacts, pictures = [], []
+        artifacts, pictures, measured = [], [], []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
         recording: dict[str, Any] = {"sde": sde, "callback_on_step_end": callback}
         self.rewards.start(generations)
@@ -122,14 +123,19 @@ class Evaluator:
             ):
                 self.rewards.add(generated.numbers, generated.rows, generated.images, state)
                 for image, row, picture in zip(generated.numbers, generated.rows, generated.images, strict=True):
+                    measured.append((image, measure_image(picture)))
                     artifacts.append((image, _grid_artifact(picture, period, row)))
                     if image // generations < MAX_PROMPTS and image % generations < MAX_IMAGES:
                         pictures.append((image, thumbnail(picture)))
         scores = self.rewards.finish(state)
+        statistics = {
+            f"images/{name}": each.mean() for name, each in statistics_of_prompts(measured, generations).items()
+        }
+        logged = scores.metrics | {name: float(mean) for name, mean in statistics.items() if not math.isnan(mean)}
         by_image = dict(gather_object(artifacts))
         all_artifacts = torch.tensor([by_image[image] for image in sorted(by_image)], dtype=torch.float64)
         total_scores, shown = self.rewards.total(scores.rewards), dict(gather_object(pictures))
-        return Evaluation(scores.rewards, total_scores, all_artifacts, scores.extra, scores.metrics, shown)
+        return Evaluation(scores.rewards, total_scores, all_artifacts, scores.extra, logged, shown)
 
     def baseline(
         self,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaCo-GRPO: group-relative policy optimization of a flow-matching pipeline, at reduced resolution."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -55,6 +56,7 @@ from ..plots.curves import CurvesCallback
 from ..plots.figures import FigureThread
 from ..plots.scored_sheets import ScoredImages, save_scored_sheet
 from ..plots.trackers import send_to_trackers, start_trackers, warn_of_blind_trackers
+from ..rewards.image_statistics import DriftAlarm, describe_drift, measure_image, statistics_of_prompts
 from ..rewards.runner import RewardError, RewardRunner, Scores
 from ..rollout import Family, RecordedStep, SDESettings, UnlistedFamily, family_of, predict
 from ..rollout.loading import (
@@ -322,6 +324,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             rewards.prepare(self.accelerator, models[rewards])
         self.evaluator = Evaluator(self.sampler, self.eval_rewards, args, eval_rows, self._identity)
         self.statistics: Any = self._statistics_class(self.accelerator, args)
+        self.drift_alarm = DriftAlarm()
         self.buffer: Any = None  # RoundBuffer
         self._is_first_backward = True  # of this `train()`
         self._encode_time = self._generation_time = self._train_time = 0.0
@@ -474,6 +477,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                     "Pass the directory as `peft_config` and set another `output_dir` to continue from its adapter."
                 )
         if checkpoint is not None:
+            self.drift_alarm.state = (read_run(checkpoint) or {}).get("images_of_round_0", {})
             self._load_round(checkpoint)
         elif args.resolution_transfer_prompts or args.tail_transfer_prompts:
             self.model.eval()
@@ -507,7 +511,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         # Called when training begins: reset the state of an earlier `train()`
         self.statistics.rows = []
         self._step, self._train_time, self._is_first_backward = 0, 0.0, True
-        self.buffer = None
+        self.buffer, self.drift_alarm = None, DriftAlarm()
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
@@ -589,12 +593,17 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             "time/reward_hidden": scores.hidden,
             "rollout_images_per_second": plan.num_images / rollout_time,
         }
+        measured = [
+            (number, measure_image(image)) for number, image in zip(mine.flatten().tolist(), images, strict=True)
+        ]
+        by_prompt = statistics_of_prompts(measured, generations)
+        metrics |= self.drift_alarm.compare(by_prompt, metrics.get("reward", math.nan))
         if args.log_completions:
             shown = ScoredImages.collect(
                 self.accelerator, mine.flatten().tolist(), images, generations, self.reward_func_names,
                 scores.rewards, scores.extra, advantages,
             )  # fmt: skip
-            title = f"Round {round_index}, step {self.state.global_step}"
+            title = f"Round {round_index}, step {self.state.global_step}{describe_drift(metrics)}"
             self._save_sheet(f"round_{round_index:05d}", title, self.train_rows, row_numbers, shown)
 
         # 6. Build the training micro-steps
@@ -911,7 +920,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     def _run_record(self) -> dict[str, Any]:
         identity, hyperparameters = self._identity, self._adjustable_settings(self.args)
         return super()._run_record() | {
-            "identity": identity, "hyperparameters": hyperparameters, "is_round_pending": self.is_round_pending
+            "identity": identity, "hyperparameters": hyperparameters, "is_round_pending": self.is_round_pending,
+            "images_of_round_0": self.drift_alarm.state,
         }  # fmt: skip
 
     def _write_weights(self, folder: Path) -> None:

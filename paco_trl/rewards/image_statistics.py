@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of generated images that no reward sees, and an alarm when they drift while the reward rises."""
+
+import math
+from typing import Any
+
+import numpy as np
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from PIL import Image
+
+
+logger = get_logger(__name__)
+
+_SIDE, _SMALL = 128, 16  # pixels of a thumbnail, and of what the diversity of a group is measured on
+
+
+def sharpness(pixels: np.ndarray) -> float:
+    """Compute the mean difference of neighboring pixels in brightness, of (H, W, 3) in [0, 1]: 0 without edges, at most 1."""
+    gray = pixels.mean(axis=-1)
+    down, right = np.abs(np.diff(gray, axis=0)), np.abs(np.diff(gray, axis=1))
+    return float((down.sum() + right.sum()) / (down.size + right.size))
+
+
+def color_entropy(pixels: np.ndarray) -> float:
+    """Compute the entropy, in bits, of the colors in four levels a channel: 0 for one color, at most 6."""
+    levels = np.minimum(pixels * 4, 3).astype(int) @ (16, 4, 1)
+    shares = np.unique(levels, return_counts=True)[1] / levels.size
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def brightness(pixels: np.ndarray) -> float:
+    """Compute the mean of all channels: 0 for black, 1 for white."""
+    return float(pixels.mean())
+
+
+def saturation(pixels: np.ndarray) -> float:
+    """Compute the mean distance of the strongest from the weakest channel: 0 for gray, 1 for pure colors."""
+    return float((pixels.max(axis=-1) - pixels.min(axis=-1)).mean())
+
+
+def diversity(group: np.ndarray) -> float:
+    """Compute the root mean square distance of two of a group's images (G, ...): NaN for one image."""
+    # The mean over all pairs of (a - b)^2 is twice the unbiased variance
+    return math.sqrt(2 * group.var(axis=0, ddof=1).mean()) if len(group) > 1 else math.nan
+
+
+STATISTICS = {each.__name__: each for each in (sharpness, color_entropy, brightness, saturation)}
+
+
+def measure_image(image: Image.Image) -> tuple[list[float], np.ndarray]:
+    """Return the statistics of an image, and a small copy (16, 16, 3) for the diversity of its group."""
+    thumbnail = image.convert("RGB")
+    thumbnail.thumbnail((_SIDE, _SIDE), Image.Resampling.BOX)
+    pixels = np.asarray(thumbnail, dtype=np.float32) / 255
+    small = np.asarray(thumbnail.resize((_SMALL, _SMALL), Image.Resampling.BOX))
+    return [statistic(pixels) for statistic in STATISTICS.values()], small
+
+
+def statistics_of_prompts(
+    measured: list[tuple[int, tuple[list[float], np.ndarray]]], num_generations: int
+) -> dict[str, np.ndarray]:
+    """Gather each statistic by prompt from what was measured of images by prompt-major number. Collective: call on all ranks."""
+    by_number = dict(gather_object(measured))
+    values, small = zip(*(by_number[number] for number in sorted(by_number)), strict=True)
+    means = np.array(values).reshape(-1, num_generations, len(STATISTICS)).mean(axis=1)  # (prompts, statistics)
+    groups = (np.stack(small) / 255).reshape(-1, num_generations, small[0].size)  # (prompts, generations, numbers)
+    return {**dict(zip(STATISTICS, means.T, strict=True)), "diversity": np.array(list(map(diversity, groups)))}
+
+
+class DriftAlarm:
+    """
+    Compare the images of each round with those of round 0.
+
+    The drift of a statistic is the change of its mean over prompts, in units of the spread (standard deviation) of prompts
+    in round 0: at 1 an average prompt looks as one in six did. A statistic leaves its range there, or where there are few
+    prompts at three standard errors of the change, sqrt(2 / prompts), which other prompts alone hardly reach. It warns
+    once for each, and only while the mean reward is above that of round 0: a change that costs reward is no hack.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}  # part of a checkpoint: of round 0, and what was warned of
+
+    def compare(self, values: dict[str, np.ndarray], reward: float) -> dict[str, float]:
+        """Return the metrics of a round, whose statistics by prompt are `values`."""
+        means = {name: float(each.mean()) for name, each in values.items()}
+        if not self.state:
+            spreads = {name: float(each.std(ddof=1)) if len(each) > 1 else 0.0 for name, each in values.items()}
+            self.state = {"reward": reward, "means": means, "spreads": spreads, "warned": []}
+        first, metrics, left = self.state, {}, []
+        limit = max(1.0, 3 * math.sqrt(2 / len(values["sharpness"])))
+        for name, mean in means.items():
+            metrics[f"images/{name}"] = mean
+            if first["spreads"][name] > 0:
+                metrics[f"images/{name}_drift"] = drift = (mean - first["means"][name]) / first["spreads"][name]
+                if abs(drift) > limit and reward > first["reward"] and name not in first["warned"]:
+                    first["warned"].append(name)
+                    left.append(f"{name} {first['means'][name]:.3g} to {mean:.3g} ({drift:+.1f} spreads of prompts)")
+        if left:
+            logger.warning(
+                f"The mean reward rose from {first['reward']:.4g} to {reward:.4g} while the images changed in what it may "
+                f"not see: {', '.join(left)}. Look at the contact sheets: this may be reward hacking."
+            )
+        return metrics
+
+
+def describe_drift(metrics: dict[str, float]) -> str:
+    """Write the drift of a round for the title of its contact sheet."""
+    drifts = {name[7:-6].replace("_", " "): value for name, value in metrics.items() if name.endswith("_drift")}
+    return ". Drift: " * bool(drifts) + ", ".join(f"{name} {value:+.1f}" for name, value in drifts.items())
