@@ -41,6 +41,7 @@ PACKAGES = [
     "evaluation",
     "image_benchmarks",
     "dataset_building",
+    "generation",
     "hub",
     "tiny",
 ]

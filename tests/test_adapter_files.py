@@ -14,9 +14,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from paco_trl import tiny
+from paco_trl import generation, tiny
 from paco_trl.checkpointing.export import save_adapter
-from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 
@@ -147,7 +146,7 @@ def test_files_of_before_are_read_as_well(tiny_flux, flux, tmp_path):
     old, new = (load_file(tmp_path / name / FILE) for name in ("old", "new"))
     assert any(not torch.equal(old[name], new[name]) for name in old)
     for name in ("old", "new"):
-        system = load_system(str(tiny_flux), torch.float32, tmp_path / name, "cpu")
+        system = generation.load_pipeline(str(tiny_flux), torch.float32, tmp_path / name, "cpu")
         assert deviation(changes(system.transformer), trained) == 0
 
 

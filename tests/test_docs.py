@@ -52,7 +52,7 @@ COMMANDS = {
     "paco-trl doctor nft": [PaCoNFTConfig, ScriptArguments, PlanArguments],
     "paco-trl doctor reward": [PaCoRewardConfig, reward.ScriptArguments, PlanArguments],
     "paco-trl build": classes_of(build_arguments),
-    "paco-trl evaluate judge": [evaluate_judge.JudgedArguments],
+    "paco-trl evaluate judge": [evaluate_judge.JudgeArguments],
     "paco-trl evaluate": classes_of(evaluate_arguments),
     "examples/train_flux.py": [PaCoGRPOConfig, ScriptArguments],
     "examples/train_flux_kontext.py": [PaCoGRPOConfig, ScriptArguments],

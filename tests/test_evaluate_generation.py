@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
-from diffusers import LongCatImagePipeline
+from diffusers import AutoencoderKL
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -22,8 +22,9 @@ from judge_server import pictures_of
 from paco_trl import PaCoReward
 from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path, split_grid, t2is_bench_question
-from paco_trl.image_benchmarks import load_system
+from paco_trl.generation import load_pipeline
 from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
+from paco_trl.utils.chat import EndpointUnavailableError
 from paco_trl.utils.files import file_name
 from test_gedit import PROMPTS_FILE
 
@@ -156,18 +157,64 @@ class TestT2IS:
         for text in (json.dumps(evaluated), page, card, (workspace / "report" / "results.md").read_text()):
             assert str(workspace) not in text
 
-    def test_one_call_is_the_three_steps(self, evaluated, workspace, options, monkeypatch):
+    @pytest.mark.slow
+    def test_one_call_is_the_three_steps_and_resumes(self, evaluated, workspace, options, monkeypatch):
         folder = workspace / "whole"
-        folder.mkdir()
-        for role in ("base", "tuned"):  # what is there is not made again
-            shutil.copytree(workspace / role, folder / role)
-        monkeypatch.setattr(PaCoReward, "score", None)
-        words = ["t2is", *options["generate"], *options["score"][2:], "--adapter", str(workspace / "adapter")]
-        words += ["--train_dataset_name", str(demo_prompts_path()), "--output_dir", str(folder)]
-        script.main(["images", *words])
+        words = ["images", "t2is", *options["generate"], *options["score"][2:], "--output_dir", str(folder)]
+        words += ["--adapter", str(workspace / "adapter"), "--train_dataset_name", str(demo_prompts_path())]
+        decode, calls = AutoencoderKL.decode, []
+
+        def stop_at_the_fifth(*args, **kwargs):
+            calls.append(len(list(folder.rglob("images/**/*.png"))))
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            return decode(*args, **kwargs)
+
+        monkeypatch.setattr(AutoencoderKL, "decode", stop_at_the_fifth)
+        with pytest.raises(KeyboardInterrupt):
+            script.main(words)
+        assert not (folder / "report").exists() and not list(folder.rglob("scores"))
+        script.main(words)
+        assert calls == [0, 1, 2, 3, 4, 4, 5]  # three images of the base model, then one of the adapter, and two more
         assert json.loads((folder / "report" / "results.json").read_text())["tables"] == evaluated["tables"]
-        with pytest.raises(ValueError, match="`--benchmark`"):
-            script.main(["images", *words[1:]])
+        monkeypatch.setattr(AutoencoderKL, "decode", None)
+        monkeypatch.setattr(PaCoReward, "score", None)
+        script.main(words)  # what is there is not made again
+
+    @pytest.mark.parametrize(
+        "changed, message",
+        [
+            (["--judges", "./nowhere"], "nowhere"),
+            (["--aesthetics_head", __file__], "not a safetensors file"),
+            (["--alignment_file", "nowhere.json"], "nowhere.json"),
+            (["--card", "nowhere"], "nowhere"),
+            (["--train_dataset_name", "nowhere.jsonl"], "nowhere.jsonl"),
+            (["--num_shown", "0"], "--num_shown"),
+            (["--adapter", "nowhere"], "nowhere"),
+            (["--model_name_or_path", "other/model"], "was made for"),
+            (["--missing", "none"], "'none'"),
+        ],
+    )
+    def test_what_would_fail_after_hours_is_found_before(self, workspace, options, tmp_path, changed, message):
+        words = [
+            "images",
+            "t2is",
+            *options["generate"],
+            *options["score"][2:],
+            "--adapter",
+            str(workspace / "adapter"),
+        ]
+        with pytest.raises((ValueError, OSError), match=message):
+            script.main([*words, "--output_dir", str(tmp_path), *changed])
+        assert not list(tmp_path.rglob("*.png"))
+
+    def test_the_directory_of_another_adapter_is_found_before(self, evaluated, workspace, options, tmp_path):
+        shutil.copytree(workspace / "tuned", tmp_path / "tuned")
+        make_adapter(tmp_path / "other", options["generate"][3], 1)
+        words = ["images", "t2is", *options["generate"], *options["score"][2:], "--adapter", str(tmp_path / "other")]
+        with pytest.raises(ValueError, match="begun with other settings: `adapter`"):
+            script.main([*words, "--output_dir", str(tmp_path)])
+        assert not list((tmp_path / "base").rglob("*.png"))
 
     def test_again_is_the_same(self, evaluated, workspace, options, monkeypatch):
         def fail(*args, **kwargs):
@@ -185,14 +232,6 @@ class TestT2IS:
         with pytest.raises(ValueError, match="wrong way around"):
             script.main(["report", *options["report"], *words, "--output_dir", str(tmp_path / "report")])
 
-    def test_longcat_image_does_not_rewrite_the_prompts(self, options, tmp_path, monkeypatch):
-        calls = []
-        monkeypatch.setattr(script, "load_system", lambda *args: object.__new__(LongCatImagePipeline))
-        monkeypatch.setattr(script, "generate_grids", lambda *args, **call: calls.append(call) or 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            script.main(["generate", *options["generate"], "--output_dir", str(tmp_path / "base")])
-        assert [call["enable_prompt_rewrite"] for call in calls] == [False]
-
     def test_the_adapter_in_the_first_step_only(self, evaluated, workspace, options, tmp_path):
         folder, words = (
             tmp_path / "hybrid",
@@ -207,7 +246,7 @@ class TestT2IS:
         assert not folder.exists()
         script.main(words)
 
-        pipe = load_system(options["generate"][3], torch.float32, str(workspace / "adapter"), "cpu")
+        pipe = load_pipeline(options["generate"][3], torch.float32, str(workspace / "adapter"), "cpu")
 
         def switch(pipe, step, timestep, callback_kwargs):
             pipe.transformer.base_model.disable_adapter_layers()
@@ -311,31 +350,32 @@ class TestGEdit:
             scores = [8, 6] if len(images) == 2 else [9, 4]
             return json.dumps({"reasoning": "It is so.", "score": scores})
 
-        benchmark = ["--benchmark", "gedit", "--dataset_name", str(edits / "bench")]
-        folders = {"base": [], "tuned": ["--adapter", str(edits / "adapter")]}
+        benchmark = ["--dataset_name", str(edits / "bench")]
+        drawing = ["--model_name_or_path", str(edits / "kontext"), "--adapter", str(edits / "adapter")]
+        drawing += ["--dtype", "float32", "--num_inference_steps", "2", "--height", "32", "--width", "32"]
         clone = edits / "clone" / "GEdit-Bench" / "viescore"
         clone.mkdir(parents=True)
         (clone / "vie_prompts.py").write_text(PROMPTS_FILE)
         published = ["--protocol", "published", "--gedit_repo", str(edits / "clone")]
+        whole = ["images", "gedit", *benchmark, *drawing, "--judges", "judge", "--output_dir", str(edits)]
         with ChatServer(say, models=["judge"]) as server:
-            for name, adapter in folders.items():
+            for changed, message in (
+                ([], "--judge_url"),
+                (["--judge_url", server.url, "--judges", "other"], "no model 'other'"),
+                (["--judge_url", server.url, *published[:2]], "gedit_repo"),
+                (["--judge_url", server.url, "--batch_size", "2"], "--batch_size"),
+            ):
+                with pytest.raises((ValueError, EndpointUnavailableError), match=message):
+                    script.main([*whole, *changed])
+            assert not list(edits.rglob("*.png")) and not server.requests
+            script.main([*whole, "--judge_url", server.url])
+            assert pictures_of(server.requests[-1])[0][0].size == (512, 512)
+            benchmark = ["--benchmark", "gedit", *benchmark]
+            for name in ("base", "tuned"):
                 words = [*benchmark, "--output_dir", str(edits / name)]
-                drawing = [
-                    "--model_name_or_path",
-                    str(edits / "kontext"),
-                    "--dtype",
-                    "float32",
-                    "--num_inference_steps",
-                    "2",
-                ]
-                script.main(["generate", *words, *drawing, "--height", "32", "--width", "32", *adapter])
-                script.main(["score", *words, "--judges", "judge", "--judge_url", server.url])
-                assert pictures_of(server.requests[-1])[0][0].size == (512, 512)
                 script.main(["score", *words, "--judges", "judge", "--judge_url", server.url, *published])
                 assert pictures_of(server.requests[-1])[0][0].size == (24, 24)
             assert len(server.requests) == 2 * 2 * 6 * 2
-        words = ["--base", str(edits / "base"), "--tuned", str(edits / "tuned"), "--output_dir", str(edits / "report")]
-        script.main(["report", *benchmark, *words])  # without the server
         results = json.loads((edits / "report" / "results.json").read_text())
         assert {table["title"] for table in results["tables"]} >= {
             "English: all instructions",
@@ -345,7 +385,15 @@ class TestGEdit:
         assert cells == pytest.approx({"semantic_consistency": 6.0, "perceptual_quality": 4.0, "overall": 24**0.5})
         assert (edits / "report" / "report.html").read_text().count("data:image/jpeg;base64,") >= 6
         assert results["protocol"] == "default"
-        script.main(["report", *benchmark, *words[:-1], str(edits / "published"), *published[:2]])
+        words = [
+            "--base",
+            str(edits / "base"),
+            "--tuned",
+            str(edits / "tuned"),
+            "--output_dir",
+            str(edits / "published"),
+        ]
+        script.main(["report", *benchmark, *words, *published[:2]])  # without the server
         results = json.loads((edits / "published" / "results.json").read_text())
         assert results["protocol"] == "published" and results["tables"][0]["rows"][0]["cells"][0]["mean"] == 6.0
 
@@ -354,41 +402,39 @@ class TestOptions:
     @pytest.mark.parametrize(
         "words, message",
         [
-            (["generate", "--benchmark", "t3is"], "'t3is'"),
             (["generate"], "--dataset_name"),
+            (["images", "t3is", "--dataset_name", "t2is"], "'t3is'"),
             (["generate", "--dtype", "int8"], "'int8'"),
             (["generate", "--benchmark", "gedit", "--seeds", "0", "1"], "--seeds"),
+            (["generate", "--panel_files", "True", "--seeds", "0", "1"], "--seeds"),
             (["score", "--protocol", "published"], "`--protocol` would do nothing"),
             (["score", "--benchmark", "gedit", "--batch_size", "2"], "`--batch_size` would do nothing"),
             (["score", "--alignment_model", "model"], "--alignment_file"),
             (["score", "--max_concurrency", "2"], "`--max_concurrency` would do nothing"),
-            (["score", "--api_key_variable", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
-            (["score", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
-            (["report", "--card", "adapter"], "--tuned"),
+            (["score", "--judges", "a", "--judge_url", "http://a:1/v1", "--api_key_variable", "NO_SUCH"], "NO_SUCH"),
+            (["score", "--judges", "a", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
+            (["report", "--card", "adapter"], "tuned system"),
             (["report", "--card", "nowhere", "--tuned", "tuned"], "nowhere"),
         ],
     )
-    def test_wrong_options(self, words, message):
+    def test_wrong_options(self, words, message, workspace):
+        known = ["--dataset_name", str(workspace / "bench.jsonl")] if len(words) > 1 else []
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            script.main(words)
+            script.main([*words, *known])
 
 
 @pytest.mark.slow
 def test_two_processes_are_one(evaluated, workspace, options, tmp_path):
     """Two processes draw and score what one does, and one goes on where two were."""
-    config = launching.CPU_DDP
-    folder = tmp_path / "two"
-    report = tmp_path / "report"
-    for step, where in (
-        ("generate", ["--output_dir", str(folder)]),
-        ("score", ["--output_dir", str(folder)]),
-        ("report", ["--base", str(folder), "--output_dir", str(report)]),
-    ):
-        launching.check_run(
-            ["-m", "paco_trl.commands.main", "evaluate", step, *options[step], *where], config=config, cwd=tmp_path
-        )
+    words = ["t2is", *options["generate"], *options["score"][2:], "--output_dir", tmp_path]
+    command = ["-m", "paco_trl.commands.main", "evaluate", "images", *words, "--adapter", workspace / "adapter"]
+    launching.check_run(command, config=launching.CPU_DDP, cwd=tmp_path)
+    folder, report = tmp_path / "base", tmp_path / "report"
     parts = sorted(path.name for path in (folder / "scores").glob("consistency*.jsonl"))
     assert len(parts) == 2  # both worked
+    results = json.loads((report / "results.json").read_text())
+    for system in range(2):
+        assert means(results, system) == pytest.approx(means(evaluated, system), abs=1e-3)
     # One goes on where two were: what the second had as its last is asked again
     part, before = folder / "scores" / parts[1], (report / "results.json").read_text()
     part.write_text("".join(line + "\n" for line in part.read_text().splitlines()[:-1]))

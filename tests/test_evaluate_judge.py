@@ -71,7 +71,7 @@ def workspace(tmp_path_factory):
 
 
 def arguments(workspace, output, **options):
-    return script.JudgedArguments(
+    return script.JudgeArguments(
         **{
             "judge_model": "clip-i",
             "clip_model": str(workspace / "clip"),
@@ -179,7 +179,7 @@ def test_a_judge_on_a_server(workspace, tmp_path):
 
     with JudgeServer(log_odds, fault=fault, key="secret") as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE_KEY", "secret")
-        served = script.JudgedArguments(
+        served = script.JudgeArguments(
             judge_model="judge",
             judge_url=server.url,
             api_key_variable="JUDGE_KEY",

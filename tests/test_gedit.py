@@ -23,8 +23,8 @@ from chat_server import ChatServer
 from judge_server import pictures_of
 from paco_trl import tiny
 from paco_trl.dataset_building import load_pipeline
-from paco_trl.image_benchmarks import System, gedit, gedit_protocols
-from paco_trl.image_benchmarks.edit_generation import edit_keys, find_edits, generate_edits
+from paco_trl.generation.edits import edit_keys, generate_edits
+from paco_trl.image_benchmarks import System, find_edits, gedit, gedit_protocols
 from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
 from paco_trl.image_benchmarks.gedit_protocols import (
     PLACEHOLDER,
@@ -106,7 +106,7 @@ def kontext(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pipeline(kontext):
-    return load_pipeline(str(kontext), torch.float32, "cpu")
+    return load_pipeline(str(kontext), torch.float32, device="cpu")
 
 
 STEPS = {"num_inference_steps": 1, "guidance_scale": 2.5, "max_area": 128 * 128}
@@ -155,7 +155,7 @@ class TestGeneration:
     @pytest.mark.slow
     def test_qwen_image_edit(self, tmp_path):  # it has no `max_area`, and enlarges its source to a megapixel
         folder = tiny.build_tiny_qwen_image_edit(tmp_path / "model")
-        qwen = load_pipeline(str(folder), torch.float32, "cpu")
+        qwen = load_pipeline(str(folder), torch.float32, device="cpu")
         call = {"num_inference_steps": 2, "true_cfg_scale": 1.0}
         row = {**EDITS[0], "height": 64, "width": 128}
         prompts = edits_of([row], height=Value("int64"), width=Value("int64"))
@@ -189,7 +189,9 @@ class TestGeneration:
                 generate_edits(with_pipeline, prompts, StageFolder(tmp_path), **{**STEPS, **arguments})
             assert calls.count == 0 and files(tmp_path) == {}
 
-        refused("FluxPipeline has no `image`, so", with_pipeline=load_pipeline(str(tiny_flux), torch.float32, "cpu"))
+        refused(
+            "FluxPipeline has no `image`, so", with_pipeline=load_pipeline(str(tiny_flux), torch.float32, device="cpu")
+        )
         refused("`seed` is -1", seed=-1)
         refused("no column `id`", edits_of(EDITS).remove_columns("id"))
         refused(r"Rows 0 and 1 .* same `id` 'a/1', so", edits_of(EDITS).remove_columns("language"))
@@ -742,7 +744,8 @@ from accelerate import PartialState
 from datasets import load_from_disk
 from paco_trl.dataset_building import ChatEndpoint, StageFolder
 from paco_trl.dataset_building import load_pipeline
-from paco_trl.image_benchmarks.edit_generation import generate_edits, find_edits
+from paco_trl.generation import generate_edits
+from paco_trl.image_benchmarks import find_edits
 from paco_trl.image_benchmarks.gedit import score_edits
 
 model, prompts, path, planted, planted_edits, url = sys.argv[1:]

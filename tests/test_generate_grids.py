@@ -11,11 +11,18 @@ import pytest
 import torch
 from datasets import Dataset
 from datasets import Image as ImageFeature
-from diffusers import DiffusionPipeline, EulerAncestralDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import (
+    DiffusionPipeline,
+    EulerAncestralDiscreteScheduler,
+    LongCatImagePipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
 from PIL import Image
 
-from paco_trl.dataset_building.grids import generate_grids, plan_batches
-from paco_trl.utils.generation import load_pipeline
+from paco_trl.generation import load_pipeline
+from paco_trl.generation.grids import generate_grids, plan_batches
+from paco_trl.generation.image_files import is_flat, own_arguments
 from paco_trl.utils.stage_folder import StageFolder
 
 
@@ -41,7 +48,7 @@ FOUR = make_prompts([(32, 32), (32, 32), (32, 48), (32, 32)])
 
 @pytest.fixture(scope="module")
 def flux(tiny_flux) -> DiffusionPipeline:
-    return load_pipeline(str(tiny_flux), torch.float32, "cpu")
+    return load_pipeline(str(tiny_flux), torch.float32, device="cpu")
 
 
 class Calls:
@@ -180,7 +187,7 @@ class TestBatches:
         """Qwen-Image repeats no negative prompt, and its true guidance predicts twice."""
         from paco_trl.tiny import build_tiny_qwen_image
 
-        pipeline = load_pipeline(str(build_tiny_qwen_image(tmp_path / "qwen")), torch.float32, "cpu")
+        pipeline = load_pipeline(str(build_tiny_qwen_image(tmp_path / "qwen")), torch.float32, device="cpu")
         guided = {"seeds": [0, 1], "num_inference_steps": 2, "negative_prompt": "a lighthouse", "true_cfg_scale": 3.0}
         alone = pixels(draw(pipeline, FOUR, tmp_path / "alone", **guided))
         together = pixels(draw(pipeline, FOUR, tmp_path / "together", batch_size=4, **guided))
@@ -202,7 +209,7 @@ class TestBatches:
 
 
 def make_stable_diffusion(tiny_flux: Path) -> StableDiffusionPipeline:
-    parts = load_pipeline(str(tiny_flux), torch.float32, "cpu").components
+    parts = load_pipeline(str(tiny_flux), torch.float32, device="cpu").components
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
         sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4,
@@ -298,9 +305,14 @@ class TestBadInput:
 
             __call__.__signature__ = inspect.signature(type(flux).__call__)
 
-        with pytest.raises(ValueError, match="'0/red fox in the snow/7' has 64x32 pixels .* instead of 32x32"):
+        with pytest.raises(ValueError, match="has 64x32 pixels .* instead of 32x32"):
             draw(Enlarging(**flux.components), FOUR, tmp_path, seeds=[7])
         assert files(tmp_path) == {}
+
+
+def test_longcat_image_does_not_rewrite_the_prompts(flux):
+    assert own_arguments(object.__new__(LongCatImagePipeline)) == {"enable_prompt_rewrite": False}
+    assert own_arguments(flux) == {}
 
 
 class TestFlatImages:
@@ -323,8 +335,6 @@ class TestFlatImages:
         assert StageFolder(tmp_path).report["flat grids"] == flat
 
     def test_one_grey_value_more_is_not_flat(self):
-        from paco_trl.utils.generation import is_flat
-
         image = Image.new("RGB", (8, 8), (7, 7, 7))
         assert is_flat(image) and is_flat(image.convert("L"))
         image.putpixel((3, 3), (7, 7, 8))

@@ -6,12 +6,10 @@ import json
 import pytest
 import torch
 
-from paco_trl import PaCoReward
+from paco_trl import PaCoReward, generation
 from paco_trl.commands.merge import MergeArguments, merge
-from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rewards import ClipTReward
 from paco_trl.rollout.loading import load_pipeline, read_peft_config
-from paco_trl.utils import generation
 from paco_trl.utils.names import check_model_name
 
 
@@ -54,4 +52,4 @@ def test_an_adapter_is_no_pipeline(tmp_path, tiny_flux, name):
     with pytest.raises(ValueError, match="is an adapter of 'user/base'.*--adapter"):
         LOADERS[name](str(tmp_path))
     with pytest.raises(FileNotFoundError, match="nope"):
-        load_system(str(tiny_flux), torch.float32, "./nope", "cpu")
+        generation.load_pipeline(str(tiny_flux), torch.float32, "./nope", "cpu")

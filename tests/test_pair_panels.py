@@ -20,7 +20,7 @@ from PIL import Image
 
 from paco_trl.data import check_ranking_columns, rankings_to_pairs, split_grid
 from paco_trl.dataset_building.panels import cut_panels, instances_to_rankings, make_instances, pixels_sha256
-from paco_trl.dataset_building.sample_sheet import grids_sheet, instances_sheet
+from paco_trl.generation.sample_sheet import grids_sheet, instances_sheet
 from paco_trl.utils.stage_folder import StageFolder
 
 
@@ -336,7 +336,7 @@ def seen(sheet: Image.Image, colours: list[tuple]) -> list[tuple]:
 
 def test_importing_is_light():
     code = "import sys, paco_trl.dataset_building.grids, paco_trl.dataset_building.panels, \
-paco_trl.dataset_building.sample_sheet, paco_trl.dataset_building.publish; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
+paco_trl.generation.sample_sheet, paco_trl.dataset_building.publish; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
 'PIL') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ), check=True

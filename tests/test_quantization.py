@@ -22,8 +22,8 @@ from trl import ModelConfig, get_quantization_config
 
 import launching
 from paco_trl import PaCoGRPOConfig, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
-from paco_trl.commands.evaluate_arguments import JudgeArguments, load_judge
-from paco_trl.commands.evaluate_judge import JudgedArguments, evaluate
+from paco_trl.commands.evaluate_arguments import JudgeOptions, load_judge
+from paco_trl.commands.evaluate_judge import JudgeArguments, evaluate
 from paco_trl.commands.memory import weights_bytes
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
@@ -440,17 +440,17 @@ class TestJudge:
         for reward in load_rewards(arguments):
             assert type(reward.judge.model.lm_head.weight) is nn.Parameter
             assert any(hasattr(weight, "__tensor_flatten__") for weight in reward.judge.model.parameters())
-        judge = load_judge(JudgeArguments(judge_quantization="int8", device="cpu"), str(tiny_qwen), None)
+        judge = load_judge(JudgeOptions(judge_quantization="int8", device="cpu"), str(tiny_qwen), None)
         assert any(hasattr(weight, "__tensor_flatten__") for weight in judge.model.parameters())
         arguments.judge_attn_implementation = "eager"
         assert {reward.judge.model.config._attn_implementation for reward in load_rewards(arguments)} == {"eager"}
-        judge = load_judge(JudgeArguments(device="cpu"), str(tiny_qwen), None)
+        judge = load_judge(JudgeOptions(device="cpu"), str(tiny_qwen), None)
         assert judge.model.config._attn_implementation == "sdpa"
         assert not any(hasattr(weight, "__tensor_flatten__") for weight in judge.model.parameters())
         for options in ({"judge_model": "m", "judge_url": "http://127.0.0.1:1/v1"}, {"judge_model": "clip-i"}):
             for name, value in (("judge_quantization", "int8"), ("judge_attn_implementation", "eager")):
                 with pytest.raises(ValueError, match=f"`--{name}.*Leave it out"):
-                    evaluate(JudgedArguments(**{name: value}, **options))
+                    evaluate(JudgeArguments(**{name: value}, **options))
         arguments.judge_url = "http://127.0.0.1:1/v1"
         with pytest.raises(ValueError, match="'int8', but a served judge"):
             load_rewards(arguments)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from launching import ROOT, free_port
 from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
+from paco_trl.generation import load_pipeline
 from paco_trl.image_benchmarks.comparison_app import Comparison
-from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
 from paco_trl.rollout import sde
 from paco_trl.trainer.rounds import RoundBuffer
@@ -270,7 +270,7 @@ class TestTraining:
 
 
 def test_comparison_app(tiny_flux, models):
-    pipeline = load_system(str(tiny_flux), torch.bfloat16)
+    pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
     assert devices_of(pipeline.transformer) == {"cuda"}
     pipeline.transformer.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"]))
     comparison = Comparison(pipeline, PaCoReward.from_pretrained(models["judge"]), (32, 32), 1.0)

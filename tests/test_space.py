@@ -26,8 +26,8 @@ from launching import ROOT
 from paco_trl.commands.main import main
 from paco_trl.commands.space import SpaceArguments, write_space
 from paco_trl.data import format_image_set_prompt, split_grid
+from paco_trl.generation import load_pipeline
 from paco_trl.hub.settings import ImageModelCard, ImageSettings, LoRA, Reward, load_settings, save_settings
-from paco_trl.image_benchmarks.loading import load_system
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.tiny import build_tiny_longcat_image
 from test_annotation_app import free_port
@@ -69,7 +69,7 @@ def adapter(tmp_path_factory) -> Path:
     from peft import get_peft_model
 
     folder = tmp_path_factory.mktemp("adapter") / "toy"
-    pipeline = load_system(str(FLUX), torch.float32, device="cpu")
+    pipeline = load_pipeline(str(FLUX), torch.float32, device="cpu")
     model = get_peft_model(
         pipeline.transformer, LoraConfig(r=4, lora_alpha=8, target_modules=["attn.to_q", "attn.to_v"])
     )
@@ -169,12 +169,12 @@ def test_the_same_noise_and_the_score_of_training(adapter):
     from paco_trl import PaCoReward
 
     judge = PaCoReward.from_pretrained(JUDGE, device="cpu")
-    pipeline = load_system(str(FLUX), torch.float32, str(adapter), "cpu")
+    pipeline = load_pipeline(str(FLUX), torch.float32, str(adapter), "cpu")
     comparison = Comparison(pipeline, judge, (64, 64), 1.0)
     sets = list(comparison.generate(PROMPT, 2, 2, 7, 3))
     assert not np.array_equal(*(np.hstack(panels) for panels in sets))
 
-    untouched = load_system(str(FLUX), torch.float32, device="cpu")
+    untouched = load_pipeline(str(FLUX), torch.float32, device="cpu")
     for system, panels in ((untouched, sets[0]), (pipeline, sets[1])):
         image = system(
             prompt=PROMPT, height=128, width=128, guidance_scale=1.0, num_inference_steps=3,
@@ -193,7 +193,7 @@ def test_the_same_noise_and_the_score_of_training(adapter):
 
 
 def test_a_pipeline_that_takes_no_callback(tmp_path, monkeypatch):
-    pipeline = load_system(str(build_tiny_longcat_image(tmp_path)), torch.float32, device="cpu")
+    pipeline = load_pipeline(str(build_tiny_longcat_image(tmp_path)), torch.float32, device="cpu")
     assert "callback_on_step_end" not in inspect.signature(pipeline.__call__).parameters
     monkeypatch.setattr(pipeline, "rewire_prompt", None)  # prompts stay as they are
     pipeline.transformer.add_adapter(LoraConfig(target_modules=["to_q"], init_lora_weights=False))
@@ -203,7 +203,7 @@ def test_a_pipeline_that_takes_no_callback(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def comparison(adapter):
-    return Comparison(load_system(str(FLUX), torch.float32, str(adapter), "cpu"), None, (64, 64), 1.0)
+    return Comparison(load_pipeline(str(FLUX), torch.float32, str(adapter), "cpu"), None, (64, 64), 1.0)
 
 
 def compare_of(comparison: Comparison, layout: tuple[int, int] = (2, 2), prompts: tuple[str, ...] = ("a hat",)):

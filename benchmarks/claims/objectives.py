@@ -17,7 +17,7 @@ from miniature.run import Miniature
 from miniature.truth import read_panels
 from paco_trl import PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.data import split_grid
-from paco_trl.image_benchmarks.loading import load_system
+from paco_trl.generation import load_pipeline
 
 from .common import USUAL, before_and_after, prepared, read_truth, readings
 from .speed import options_of, step_times
@@ -108,7 +108,7 @@ def most_common_accessory(images: Path, miniature: Miniature) -> float:
 def velocity_norm(adapter: Path, miniature: Miniature) -> float:
     """The norm of the trained velocity over that of the base model, mean over test prompts and steps."""
     settings = miniature.settings
-    pipeline = load_system(str(toy_flux_path()), torch.float32, str(adapter), "cpu")
+    pipeline = load_pipeline(str(toy_flux_path()), torch.float32, str(adapter), "cpu")
     transformer, ratios, is_own_call = pipeline.transformer, [], [False]
 
     def compare(module, args, kwargs, output):

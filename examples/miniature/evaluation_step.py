@@ -9,7 +9,7 @@ import torch
 
 from paco_trl.data import split_grid
 from paco_trl.dataset_building import StageFolder, generate_grids
-from paco_trl.image_benchmarks.loading import load_system
+from paco_trl.generation import load_pipeline
 from paco_trl.image_benchmarks.statistics import Unit, cell, difference
 from paco_trl.rollout import hybrid_inference
 
@@ -29,7 +29,7 @@ def generate_and_read(
     folder: Path, adapter: Path | None, prompts: "Dataset", settings: MiniatureSettings, adapter_fraction: float = 1.0
 ) -> Truths:
     """Generate sets of the test prompts at full resolution, and read from the pixels what they show."""
-    pipeline = load_system(str(toy_flux_path()), torch.float32, None if adapter is None else str(adapter), "cpu")
+    pipeline = load_pipeline(str(toy_flux_path()), torch.float32, None if adapter is None else str(adapter), "cpu")
     with hybrid_inference(pipeline, adapter_fraction) as callback:
         grids = generate_grids(
             pipeline,

@@ -34,18 +34,14 @@ from rich.markup import escape
 
 from .. import dataset_building as building
 from ..data import load_image_set_prompts
-from ..dataset_building.sample_sheet import instances_sheet, pairs_sheet
+from ..generation.sample_sheet import instances_sheet, pairs_sheet
 from ..hub.account import find_repository, hub_errors
 from ..utils.addresses import check_port
 from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
-from ..utils.generation import load_pipeline
 from ..utils.stage_folder import StageFolder
 from . import build_arguments as arguments
 from .parser import run_stage
-
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def stage(args, name: str, settings: dict | None = None) -> StageFolder:
@@ -149,22 +145,16 @@ def make_grids(args: arguments.GridsArguments) -> None:
     import torch
     from accelerate import PartialState
 
-    if args.dtype not in DTYPES:
-        raise ValueError(f"`--dtype` is {args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
     prompts = result(args, "prompts")
     settings = {name: getattr(args, name) for name in ("dtype", "seeds", "batch_size", "height", "width")}
     settings["model"] = args.model_name_or_path
-    call = {
-        name: getattr(args, name)
-        for name in ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
-    }
-    call = {name: value for name, value in call.items() if value is not None}
     # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
     state = PartialState(cpu=not torch.accelerator.is_available())
-    folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})
+    folder = stage(args, "grids", settings | args.call | {"prompts": digest_of_prompts(prompts)})
 
-    pipeline = load_pipeline(args.model_name_or_path, getattr(torch, args.dtype))
-    building.generate_grids(pipeline, prompts, folder, args.seeds, args.batch_size, args.height, args.width, **call)
+    pipeline = building.load_pipeline(args.model_name_or_path, getattr(torch, args.dtype))
+    size = (args.height, args.width)
+    building.generate_grids(pipeline, prompts, folder, args.seeds, args.batch_size, *size, **args.call)
     if state.is_main_process:  # the others are done: an upload may take longer than they would wait
         finish(args, folder, folder.report)
 

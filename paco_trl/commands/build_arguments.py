@@ -2,8 +2,12 @@
 """Arguments of the stages of `paco-trl build`."""
 
 from dataclasses import MISSING, dataclass
+from typing import Any
 
 from .options import option
+
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass
@@ -43,13 +47,19 @@ class PipelineArguments:
     """Diffusers pipeline that generates the images, and the options of its call."""
 
     model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of a diffusers pipeline.")
-    dtype: str = option("bfloat16", "Dtype of the pipeline: `bfloat16`, `float16` or `float32`.")
+    dtype: str = option("bfloat16", "Dtype of the pipeline: `bfloat16`, `float16` or `float32`.", choices=DTYPES)
     num_inference_steps: int | None = option(None, "Number of denoising steps. If `None`, the pipeline's default.")
     guidance_scale: float | None = option(None, "Guidance scale. If `None`, the pipeline's default.")
     true_cfg_scale: float | None = option(None, "Scale of true CFG (Qwen-Image). If `None`, the pipeline's default.")
     negative_prompt: str | None = option(None, "Negative prompt. If `None`, none; Qwen-Image then does not guide.")
     height: int | None = option(None, "Height in pixels. If `None`, the column `height`, or the pipeline's for edits.")
     width: int | None = option(None, "Width in pixels. If `None`, the column `width`, or the pipeline's for edits.")
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Those options of the call that were given, besides the size."""
+        names = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass
@@ -106,7 +116,10 @@ class RankArguments(BuildArguments):
     )
     judge_url: str | None = option(None, "Address of its server (key: `VLLM_API_KEY`). If `None`, in this process.")
     annotator: str | None = option(None, "Name of the judge as an annotator. If `None`, the last part of its name.")
-    dtype: str = option("auto", "Dtype of a judge in this process: `auto`, `bfloat16`, `float16` or `float32`.")
+    dtype: str = option(
+        "auto", "Dtype of a judge in this process: `auto`, `bfloat16`, `float16` or `float32`.",
+        choices=("auto", *DTYPES),
+    )  # fmt: skip
 
 
 @dataclass(kw_only=True)

@@ -28,8 +28,9 @@ A judge is evaluated on rankings by people, or on EditReward-Bench:
 """
 
 import gc
-import inspect
 import json
+from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..data import load_edit_prompts, load_image_set_prompts
-from ..dataset_building import ChatEndpoint, StageFolder, digest, generate_grids
 from ..evaluation import AestheticScorer
+from ..generation import generate_edits, generate_grids, load_pipeline
+from ..generation.edits import edit_keys
+from ..generation.loading import check_adapter
 from ..image_benchmarks import (
     System,
     add_results_to_card,
@@ -50,8 +53,6 @@ from ..image_benchmarks import (
     find_image_sets,
     find_leaks,
     gedit_results,
-    generate_edits,
-    load_system,
     load_t2is_bench,
     print_report,
     save_generation_report,
@@ -63,55 +64,64 @@ from ..image_benchmarks import (
     t2is_results,
 )
 from ..image_benchmarks.card_results import check_card
-from ..image_benchmarks.edit_generation import edit_keys
+from ..image_benchmarks.gedit import check_gedit_prompts
+from ..image_benchmarks.gedit_protocols import edit_protocol
 from ..image_benchmarks.image_sets import find_generated_sets, write_panel_files
 from ..rollout.hybrid_inference import check_adapter_fraction, hybrid_inference
-from ..utils.addresses import check_base_url
-from ..utils.files import adapter_weights_digest, sole_writer, write_atomically
+from ..utils.chat import ChatEndpoint
+from ..utils.files import adapter_weights_digest, digest, sole_writer, write_atomically
 from ..utils.names import public_name
+from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import (
-    DTYPES,
     SERVED_ONLY,
     GenerateArguments,
-    GenerationOptions,
     ImagesArguments,
     PromptsArguments,
     ReportArguments,
-    ReportOptions,
     ScoreArguments,
-    ScoringOptions,
+    check_positive,
     load_judge,
     refuse_unused,
 )
-from .evaluate_judge import JudgedArguments, evaluate
+from .evaluate_judge import JudgeArguments, evaluate
 from .evaluate_prompts import evaluate_prompts
 from .options import judge_options
 from .parser import run_stage
 
 
-BENCHMARKS = ("t2is", "gedit")
 # Options of `score` that only one of the benchmarks has
 T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
 T2IS_ONLY += ("batch_size", "trust_remote_code", "judge_quantization", "judge_attn_implementation")
 GEDIT_ONLY = ("protocol", "gedit_repo")
-CALL = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt")
+
+# The work behind its `yield` takes hours: what can be wrong is found before
+Step = Generator[None, None, None]
+
+
+def run(*steps: Step) -> None:
+    """Run steps one after the other, each of them up to its `yield` before the first goes on."""
+    with ExitStack() as stack:
+        for step in steps:
+            stack.callback(step.close)
+            next(step, None)
+        for step in steps:
+            next(step, None)
+            _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()  # a judge and its hook on the model refer to one another
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def _load_benchmark(args) -> Dataset:
-    if args.benchmark not in BENCHMARKS:
-        raise ValueError(f"`--benchmark` is {args.benchmark!r}, but must be one of {', '.join(BENCHMARKS)}.")
-    if args.dataset_name is None:
-        raise ValueError("`--dataset_name` is missing: the prompts of the benchmark.")
     if args.benchmark == "t2is":
         return load_t2is_bench(args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None))
     # The source that the published script shows its judge is not the one that is edited
     source = "input_image" if getattr(args, "protocol", None) == "published" else None
-    return load_edit_prompts(
-        args.dataset_name,
-        args.dataset_split,
-        source_column=source,
-        allow_remote_images=args.allow_remote_images,
-    )
+    remote = args.allow_remote_images
+    return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source, allow_remote_images=remote)
 
 
 def _digest_of(benchmark: Dataset) -> str:
@@ -131,46 +141,36 @@ def _settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
 ################
 # 1. Generate
 ################
-def generate(args: GenerateArguments) -> None:
+def generate(args: GenerateArguments) -> Step:
     """Generate the images of one system."""
-    if args.dtype not in DTYPES:
-        raise ValueError(f"`--dtype` is {args.dtype!r}, but must be one of {', '.join(DTYPES)}.")
-    if args.benchmark == "gedit" and (len(args.seeds) > 1 or args.panel_files):
-        raise ValueError("`--benchmark gedit` takes one of `--seeds`, and no `--panel_files`: an edit has no panels.")
-    if args.panel_files and len(args.seeds) > 1:
-        raise ValueError(
-            f"`--panel_files` takes one of `--seeds`, not {len(args.seeds)}: their names have no place for it."
-        )
-    if args.num_inference_steps is not None and args.num_inference_steps < 1:
-        raise ValueError(f"`--num_inference_steps` is {args.num_inference_steps}, but must be at least 1.")
+    if args.benchmark == "gedit":
+        refuse_unused(args, ("panel_files", "batch_size"), "with `--benchmark gedit`")
+    if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
+        raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
+    check_positive(args, "num_inference_steps", "batch_size")
     check_adapter_fraction(args.adapter_fraction, args.num_inference_steps or 0)
     if args.adapter is None and args.adapter_fraction < 1:
         raise ValueError(
             f"`--adapter_fraction` is {args.adapter_fraction}, but there is no `--adapter`. Leave it out."
         )
     benchmark = _load_benchmark(args)
-    call = {name: getattr(args, name) for name in CALL if getattr(args, name) is not None}
     names = ("benchmark", "adapter", "dtype", "seeds", "batch_size", "height", "width")
-    settings = (
-        {name: getattr(args, name) for name in names}
-        | call
-        | {"model": args.model_name_or_path, "prompts": _digest_of(benchmark)}
-    )
+    settings = {name: getattr(args, name) for name in names} | args.call
+    settings |= {"model": args.model_name_or_path, "prompts": _digest_of(benchmark)}
     if args.adapter is not None:
+        check_adapter(args.adapter, args.model_name_or_path)
         settings["adapter_weights"] = adapter_weights_digest(args.adapter)
     if args.adapter_fraction < 1:
         settings["adapter_fraction"] = args.adapter_fraction
     with sole_writer(args.output_dir, "images"):
         folder = StageFolder(args.output_dir, settings)
-        pipeline = load_system(args.model_name_or_path, getattr(torch, args.dtype), args.adapter)
+        yield
+        pipeline = load_pipeline(args.model_name_or_path, getattr(torch, args.dtype), args.adapter)
         with hybrid_inference(pipeline, args.adapter_fraction) as callback:
-            if callback is not None:
-                call["callback_on_step_end"] = callback
-            if "enable_prompt_rewrite" in inspect.signature(type(pipeline).__call__).parameters:
-                call["enable_prompt_rewrite"] = False  # LongCat-Image reads the prompts that others read
+            call = args.call | ({} if callback is None else {"callback_on_step_end": callback})
             if args.benchmark == "gedit":
-                size = {name: getattr(args, name) for name in ("height", "width") if getattr(args, name) is not None}
-                generate_edits(pipeline, benchmark, folder, args.seeds[0], **call, **size)
+                call |= {name: getattr(args, name) for name in ("height", "width") if getattr(args, name) is not None}
+                generate_edits(pipeline, benchmark, folder, args.seeds[0], **call)
             else:
                 sides = (args.height, args.width)
                 generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, *sides, **call)
@@ -201,24 +201,15 @@ def _images_of(args, folder: str, benchmark: Dataset, settings: Any, images: str
     )
 
 
-def _check_options(args: ScoreArguments) -> None:
-    if args.missing not in ("error", "zero"):
-        raise ValueError(f"`--missing` is {args.missing!r}, but must be 'error' or 'zero'.")
-    others = GEDIT_ONLY if args.benchmark == "t2is" else T2IS_ONLY
-    refuse_unused(args, others, f"with `--benchmark {args.benchmark}`")
+def score(args: ScoreArguments) -> Step:
+    """Score the images of one system."""
+    is_gedit = args.benchmark == "gedit"
+    refuse_unused(args, T2IS_ONLY if is_gedit else GEDIT_ONLY, f"with `--benchmark {args.benchmark}`")
     if args.judge_url is None and args.alignment_url is None:
         refuse_unused(args, SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
-    for url in (args.judge_url, args.alignment_url):
-        if url is not None:
-            check_base_url(url)
-    if args.alignment_model is not None and args.alignment_file is None:
-        raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
-
-
-def score(args: ScoreArguments) -> None:
-    """Score the images of one system."""
-    _check_options(args)
     benchmark = _load_benchmark(args)
+    scorers: Any = _edit_judge(args, benchmark) if is_gedit else _judges(args)
+    yield
     settings = _settings_of(args.output_dir, benchmark)
     if settings is not None and args.images is not None:
         raise ValueError(f"{args.output_dir} has generated images. Give `--images` another `--output_dir`.")
@@ -227,10 +218,11 @@ def score(args: ScoreArguments) -> None:
         found.check_complete()
     if args.images is not None:
         _remember_images(args)
-    if args.benchmark == "gedit":
-        _score_gedit(args, benchmark, found)
+    if is_gedit:
+        how = {name: getattr(args, name) for name in ("rescore_changed", "protocol", "gedit_repo")}
+        score_edits(scorers, benchmark, found, args.output_dir, **how)
     else:
-        _score_t2is(args, benchmark, found)
+        _score_t2is(args, scorers, benchmark, found)
 
 
 def _remember_images(args) -> None:
@@ -248,14 +240,26 @@ def _remember_images(args) -> None:
         write_atomically(file, json.dumps(system, indent=2) + "\n")
 
 
-def _score_t2is(args: ScoreArguments, benchmark: Dataset, found) -> None:
+def _edit_judge(args: ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
+    if args.judge_url is None or args.judges is None or len(args.judges) != 1:
+        raise ValueError("`--benchmark gedit` takes one judge on a server: `--judge_url` and its name in `--judges`.")
+    edit_protocol(args.protocol, args.gedit_repo)
+    check_gedit_prompts(benchmark)
+    endpoint = ChatEndpoint(args.judge_url, args.judges[0], args.api_key_variable, args.max_concurrency)
+    endpoint.check()
+    return endpoint
+
+
+def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
+    """List the scores that each judge is asked for, by its name and address."""
+    if args.alignment_model is not None and args.alignment_file is None:
+        raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
     # One model at a time, and one that is asked for both things once
     work: dict[tuple[str, str | None], list] = {}
     if args.alignment_model is not None:
         work.setdefault((args.alignment_model, args.alignment_url), []).append(score_alignment)
     for name in args.judges or []:
         work.setdefault((name, args.judge_url), []).append(score_consistency)
-    # What is wrong with the last one is to be known before the first is asked
     if work and None not in [url for _, url in work]:
         judge_options(args, next(iter(work))[1])
     for name, url in work:
@@ -266,6 +270,12 @@ def _score_t2is(args: ScoreArguments, benchmark: Dataset, found) -> None:
         else:
             judge: Any = load_judge(args, name, url)
             judge.check()
+    if args.aesthetics_head is not None:
+        AestheticScorer(args.aesthetics_head, args.clip_model, "cpu")  # reads all of it: it is small
+    return work
+
+
+def _score_t2is(args: ScoreArguments, work: dict, benchmark: Dataset, found) -> None:
     options: dict[str, Any] = {"rescore_changed": args.rescore_changed}
     score_duplicates(found, benchmark, args.output_dir, **options)
     # How often scores are saved; the judge cuts its own batches
@@ -281,27 +291,6 @@ def _score_t2is(args: ScoreArguments, benchmark: Dataset, found) -> None:
             task(judge, found, benchmark, args.output_dir, **options)
         del judge
         _free_memory()
-
-
-def _free_memory() -> None:
-    gc.collect()  # a judge and its hook on the model refer to one another
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-
-
-def _score_gedit(args: ScoreArguments, benchmark: Dataset, found) -> None:
-    if args.judge_url is None or args.judges is None or len(args.judges) != 1:
-        raise ValueError("`--benchmark gedit` takes one judge on a server: `--judge_url` and its name in `--judges`.")
-    endpoint = ChatEndpoint(args.judge_url, args.judges[0], args.api_key_variable, args.max_concurrency)
-    score_edits(
-        endpoint,
-        benchmark,
-        found,
-        args.output_dir,
-        rescore_changed=args.rescore_changed,
-        protocol=args.protocol,
-        gedit_repo=args.gedit_repo,
-    )
 
 
 ################
@@ -334,15 +323,18 @@ def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
     return {"dataset": public_name(args.train_dataset_name), **find_leaks(prompts[0], prompts[1], ids)}
 
 
-def report(args: ReportArguments) -> None:
+def report(args: ReportArguments) -> Step:
     """Write the report of one system, or of two and their difference."""
-    if not PartialState().is_main_process:
-        return
+    check_positive(args, "num_shown")
     if args.card is not None:
         if args.tuned is None:
-            raise ValueError("`--card` is for the adapter of a tuned system: give `--tuned` as well.")
+            raise ValueError("`--card` is for the adapter of a tuned system, but there is none.")
         check_card(args.card)
     benchmark = _load_benchmark(args)
+    leakage, name = _find_trained_on(args, benchmark), public_name(str(args.dataset_name))
+    yield
+    if not PartialState().is_main_process:
+        return
     folders = {"base": args.base, **({} if args.tuned is None else {"tuned": args.tuned})}
     systems = [_open_system(args, folder, role, benchmark) for role, folder in folders.items()]
     adapters = [system.settings.get("adapter") for system in systems]
@@ -350,7 +342,6 @@ def report(args: ReportArguments) -> None:
         raise ValueError(
             f"`--base` has the adapter {adapters[0]!r} and `--tuned` none: they are the wrong way around."
         )
-    leakage, name = _find_trained_on(args, benchmark), public_name(str(args.dataset_name))
     if args.benchmark == "t2is":
         results = t2is_results(benchmark, systems, args.missing, name, leakage, args.protocol)
     else:
@@ -371,43 +362,34 @@ def report(args: ReportArguments) -> None:
 ################
 def images(args: ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter; what is there is not made again."""
-    folders = {role: str(Path(args.output_dir) / role) for role in ("base", "tuned", "report")}
-    systems = ["base"] if args.adapter is None else ["base", "tuned"]
+    if not args.judges:
+        raise ValueError("`--judges` is missing: without one there is nothing to report.")
+    roles, folder = ["base"] if args.adapter is None else ["base", "tuned"], Path(args.output_dir)
+
+    def of(kind: type, role: str, **changed: Any) -> Any:
+        shared = {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
+        return kind(**shared | changed | {"output_dir": str(folder / role)})
+
+    without = {"adapter": None, "adapter_fraction": 1.0}
     # The pipeline's dtype and batch are not the judge's; T2IS-Bench's protocol is one of the report
     judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}
     if args.benchmark == "t2is":
         judging["protocol"] = "default"
-    scoring = [
-        ScoreArguments(**_options(args, ScoringOptions) | judging, output_dir=folders[role]) for role in systems
-    ]
-    _check_options(scoring[0])  # before anything is generated
-    for role in systems:
-        own = {} if role == "tuned" else {"adapter": None, "adapter_fraction": 1.0}
-        generate(GenerateArguments(**_options(args, GenerationOptions) | own, output_dir=folders[role]))
-        _free_memory()
-    PartialState().wait_for_everyone()
-    for each in scoring:
-        score(each)
-    PartialState().wait_for_everyone()
-    tuned = folders["tuned"] if "tuned" in systems else None
-    report(
-        ReportArguments(
-            **_options(args, ReportOptions), base=folders["base"], tuned=tuned, output_dir=folders["report"]
-        )
+    compared = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in roles else None}
+    run(
+        *(generate(of(GenerateArguments, role, **(without if role != roles[-1] else {}))) for role in roles),
+        *(score(of(ScoreArguments, role, **judging)) for role in roles),
+        report(of(ReportArguments, "report", **compared)),
     )
-
-
-def _options(args: ImagesArguments, kind: type) -> dict[str, Any]:
-    return {field.name: getattr(args, field.name) for field in fields(kind)}
 
 
 STEPS = {
     "prompts": (PromptsArguments, evaluate_prompts),
     "images": (ImagesArguments, images),
-    "generate": (GenerateArguments, generate),
-    "score": (ScoreArguments, score),
-    "report": (ReportArguments, report),
-    "judge": (JudgedArguments, evaluate),
+    "generate": (GenerateArguments, lambda args: run(generate(args))),
+    "score": (ScoreArguments, lambda args: run(score(args))),
+    "report": (ReportArguments, lambda args: run(report(args))),
+    "judge": (JudgeArguments, evaluate),
 }
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
-from .build_arguments import PipelineArguments, RequestArguments
+from ..evaluation.runs import PROTOCOLS
+from .build_arguments import DTYPES, PipelineArguments, RequestArguments
 from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 from .script_arguments import PromptDataArguments, RewardOptions
 
@@ -16,28 +17,31 @@ if TYPE_CHECKING:
     from ..rewards.paco_reward import PaCoReward
 
 
-DTYPES = ("bfloat16", "float16", "float32")
 # What only a judge on a server has
 SERVED_ONLY = ("api_key_variable", "max_concurrency")
 
 
 @dataclass
-class JudgeArguments(RequestArguments):
-    """Where a judge is: in the process, or on a server."""
+class JudgeOptions(RequestArguments):
+    """Where a judge is, in the process or on a server, and how it runs."""
 
     judge_url: str | None = option(None, "OpenAI-compatible server of the judge, such as `http://127.0.0.1:8000/v1`.")
     judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
     judge_attn_implementation: str | None = option(None, JUDGE_ATTENTION)
     device: str | None = option(None, "Device to score on. If `None`, an accelerator if there is one, else the CPU.")
-    dtype: str = option("auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, `auto` (its own).")
+    dtype: str = option(
+        "auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, `auto` (its own).",
+        choices=("auto", *DTYPES),
+    )  # fmt: skip
     batch_size: int = option(16, "Queries per forward pass.")
     trust_remote_code: bool = option(False, "Whether code that comes with a judge may be run.")
 
-    def __post_init__(self):
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"`--dtype` is {self.dtype!r}, but must be auto or one of {', '.join(DTYPES)}.")
-        if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
-            raise ValueError(f"The environment variable {self.api_key_variable!r} (`--api_key_variable`) is not set.")
+
+def check_positive(args: Any, *names: str) -> None:
+    """Refuse numbers below 1."""
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"`--{name}` is {getattr(args, name)}, but must be at least 1.")
 
 
 def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
@@ -47,12 +51,14 @@ def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
         raise ValueError(f"{', '.join(given)} would do nothing {where}. Leave it out.")
 
 
-def load_judge(args: JudgeArguments, name: str, url: str | None) -> "PaCoReward | ServedJudge":
+def load_judge(args: JudgeOptions, name: str, url: str | None) -> "PaCoReward | ServedJudge":
     """Load a judge into the process, or connect to one at `url` without checking yet that it is there."""
     if url is not None:
         from ..rewards import ServedJudge
 
-        key = None if args.api_key_variable is None else os.environ[args.api_key_variable]
+        key = args.api_key_variable and os.environ.get(args.api_key_variable)
+        if args.api_key_variable is not None and not key:
+            raise ValueError(f"The environment variable {args.api_key_variable!r} (`--api_key_variable`) is not set.")
         return ServedJudge(url, name, api_key=key, max_concurrency=args.max_concurrency)
     from ..rewards.paco_reward import PaCoReward
 
@@ -70,7 +76,9 @@ class PromptsArguments(RewardOptions, PromptDataArguments):
     )
     output_dir: str = option("evaluation/prompts", "Directory for images, scores, and a page for each adapter.")
     num_generations: int = option(1, "Number of images per prompt and model.")
-    num_inference_steps: int = option(20, "Number of denoising steps.")
+    num_inference_steps: int | None = option(
+        None, "Number of denoising steps. If `None`, that of evaluations in the adapter's training run, or 20."
+    )
     guidance_scale: float | None = option(
         None, "Guidance scale. If `None`, that of the adapter's training run, or 3.5."
     )
@@ -84,7 +92,9 @@ class PromptsArguments(RewardOptions, PromptDataArguments):
         None, "Width in pixels, for rows without a `width`. If `None`, that of the training run, or 1024."
     )
     seed: int = option(42, "Seed of the noise, which is the same for the base model and each adapter.")
-    bf16: bool = option(True, "Whether to generate in bf16. If `False`, in float32.")
+    bf16: bool | None = option(
+        None, "Whether to generate in bf16, or with `False` in float32. If `None`, as the training run, or in bf16."
+    )
     num_shown: int = option(24, "Number of images per model on the page: those of the largest gain and loss.")
 
 
@@ -99,14 +109,24 @@ class BenchmarkArguments:
     dataset_split: str = option("train", "Split of the dataset.")
     allow_remote_images: bool = option(False, REMOTE_IMAGES)
 
+    def __post_init__(self):
+        if self.benchmark not in ("t2is", "gedit"):  # not `choices`, which a word without its option would pass
+            raise ValueError(f"`--benchmark` is {self.benchmark!r}, but must be t2is or gedit.")
+        if self.dataset_name is None:
+            raise ValueError("`--dataset_name` is missing: the prompts of the benchmark.")
+
 
 @dataclass
 class ScoredArguments(BenchmarkArguments):
     """Benchmark of image models, and the files that its scores depend on."""
 
     alignment_file: str | None = option(None, "`prompt_alignment.json` of T2IS-Bench: what each panel should show.")
-    missing: str = option("error", "How to treat missing images: `error`, or `zero` for a score of 0 each.")
-    protocol: str = option("default", "`default`, or `published` as its own script does (`t2is`: in `report` only).")
+    missing: str = option(
+        "error", "Missing images: `error`, or `zero` for a score of 0 each.", choices=("error", "zero")
+    )
+    protocol: str = option(
+        "default", "`default`, or `published` as its own script does (`t2is`: in `report` only).", choices=PROTOCOLS
+    )
 
 
 @dataclass
@@ -128,7 +148,7 @@ class GenerateArguments(GenerationOptions):
 
 
 @dataclass
-class ScoringOptions(ScoredArguments, JudgeArguments):
+class ScoringOptions(ScoredArguments, JudgeOptions):
     """How images are scored: by one or more judges, and by whatever else is named."""
 
     rescore_changed: bool = option(False, "Whether to score changed images again. Otherwise they are an error.")

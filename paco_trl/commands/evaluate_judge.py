@@ -33,7 +33,7 @@ from ..evaluation import (
 )
 from ..evaluation.runs import PROTOCOLS
 from ..utils.chat import ChatEndpoint
-from .evaluate_arguments import SERVED_ONLY, JudgeArguments, load_judge, refuse_unused
+from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge, refuse_unused
 from .options import REMOTE_IMAGES, judge_options, option
 
 
@@ -51,7 +51,7 @@ IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code", "clip_mod
 
 
 @dataclass
-class JudgedArguments(JudgeArguments):
+class JudgeArguments(JudgeOptions):
     """Judge or baseline, benchmark, and the directory of the results."""
 
     judge_model: str = option(
@@ -59,7 +59,9 @@ class JudgedArguments(JudgeArguments):
         "Hub id or directory of a judge, its name on the server with `judge_url`, or a baseline: `clip-i` "
         "or `dreamsim`.",
     )
-    benchmark: str = option("rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.")
+    benchmark: str = option(
+        "rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.", choices=tuple(BENCHMARKS)
+    )
     dataset_name: str | None = option(
         None,
         "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
@@ -68,7 +70,9 @@ class JudgedArguments(JudgeArguments):
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
     allow_remote_images: bool = option(False, REMOTE_IMAGES)
     protocol: str = option(
-        "default", "How it is measured: `default`, or `published` for what the published scripts do."
+        "default",
+        "How it is measured: `default`, or `published` for what the published scripts do.",
+        choices=PROTOCOLS,
     )
     template: str | None = option(
         None,
@@ -85,10 +89,7 @@ class JudgedArguments(JudgeArguments):
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
 
 
-def _check_options(script_args: JudgedArguments) -> None:
-    for name, choices in (("benchmark", BENCHMARKS), ("protocol", PROTOCOLS)):
-        if (value := getattr(script_args, name)) not in choices:
-            raise ValueError(f"`--{name}` is {value!r}, but must be one of {', '.join(choices)}.")
+def _check_options(script_args: JudgeArguments) -> None:
     where = f"with `--benchmark {script_args.benchmark}`"
     if script_args.benchmark in ("edit_reward", "editreward_compass"):
         refuse_unused(script_args, ["template"], where)
@@ -103,7 +104,7 @@ def _check_options(script_args: JudgedArguments) -> None:
     refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)
 
 
-def load_scorer(script_args: JudgedArguments):
+def load_scorer(script_args: JudgeArguments):
     """Load the judge or the baseline."""
     if script_args.benchmark == "vc_reward" and script_args.template is not None:
         variable, concurrency = script_args.api_key_variable, script_args.max_concurrency
@@ -124,7 +125,7 @@ def load_scorer(script_args: JudgedArguments):
     return load_judge(script_args, script_args.judge_model, None)
 
 
-def evaluate(script_args: JudgedArguments) -> None:
+def evaluate(script_args: JudgeArguments) -> None:
     """Evaluate a judge, and report it next to those of the same directory."""
     _check_options(script_args)
 

@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.markup import escape
 
-from ..checkpointing.checkpoints import checkpoints_of, read_run
+from ..generation.image_files import generate_missing
+from ..hub.settings import ImageModelCard, load_settings
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.own_prompts import image_files, own_results, score_images
 from ..rewards.runner import RewardRunner, offloadable_models
@@ -26,10 +27,10 @@ from ..rollout.sampler import PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import adapter_weights_digest, digest, sole_writer, write_atomically
-from ..utils.generation import generate_missing, read_image, to_png, warn_of_flat
+from ..utils.images import to_png
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
-from .evaluate_arguments import PromptsArguments
+from .evaluate_arguments import PromptsArguments, check_positive
 from .script_arguments import (
     PromptDataArguments,
     RewardOptions,
@@ -40,15 +41,9 @@ from .script_arguments import (
 )
 
 
-# Settings that an adapter's training run may have changed, with what it saves in its checkpoints
-TRAINED = ("height", "width", "guidance_scale", "negative_prompt")
-
-
 def evaluate_prompts(args: PromptsArguments) -> None:
     """Generate, score, and write a page for each adapter; a stopped evaluation resumes."""
-    for name in ("num_generations", "num_inference_steps", "num_shown"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"`--{name}` is {getattr(args, name)}, but must be at least 1.")
+    check_positive(args, "num_generations", "num_inference_steps", "num_shown")
     adapters = args.adapter or []
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
     if len({*folders, "sources"}) <= len(folders):
@@ -68,7 +63,9 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     rewards = RewardRunner(load_rewards(script_args))
     rewards.check_dataset(dataset, "the dataset")
 
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if args.bf16 else "no")
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if settings["bf16"] else "no"
+    )
     models = offloadable_models(rewards.functions, accelerator.device)
     output_dir = Path(args.output_dir)
     systems: list[dict[str, Any]] = []
@@ -103,19 +100,21 @@ def evaluate_prompts(args: PromptsArguments) -> None:
 
 
 def _settings(args: PromptsArguments) -> dict[str, Any]:
-    """Return what all images depend on: options, or else what the first adapter was trained with, or else the defaults."""
-    trained: dict[str, Any] = {}
-    for adapter in (args.adapter or [])[:1]:
-        for folder in [Path(adapter), *checkpoints_of(adapter)]:
-            trained = trained or (read_run(folder) or {}).get("hyperparameters", {})
-    settings: dict[str, Any] = {"model": args.model_name_or_path}
-    for name in TRAINED:
-        default = PaCoGRPOConfig.__dataclass_fields__[name].default
-        given = getattr(args, name)
-        settings[name] = given if given is not None else trained.get(name, default)
-    return settings | {
-        name: getattr(args, name) for name in ("num_generations", "num_inference_steps", "seed", "bf16")
+    """Return what all images depend on: options, or else the settings of the first adapter's run, or else the defaults."""
+    settings: dict[str, Any] = {
+        **{name: getattr(PaCoGRPOConfig, name) for name in ("height", "width", "guidance_scale", "negative_prompt")},
+        "num_inference_steps": PaCoGRPOConfig.num_inference_steps_eval,
+        "bf16": True,
     }
+    card = load_settings(args.adapter[0]) if args.adapter else None
+    if isinstance(card, ImageModelCard) and card.settings is not None:
+        run = card.settings
+        settings |= {"guidance_scale": run.guidance_scale, "negative_prompt": run.negative_prompt}
+        settings |= {"num_inference_steps": card.call["num_inference_steps"], "bf16": run.precision == "bfloat16"}
+        if run.inference_size is not None:
+            settings |= dict(zip(("height", "width"), run.inference_size, strict=True))
+    settings |= {name: value for name in settings if (value := getattr(args, name)) is not None}
+    return settings | {"model": args.model_name_or_path, "num_generations": args.num_generations, "seed": args.seed}
 
 
 def _generate(
@@ -132,27 +131,19 @@ def _generate(
     policy.model.eval().to(accelerator.device)
     encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt, embeddings)
     sampler = RolloutSampler(policy, encoder, accelerator, scale, offload_embeddings=True)
-    numbers, places = list(range(len(rows))), list(files)
+    numbers, calls = list(range(len(rows))), [{f"{row + 1}/{image + 1}": path} for (row, image), path in files.items()]
     encoder.encode(rows, numbers)
-    fetched = sampler.fetch(rows, numbers)
+    how = {"fetched": sampler.fetch(rows, numbers), "num_inference_steps": settings["num_inference_steps"]}
+    key, sizes = (settings["seed"], STREAMS["evaluation"], 0), rows.inference_sizes
 
-    def read(call: int, place: tuple[int, int]) -> Any:
-        return read_image(files[place], rows.inference_sizes[place[0]][::-1])
-
-    def generate(call: int) -> dict:
-        row, image = places[call]
-        key = (settings["seed"], STREAMS["evaluation"], 0, row, image)
-        size, steps = rows.inference_sizes[row], settings["num_inference_steps"]
+    def generate(number: int) -> dict:
         with torch.no_grad():
-            images, _ = sampler.generate(fetched, [row], [key], size, steps)
-        return {places[call]: images[0]}
+            generated = sampler.rollout(rows, [[number]], numbers, settings["num_generations"], key, sizes, **how)
+            return dict(zip(calls[number], next(generated).images, strict=True))
 
-    name = public_name(adapter or model)
+    sizes_of_calls = [sizes[row] for row, _ in files]
     with sampler.ready():
-        calls = [{place: path} for place, path in files.items()]
-        flat = generate_missing(pipeline, calls, read, generate, f"Generating with {name}")
+        generate_missing(pipeline, calls, generate, f"images of {public_name(adapter or model)}", sizes_of_calls)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        if embeddings is not None:
-            shutil.rmtree(embeddings, ignore_errors=True)
-        warn_of_flat([f"{row + 1}/{image + 1}" for row, image in flat], len(files), f"images of {name}")
+    if accelerator.is_main_process and embeddings is not None:
+        shutil.rmtree(embeddings, ignore_errors=True)

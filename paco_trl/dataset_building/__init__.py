@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build a dataset of consistent and inconsistent pairs (Sec. 3.1 of the paper), with a module for each stage."""
 
+from ..generation import generate_grids, load_pipeline
 from ..utils.chat import ChatEndpoint, EndpointUnavailableError
 from ..utils.files import digest
-from ..utils.generation import load_pipeline
 from ..utils.stage_folder import StageFolder
 from .agreement import agreement_report, untrusted_annotators
 from .annotations import (
@@ -15,7 +15,6 @@ from .annotations import (
     read_annotations,
 )
 from .diversify import diversify_prompts
-from .grids import generate_grids
 from .label_studio import export_label_studio
 from .pairs import build_pairs
 from .panels import cut_panels, make_instances

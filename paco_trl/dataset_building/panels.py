@@ -16,7 +16,7 @@ from ..data.grids import panel_size, pixels_sha256, split_grid
 from ..data.image_sets import criteria_list
 from ..data.rankings import ranking_features
 from ..utils.files import file_name, write_atomically
-from ..utils.generation import to_png
+from ..utils.images import to_png
 from ..utils.stage_folder import StageFolder
 from .annotations import instance_digest
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.pairs import check_pair_columns
 from ..data.rankings import check_ranking_columns
+from ..generation.sample_sheet import pairs_sheet, rankings_sheet
 from ..hub.licenses import License, read_license
 from .dataset_card import dataset_card, describe_pairs, describe_rankings
 from .pairs import check_disjoint
-from .sample_sheet import pairs_sheet, rankings_sheet
 
 
 if TYPE_CHECKING:

@@ -11,11 +11,10 @@ from ..utils.lazy import lazy_imports
 if TYPE_CHECKING:
     from .card_results import add_results_to_card
     from .comparison_app import serve_comparison
-    from .edit_generation import find_edits, generate_edits
+    from .edit_files import find_edits
     from .gedit import EditScore, gedit_results, score_edits
     from .image_sets import find_image_sets
     from .leakage import find_leaks
-    from .loading import load_system
     from .report import print_report, save_generation_report
     from .scoring import score_aesthetics, score_alignment, score_consistency, score_duplicates
     from .systems import System
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EditScore", "System", "add_results_to_card", "alignment_means", "consistency_means", "find_edits",
-    "find_image_sets", "find_leaks", "gedit_results", "generate_edits", "load_system", "load_t2is_bench",
+    "find_image_sets", "find_leaks", "gedit_results", "load_t2is_bench",
     "print_report", "save_generation_report", "score_aesthetics", "score_alignment", "score_consistency",
     "score_duplicates", "score_edits", "serve_comparison", "t2is_results",
 ]  # fmt: skip

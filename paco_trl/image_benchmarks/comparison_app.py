@@ -20,13 +20,13 @@ from ..data import (
     split_grid,
     theme_question,
 )
+from ..generation import load_pipeline
 from ..rollout.families import family_of
 from ..rollout.hybrid_inference import hybrid_inference
 from ..rollout.resolution import check_inference_size
 from ..utils.files import read_template
 from ..utils.images import data_url, to_rgb
 from ..utils.names import public_name
-from .loading import load_system
 
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def serve_comparison(
     if judge is not None:
         PaCoReward.load_processor(judge)  # what is wrong with it is found before gigabytes are read
     prompts = list(prompts) or load_image_set_prompts(demo_prompts_path())["prompt"][:NUM_EXAMPLES]
-    pipeline = load_system(model, getattr(torch, dtype), adapter)
+    pipeline = load_pipeline(model, getattr(torch, dtype), adapter)
     scorer = None if judge is None else PaCoReward.from_pretrained(judge, dtype=dtype)
     comparison = Comparison(pipeline, scorer, panel_size, guidance_scale, negative_prompt)
     title = title or public_name(adapter)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm.auto import tqdm
 
 from ..data.source_images import SourceImages
-from ..evaluation.runs import check_protocol, dataset_fingerprint
+from ..evaluation.runs import dataset_fingerprint
+from ..generation.edits import edit_keys
 from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest, write_atomically
-from ..utils.generation import to_png
+from ..utils.images import to_png
 from ..utils.text import shorten, some_of
-from .edit_generation import edit_keys
 from .gedit_protocols import PLACEHOLDER, EditProtocol, edit_protocol, overall
 from .image_sets import FoundImages, load_image_file
 from .report_content import NOTES
@@ -115,23 +115,11 @@ def score_edits(
         EndpointUnavailableError: If the judge cannot be queried. Earlier answers are kept.
         ValueError: If an image or an instruction has changed since it was scored, or no answer is readable.
     """
-    check_protocol(protocol)
-    is_published = protocol == "published"
-    if is_published != (gedit_repo is not None):
-        raise ValueError(
-            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol, and only it, takes its prompts "
-            "from a clone of https://github.com/stepfun-ai/Step1X-Edit."
-        )
-    asked = edit_protocol(gedit_repo)
+    asked = edit_protocol(protocol, gedit_repo)
     max_attempts = asked.max_attempts if max_attempts is None else max_attempts
     if max_attempts < 1:
         raise ValueError(f"`max_attempts` is {max_attempts}, but must be at least 1.")
-    sources = SourceImages(prompts, "the prompts")
-    if sources.max_count > 1:
-        raise ValueError(
-            f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images, but the judge sees one: "
-            "`load_edit_prompts(..., max_images=1)`."
-        )
+    sources = _sources_of(prompts)
     row_of, files = {key: row for row, key in enumerate(edit_keys(prompts))}, _files(edits)
     instructions = list(prompts.with_format(None)["prompt"])
 
@@ -140,7 +128,7 @@ def score_edits(
         row, question = row_of[key], asked.questions[kind]
         if kind == "semantic":
             question = question.replace(PLACEHOLDER, instructions[row])  # not `format`, which would read braces
-        if is_published:
+        if protocol == "published":
             # As the script reads an edit: transparency is dropped, and it gets the size of the source
             (source,) = sources.load(row, in_rgb=False)
             images = [source, load_image_file(files[key], lambda image: image.convert("RGB").resize(source.size))]
@@ -163,6 +151,26 @@ def score_edits(
             "query it about these alone."
         )
     return scores
+
+
+def check_gedit_prompts(prompts: "Dataset") -> None:
+    """Refuse prompts whose edits could be generated, but not scored and reported."""
+    edit_keys(prompts)
+    _sources_of(prompts)
+    if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
+        raise ValueError(
+            "GEdit-Bench averages over task types: all prompts need a `task_type` (`convert_gedit_bench`)."
+        )
+
+
+def _sources_of(prompts: "Dataset") -> SourceImages:
+    sources = SourceImages(prompts, "the prompts")
+    if sources.max_count > 1:
+        raise ValueError(
+            f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images, but the judge sees one: "
+            "`load_edit_prompts(..., max_images=1)`."
+        )
+    return sources
 
 
 def _query(
@@ -282,11 +290,8 @@ def gedit_results(
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
     """
     check_results_arguments(systems, missing, protocol)
+    check_gedit_prompts(prompts)
     keys, prompts = edit_keys(prompts), prompts.with_format(None)
-    if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
-        raise ValueError(
-            "GEdit-Bench averages over task types: all prompts need a `task_type` (`convert_gedit_bench`)."
-        )
     for system in systems:
         if system.found.sets.keys() != set(keys):
             raise ValueError(f"The edits of {system.name!r} are of other prompts. Call `find_edits` with the same.")

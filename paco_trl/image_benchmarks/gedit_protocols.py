@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageOps
 
+from ..evaluation.runs import check_protocol
 from ..utils.chat import ChatRequest
 from ..utils.files import read_template
 from ..utils.images import data_url
@@ -48,8 +49,14 @@ class EditProtocol(NamedTuple):
     max_attempts: int
 
 
-def edit_protocol(gedit_repo: str | Path | None) -> EditProtocol:
-    """Return the published protocol, with the prompts of a clone of the benchmark, or without one the default."""
+def edit_protocol(protocol: str, gedit_repo: str | Path | None) -> EditProtocol:
+    """Return a protocol; the published one has the prompts of a clone of the benchmark."""
+    check_protocol(protocol)
+    if (protocol == "published") != (gedit_repo is not None):
+        raise ValueError(
+            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published protocol, and only it, takes its prompts "
+            "from a clone of https://github.com/stepfun-ai/Step1X-Edit."
+        )
     if gedit_repo is None:
         return EditProtocol({"semantic": SEMANTIC, "quality": QUALITY}, _request, lambda text, _: read_answer(text), 3)
     prompts = read_published_prompts(gedit_repo)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.grids import panel_size, split_grid
 from ..utils.files import file_name, write_atomically
-from ..utils.generation import to_png
-from ..utils.images import to_rgb
+from ..utils.images import to_png, to_rgb
 from ..utils.text import some_of
 
 

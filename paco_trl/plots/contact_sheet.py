@@ -9,8 +9,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ..utils.files import write_atomically
-from ..utils.generation import to_png
-from ..utils.images import to_rgb
+from ..utils.images import to_png, to_rgb
 
 
 # Limits of a contact sheet, and of its images in pixels

@@ -12,8 +12,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from ..utils.files import write_atomically
-from ..utils.generation import to_png
-from ..utils.images import to_rgb
+from ..utils.images import to_png, to_rgb
 from .contact_sheet import (
     CARD_IMAGES,
     CARD_PROMPTS,

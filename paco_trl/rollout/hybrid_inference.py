@@ -8,7 +8,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 
-from ..utils.generation import check_call
+from ..utils.pipelines import check_call
 
 
 def check_adapter_fraction(adapter_fraction: float, num_steps: int = 0) -> None:

@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 from ..utils.devices import to_device
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import weights_fingerprint
-from ..utils.generation import truncations_counted
+from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 from . import Family
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors

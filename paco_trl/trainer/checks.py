@@ -19,8 +19,8 @@ from ..rewards.paco_reward import decision_token_ids
 from ..rewards.runner import RewardRunner, offloadable_models
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
-from ..utils.generation import check_call
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
+from ..utils.pipelines import check_call
 from .config_utils import check_best_metric
 from .data_collator import PairRows, apply_template, count_tokens, named_images, too_long
 from .evaluator import metric_names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: generate a grid of panels for each prompt with each seed, with a diffusers pipeline."""
+"""Generate a grid of panels for each prompt with each seed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..data.columns import typed_dataset
 from ..data.image_sets import check_image_set_columns
 from ..utils.files import file_name
-from ..utils.generation import check_call, generate_missing, name_prompts, read_image, warn_of_flat
+from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
+from .image_files import LARGEST_SEED, generate_missing, name_prompts, own_arguments
 from .sample_sheet import grids_sheet
 
 
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
-
-
-_LARGEST_SEED = 2**63 - 1  # of a column of int64
 
 
 class GridBatch(NamedTuple):
@@ -88,35 +86,34 @@ def generate_grids(
 
     check_image_set_columns(prompts)
     ids, seeds = name_prompts(prompts, "grids"), list(seeds)
-    if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) <= _LARGEST_SEED:
-        raise ValueError(f"`seeds` is {seeds}, but must be different ints from 0 to {_LARGEST_SEED}.")
+    if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) <= LARGEST_SEED:
+        raise ValueError(f"`seeds` is {seeds}, but must be different ints from 0 to {LARGEST_SEED}.")
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}. It must be at least 1.")
     arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
     check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
     sizes = _sizes(prompts, ids, height, width, _size_multiple(pipeline))
 
-    state = PartialState()
     batches = plan_batches(sizes, seeds, batch_size)
-    files = {(name, seed): folder.images / file_name(name) / f"{seed}.png" for name in ids for seed in seeds}
-    paths = [{(row, seed): files[ids[row], seed] for row in b.rows for seed in b.seeds} for b in batches]
+    files = {f"{name}/{seed}": folder.images / file_name(name) / f"{seed}.png" for name in ids for seed in seeds}
+    names = [[f"{ids[row]}/{seed}" for row in batch.rows for seed in batch.seeds] for batch in batches]
     columns = prompts.with_format(None).select_columns(["prompt", "rows", "cols"])[:]
+    call_arguments |= own_arguments(pipeline)
 
-    def read(number: int, place: tuple[int, int]) -> "Image | None":
-        return read_image(paths[number][place], (batches[number].width, batches[number].height))
+    def generate(number: int) -> dict[str, "Image"]:
+        images = _generate(pipeline, columns["prompt"], batches[number], call_arguments)
+        return dict(zip(names[number], images, strict=True))
 
-    def generate(number: int) -> dict[tuple[int, int], "Image"]:
-        return _generate(pipeline, columns["prompt"], ids, batches[number], call_arguments)
-
-    flat = generate_missing(pipeline, paths, read, generate, "Generating grids")
-
-    layouts = dict(zip(ids, zip(columns["rows"], columns["cols"], strict=True), strict=True))
-    rows = [(f"{name}/{seed}", name, seed, *layouts[name], str(path)) for (name, seed), path in files.items()]
+    calls = [{name: files[name] for name in of_call} for of_call in names]
+    flat = generate_missing(pipeline, calls, generate, "grids", [(batch.height, batch.width) for batch in batches])
+    rows = [
+        (f"{name}/{seed}", name, seed, *layout, str(files[f"{name}/{seed}"]))
+        for name, *layout in zip(ids, columns["rows"], columns["cols"], strict=True)
+        for seed in seeds
+    ]
     numbers = dict.fromkeys(("seed", "rows", "cols"), "int64")
     dataset = typed_dataset(rows, id="string", prompt_id="string", **numbers, image="image")
-    if state.is_main_process:
-        flat_ids = [f"{ids[row]}/{seed}" for row, seed in sorted(flat, key=lambda f: (f[0], seeds.index(f[1])))]
-        warn_of_flat(flat_ids, len(dataset), "grids")
+    if PartialState().is_main_process:
         grids_sheet(dataset, prompts, folder.path / "sample.png")
         counts = Counter(f"{height}x{width}" for height, width in sizes)
         report = {
@@ -124,7 +121,7 @@ def generate_grids(
             "seeds": seeds,
             "grids": len(dataset),
             "grids by size (height x width)": {size: count * len(seeds) for size, count in counts.items()},
-            "flat grids": flat_ids,
+            "flat grids": flat,
         }
         folder.finish(dataset, report)
     wait_for_all()
@@ -160,26 +157,24 @@ def _sizes(
 
 
 def _generate(
-    pipeline: "DiffusionPipeline", texts: list[str], ids: list[str], batch: GridBatch, call_arguments: dict[str, Any]
-) -> dict[tuple[int, int], "Image"]:
-    """Call the pipeline once; return the images by row and seed."""
+    pipeline: "DiffusionPipeline", texts: list[str], batch: GridBatch, call_arguments: dict[str, Any]
+) -> list["Image"]:
+    """Call the pipeline once; return the images, prompt by prompt."""
     import torch
 
     arguments = dict(call_arguments)
     if isinstance(arguments.get("negative_prompt"), str):  # some pipelines do not repeat it themselves
         arguments["negative_prompt"] = [arguments["negative_prompt"]] * len(batch.rows)
-    places = [(row, seed) for row in batch.rows for seed in batch.seeds]
     images = pipeline(
         prompt=[texts[row] for row in batch.rows],
         height=batch.height,
         width=batch.width,
         num_images_per_prompt=len(batch.seeds),
-        generator=[torch.Generator().manual_seed(seed) for _, seed in places],
+        generator=[torch.Generator().manual_seed(seed) for _ in batch.rows for seed in batch.seeds],
         **arguments,
     ).images
-    results = dict(zip(places, images, strict=True))
-    for (row, seed), image in results.items():
+    for image in images:
         if image.size != (batch.width, batch.height):
             size = f"{image.height}x{image.width} pixels (height x width) instead of {batch.height}x{batch.width}"
-            raise ValueError(f"The grid '{ids[row]}/{seed}' has {size}. Choose a size that the pipeline keeps.")
-    return results
+            raise ValueError(f"A grid has {size}. Choose a size that {type(pipeline).__name__} keeps.")
+    return images

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generate images with unmodified pipelines, for datasets and benchmarks; stopped runs resume."""
+
+from typing import TYPE_CHECKING
+
+from ..utils.lazy import lazy_imports
+
+
+if TYPE_CHECKING:
+    from .edits import generate_edits
+    from .grids import generate_grids
+    from .loading import load_pipeline
+
+__all__ = ["generate_edits", "generate_grids", "load_pipeline"]
+
+# Lazy, so that the metrics of benchmarks come without torch
+__getattr__, __dir__ = lazy_imports(__name__, __file__)

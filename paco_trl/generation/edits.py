@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edit the source image of each prompt."""
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from ..data.columns import typed_dataset
+from ..data.edit_prompts import check_edit_columns
+from ..data.source_images import SourceImages
+from ..utils.files import file_name
+from ..utils.pipelines import check_call
+from ..utils.processes import wait_for_all
+from ..utils.stage_folder import StageFolder
+from .image_files import LARGEST_SEED, generate_missing, name_prompts, own_arguments
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from diffusers import DiffusionPipeline
+    from PIL.Image import Image
+
+
+_CALL = ("image", "prompt", "generator")
+# Pixels of an edited image whose row names no size, where the pipeline leaves that to its caller
+_AREA = 1024 * 1024
+
+
+def edit_keys(prompts: "Dataset") -> list[str]:
+    """Name each editing prompt: `"<language>/<id>"`, or the id alone without the column `language`."""
+    check_edit_columns(prompts, "prompts")
+    return name_prompts(prompts, "edits", ("language", "id"))
+
+
+def generate_edits(
+    pipeline: "DiffusionPipeline", prompts: "Dataset", folder: StageFolder, seed: int = 0, **call_arguments: Any
+) -> "Dataset":
+    """
+    Edit the source of each prompt once, on one process or several (`accelerate launch`).
+
+    Each image starts from the noise of the seed, generated on the CPU, so that two models edit from the same noise on any
+    device. Complete files are kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` without the column
+    `language`, with the id as [`~paco_trl.utils.files.file_name`] writes it.
+
+    The size is that of the row (`height` and `width`) or of `call_arguments`, and otherwise the pipeline's choice for the
+    source. FLUX.1-Kontext would generate squares of about a megapixel: it gets the aspect ratio of the source, with the
+    area of its argument `max_area`.
+
+    Args:
+        pipeline ([`~diffusers.DiffusionPipeline`]):
+            Any pipeline that edits an image (`image`) as a text (`prompt`) describes.
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id` and, where known, `language`.
+        folder ([`~paco_trl.dataset_building.StageFolder`]):
+            Directory of the edits. Its settings should have everything that the images depend on.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the noise.
+        **call_arguments:
+            Further arguments of the pipeline's call, such as `num_inference_steps`, `guidance_scale` or
+            `true_cfg_scale`.
+
+    Returns:
+        [`~datasets.Dataset`]: the edits in the order of the prompts: `id`, `language` if the prompts have it, `seed` and
+        `image`, a path. It is saved in the directory too, with a report.
+    """
+    import torch
+    from accelerate import PartialState
+
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"`seed` is {seed}. It must be from 0 to {LARGEST_SEED}.")
+    advice = "Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
+    check_call(pipeline, _CALL, f"edit a given image as a text describes, from given noise. {advice}")
+    height, width = call_arguments.get("height"), call_arguments.get("width")
+    if (height is None) != (width is None):
+        raise ValueError(f"`height` is {height} and `width` {width}. Give both, or neither for the row's or source's.")
+    keys = edit_keys(prompts)
+    sources = SourceImages(prompts, "the prompts")
+    _check_sources(pipeline, sources, keys)
+    names = [name for name in ("id", "language", "prompt", "height", "width") if name in prompts.column_names]
+    rows = list(prompts.with_format(None).select_columns(names))
+    has_language = "language" in names
+    places = [folder.images / file_name(row["language"]) if has_language else folder.images for row in rows]
+    files = [place / f"{file_name(row['id'])}.png" for place, row in zip(places, rows, strict=True)]
+    call_arguments |= own_arguments(pipeline)
+
+    def generate(number: int) -> dict[str, "Image"]:
+        arguments = call_arguments | _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
+        images, noise = sources.load(number), torch.Generator().manual_seed(seed)
+        source = images[0] if len(images) == 1 else images
+        return {
+            keys[number]: pipeline(image=source, prompt=rows[number]["prompt"], generator=noise, **arguments).images[0]
+        }
+
+    calls = [{key: file} for key, file in zip(keys, files, strict=True)]
+    flat = generate_missing(pipeline, calls, generate, "edits")
+    columns = ("id", "language") if has_language else ("id",)
+    values = [(*map(row.get, columns), seed, str(file)) for row, file in zip(rows, files, strict=True)]
+    dataset = typed_dataset(values, **dict.fromkeys(columns, "string"), seed="int64", image="image")
+    if PartialState().is_main_process:
+        folder.finish(dataset, {"edits": len(dataset), "seed": seed, "flat edits": flat})
+    wait_for_all()
+    return dataset
+
+
+def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str]) -> None:
+    from ..rollout.families import FAMILIES
+
+    name = type(pipeline).__name__
+    family = FAMILIES[name]() if name in FAMILIES else None
+    most = family.max_images if family is not None else None
+    if most is not None and sources.max_count > most:
+        raise ValueError(
+            f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images, but {name} takes at most "
+            f"{most}: `load_edit_prompts(..., max_images={most})`."
+        )
+    for row, key in enumerate(keys):
+        sizes = sources.sizes(row)  # finds unreadable sources of any pipeline
+        try:
+            for width, height in sizes:
+                if family is not None:
+                    family.check_image_size(width, height)
+        except ValueError as error:
+            raise ValueError(f"The prompt {key!r}: {error}") from error
+
+
+def _size_arguments(
+    pipeline: "DiffusionPipeline", row: dict[str, Any], sizes: list[tuple[int, int]], call_arguments: dict[str, Any]
+) -> dict[str, int]:
+    """Return the size arguments of a row, other than those that were given for all rows."""
+    from ..rollout.families import FAMILIES
+
+    height, width = (call_arguments.get(name) or row.get(name) for name in ("height", "width"))
+    if "max_area" not in inspect.signature(type(pipeline).__call__).parameters:
+        return {} if height is None or width is None else {"height": height, "width": width}
+    # The pipeline derives the size from an area, by default of a megapixel, whatever height and width are
+    if height is None or width is None:
+        family = FAMILIES["FluxKontextPipeline"]()
+        height, width = family.edited_size(pipeline, sizes, call_arguments.get("max_area") or _AREA)
+    elif "max_area" in call_arguments:
+        return {"height": height, "width": width}
+    return {"height": height, "width": width, "max_area": height * width}

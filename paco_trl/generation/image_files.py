@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image files of a pipeline: existing ones stay, the rest is divided among the processes."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm.auto import tqdm
+
+from ..utils.files import write_atomically
+from ..utils.images import to_png
+from ..utils.pipelines import truncations_counted
+from ..utils.processes import wait_for_all
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from diffusers import DiffusionPipeline
+    from PIL.Image import Image
+
+
+logger = logging.getLogger(__name__)
+
+LARGEST_SEED = 2**63 - 1  # of a column of int64
+
+
+def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)) -> list[str]:
+    """Name prompts by their `id` and their other `columns`, joined by slashes; `what` is their name in errors."""
+    if "id" not in prompts.column_names:
+        raise ValueError(
+            f"The prompts have no column `id`, which names the {what}, only {prompts.column_names}. Add it."
+        )
+    rows: dict[str, int] = {}
+    columns = [name for name in columns if name in prompts.column_names]
+    for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
+        for name, value in values.items():
+            if not isinstance(value, str) or not value:
+                raise ValueError(
+                    f"The `{name}` of row {row} of the prompts is {value!r}, but must be a non-empty text."
+                )
+        key = "/".join(values[name] for name in columns)
+        if key in rows:
+            language = " in the same `language`" if len(columns) == 2 else ""
+            raise ValueError(
+                f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}{language}, so that their {what} "
+                "would overwrite each other. Give each a unique id."
+            )
+        rows[key] = row
+    return list(rows)
+
+
+def own_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
+    """Return arguments of the call that let a pipeline read the prompts that others read: LongCat-Image rewrites them."""
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    return {"enable_prompt_rewrite": False} if "enable_prompt_rewrite" in parameters else {}
+
+
+def generate_missing(
+    pipeline: "DiffusionPipeline",
+    calls: Sequence[Mapping[str, Path]],
+    generate: Callable[[int], Mapping[str, "Image"]],
+    what: str,
+    sizes: Sequence[tuple[int, int]] | None = None,
+) -> list[str]:
+    """
+    Make the calls of a pipeline whose images are not all on the disk; return the names of flat images, and warn of them.
+
+    A call is given by the files of its images, by name, and by its height and width in `sizes`, if these are known.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
+    # Each process reads a part of the existing files; then all of them divide the same list of calls
+    state = PartialState()
+    flat, missing = [], []
+    for number in range(state.process_index, len(calls), state.num_processes):
+        for name, path in calls[number].items():
+            image = _read_image(path, None if sizes is None else sizes[number])
+            if image is None:
+                missing.append((number, name))
+            elif is_flat(image):
+                flat.append(name)
+    wait_for_all()
+    missing = sorted(gather_object(missing))
+    names: dict[int, list[str]] = {}
+    for number, name in missing:
+        names.setdefault(number, []).append(name)
+
+    waiting = [calls[number][name] for number, name in missing]
+    order = [name for call in calls for name in call]
+    is_quiet = not state.is_main_process
+    with (
+        truncations_counted(pipeline, f"{len(names)} calls of {type(pipeline).__name__}"),
+        tqdm(
+            total=len(order), initial=len(order) - len(waiting), desc=f"Generating {what}", unit="image",
+            disable=is_quiet,
+        ) as bar,
+    ):  # fmt: skip
+        for number in list(names)[state.process_index :: state.num_processes]:
+            images = generate(number)
+            for name in names[number]:
+                write_atomically(calls[number][name], to_png(images[name]))
+                if is_flat(images[name]):
+                    flat.append(name)
+            if not is_quiet:  # images of other processes count too
+                still = [path for path in waiting if not path.exists()]
+                bar.update(len(waiting) - len(still))
+                waiting = still
+        wait_for_all()
+        flat = sorted(gather_object(flat), key=order.index)
+        bar.update(len(waiting))
+    if flat and not is_quiet:
+        logger.warning(
+            f"{len(flat)} of {len(order)} {what} are one flat color, the result of a safety checker or of non-finite numbers "
+            f"(try another `dtype`): {', '.join(flat[:20])}{', ...' * (len(flat) > 20)}. Leave their prompts out, or "
+            "generate them with another seed."
+        )
+    return flat
+
+
+def _read_image(path: Path, size: tuple[int, int] | None) -> "Image | None":
+    """Read an image if it is complete. Any other file is removed, so that the image is generated again."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            if size is not None and (image.height, image.width) != size:
+                raise ValueError(f"it has {image.height}x{image.width} pixels instead of {size[0]}x{size[1]}")
+            return image
+    except FileNotFoundError:
+        return None
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises the first two
+        logger.warning(f"{path} cannot be used ({error}): it is generated again.")
+        path.unlink()
+        return None
+
+
+def is_flat(image: "Image") -> bool:
+    """Tell whether an image has one flat color."""
+    extrema = image.getextrema()
+    bands = extrema if isinstance(extrema[0], tuple) else [extrema]
+    return all(low == high for low, high in bands)
