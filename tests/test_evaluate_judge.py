@@ -13,6 +13,7 @@ from PIL import Image as PILImage
 
 from judge_server import JudgeServer
 from paco_trl.commands import evaluate_judge as script
+from paco_trl.commands.evaluate import main as evaluate_main
 from paco_trl.commands.main import main
 from paco_trl.data.columns import typed_dataset
 from paco_trl.tiny import build_tiny_clip
@@ -206,18 +207,18 @@ def test_a_judge_on_a_server(workspace, tmp_path):
 
 def test_wrong_options(workspace, tmp_path):
     for options, message in (
-        ({"benchmark": "ranking"}, "--benchmark"),
-        ({"dtype": "float"}, "--dtype"),
-        ({"protocol": "paper"}, "--protocol"),
         ({"benchmark": "edit_reward", "template": "plain"}, "--template"),
         ({"benchmark": "vc_reward", "protocol": "published"}, "--protocol"),
         ({"benchmark": "vc_reward", "template": "v1.yaml"}, "--judge_url"),
         ({"judge_url": "http://127.0.0.1:1/v1"}, "--device"),
         ({"max_concurrency": 2}, "--max_concurrency"),
-        ({"api_key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+        ({"api_key_variable": "NO_SUCH_KEY"}, "--api_key_variable"),
         ({"judge_model": "dreamsim", "dtype": "float32"}, "--dtype"),
         ({"template": "themes"}, "themes"),
     ):
         with pytest.raises(ValueError, match=message):
             script.evaluate(arguments(workspace, tmp_path, **options))
+    for option, value in (("--benchmark", "ranking"), ("--dtype", "float"), ("--protocol", "paper")):
+        with pytest.raises(ValueError, match=option):
+            evaluate_main(["judge", "--output_dir", str(tmp_path), option, value])
     assert not list(tmp_path.iterdir())

@@ -335,7 +335,7 @@ def seen(sheet: Image.Image, colours: list[tuple]) -> list[tuple]:
 
 
 def test_importing_is_light():
-    code = "import sys, paco_trl.dataset_building.grids, paco_trl.dataset_building.panels, \
+    code = "import sys, paco_trl.generation.grids, paco_trl.dataset_building.panels, \
 paco_trl.generation.sample_sheet, paco_trl.dataset_building.publish; print([m for m in ('torch', 'diffusers', 'transformers', 'datasets', 'numpy', \
 'PIL') if m in sys.modules])"
     done = subprocess.run(

@@ -26,8 +26,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
-from ..utils.files import adapter_weights_digest, digest, sole_writer, write_atomically
-from ..utils.images import to_png
+from ..utils.files import adapter_weights_digest, digest, sole_writer, to_png, write_atomically
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments, check_positive

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-from ..utils.files import write_atomically
-from ..utils.images import to_png
+from ..utils.files import to_png, write_atomically
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data.grids import panel_size, split_grid
-from ..utils.files import file_name, write_atomically
-from ..utils.images import to_png, to_rgb
+from ..utils.files import file_name, to_png, write_atomically
+from ..utils.images import to_rgb
 from ..utils.text import some_of
 
 

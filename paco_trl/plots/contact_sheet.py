@@ -8,8 +8,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from ..utils.files import write_atomically
-from ..utils.images import to_png, to_rgb
+from ..utils.files import to_png, write_atomically
+from ..utils.images import to_rgb
 
 
 # Limits of a contact sheet, and of its images in pixels

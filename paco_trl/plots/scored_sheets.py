@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 
-from ..utils.files import write_atomically
-from ..utils.images import to_png, to_rgb
+from ..utils.files import to_png, write_atomically
+from ..utils.images import to_rgb
 from .contact_sheet import (
     CARD_IMAGES,
     CARD_PROMPTS,

@@ -3,6 +3,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -11,16 +12,20 @@ import shutil
 import socket
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from .names import check_model_name, is_local
 from .processes import wait_for_all
 
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # What a file name has only in an encoded form
 _UNSAFE = re.compile(r"^\.|[^\w.~-]")
@@ -109,6 +114,14 @@ def adapter_weights_digest(adapter: str) -> str:
 def read_template(name: str) -> str:
     """Read a file of the package's `templates`."""
     return (files("paco_trl") / "templates" / name).read_text(encoding="utf-8")
+
+
+def to_png(image: "Image") -> bytes:
+    """Encode an image."""
+    buffer = io.BytesIO()
+    # Three times as fast as the default for such images, and as small
+    image.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
+    return buffer.getvalue()
 
 
 def file_name(name: str) -> str:
