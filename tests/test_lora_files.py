@@ -16,9 +16,8 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from hub_server import HubServer
-from paco_trl import tiny
+from paco_trl import generation, tiny
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
-from paco_trl.generation import load_pipeline
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 from paco_trl.rollout.lora_files import convert_lora
@@ -213,7 +212,7 @@ def test_every_way_to_load_it_gives_one_image(base_of, tmp_path):
     pipeline = fresh(base)
     pipeline.transformer = start(base, file)
     assert np.array_equal(draw(pipeline), image)
-    assert np.array_equal(draw(load_pipeline(base.name_or_path, torch.float32, str(file), "cpu")), image)
+    assert np.array_equal(draw(generation.load_pipeline(base.name_or_path, torch.float32, str(file), "cpu")), image)
 
 
 @pytest.mark.slow
