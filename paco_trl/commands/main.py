@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console script `paco-trl`: `paco-trl <command> [options]`."""
 
+import logging
 import os
 import sys
 import time
@@ -36,6 +37,9 @@ _TRAINING = ("grpo", "nft", "reward")
 _RESUMING = ("build", "evaluate")
 _LAUNCHED = (*_TRAINING, *_RESUMING, "doctor")
 _IS_LAUNCHED = "PACO_TRL_IS_LAUNCHED"
+# Loggers that warn when installed extras are imported, of what is not used here (torch 2.15 with torchao 0.18,
+# bitsandbytes 0.50, diffusers 0.42)
+_NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "diffusers.quantizers.torchao.torchao_quantizer")
 _PATIENCE = 60.0  # seconds, more than the imports of two processes differ
 
 
@@ -152,6 +156,9 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         sys.stderr.write(f"{_usage()}\n\npaco-trl: {problem}; it must be one of: {', '.join(COMMANDS)}.\n")
         return 2
     command, *words = arguments
+
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
     def run() -> int | None:
         if command in _LAUNCHED:
