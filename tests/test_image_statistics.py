@@ -88,13 +88,13 @@ def rounds(mean, prompts=42):
 @pytest.mark.parametrize(
     ("change", "reward", "prompts", "is_reported"),
     [
-        (-0.11, 2.0, 42, True),
-        (0.11, 2.0, 42, True),
-        (-0.09, 2.0, 42, False),  # less than the spread of prompts
-        (-0.11, 0.5, 42, False),  # the reward fell as well
-        (-0.11, math.nan, 42, False),  # no image was scored
-        (-0.11, 2.0, 4, False),  # other prompts can do that
-        (-0.22, 2.0, 4, True),
+        (-0.11, 2.0, 60, True),
+        (0.11, 2.0, 60, True),
+        (-0.09, 2.0, 60, False),  # less than the spread of prompts
+        (-0.11, 0.5, 60, False),  # the reward fell as well
+        (-0.11, math.nan, 60, False),  # no image was scored
+        (-0.3, 2.0, 4, False),  # other prompts can do that
+        (-0.4, 2.0, 4, True),
     ],
 )
 def test_drift_is_reported_once(caplog, change, reward, prompts, is_reported):
@@ -109,7 +109,7 @@ def test_drift_is_reported_once(caplog, change, reward, prompts, is_reported):
     # Restored from a checkpoint, it goes on
     restored = DriftAlarm()
     restored.state = json.loads(json.dumps(alarm.state))
-    assert restored.compare(rounds(0.3, prompts), 3.0) == alarm.compare(rounds(0.3, prompts), 3.0)
+    assert restored.compare(rounds(0.1, prompts), 3.0) == alarm.compare(rounds(0.1, prompts), 3.0)
     assert len(caplog.records) == (1 if is_reported else 2)
 
 
@@ -135,7 +135,7 @@ def test_a_run_reports_what_changed_and_its_evaluation_shows_it(make_trainer, pr
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "images/sharpness" in entry]
     drifts = [max(abs(value) for name, value in entry.items() if name.endswith("_drift")) for entry in logged]
-    assert drifts[0] == 0.0 and drifts[-1] > 3 * math.sqrt(2 / 4)  # the images did change
+    assert drifts[0] == 0.0 and drifts[-1] > 5 * math.sqrt(2 / 4)  # the images did change
     reports = [record.getMessage() for record in caplog.records if "spreads of prompts" in record.getMessage()]
     assert bool(reports) == (sign > 0)
     evaluated = next(entry for entry in trainer.state.log_history if "eval_images/diversity" in entry)

@@ -73,9 +73,11 @@ class DriftAlarm:
     Compare the images of each round with those of round 0.
 
     The drift of a statistic is the change of its mean over prompts, in units of the spread (standard deviation) of prompts
-    in round 0: at 1 an average prompt looks as one in six did. A statistic leaves its range there, or where there are few
-    prompts at three standard errors of the change, sqrt(2 / prompts), which other prompts alone hardly reach. It warns
-    once for each, and only while the mean reward is above that of round 0: a change that costs reward is no hack.
+    in round 0: at 1 an average prompt looks as one in six did. A statistic leaves its range there, or where that is more
+    at five standard errors of the change, 5 sqrt(2 / prompts), since other prompts alone move five means in each of many
+    rounds: of simulated runs of 20 rounds without any change 7 % are reported with 8 prompts a round, 0.5 % with 16, and
+    none with 42. It warns once for each, and only while the mean reward is above that of round 0: a change that costs
+    reward is no hack.
     """
 
     def __init__(self) -> None:
@@ -88,7 +90,7 @@ class DriftAlarm:
             spreads = {name: float(each.std(ddof=1)) if len(each) > 1 else 0.0 for name, each in values.items()}
             self.state = {"reward": reward, "means": means, "spreads": spreads, "warned": []}
         first, metrics, left = self.state, {}, []
-        limit = max(1.0, 3 * math.sqrt(2 / len(values["sharpness"])))
+        limit = max(1.0, 5 * math.sqrt(2 / len(values["sharpness"])))
         for name, mean in means.items():
             metrics[f"images/{name}"] = mean
             if first["spreads"][name] > 0:
