@@ -545,20 +545,23 @@ class TestExplain:
 
 class TestBadInput:
     @pytest.mark.parametrize(
-        ("images", "message"),
+        ("images", "question", "message"),
         [
-            ([(noise(0), noise(1)), (noise(0),) * 3], r"images\[1\]"),
-            (["ab"], r"images\[0\]"),
+            ([(noise(0), noise(1)), (noise(0),) * 3], SHORT, r"images\[1\]"),
+            (["ab"], SHORT, r"images\[0\]"),
+            (
+                [(noise(0), noise(1))] * 4 + [(noise(2), "/nowhere/gone.png")],
+                SHORT,
+                "Second image of pair 4 .*gone.png",
+            ),
+            ([(noise(0), noise(1))], "Alike?<|im_end|>", r"`prompts\[0\]`"),
+            ([(noise(0), noise(1))], "Alike?<|image_pad|>", r"`prompts\[0\]`"),
         ],
-        ids=["three", "text"],
+        ids=["three", "text", "missing", "end", "image"],
     )
-    def test_not_a_pair(self, judge, images, message):
+    def test_pairs_and_questions(self, judge, images, question, message):
         with pytest.raises(ValueError, match=message):
-            judge.score(images, SHORT)
-
-    def test_a_missing_file(self, judge, tmp_path):
-        with pytest.raises(ValueError, match="Second image of pair 4 .*gone.png"):
-            judge.score([(noise(0), noise(1))] * 4 + [(noise(2), tmp_path / "gone.png")], SHORT)
+            judge.score(images, question)
 
     def test_weights_that_are_not_finite(self, tiny_qwen, value=float("inf")):
         judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
@@ -778,10 +781,9 @@ class TestHub:
             return shutil.copytree(folder, repository / "snapshots" / commit)
 
         put("base", tiny_qwen, "main", "a" * 40)
-        for name, commit in (("adapter", "b" * 40), ("complete", "c" * 40)):
-            folder = put(name, adapter, "v2", commit)
-            path = folder / "adapter_config.json"
-            path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/base"}))
+        folder = put("adapter", adapter, "v2", "b" * 40)
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/base"}))
         for name in PROCESSOR_FILES:
             shutil.copy(tiny_qwen / name, folder / name)
         # What an earlier look-up leaves: there is no such file
@@ -789,13 +791,12 @@ class TestHub:
         (folder.parents[1] / ".no_exist" / folder.name / "config.json").touch()
         return tmp_path / "hub"
 
-    def test_the_revision_is_the_adapters_alone(self, hub, pairs, questions, expected_adapted, name="complete"):
-        judge = PaCoReward.from_pretrained(f"org/{name}", device="cpu", cache_dir=hub, revision="v2")
+    def test_the_revision_is_the_adapters_alone(self, hub, pairs, questions, expected_adapted):
+        judge = PaCoReward.from_pretrained("org/adapter", device="cpu", cache_dir=hub, revision="v2")
         assert judge.score(pairs, questions) == close(expected_adapted)
-        with pytest.raises(OSError):  # there is no v2 of the base, and no main of the adapter
-            PaCoReward.from_pretrained("org/base", device="cpu", cache_dir=hub, revision="v2")
-        with pytest.raises(OSError):
-            PaCoReward.from_pretrained(f"org/{name}", device="cpu", cache_dir=hub)
+        for name, revision in (("base", "v2"), ("adapter", None)):  # neither is there
+            with pytest.raises(OSError):
+                PaCoReward.from_pretrained(f"org/{name}", device="cpu", cache_dir=hub, revision=revision)
 
 
 class TestTrustRemoteCode:
@@ -1017,9 +1018,3 @@ class TestTemplates:
         plain.processor.chat_template = template.replace("helpful assistant", "judge of pictures")
         assert judge.score(pairs, SHORT) == close(plain.score(pairs, SHORT))
         assert judge.explain(pairs, SHORT, 4) == plain.explain(pairs, SHORT, 4)
-
-
-@pytest.mark.parametrize("token", ["<|im_end|>", "<|image_pad|>"])
-def test_a_question_with_a_control_token(judge, token):
-    with pytest.raises(ValueError, match=r"`prompts\[0\]`"):
-        judge.score([(noise(0), noise(1))], f"Alike?{token}")

@@ -37,7 +37,7 @@ from paco_trl.data import make_pair
 from paco_trl.hub.files import JUDGE_ADAPTER
 from paco_trl.plots.reward_report import plot_calibration, plot_wrong_pairs
 from paco_trl.trainer.data_collator import PairRows
-from testing_utils import pair_dataset
+from testing_utils import logs_with, pair_dataset, weights_of
 
 
 NOWHERE = "/nowhere/at/all"
@@ -215,21 +215,11 @@ def make(model, folder: Path, train_dataset: Dataset, pictures: bool = False, **
         if name in kwargs
     }
     settings = {
-        "output_dir": str(folder / "out"),
-        "use_cpu": True,
-        "bf16": False,
-        "first_token_weight": 0.3,
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
+        "output_dir": str(folder / "out"), "use_cpu": True, "bf16": False, "first_token_weight": 0.3,
+        "per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+        "warmup_steps": 0, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
         **kwargs,
-    }
+    }  # fmt: skip
     model = model if isinstance(model, torch.nn.Module) else str(model)
     trainer = PaCoRewardTrainer(model, PaCoRewardConfig(**settings), train_dataset, **trainer_arguments)
     if not pictures:
@@ -299,14 +289,6 @@ def reference(tiny_qwen, adapter) -> list[Judged]:
     return rows
 
 
-def adapter_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def logs_with(trainer, key: str) -> list:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
 def spy_on_decisions(trainer) -> list[tuple[np.ndarray, torch.Tensor]]:
     """A list that grows with each evaluation, by the numbers of the rows and their P(Yes)."""
     seen = []
@@ -326,16 +308,10 @@ class TestLoss:
         self, make_reward_trainer, continued, tiny_qwen, a, variant
     ):
         trainer = make_reward_trainer(
-            continued(),
-            per_device_train_batch_size=11,
-            max_steps=1,
-            first_token_weight=a,
-            loss_variant=variant,
-            optim="sgd",
-            learning_rate=0.1,
-            max_grad_norm=0,
-        )
-        before = adapter_of(trainer)
+            continued(), per_device_train_batch_size=11, max_steps=1, first_token_weight=a, loss_variant=variant,
+            optim="sgd", learning_rate=0.1, max_grad_norm=0,
+        )  # fmt: skip
+        before = weights_of(trainer)
         trainer.train()
 
         model = continued()
@@ -346,7 +322,7 @@ class TestLoss:
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         assert len(gradients) == len(before) == 2 * 7 * 2
         assert min(gradient.abs().max() for gradient in gradients.values()) > 1e-4
-        for name, value in adapter_of(trainer).items():
+        for name, value in weights_of(trainer).items():
             step = (before[name] - value) / 0.1
             assert (step - gradients[name]).abs().max() < 1e-3 * gradients[name].abs().max() + 3e-6, name
 
@@ -359,15 +335,11 @@ class TestLoss:
     @pytest.mark.slow
     @pytest.mark.parametrize(("a", "variant"), [LOSSES[0], LOSSES[2]])
     def test_accumulation_makes_no_difference(self, make_reward_trainer, continued, reference, a, variant):
-        settings = {
-            "first_token_weight": a,
-            "loss_variant": variant,
-            "train_sampling_strategy": "sequential",
-            "learning_rate": 1e-3,
-        }
+        settings = {"first_token_weight": a, "loss_variant": variant, "learning_rate": 1e-3}
+        settings["train_sampling_strategy"] = "sequential"
         # 11 pairs of unequal lengths in micro-batches of 3, 3, 3 and 2
         at_once = make_reward_trainer(continued(), per_device_train_batch_size=11, **settings)
-        before = adapter_of(at_once)
+        before = weights_of(at_once)
         at_once.train()
         in_parts = make_reward_trainer(
             continued(), per_device_train_batch_size=3, gradient_accumulation_steps=4, **settings
@@ -375,8 +347,8 @@ class TestLoss:
         in_parts.train()
         assert logs_with(in_parts, "loss") == pytest.approx(logs_with(at_once, "loss"), abs=2e-5)
         assert len(logs_with(at_once, "loss")) == 2
-        expected = adapter_of(at_once)
-        for name, value in adapter_of(in_parts).items():
+        expected = weights_of(at_once)
+        for name, value in weights_of(in_parts).items():
             assert (expected[name] - before[name]).abs().max() > 1e-3, name
             assert (value - expected[name]).abs().max() < 1e-4, name
 
@@ -402,12 +374,12 @@ class TestLoss:
 
     def test_bf16(self, make_reward_trainer, tiny_qwen):
         trainer = make_reward_trainer(tiny_qwen, bf16=True, eval_dataset=mixed(4))
-        before = adapter_of(trainer)
+        before = weights_of(trainer)
         assert trainer.model.get_base_model().lm_head.weight.dtype == torch.bfloat16
         trainer.train()
         assert len(logs_with(trainer, "loss")) == 2
         assert all(math.isfinite(loss) for loss in logs_with(trainer, "loss"))
-        assert all(not torch.equal(value, before[name]) for name, value in adapter_of(trainer).items() if "_B" in name)
+        assert all(not torch.equal(value, before[name]) for name, value in weights_of(trainer).items() if "_B" in name)
         # P(Yes) is that of the hidden state in bf16, but not rounded to bf16 itself
         p_yes = trainer.evaluations["eval"]["p_yes/consistent"]
         assert 0 < p_yes < 1
@@ -417,22 +389,11 @@ class TestLoss:
 def trained(tiny_qwen, tmp_path_factory):
     """A trainer that has learned which colours are the same, with a checkpoint in the middle and one at the end."""
     trainer = make(
-        tiny_qwen,
-        tmp_path_factory.mktemp("trained"),
-        colours(128, seed=0),
-        eval_dataset=colours(32, seed=1),
-        first_token_weight=1.0,
-        learning_rate=1e-2,
-        lr_scheduler_type="cosine",
-        warmup_steps=0.1,
-        max_steps=-1,
-        num_train_epochs=2,
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=32,
-        save_strategy="epoch",
-        hub_token=TOKEN,
-        pictures=True,
-    )
+        tiny_qwen, tmp_path_factory.mktemp("trained"), colours(128, seed=0), eval_dataset=colours(32, seed=1),
+        first_token_weight=1.0, learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=0.1, max_steps=-1,
+        num_train_epochs=2, per_device_train_batch_size=8, per_device_eval_batch_size=32, save_strategy="epoch",
+        hub_token=TOKEN, pictures=True,
+    )  # fmt: skip
     trainer.untrained = trainer.evaluate()
     trainer.train()
     trainer.save_model(Path(trainer.args.output_dir) / "saved")
@@ -454,14 +415,9 @@ class TestLearning:
     @pytest.mark.slow
     def test_reversed_labels_reverse_the_scores(self, make_reward_trainer, trained):
         trainer = make_reward_trainer(
-            train_dataset=colours(384, seed=0, reverse=True),
-            eval_dataset=colours(64, seed=1),
-            first_token_weight=1.0,
-            learning_rate=5e-3,
-            max_steps=24,
-            per_device_train_batch_size=16,
-            per_device_eval_batch_size=16,
-        )
+            train_dataset=colours(384, seed=0, reverse=True), eval_dataset=colours(64, seed=1), first_token_weight=1.0,
+            learning_rate=5e-3, max_steps=24, per_device_train_batch_size=16, per_device_eval_batch_size=16,
+        )  # fmt: skip
         trainer.train()
         metrics = trainer.evaluations["eval"]
         assert metrics["decision_accuracy"] < 0.05
@@ -477,7 +433,7 @@ class TestAdapter:
             f"mlp.{name}_proj" for name in ("gate", "up", "down")
         ]
         prefix = "base_model.model.model.language_model.layers"
-        assert set(adapter_of(trained)) == {
+        assert set(weights_of(trained)) == {
             f"{prefix}.{number}.{layer}.lora_{side}.default.weight"
             for number in range(2)
             for layer in layers
@@ -495,20 +451,14 @@ class TestAdapter:
                 if kept is None else kept  # fmt: skip
             assert torch.equal(kept, value), name
             assert not kept.requires_grad and kept.grad is None, name
-        assert all(value.abs().max() > 1e-3 for value in adapter_of(trained).values())
+        assert all(value.abs().max() > 1e-3 for value in weights_of(trained).values())
 
-    def test_own_targets_stay(self, make_reward_trainer):
-        given = LoraConfig(r=3, target_modules=["q_proj"])
-        for peft_config, names in (
-            (given, {"q_proj"}),
-            (LoraConfig(r=3, target_modules="all-linear"), {"qkv", "q_proj"}),
-        ):
-            trainer = make_reward_trainer(peft_config=peft_config)
-            lora = trainer.model.peft_config["default"]
-            assert lora.r == 3
-            assert names <= {name.split(".")[-4] for name in adapter_of(trainer)}
-        trainer = make_reward_trainer(peft_config=given)
-        assert {name.split(".")[-4] for name in adapter_of(trainer)} == {"q_proj"}
+    @pytest.mark.parametrize(("targets", "layers"), [(["q_proj"], {"q_proj"}), ("all-linear", None)], ids=str)
+    def test_own_targets_stay(self, make_reward_trainer, targets, layers):
+        trainer = make_reward_trainer(peft_config=LoraConfig(r=3, target_modules=targets))
+        assert trainer.model.peft_config["default"].r == 3
+        adapted = {name.split(".")[-4] for name in weights_of(trainer)}
+        assert adapted == layers if layers else {"qkv", "q_proj"} < adapted  # with the vision tower's
 
     def test_a_layer_that_does_not_exist(self, make_reward_trainer, tiny_qwen, tmp_path):
         """PEFT would train `v_proj` alone. By name it is found before the weights are read: the folder has none."""
@@ -527,7 +477,7 @@ class TestAdapter:
         size, lora = dict(processor.image_processor.size), peft_config.to_dict()
         trainer = make_reward_trainer(peft_config=peft_config, processing_class=processor, max_pixels=56 * 56)
         assert trainer.model.peft_config["default"].r == 3
-        assert len(adapter_of(trainer)) == 28
+        assert len(weights_of(trainer)) == 28
         assert peft_config.to_dict() == lora and peft_config.target_modules is None
         assert trainer.processing_class.image_processor.size["longest_edge"] == 56 * 56 < size["longest_edge"]
         assert dict(processor.image_processor.size) == size
@@ -537,13 +487,13 @@ class TestAdapter:
     def test_an_adapter_is_trained_on(self, make_reward_trainer, continued, adapter, reference, tmp_path):
         model = continued()
         trainer = make_reward_trainer(model, per_device_train_batch_size=11)
-        before = adapter_of(trainer)
+        before = weights_of(trainer)
         saved = load_file(adapter / "adapter_model.safetensors")
         assert all(torch.equal(saved[name.replace(".default", "")], value) for name, value in before.items())
         trainer.train()
         assert trainer.model is model
         assert logs_with(trainer, "loss")[0] == pytest.approx(closed_form(reference, 0.3, "paper").item(), abs=2e-5)
-        after = adapter_of(trainer)
+        after = weights_of(trainer)
         assert len(after) == 28
         assert all(not torch.equal(value, before[name]) for name, value in after.items())
         trainer.save_model(tmp_path / "saved")
@@ -620,19 +570,19 @@ class TestTower:
             tower, reached = watch_tower(trainer)
             if not is_cut:
                 del tower.forward
-            before = adapter_of(trainer)
+            before = weights_of(trainer)
             trainer.train()
             assert (len(reached) == 0) == is_cut
-            adapters.append(adapter_of(trainer))
+            adapters.append(weights_of(trainer))
             assert all(not torch.equal(value, before[key]) for key, value in adapters[-1].items() if "_B" in key)
         assert all(torch.equal(value, adapters[1][key]) for key, value in adapters[0].items())
 
     def test_is_differentiated_when_something_in_it_trains(self, make_reward_trainer):
         trainer = make_reward_trainer(peft_config=LoraConfig(r=4, target_modules=["q_proj", "qkv"]))
         tower, reached = watch_tower(trainer)
-        before = {key: value for key, value in adapter_of(trainer).items() if ".visual." in key and "_B" in key}
+        before = {key: value for key, value in weights_of(trainer).items() if ".visual." in key and "_B" in key}
         trainer.train()
-        after = adapter_of(trainer)
+        after = weights_of(trainer)
         assert len(before) == 2 and all(not torch.equal(value, after[key]) for key, value in before.items())
         assert set(reached) == set(tower.blocks)
         # Later too: what is frozen or trained is looked up in each step
@@ -686,8 +636,8 @@ class TestGroupByLength:
         seen_again = Seen(resumed).rows
         resumed.train(resume_from_checkpoint=Path(trainer.args.output_dir) / "checkpoint-4")
         assert seen_again == seen[4:]
-        expected = adapter_of(trainer)
-        assert all(torch.equal(value, expected[key]) for key, value in adapter_of(resumed).items())
+        expected = weights_of(trainer)
+        assert all(torch.equal(value, expected[key]) for key, value in weights_of(resumed).items())
 
     def test_with_given_lengths(self, make_reward_trainer):
         lengths = [5, 900, 900, 5, 5, 900, 900, 5, 5, 900, 5]
@@ -717,7 +667,7 @@ class TestWorkers:
         for workers in (0, 2):
             trainer = make_reward_trainer(eval_dataset=mixed(seed=1), dataloader_num_workers=workers)
             trainer.train()
-            adapters.append(adapter_of(trainer))
+            adapters.append(weights_of(trainer))
             metrics.append(trainer.evaluations["eval"])
         assert all(torch.equal(value, adapters[1][key]) for key, value in adapters[0].items())
         assert metrics[0] == metrics[1]
@@ -839,19 +789,10 @@ class TestMetrics:
     def test_the_best_model_is_loaded(self, make_reward_trainer):
         """It is chosen by AUROC: evaluated in the reverse, the judge gets worse with every step."""
         trainer = make_reward_trainer(
-            train_dataset=colours(128, seed=0),
-            eval_dataset=colours(12, seed=1, reverse=True),
-            first_token_weight=1.0,
-            learning_rate=5e-3,
-            per_device_train_batch_size=16,
-            max_steps=18,
-            eval_strategy="steps",
-            eval_steps=6,
-            save_strategy="steps",
-            save_steps=6,
-            load_best_model_at_end=True,
-            metric_for_best_model="eval_auroc",
-        )
+            train_dataset=colours(128, seed=0), eval_dataset=colours(12, seed=1, reverse=True), first_token_weight=1.0,
+            learning_rate=5e-3, per_device_train_batch_size=16, max_steps=18, eval_strategy="steps", eval_steps=6,
+            save_strategy="steps", save_steps=6, load_best_model_at_end=True, metric_for_best_model="eval_auroc",
+        )  # fmt: skip
         trainer.train()
         aurocs = logs_with(trainer, "eval_auroc")
         assert aurocs[0] > aurocs[2] + 0.1
@@ -863,7 +804,7 @@ class TestMetrics:
         assert aurocs[3] == pytest.approx(aurocs[best], abs=1e-6)
         assert trainer.evaluations["eval"]["auroc"] == pytest.approx(aurocs[best], abs=1e-6)
         saved = load_file(Path(trainer.state.best_model_checkpoint) / "adapter_model.safetensors")
-        for name, value in adapter_of(trainer).items():
+        for name, value in weights_of(trainer).items():
             assert torch.equal(saved[name.replace(".default", "")], value)
 
     def test_auroc_of_one_class_is_left_out(self, make_reward_trainer, caplog):
@@ -913,11 +854,11 @@ class TestOtherFamilies:
         trainer = make_reward_trainer(
             other_judge(name), dataset, eval_dataset=mixed(), first_token_weight=1, max_steps=8, learning_rate=5e-3
         )
-        before = adapter_of(trainer)
+        before = weights_of(trainer)
         assert before and all(".language_model." in key for key in before)
         first = trainer.evaluate(dataset, metric_key_prefix="first")["first_loss"]
         trainer.train()
-        assert all(not torch.equal(value, before[key]) for key, value in adapter_of(trainer).items() if "_B" in key)
+        assert all(not torch.equal(value, before[key]) for key, value in weights_of(trainer).items() if "_B" in key)
         assert trainer.evaluate(dataset, metric_key_prefix="last")["last_loss"] < first - 0.02
 
         seen = spy_on_decisions(trainer)
@@ -1031,60 +972,26 @@ class TestPictures:
 
     @pytest.mark.parametrize("count", [1, 12])
     def test_the_worst_pairs_come_first(self, tiny_qwen, texts, count):
-        palette = [(20 * index, 255 - 20 * index, (90 * index) % 256) for index in range(12)]
-        rows = [
-            make_pair(*(PILImage.new("RGB", (56, 56), colour) for colour in (palette[index], palette[-1 - index])),
-                      f"Question {index}?", index % 2 == 0)
-            for index in range(12)
-        ]  # fmt: skip
+        image = PILImage.new("RGB", (56, 56))
+        rows = pair_dataset([make_pair(image, image, f"Question {index}?", index % 2 == 0) for index in range(12)])
         errors = np.random.default_rng(0).permutation(12)[:count] / 12 + 0.03
         numbers = np.random.default_rng(1).permutation(12)[:count]  # of the rows that were evaluated
         is_yes = (numbers % 2 == 0).astype(float)
-        sheet = plot_wrong_pairs(
-            numbers,
-            np.abs(is_yes - errors),
-            is_yes,
-            PairRows(pair_dataset(rows)),
-            processor_of(tiny_qwen),
-            "eval, step 3",
-        )
+        p_yes = np.abs(is_yes - errors)
+        plot_wrong_pairs(numbers, p_yes, is_yes, PairRows(rows), processor_of(tiny_qwen), "eval")
         order = [int(numbers[index]) for index in sorted(range(count), key=lambda index: -errors[index])][:8]
         assert [text for text in texts if text.startswith("Question")] == [f"Question {number}?" for number in order]
         assert [int(text.split(":")[0].removeprefix("row ")) for text in texts if text.startswith("row")] == order
-        wrong = int((errors > 0.5).sum())
-        title = f"eval, step 3: pairs with the largest errors; {wrong} of {count} are decided wrongly"
-        assert title in texts
-        # Two pairs beside one another, each line about 376 pixels high
-        assert sheet.mode == "RGB" and sheet.width == 992
-        assert sheet.height == pytest.approx(64 + 376 * -(-len(order) // 2), abs=2)
-        for place, number in enumerate(order):
-            for side, colour in enumerate((palette[number], palette[-1 - number])):
-                x = (0.127, 0.368, 0.631, 0.872)[2 * (place % 2) + side] * sheet.width
-                y = 195 + 374 * (place // 2)
-                assert sheet.getpixel((int(x), int(y))) == colour, (place, side)
+        assert any(f"{(errors > 0.5).sum()} of {count}" in text for text in texts)
 
-    def test_calibration(self, texts, monkeypatch):
-        lines, bars = [], []
-        plot, hist = Axes.plot, Axes.hist
-        monkeypatch.setattr(
-            Axes, "plot", lambda axes, *args, **kw: (lines.append((args, kw)), plot(axes, *args, **kw))[1]
-        )
-        monkeypatch.setattr(
-            Axes, "hist", lambda axes, *args, **kw: (bars.append((args, kw)), hist(axes, *args, **kw))[1]
-        )
+    def test_calibration(self, monkeypatch):
+        lines, plot = [], Axes.plot
+        monkeypatch.setattr(Axes, "plot", lambda axes, *args, **kw: (lines.append(args), plot(axes, *args, **kw))[1])
         p_yes = np.array([0.03, 0.07, 0.31, 0.35, 0.95, 0.97, 0.99, 0.92])
-        is_yes = np.array([0, 0, 1, 0, 1, 1, 1, 0])
-        picture = plot_calibration(p_yes, is_yes, "eval, step 3, 8 pairs", 0.1234)
-        (diagonal, _), ((x, y, _), options) = lines
-        assert diagonal == ([0, 1], [0, 1])
-        assert x == pytest.approx([0.05, 0.33, 0.9575])
-        assert y == pytest.approx([0, 0.5, 0.75])
-        assert options["label"] == "judge, ECE 0.123"
-        assert [(bar[0][0].tolist(), bar[1]["label"]) for bar in bars] == [
-            ([0.31, 0.95, 0.97, 0.99], "consistent"),
-            ([0.03, 0.07, 0.35, 0.92], "inconsistent"),
-        ]
-        assert picture.mode == "RGB" and picture.size == pytest.approx((506, 594), abs=1)  # by matplotlib's version
+        picture = plot_calibration(p_yes, np.array([0, 0, 1, 0, 1, 1, 1, 0]), "eval", 0.1234)
+        diagonal, (x, y, _) = lines
+        assert diagonal[:2] == ([0, 1], [0, 1])
+        assert x == pytest.approx([0.05, 0.33, 0.9575]) and y == pytest.approx([0, 0.5, 0.75])
         assert len(picture.getcolors(10**6)) > 20
 
 
@@ -1110,7 +1017,7 @@ class TestCheckpoints:
         assert torch.load(folder / "checkpoint-32" / "optimizer.pt", weights_only=True)["state"]
         first, last = (load_file(folder / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (16, 32))
         assert any(not torch.equal(value, first[name]) for name, value in last.items())
-        for name, value in adapter_of(trained).items():
+        for name, value in weights_of(trained).items():
             assert torch.equal(last[name.replace(".default", "")], value)
 
     # In a micro-step and in the evaluation after it; at a signal nothing is evaluated, and nothing else makes a checkpoint
@@ -1153,8 +1060,8 @@ class TestCheckpoints:
         assert not any("eval_loss" in entry for entry in state["log_history"])
         resumed = make_reward_trainer(output_dir=str(tmp_path / "b"), **settings, **adapter)
         resumed.train(resume_from_checkpoint="auto")
-        final = adapter_of(uninterrupted)
-        assert all(torch.equal(value, final[name]) for name, value in adapter_of(resumed).items())
+        final = weights_of(uninterrupted)
+        assert all(torch.equal(value, final[name]) for name, value in weights_of(resumed).items())
         for key in ("loss", "decision_loss", "eval_loss"):
             assert logs_with(resumed, key) == logs_with(uninterrupted, key)
         assert len(logs_with(resumed, "eval_loss")) == 2
@@ -1193,20 +1100,13 @@ class TestCard:
         assert str(tiny_qwen.parent) not in text
         assert str(folder.parent) not in text
         assert "None" not in text
-        assert f"# {folder.name}\n\nA LoRA adapter for {tiny_qwen.name} that judges" in text
         for line in (
             "| after optimizer step | 32 |",
             f"| AUROC | {trained.evaluations['eval']['auroc']:.4f} |",
-            "| optimizer steps | 32 |",
             "| pairs | 128 |",
-            "| effective batch | 8 pairs |",
-            "| loss | paper, weight of the decision 1.0 |",
             "| LoRA | rank 32, alpha 64 |",
-            "| learning rate | 0.01, cosine, warm-up 0.1 |",
-            "| epochs | 2 |",
-            "| largest image | 12544 pixels |",
         ):
-            assert line in text.splitlines() or f"{line}\n" in f"{text}\n", line
+            assert line in text.splitlines(), line
         for picture in re.findall(r"!\[.*\]\((.*)\)", text):
             assert (folder / "saved" / picture).exists()
         assert text.count("![") == 2
@@ -1220,13 +1120,26 @@ class TestBadInput:
     """Errors come before the model is loaded where that is possible: the model named here does not exist."""
 
     @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
-    def test_rows(self, make_reward_trainer, name):
-        rows = list(mixed(4))
-        first = rows[2]["images"][0]
-        for change in ({"completion": [{"role": "assistant", "content": " Yes"}]}, {"images": [first]}):
-            dataset = pair_dataset([*rows[:2], rows[2] | change, rows[3]])
-            with pytest.raises(ValueError, match=f"Row 2 of `{name}`"):
-                make_reward_trainer(NOWHERE, **{name: dataset})
+    @pytest.mark.parametrize(
+        ("question", "answer"),
+        [
+            ("Alike?", " Yes"),
+            ("Alike?", "Yes\u0301."),  # a combining accent is part of the word for the tokenizer
+            ("Alike?<|image_pad|>", "Yes."),
+            ("Alike?", "Yes. They are.<|im_end|>"),
+            ("Alike?", None),
+        ],
+    )
+    def test_rows(self, make_reward_trainer, tiny_qwen, name, question, answer):
+        images = [PILImage.new("RGB", (56, 56))] * (1 if answer is None else 2)
+        row = {"images": images, "prompt": [{"role": "user", "content": question}]}
+        row["completion"] = [{"role": "assistant", "content": answer or "Yes"}]
+        dataset = pair_dataset([*mixed(2), row, *mixed(1)])
+        with pytest.raises(ValueError, match=f"ow 2 of `{name}`"):
+            make_reward_trainer(NOWHERE, processing_class=processor_of(tiny_qwen), **{name: dataset})
+
+    @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+    def test_a_stream(self, make_reward_trainer, name):
         with pytest.raises(TypeError, match=f"`{name}`"):
             make_reward_trainer(NOWHERE, **{name: mixed(2).to_iterable_dataset()})
 
@@ -1256,12 +1169,6 @@ class TestBadInput:
         processor.tokenizer.add_tokens(["Yes. Both"])
         with pytest.raises(ValueError, match="row 2 of `eval_dataset` begins with the token 'Yes. Both'"):
             make_reward_trainer(NOWHERE, processing_class=processor, **{name: dataset})
-        # A combining accent is part of the word for the tokenizer
-        dataset = pair_dataset(
-            [*mixed(2), {**dataset[2], "completion": [{"role": "assistant", "content": "Yes\u0301."}]}]
-        )
-        with pytest.raises(ValueError, match="row 2"):
-            make_reward_trainer(NOWHERE, processing_class=processor_of(tiny_qwen), **{name: dataset})
 
     def test_a_chat_template_that_writes_in_front_of_the_decision(self, make_reward_trainer, tiny_qwen):
         processor = AutoProcessor.from_pretrained(tiny_qwen)
@@ -1372,16 +1279,6 @@ def test_pairs_with_one_label(make_reward_trainer, tiny_qwen, caplog):
         with pytest.raises(OSError):
             make_reward_trainer(NOWHERE, colours(4, 0).select(rows), processing_class=processor_of(tiny_qwen))
         assert ("are labeled No" in caplog.text) is is_logged
-
-
-@pytest.mark.parametrize(
-    "texts", [("Alike?<|image_pad|>", "They are."), ("Alike?", "They are.<|im_end|>")], ids=["question", "reasons"]
-)
-def test_control_tokens_in_the_texts_of_pairs(make_reward_trainer, tiny_qwen, texts):
-    image = PILImage.new("RGB", (56, 56))
-    dataset = pair_dataset([*mixed(3), make_pair(image, image, texts[0], True, texts[1])])
-    with pytest.raises(ValueError, match="Row 3 of `train_dataset`"):
-        make_reward_trainer(NOWHERE, dataset, processing_class=processor_of(tiny_qwen))
 
 
 def test_the_collator_computes_the_positions_of_tokens(make_reward_trainer):

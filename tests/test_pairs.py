@@ -18,15 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import (
-    Dataset,
-    DatasetDict,
-    Features,
-    LargeList,
-    List,
-    Value,
-    load_from_disk,
-)
+from datasets import Dataset, DatasetDict, Features, LargeList, List, Value, load_from_disk
 from datasets import Image as ImageFeature
 from PIL import Image
 
@@ -51,13 +43,9 @@ from paco_trl.data import (
 
 QUESTION = "Are both foxes red?"
 QUESTIONS_WITH_A_TEXT = [
-    theme_question,
-    criterion_question,
-    edit_consistency_question,
-    edit_following_question,
-    t2is_bench_question,
+    theme_question, criterion_question, edit_consistency_question, edit_following_question, t2is_bench_question,
     shows_question,
-]
+]  # fmt: skip
 IMAGES = List(ImageFeature())
 
 
@@ -257,44 +245,34 @@ class TestCheckPairColumns:
         dataset = pairs_of(rows)
         with pytest.raises(ValueError, match=f"Row 2 of `eval_dataset`: .*{message}"):
             check_pair_columns(dataset, "eval_dataset")
-        # Of the rows that are there, whatever is in the table below
-        for selected, row in ((dataset.select([3, 2, 0]), 1), (dataset.select(range(2, 4)), 0)):
-            with pytest.raises(ValueError, match=f"Row {row} of `train_dataset`: .*{message}"):
-                check_pair_columns(selected)
-        check_pair_columns(dataset.select([3, 1, 0]).shuffle(seed=0).select(range(1, 3)))
+        with pytest.raises(ValueError, match=f"Row 1 of `train_dataset`: .*{message}"):
+            check_pair_columns(dataset.select([3, 2, 0]))  # of the rows that are there
+        check_pair_columns(dataset.select([3, 1, 0]))
 
     def test_images_are_not_read(self, tmp_path):
         size = 2**19
         row = make_pair({"bytes": b"x" * size, "path": None}, {"bytes": b"y" * size, "path": None}, QUESTION, "Yes")
         pairs_of([row] * 20).save_to_disk(tmp_path / "saved")
         dataset = load_from_disk(tmp_path / "saved").shuffle(seed=0)
-        # Not images at all: decoding them raises
         with pytest.raises(Exception, match="cannot identify image"):
             dataset[0]
         tracemalloc.start()
         try:
             check_pair_columns(dataset)
             assert tracemalloc.get_traced_memory()[1] < size
-            assert len(dataset.with_format("arrow")[:]["images"].to_pylist()) == 20  # not decoded but read
-            assert tracemalloc.get_traced_memory()[1] > 20 * size
         finally:
             tracemalloc.stop()
 
 
 class TestValidatePairs:
-    def test_no_row_is_broken(self, tmp_path, caplog):
-        dataset = pairs_of(pair_rows(tmp_path, 3))
-        for skip_broken in (False, True):
-            assert validate_pairs(dataset, num_proc=2, skip_broken=skip_broken) is dataset
-        assert not caplog.records
-
     @pytest.mark.parametrize(("kind", "place"), [("png", 0), ("jpg", 1)])
     def test_truncated_file(self, tmp_path, kind, place):
         rows = pair_rows(tmp_path, 3)
         path = write_image(tmp_path / f"cut.{kind}")
         rows[1]["images"][place] = path
         dataset = pairs_of(rows)
-        assert validate_pairs(dataset) is dataset
+        for skip_broken in (False, True):
+            assert validate_pairs(dataset, num_proc=2, skip_broken=skip_broken) is dataset
         cut_in_half(path)
         check_pair_columns(dataset)  # the cheap check does not see it
         with pytest.raises(ValueError, match=rf"Row 1: The {['first', 'second'][place]} image \({path}\)"):
@@ -432,43 +410,36 @@ class TestSwapPairs:
             assert pixels[2:] == [pair[::-1] for pair in pixels[:2]]
 
     @pytest.mark.parametrize(
-        "question, answer",
+        ("question", "answer", "depends"),
         [
-            (edit_consistency_question("Add a hat."), "Yes"),
-            ("Is the fox on the left red?", "Yes"),
-            ("Does Image A resemble Image B?", "Yes"),
-            (plain_question(), "No. The RIGHT fox is blue."),
-            (plain_question(), "Yes. Subfigure 2 goes on with the story."),
-            (plain_question(), "No. Image (1) is in ink."),
-            (plain_question(), "No. The latter is in ink."),
-            (plain_question(), "No. The original image has no hat."),
-            (plain_question(), "No. First, the style differs."),
+            (edit_consistency_question("Add a hat."), "Yes", True),
+            ("Is the fox on the left red?", "Yes", True),
+            ("Does Image A resemble Image B?", "Yes", True),
+            (plain_question(), "No. The RIGHT fox is blue.", True),
+            (plain_question(), "Yes. Subfigure 2 goes on with the story.", True),
+            (plain_question(), "No. Image (1) is in ink.", True),
+            (plain_question(), "No. The latter is in ink.", True),
+            (plain_question(), "No. The original image has no hat.", True),
+            (plain_question(), "No. First, the style differs.", True),
+            (plain_question(), "Yes", False),
+            (theme_question("Two images of a fox."), "No", False),
+            (
+                criterion_question("The foxes are red."),
+                "Yes. In each image a fox runs. Both images are in ink.",
+                False,
+            ),
+            (plain_question(), "No. One image is bright and the other dark; in each image 12 leaves fall.", False),
         ],
     )
-    def test_texts_that_depend_on_the_order(self, tmp_path, caplog, question, answer):
+    def test_texts_that_depend_on_the_order(self, tmp_path, caplog, question, answer, depends):
         caplog.set_level(logging.INFO)
         rows = pair_rows(tmp_path, 2)
         rows[0].update(prompt=[user(question)], completion=[assistant(answer)])
         dataset = pairs_of(rows)
         swapped = swap_pairs(dataset)
-        assert len(swapped) == 3
-        assert [prompt[0]["content"] for prompt in swapped["prompt"]][2] == "Is this pair 1?"
-        assert "1 of 2" in caplog.text
-        assert swap_pairs(dataset.select([0])).to_list() == dataset.select([0]).to_list()
-
-    @pytest.mark.parametrize(
-        "question, answer",
-        [
-            (plain_question(), "Yes"),
-            (theme_question("Two images of a fox."), "No"),
-            (criterion_question("The foxes are red."), "Yes. In each image a fox runs. Both images are in ink."),
-            (plain_question(), "No. One image is bright and the other dark; in each image 12 leaves fall."),
-        ],
-    )
-    def test_texts_that_do_not(self, tmp_path, question, answer):
-        rows = pair_rows(tmp_path, 1)
-        rows[0].update(prompt=[user(question)], completion=[assistant(answer)])
-        assert len(swap_pairs(pairs_of(rows))) == 2
+        assert swapped["prompt"][:] == dataset["prompt"][:] + dataset["prompt"][depends:]
+        assert ("1 of 2" in caplog.text) == depends
+        assert len(swap_pairs(dataset.select([0]))) == (1 if depends else 2)
 
     def test_content_in_parts_and_system_turn(self):
         image = {"type": "image", "text": None}
@@ -661,7 +632,6 @@ class TestZipFiles:
         assert seeds_of(self.load(tmp_path / "data", "a.png", "a.png")) == [[5, 5]]
         assert not own_cache.exists()  # not extracted, as nothing in it was needed
         assert seeds_of(self.load(tmp_path / "data", "a.png", "b.png")) == [[5, 4]]
-        assert own_cache.exists()
 
     def test_extracted_once_for_each_archive(self, tmp_path):
         folder = tmp_path / "data"
