@@ -3,29 +3,74 @@
 # dependencies = ["paco_trl[deepspeed,tensorboard]"]
 # ///
 """
-Trains a LoRA on a FLUX pipeline with PaCo-GRPO, to generate sets of images that belong together.
+Trains a LoRA on FLUX.1-dev with PaCo-GRPO, to generate sets of images that belong together.
 
-The code is in `paco_trl/commands/grpo.py`: `paco-trl grpo` takes the same options without a checkout. All of
-`PaCoGRPOConfig` and of `ScriptArguments` (`paco_trl/commands/script_arguments.py`) can be given on the command line or in
-a YAML file (`--config file.yaml`); the paper's settings are the defaults. `paco-trl doctor` checks them without training.
+The defaults of `PaCoGRPOConfig` are the paper's settings for this model. One GPU:
 
-One GPU, or the CPU:
-
-    python examples/train_flux.py --model_name_or_path black-forest-labs/FLUX.1-dev --dataset_name user/t2is-prompts \
-        --output_dir paco-flux
+    python examples/train_flux.py --dataset_name user/t2is-prompts --max_steps 200 --output_dir paco-flux
 
 Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's weights):
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux.py ...
 
-The judge on a GPU of its own, as in the paper (`paco-trl serve --help`):
-
-    CUDA_VISIBLE_DEVICES=7 paco-trl serve --vllm ~/vllm/bin/vllm
-    accelerate launch ... examples/train_flux.py --judge_url http://127.0.0.1:8000/v1 --judge_model paco-reward ...
+`paco-trl grpo` trains the same without a clone, with rewards by name, a served judge, quantized weights and recipes.
 """
 
-from paco_trl.commands.main import run_script
+from dataclasses import dataclass, field
+
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import ScriptArguments, TrlParser
+
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.rewards import ClipTReward, ConsistencyReward
+
+
+@dataclass
+class FluxScriptArguments(ScriptArguments):
+    model_name_or_path: str = field(
+        default="black-forest-labs/FLUX.1-dev", metadata={"help": "Hub id or directory of the pipeline."}
+    )
+    judge_model: str = field(
+        default="X-GenGroup/PaCo-Reward-7B", metadata={"help": "Hub id or directory of the judge."}
+    )
+    clip_model: str = field(
+        default="laion/CLIP-ViT-H-14-laion2B-s32B-b79K", metadata={"help": "Hub id or directory of CLIP."}
+    )
+    lora_r: int = field(default=64, metadata={"help": "Rank of the adapter."})
+    lora_alpha: int = field(default=128, metadata={"help": "Scale of the adapter."})
 
 
 if __name__ == "__main__":
-    run_script("grpo")
+    parser = TrlParser((FluxScriptArguments, PaCoGRPOConfig))
+    script_args, training_args = parser.parse_args_and_config()
+
+    ################
+    # Dataset
+    ################
+    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+
+    ################
+    # Rewards
+    ################
+    reward_funcs = [ConsistencyReward(script_args.judge_model), ClipTReward(script_args.clip_model)]
+
+    ################
+    # Training
+    ################
+    trainer = PaCoGRPOTrainer(
+        model=script_args.model_name_or_path,
+        reward_funcs=reward_funcs,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        peft_config=LoraConfig(r=script_args.lora_r, lora_alpha=script_args.lora_alpha, init_lora_weights="gaussian"),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    # Save and push to the Hub
+    trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+    trainer.end()

@@ -5,52 +5,75 @@
 """
 Trains a LoRA on FLUX.1-Kontext with PaCo-GRPO, to change in an image what an instruction names and nothing else.
 
-The paper's settings for this model are the defaults: 8 steps, noise 0.9, guidance 2.5, trained at 384 pixels for
-images of 1024, rewarded by the judge's edit score. The other options are
-those of `train_flux.py`.
+The dataset has instructions in `prompt` and source images in `image`. One GPU:
 
     python examples/train_flux_kontext.py --dataset_name user/edit-prompts --max_steps 200 --output_dir paco-kontext
-
-ShareGPT-4o-Image, without the images of GEdit-Bench:
-
-    python examples/train_flux_kontext.py --dataset_name ShareGPT-4o-Image/text_and_image_to_image.json \
-        --image_folder ShareGPT-4o-Image --exclude_dataset_name stepfun-ai/GEdit-Bench --max_steps 200 \
-        --output_dir paco-kontext
 
 Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's weights):
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux_kontext.py ...
 """
 
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from paco_trl import PaCoGRPOConfig
-from paco_trl.commands.grpo import main
-from paco_trl.commands.main import answer
-from paco_trl.commands.options import option
-from paco_trl.commands.script_arguments import ScriptArguments
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import ScriptArguments, TrlParser
 
-
-@dataclass
-class KontextArguments(ScriptArguments):
-    model_name_or_path: str = option("black-forest-labs/FLUX.1-Kontext-dev", "Hub id or directory of the pipeline.")
-    edits: bool = option(True, "Whether the prompts are instructions with source images.")
-    max_source_images: int | None = option(1, "Maximum number of source images per row; the pipeline takes one.")
-    rewards: list[str] = option(["edit"], "Rewards, as in `train_flux.py` (paper: edit).")
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.rewards import EditReward
 
 
 @dataclass
-class KontextConfig(PaCoGRPOConfig):
-    num_inference_steps: int = option(8, "Denoising steps of a rollout (paper).")
-    noise_level: float = option(0.9, "Noise level `a` of the stochastic steps (paper).")
-    guidance_scale: float = option(2.5, "Guidance scale (paper).")
-    resolution_scale: float = option(0.375, "Factor per side from inference to training: 384 for 1024 (paper).")
-    multi_objective_aggregation: str = option(
-        "sum_then_normalize", "How several rewards become one. The paper has one here, and tames none."
+class KontextScriptArguments(ScriptArguments):
+    model_name_or_path: str = field(
+        default="black-forest-labs/FLUX.1-Kontext-dev", metadata={"help": "Hub id or directory of the pipeline."}
     )
+    judge_model: str = field(
+        default="X-GenGroup/PaCo-Reward-7B", metadata={"help": "Hub id or directory of the judge."}
+    )
+    lora_r: int = field(default=64, metadata={"help": "Rank of the adapter."})
+    lora_alpha: int = field(default=128, metadata={"help": "Scale of the adapter."})
 
 
 if __name__ == "__main__":
-    if code := answer("grpo", lambda: main(sys.argv[1:], KontextArguments, KontextConfig, "train_flux_kontext.py")):
-        sys.exit(code)
+    parser = TrlParser((KontextScriptArguments, PaCoGRPOConfig))
+    # The paper's settings for this model, where they differ from the defaults
+    parser.set_defaults(
+        num_inference_steps=8,
+        noise_level=0.9,
+        guidance_scale=2.5,
+        resolution_scale=0.375,  # train at 384 for images of 1024
+        multi_objective_aggregation="sum_then_normalize",  # one reward, not tamed
+    )
+    script_args, training_args = parser.parse_args_and_config()
+
+    ################
+    # Dataset
+    ################
+    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+
+    ################
+    # Rewards
+    ################
+    reward_funcs = [EditReward(script_args.judge_model)]
+
+    ################
+    # Training
+    ################
+    trainer = PaCoGRPOTrainer(
+        model=script_args.model_name_or_path,
+        reward_funcs=reward_funcs,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        peft_config=LoraConfig(r=script_args.lora_r, lora_alpha=script_args.lora_alpha, init_lora_weights="gaussian"),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    # Save and push to the Hub
+    trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+    trainer.end()

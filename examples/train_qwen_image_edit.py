@@ -5,54 +5,78 @@
 """
 Trains a LoRA on Qwen-Image-Edit with PaCo-GRPO, to change in an image what an instruction names and nothing else.
 
-The paper's settings for this model are the defaults: 10 steps of which steps 1 to 4 are stochastic, noise 1.0, true
-guidance 4.0, trained at 384 pixels for images of 1024, rewarded by the judge's edit score. The other
-options are those of `train_flux.py`.
+The dataset has instructions in `prompt` and source images in `image`, or for `Qwen/Qwen-Image-Edit-2509` and later up to three
+in `images`. One GPU:
 
-    python examples/train_qwen_image_edit.py --dataset_name user/edit-prompts --max_steps 200 \
-        --output_dir paco-qwen-image-edit
-
-`Qwen/Qwen-Image-Edit-2509` and its successors take up to three source images a prompt, in a column `images`.
+    python examples/train_qwen_image_edit.py --dataset_name user/edit-prompts --max_steps 200 --output_dir paco-qwen-edit
 
 Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's weights):
 
     accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_qwen_image_edit.py ...
 """
 
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from paco_trl import PaCoGRPOConfig
-from paco_trl.commands.grpo import main
-from paco_trl.commands.main import answer
-from paco_trl.commands.options import option
-from paco_trl.commands.script_arguments import ScriptArguments
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import ScriptArguments, TrlParser
 
-
-@dataclass
-class QwenImageEditArguments(ScriptArguments):
-    model_name_or_path: str = option("Qwen/Qwen-Image-Edit", "Hub id or directory of the pipeline.")
-    edits: bool = option(True, "Whether the prompts are instructions with source images.")
-    rewards: list[str] = option(["edit"], "Rewards, as in `train_flux.py` (paper: edit).")
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.rewards import EditReward
 
 
 @dataclass
-class QwenImageEditConfig(PaCoGRPOConfig):
-    num_inference_steps: int = option(10, "Denoising steps of a rollout (paper).")
-    sde_steps: list[int] = option(
-        [1, 2, 3, 4], "Indices of the denoising steps that are stochastic, and are trained (paper)."
+class QwenImageEditScriptArguments(ScriptArguments):
+    model_name_or_path: str = field(
+        default="Qwen/Qwen-Image-Edit", metadata={"help": "Hub id or directory of the pipeline."}
     )
-    noise_level: float = option(1.0, "Noise level `a` of the stochastic steps (paper).")
-    guidance_scale: float = option(4.0, "Scale of true guidance (paper).")
-    negative_prompt: str | None = option(" ", "Negative prompt of true guidance: that of the model's own examples.")
-    resolution_scale: float = option(0.375, "Factor per side from inference to training: 384 for 1024 (paper).")
-    multi_objective_aggregation: str = option(
-        "sum_then_normalize", "How several rewards become one. The paper has one here, and tames none."
+    judge_model: str = field(
+        default="X-GenGroup/PaCo-Reward-7B", metadata={"help": "Hub id or directory of the judge."}
     )
+    lora_r: int = field(default=64, metadata={"help": "Rank of the adapter."})
+    lora_alpha: int = field(default=128, metadata={"help": "Scale of the adapter."})
 
 
 if __name__ == "__main__":
-    if code := answer(
-        "grpo", lambda: main(sys.argv[1:], QwenImageEditArguments, QwenImageEditConfig, "train_qwen_image_edit.py")
-    ):
-        sys.exit(code)
+    parser = TrlParser((QwenImageEditScriptArguments, PaCoGRPOConfig))
+    # The paper's settings for this model, where they differ from the defaults
+    parser.set_defaults(
+        num_inference_steps=10,
+        sde_steps=[1, 2, 3, 4],
+        noise_level=1.0,
+        guidance_scale=4.0,
+        negative_prompt=" ",  # as in the examples of the model itself
+        resolution_scale=0.375,  # train at 384 for images of 1024
+        multi_objective_aggregation="sum_then_normalize",  # one reward, not tamed
+    )
+    script_args, training_args = parser.parse_args_and_config()
+
+    ################
+    # Dataset
+    ################
+    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+
+    ################
+    # Rewards
+    ################
+    reward_funcs = [EditReward(script_args.judge_model)]
+
+    ################
+    # Training
+    ################
+    trainer = PaCoGRPOTrainer(
+        model=script_args.model_name_or_path,
+        reward_funcs=reward_funcs,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        peft_config=LoraConfig(r=script_args.lora_r, lora_alpha=script_args.lora_alpha, init_lora_weights="gaussian"),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    # Save and push to the Hub
+    trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+    trainer.end()

@@ -5,26 +5,71 @@
 """
 Trains PaCo-Reward, a judge that says whether two images are consistent, as a LoRA on a vision-language model.
 
-The code and its own options are in `paco_trl/commands/reward.py`: `paco-trl reward` takes the same options without a
-checkout. Those of `PaCoRewardConfig` can be given as well; the paper's settings, model and data are the defaults.
-
-One GPU, or the CPU:
+The paper's model, data and settings are the defaults. One GPU:
 
     python examples/train_reward.py --output_dir paco-reward
 
-Several GPUs, DDP (ZeRO-3, `zero3.yaml`, only where a GPU cannot hold the model):
+Several GPUs, DDP (`zero3.yaml` only where a GPU cannot hold the model):
 
-    accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_reward.py \
-        --output_dir paco-reward --gradient_accumulation_steps 4
-
-Own pairs or rankings, from the Hub or a directory:
-
-    python examples/train_reward.py --dataset_name user/pairs --dataset_split train --eval_split test \
-        --first_token_weight 1 --output_dir my-judge
+    accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_reward.py ...
 """
 
-from paco_trl.commands.main import run_script
+from dataclasses import dataclass, field
+
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.data import load_paco_dataset
+
+
+@dataclass
+class RewardScriptArguments:
+    dataset_name: str = field(
+        default="X-GenGroup/PaCo-Dataset", metadata={"help": "Hub id or directory of PaCo-Dataset."}
+    )
+    eval_file: str = field(
+        default="consistency_reward_cot_test", metadata={"help": "Its file to evaluate on, with `--eval_strategy`."}
+    )
 
 
 if __name__ == "__main__":
-    run_script("reward")
+    parser = TrlParser((RewardScriptArguments, PaCoRewardConfig, ModelConfig))
+    parser.set_defaults(  # the paper's
+        model_name_or_path="Qwen/Qwen2.5-VL-7B-Instruct", dtype="bfloat16",
+        use_peft=True, lora_r=32, lora_alpha=64, lora_dropout=0.0,
+    )  # fmt: skip
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    training_args.model_init_kwargs = dict(
+        revision=model_args.model_revision,
+        attn_implementation=model_args.attn_implementation,
+        dtype=model_args.dtype,
+    )
+
+    ################
+    # Dataset
+    ################
+    # For your own pairs, with the columns `images`, `prompt` and `completion`: load_dataset("user/pairs", split="train")
+    train_dataset = load_paco_dataset(script_args.dataset_name)
+    eval_dataset = None
+    if training_args.eval_strategy != "no":
+        eval_dataset = load_paco_dataset(script_args.dataset_name, [script_args.eval_file])
+
+    ################
+    # Training
+    ################
+    trainer = PaCoRewardTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    # Save and push to the Hub
+    trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+    trainer.end()

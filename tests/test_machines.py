@@ -24,8 +24,8 @@ from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, find_che
 from paco_trl.commands import reward
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.config_utils import check_arguments
-from test_train_reward import SETTINGS as JUDGE_SETTINGS
-from test_train_reward import pairs
+from test_reward_command import SETTINGS as JUDGE_SETTINGS
+from test_reward_command import pairs
 
 
 WITHOUT_EVALUATION = {"eval_strategy": "no"}

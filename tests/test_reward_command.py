@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/train_reward.py as users start it: alone, under `accelerate launch` with DDP, and with DeepSpeed ZeRO-3."""
+"""`paco-trl reward` alone, with DDP, and with DeepSpeed ZeRO-3."""
 
 import json
 import os
@@ -16,14 +16,12 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file
 
 import launching
-from launching import CPU_ZERO3, ROOT
+from launching import CPU_DDP, CPU_ZERO3
 from paco_trl import PaCoReward
-from paco_trl.commands import reward as script
+from paco_trl.commands import reward
 from paco_trl.data import make_pair, rankings_to_pairs
 from testing_utils import pair_dataset
 
-
-SCRIPT = ROOT / "examples" / "train_reward.py"
 
 REASONS = (
     "Alike.",
@@ -81,7 +79,7 @@ def workspace(tiny_qwen, tmp_path_factory):
 
 
 def run_here(workspace: Path, output: Path, *options: str) -> None:
-    script.main(["--config", str(workspace / "settings.yaml"), "--output_dir", str(output), *options])
+    reward.main(["--config", str(workspace / "settings.yaml"), "--output_dir", str(output), *options])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,15 @@ def alone(workspace) -> Path:
 
 def launch(workspace: Path, name: str, config: Path, *options: str) -> Path:
     output = workspace / name
-    command = [SCRIPT, "--config", workspace / "settings.yaml", "--output_dir", output]
+    command = [
+        "-m",
+        "paco_trl.commands.main",
+        "reward",
+        "--config",
+        workspace / "settings.yaml",
+        "--output_dir",
+        output,
+    ]
     command += ["--gradient_accumulation_steps", "3", "--ddp_backend", "gloo", *options]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     printed = launching.check_run(command, config=config, cwd=workspace, env=environment)
@@ -157,7 +163,7 @@ def test_alone(alone, workspace):
 
 
 class TestData:
-    """What of the data the script gives to the trainer; the card says how many pairs there were."""
+    """What of the data the command gives to the trainer; the card says how many pairs there were."""
 
     def train(self, workspace, folder: Path, *options: str) -> str:
         run_here(workspace, folder / "out", "--max_steps", "1", "--save_strategy", "no", *options)
@@ -230,36 +236,21 @@ class TestData:
     def test_own_pairs_without_a_split(self, workspace, tmp_path):
         words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", "--dataset_name"]
         with pytest.raises(FileNotFoundError, match="--dataset_split"):
-            script.main([*words, str(workspace / "data")])
+            reward.main([*words, str(workspace / "data")])
         pairs(2, seed=0).save_to_disk(tmp_path / "saved")
         with pytest.raises(ValueError, match="--dataset_split"):
-            script.main([*words, str(tmp_path / "saved")])
-
-
-@pytest.fixture(scope="module")
-def ddp_config(workspace) -> Path:
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU",  # accelerate's MULTI_CPU needs MPI
-        "use_cpu": True,
-        "num_processes": 2,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "mixed_precision": "no",
-    }
-    (workspace / "ddp.yaml").write_text(yaml.safe_dump(config))
-    return workspace / "ddp.yaml"
+            reward.main([*words, str(tmp_path / "saved")])
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(workspace, ddp_config, alone):
-    output = launch(workspace, "ddp", ddp_config)
+def test_two_processes_equal_one(workspace, alone):
+    output = launch(workspace, "ddp", CPU_DDP)
     assert_same_training(output, alone)
     assert files_of(output) == files_of(alone)
 
 
 @pytest.mark.slow
-def test_two_processes_resume_what_one_began_grouped_by_length(workspace, ddp_config):
+def test_two_processes_resume_what_one_began_grouped_by_length(workspace):
     # An epoch is four steps: the checkpoint is in the second one, whose order is another
     options = [*("--train_sampling_strategy", "group_by_length", "--max_steps", "8"), *("--save_steps", "5")]
     options += ["--eval_strategy", "no"]
@@ -268,7 +259,7 @@ def test_two_processes_resume_what_one_began_grouped_by_length(workspace, ddp_co
     checkpoint = workspace / "grouped-checkpoint-5"
     shutil.copytree(alone / "checkpoint-5", checkpoint)
     options += ["--resume_from_checkpoint", str(checkpoint), "--dataloader_num_workers", "2"]
-    output = launch(workspace, "grouped", ddp_config, *options)
+    output = launch(workspace, "grouped", CPU_DDP, *options)
     log, expected = (
         [entry for entry in log_of(folder / "checkpoint-8") if "loss" in entry] for folder in (output, alone)
     )
