@@ -11,33 +11,34 @@ The dataset has instructions in `prompt` and source images in `image`. One GPU:
 
 Several GPUs, DDP (`zero3.yaml` where training does not fit next to the model's weights):
 
-    accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_flux_kontext.py ...
+    accelerate launch --config_file paco_trl/accelerate_configs/multi_gpu.yaml examples/train_flux_kontext.py ...
 """
 
 from dataclasses import dataclass, field
 
-from datasets import load_dataset
 from peft import LoraConfig
-from trl import ScriptArguments, TrlParser
+from trl import TrlParser
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.data import load_edit_prompts
 from paco_trl.rewards import EditReward
 
 
 @dataclass
-class KontextScriptArguments(ScriptArguments):
+class ScriptArguments:
+    dataset_name: str = field(metadata={"help": "Hub id, directory or file of the edits."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on, with `--eval_strategy`."})
     model_name_or_path: str = field(
-        default="black-forest-labs/FLUX.1-Kontext-dev", metadata={"help": "Hub id or directory of the pipeline."}
+        default="black-forest-labs/FLUX.1-Kontext-dev", metadata={"help": "Hub id or path of the pipeline."}
     )
-    judge_model: str = field(
-        default="X-GenGroup/PaCo-Reward-7B", metadata={"help": "Hub id or directory of the judge."}
-    )
+    judge_model: str = field(default="X-GenGroup/PaCo-Reward-7B", metadata={"help": "Hub id or path of the judge."})
     lora_r: int = field(default=64, metadata={"help": "Rank of the adapter."})
     lora_alpha: int = field(default=128, metadata={"help": "Scale of the adapter."})
 
 
 if __name__ == "__main__":
-    parser = TrlParser((KontextScriptArguments, PaCoGRPOConfig))
+    parser = TrlParser((ScriptArguments, PaCoGRPOConfig))
     # The paper's settings for this model, where they differ from the defaults
     parser.set_defaults(
         num_inference_steps=8,
@@ -48,25 +49,22 @@ if __name__ == "__main__":
     )
     script_args, training_args = parser.parse_args_and_config()
 
-    ################
     # Dataset
-    ################
-    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    train_dataset = load_edit_prompts(script_args.dataset_name, script_args.dataset_train_split)
+    eval_dataset = None
+    if training_args.eval_strategy != "no":
+        eval_dataset = load_edit_prompts(script_args.dataset_name, script_args.dataset_test_split)
 
-    ################
     # Rewards
-    ################
     reward_funcs = [EditReward(script_args.judge_model)]
 
-    ################
     # Training
-    ################
     trainer = PaCoGRPOTrainer(
         model=script_args.model_name_or_path,
         reward_funcs=reward_funcs,
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         peft_config=LoraConfig(r=script_args.lora_r, lora_alpha=script_args.lora_alpha, init_lora_weights="gaussian"),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

@@ -11,7 +11,7 @@ The paper's model, data and settings are the defaults. One GPU:
 
 Several GPUs, DDP (`zero3.yaml` only where a GPU cannot hold the model):
 
-    accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml examples/train_reward.py ...
+    accelerate launch --config_file paco_trl/accelerate_configs/multi_gpu.yaml examples/train_reward.py ...
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from paco_trl.data import load_paco_dataset
 
 
 @dataclass
-class RewardScriptArguments:
+class ScriptArguments:
     dataset_name: str = field(
         default="X-GenGroup/PaCo-Dataset", metadata={"help": "Hub id or directory of PaCo-Dataset."}
     )
@@ -33,30 +33,32 @@ class RewardScriptArguments:
 
 
 if __name__ == "__main__":
-    parser = TrlParser((RewardScriptArguments, PaCoRewardConfig, ModelConfig))
-    parser.set_defaults(  # the paper's
-        model_name_or_path="Qwen/Qwen2.5-VL-7B-Instruct", dtype="bfloat16",
-        use_peft=True, lora_r=32, lora_alpha=64, lora_dropout=0.0,
-    )  # fmt: skip
+    parser = TrlParser((ScriptArguments, PaCoRewardConfig, ModelConfig))
+    # The paper's settings, where they differ from the defaults
+    parser.set_defaults(
+        model_name_or_path="Qwen/Qwen2.5-VL-7B-Instruct",
+        dtype="bfloat16",
+        use_peft=True,
+        lora_r=32,
+        lora_alpha=64,
+        lora_dropout=0.0,
+    )
     script_args, training_args, model_args = parser.parse_args_and_config()
-    training_args.model_init_kwargs = dict(
+    model_init_kwargs = dict(
         revision=model_args.model_revision,
         attn_implementation=model_args.attn_implementation,
         dtype=model_args.dtype,
     )
+    training_args.model_init_kwargs = model_init_kwargs | (training_args.model_init_kwargs or {})
 
-    ################
     # Dataset
-    ################
     # For your own pairs, with the columns `images`, `prompt` and `completion`: load_dataset("user/pairs", split="train")
     train_dataset = load_paco_dataset(script_args.dataset_name)
     eval_dataset = None
     if training_args.eval_strategy != "no":
         eval_dataset = load_paco_dataset(script_args.dataset_name, [script_args.eval_file])
 
-    ################
     # Training
-    ################
     trainer = PaCoRewardTrainer(
         model=model_args.model_name_or_path,
         args=training_args,

@@ -54,10 +54,6 @@ COMMANDS = {
     "paco-trl build": classes_of(build_arguments),
     "paco-trl evaluate judge": [evaluate_judge.JudgeArguments],
     "paco-trl evaluate": classes_of(evaluate_arguments),
-    "examples/train_flux.py": [PaCoGRPOConfig, ScriptArguments],
-    "examples/train_flux_kontext.py": [PaCoGRPOConfig, ScriptArguments],
-    "examples/train_qwen_image_edit.py": [PaCoGRPOConfig, ScriptArguments],
-    "examples/train_reward.py": [PaCoRewardConfig, reward.ScriptArguments],
 }
 # Options of each of these commands, and TRL's names of some options
 LAUNCH = {"accelerate_config", "num_processes", "dataset_train_split", "dataset_test_split", "reward_funcs"}

@@ -93,13 +93,10 @@ def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
 
 
 def main(
-    arguments: list[str],
-    script_class: type[ScriptArguments] = ScriptArguments,
-    config_class: type[PaCoGRPOConfig] = PaCoGRPOConfig,
-    prog: str = "paco-trl grpo",
+    arguments: list[str], config_class: type[PaCoGRPOConfig] = PaCoGRPOConfig, prog: str = "paco-trl grpo"
 ) -> int:
-    """Run the command; other classes have other defaults."""
-    train(*parser_of(script_class, config_class, prog=prog, description=__doc__).parse_args_and_config(arguments))
+    """Run the command with the options of the config."""
+    train(*parser_of(ScriptArguments, config_class, prog=prog, description=__doc__).parse_args_and_config(arguments))
     return 0
 
 

@@ -169,11 +169,5 @@ def main(arguments: list[str] | None = None) -> int | str | None:
     return answer(command, run)
 
 
-def run_script(command: str, *words: str) -> None:
-    """Run a command with the options of a script."""
-    if code := main([command, *words, *sys.argv[1:]]):
-        sys.exit(code)
-
-
 if __name__ == "__main__":
     sys.exit(main())

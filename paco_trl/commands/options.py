@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the commands and examples."""
+"""Options of the commands."""
 
 from dataclasses import field
 from typing import Any

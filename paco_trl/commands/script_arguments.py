@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that the training examples share with `paco-trl doctor`, and what they load."""
+"""Arguments that the training commands share with `paco-trl doctor`, and what they load."""
 
 import logging
 import os
