@@ -135,7 +135,8 @@ def commands() -> dict[str, tuple[str, str]]:
     """Read module and summary of each command."""
     for node in _tree(PACKAGE / "commands/main.py").body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "COMMANDS":
-            return {name: (path.split(".")[-1], text) for name, (path, text) in ast.literal_eval(node.value).items()}
+            found = ast.literal_eval(node.value)
+            return {name: (re.split(r"[.:]", path)[2], text) for name, (path, text) in found.items()}
     return {}
 
 
@@ -165,12 +166,11 @@ def commands_page() -> str:
         config = {"grpo": "PaCoGRPOConfig", "nft": "PaCoNFTConfig", "reward": "PaCoRewardConfig"}.get(name)
         if config:
             lines += ["", f"Also every option of [`{config}`](options.md#{config.lower()})."]
-        source = {"nft": "grpo"}.get(module, module)
-        for stage, arguments in parts(source).items():
+        for stage, arguments in parts(module).items():
             if stage:
                 lines += ["", f"### paco-trl {name} {stage}"]
             lines += ["", "| option | default | meaning |", "|---|---|---|"]
-            for field, (default, meaning) in fields_of(source, arguments).items():
+            for field, (default, meaning) in fields_of(module, arguments).items():
                 default = "" if default in ("None", "") else default if default == "required" else f"`{default}`"
                 lines.append(f"| `--{field}` | {_cell(default)} | {_cell(meaning)} |")
     return "\n".join(lines) + "\n"
