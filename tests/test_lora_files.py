@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from hub_server import HubServer
 from paco_trl import generation, tiny
+from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
@@ -374,6 +375,19 @@ def test_a_file_on_the_hub(base_of, tmp_path):
         for name in ("user/many", "user/many/nope.safetensors"):
             with pytest.raises(ValueError, match="Name the file"):
                 start(base, name)
+
+
+def test_it_is_merged(base_of, tmp_path):
+    file, base = tmp_path / "style.safetensors", base_of("flux")
+    wanted = write(file, base.transformer, FLUX, KOHYA)
+    with pytest.raises(ValueError, match="--model_name_or_path"):
+        merge(MergeArguments(str(file), str(tmp_path / "merged")))
+    merge(MergeArguments(str(file), str(tmp_path / "merged"), str(base.name_or_path)))
+    merged = type(base.transformer).from_pretrained(tmp_path / "merged" / "transformer").state_dict()
+    before = base.transformer.state_dict()
+    found = {name.removesuffix(".weight"): merged[name] - before[name] for name in before}
+    assert deviation({name: found[name] for name in wanted}, wanted) < 1e-4
+    assert {name for name, change in found.items() if change.any()} == set(wanted)
 
 
 def test_the_command(base_of, tmp_path):

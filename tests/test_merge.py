@@ -349,7 +349,7 @@ class TestErrors:
         ("arguments", "token"),
         [
             ({"adapter": "nowhere"}, "nowhere"),
-            ({"adapter": "empty"}, "adapter_config.json"),
+            ({"adapter": "empty"}, "adapter_model.safetensors"),
             ({"adapter": "vera"}, "VERA"),
             ({"adapter": "nameless"}, "--model_name_or_path"),
             ({"model_name_or_path": "gone"}, "gone"),

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import diffusers
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm.auto import tqdm
@@ -23,9 +24,9 @@ from ..checkpointing.export import save_transformer
 from ..hub.cards import save_card
 from ..hub.licenses import base_license
 from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings
-from ..rewards.paco_reward import has_processor, load_judge_adapter, safetensors_of
-from ..rollout.loading import load_transformer_adapter
-from ..utils.files import find_model_file, new_folder
+from ..rewards.paco_reward import has_processor, load_judge_adapter
+from ..rollout.loading import load_transformer_adapter, read_peft_config
+from ..utils.files import find_adapter_file, find_model_file, new_folder
 from ..utils.names import check_adapter_base
 from .main import say
 from .options import option
@@ -34,7 +35,6 @@ from .push import find_saved_model
 
 
 _PROGRAM = "paco-trl merge"
-_CONFIG = "adapter_config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
 _TRANSFORMER_WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -44,7 +44,7 @@ class MergeArguments:
     """Adapter to merge, and where the merged weights go."""
 
     adapter: str = option(
-        None, "LoRA adapter (PEFT): Hub id, directory, or output directory of a run, whose newest model is used."
+        None, "LoRA adapter: Hub id, directory, file, or output directory of a run, whose newest model is used."
     )
     output_dir: str = option(
         None, "New directory for the merged weights: a judge's whole model, or `transformer` of an image pipeline."
@@ -75,18 +75,23 @@ def merge(args: MergeArguments) -> Merged:
     """Merge an adapter into its base model and write the result, whole or not at all."""
     with new_folder(args.output_dir) as folder:
         adapter = _find_adapter(args.adapter)
-        config = PeftConfig.from_pretrained(adapter)
+        is_peft = find_adapter_file(adapter).endswith(
+            SAFETENSORS_WEIGHTS_NAME
+        )  # refuses pickles before the base is read
+        base, revision = args.model_name_or_path, None
+        if base is None and not is_peft:
+            raise ValueError(f"The LoRA file '{adapter}' names no base model. Name it with `--model_name_or_path`.")
+        config = read_peft_config(adapter, str(base))
         if not isinstance(config, LoraConfig):
             raise ValueError(
                 f"The adapter '{adapter}' is a {config.peft_type}; only LoRA can be merged. Load it with PEFT."
             )
-        base, revision = args.model_name_or_path, None
         if base is None:
             base, revision = config.base_model_name_or_path, config.revision
             if not base:
                 raise ValueError(f"The adapter '{adapter}' names no base model. Name it with `--model_name_or_path`.")
         check_adapter_base(adapter, config.base_model_name_or_path, base)
-        trained = load_settings(adapter)
+        trained = load_settings(adapter) if is_peft else None
         pipeline_class = _read_pipeline_class(base, revision)
         _check_is_unquantized(base, revision, is_judge=pipeline_class is None)
         merge_weights = _merge_judge if pipeline_class is None else _merge_transformer
@@ -109,12 +114,6 @@ def _find_adapter(name: str) -> str:
         if newest != folder:
             say("merge", f"Merging the newest model of '{name}': '{newest}'.")
             name = str(newest)
-    if find_model_file(name, _CONFIG) is None:
-        raise ValueError(
-            f"'{name}' has no {_CONFIG}. Name a LoRA adapter in PEFT's format, a checkpoint with one, or the output directory of "
-            "a run. A checkpoint with all weights does not need merging."
-        )
-    safetensors_of(name)  # refuses pickles before the base model is read
     return name
 
 
