@@ -57,6 +57,7 @@ QWEN = same(f"{BLOCK}.attn.to_q", f"{BLOCK}.attn.add_k_proj", f"{BLOCK}.img_mlp.
 Z_IMAGE = same("layers.0.attention.to_q", "layers.1.attention.to_out.0", "noise_refiner.0.feed_forward.w2")
 Z_IMAGE_FUSED = {"layers.1.attention.qkv": attention("layers.1", QKV, "attention")}
 # `proj_out` is the end of another layer's name
+BOTH_FLUX = same(f"{BLOCK}.attn.to_q", f"{SINGLE}.proj_out", "proj_out", f"{SINGLE}.attn.to_k")
 OWN_FLUX = same(f"{BLOCK}.attn.to_q", f"{BLOCK}.ff.net.2", f"{SINGLE}.attn.to_k", "proj_out")
 
 
@@ -85,7 +86,7 @@ FORMATS = {
     "FLUX of kohya": ("flux", KOHYA, FLUX),
     "FLUX of ComfyUI": ("flux", COMFYUI, FLUX),
     "FLUX of ai-toolkit and diffusers": ("flux", DIFFUSERS, OWN_FLUX),
-    "FLUX of diffusers with alpha": ("flux", DIFFUSERS_WITH_ALPHA, OWN_FLUX),
+    "FLUX of diffusers with alpha": ("flux", DIFFUSERS_WITH_ALPHA, BOTH_FLUX),
     "Qwen-Image of kohya": ("qwen_image", KOHYA, QWEN),
     "Qwen-Image of ai-toolkit": ("qwen_image", AI_TOOLKIT_WITH_ALPHA, QWEN),
     "Qwen-Image of DiffSynth": ("qwen_image", DIFFSYNTH, QWEN),
