@@ -72,7 +72,7 @@ class PromptsArguments(RewardOptions, PromptDataArguments):
 
     adapter: list[str] | None = option(
         None,
-        "Adapters (Hub ids or directories) to compare with the base model, each. If `None`, the base model alone.",
+        "Adapters (Hub ids, directories or LoRA files) to compare with the base model, each. If `None`, the base model alone.",
     )
     output_dir: str = option("evaluation/prompts", "Directory for images, scores, and a page for each adapter.")
     num_generations: int = option(1, "Number of images per prompt and model.")
@@ -133,7 +133,7 @@ class ScoredArguments(BenchmarkArguments):
 class GenerationOptions(PipelineArguments, BenchmarkArguments):
     """How images are generated: by a pipeline, with or without an adapter."""
 
-    adapter: str | None = option(None, "Hub id or directory of a trained adapter. If `None`, the untouched model.")
+    adapter: str | None = option(None, "Hub id, directory or LoRA file of an adapter. If `None`, the untouched model.")
     adapter_fraction: float = option(1.0, "Fraction of the denoising steps that use it, from the first.")
     seeds: list[int] = option([0], "Seeds for each prompt; only one with `gedit`.")
     batch_size: int = option(1, "Images per call of the pipeline; not for `gedit`.")

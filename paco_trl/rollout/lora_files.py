@@ -83,5 +83,5 @@ def _misfit(file: str, kind: type | None) -> str:
     return (
         f"'{file}' is no LoRA that diffusers reads for {name}: it was made for another model, or saved by a program that "
         f"diffusers does not know. If `{name}.load_lora_weights` takes it in a newer version of diffusers, install that; "
-        "else save it in the format of diffusers, ComfyUI or kohya. What diffusers says"
+        "else save it in the format of diffusers, ComfyUI or kohya. What does not fit"
     )
