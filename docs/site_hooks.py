@@ -175,9 +175,11 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Render links for the site, those of the reference are already; rank pages in a search."""
-    boosts = {"faq.md": 3, "rewards.md": 2, **{name: 0.2 for name in OUTSIDE if name.startswith("cards/")}}
+    boosts = {"faq.md": 3, "rewards.md": 2}
     if page.file.src_uri in boosts:
         page.meta["search"] = {"boost": boosts[page.file.src_uri]}
+    elif page.file.src_uri.startswith("cards/"):  # they would come first for "own reward", by their titles
+        page.meta["search"] = {"exclude": True}
     if page.file.src_uri.startswith("reference/"):
         return markdown
     return render_page(markdown, page.file.src_uri, config.repo_url)
