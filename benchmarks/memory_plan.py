@@ -28,9 +28,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, tiny
-from paco_trl.commands.memory import USABLE, ImagePlan, JudgePlan, as_in_training, largest_batch, peak
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
+from paco_trl.planning import plan_memory
+from paco_trl.planning.memory import USABLE, as_in_training
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.paco_reward_trainer import complete_peft_config
 
@@ -206,7 +207,7 @@ def compare_image_model(model: Path, folder: Path, size: int, bf16: bool, **chan
 def compare_run(model: Path, folder: Path, size: int, bf16: bool, checkpointing: bool, changes: dict) -> dict:
     dataset, peft_config = rows_of(size, is_editing=False), LoraConfig(r=4, lora_alpha=8)
     args = settings(folder, size, bf16=bf16, gradient_checkpointing=checkpointing, **changes)
-    plan = ImagePlan(str(model), args, peft_config, dataset)
+    plan = plan_memory(str(model), args, dataset, peft_config)
     trainer = PaCoGRPOTrainer(
         model=str(model), reward_funcs=redness_reward, args=args, train_dataset=dataset, peft_config=peft_config
     )
@@ -220,7 +221,7 @@ def compare_run(model: Path, folder: Path, size: int, bf16: bool, checkpointing:
             generator.replay(record).mean().backward()
 
     step()  # the gradients exist from here on
-    phases = {phase.name: phase.device for phase in plan.phases(plan.setting())}
+    phases = {phase.name: phase.device for phase in plan.phases}
     name = f"train, {'with' if checkpointing else 'without'} checkpointing"
     found = {name: pair(phases["train"]["activations"], measured_peak(step))}
     if not checkpointing:
@@ -236,7 +237,8 @@ def compare_judge(folder: Path, num_tokens: int = 64) -> dict:
     """Compare the language model of a judge in training and scoring."""
     model = tiny.build_tiny_qwen2_5_vl(folder / "judge")
     peft_config = complete_peft_config(LoraConfig(r=4), str(model), None, False)
-    judge, found = JudgePlan(str(model), PaCoRewardConfig(str(folder), bf16=True, use_cpu=True), peft_config), {}
+    args, found = PaCoRewardConfig(str(folder), bf16=True, use_cpu=True), {}
+    judge = plan_memory(str(model), args, peft_config=peft_config).run
     network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.bfloat16).requires_grad_(False)
     trained = get_peft_model(network, peft_config).train()
     for checkpointing in (False, True):
@@ -274,13 +276,15 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
             folder, 1024, bf16=True, resolution_scale=size / 1024, num_generations=16, num_prompts_per_generation=42,
             per_device_train_batch_size=1, num_inference_steps=10, vae_tiling=True, **guidance,
         )  # fmt: skip
-        plan = ImagePlan(str(model), args, LoraConfig(r=64, lora_alpha=128), rows_of(1024, is_editing))
-        plan.calls(1, False)  # runs the pipeline up to the last of them; `peak` makes the same call, which is cached
+        plan = plan_memory(str(model), args, rows_of(1024, is_editing), LoraConfig(r=64, lora_alpha=128))
+        plan.run.calls(
+            1, False
+        )  # runs the pipeline up to the last of them; `peak` makes the same call, which is cached
         with FlopCounterMode(display=False) as counter:
-            plan.peak("generation", 1)
+            plan.run.peak("generation", 1)
         for quantization in (None, "int8", "nf4"):
             for checkpointing in (True, False):
-                base = replace(plan.setting(), quantization=quantization, gradient_checkpointing=checkpointing)
+                base = replace(plan, quantization=quantization, gradient_checkpointing=checkpointing)
                 cell = {
                     "model": name,
                     "resolution": size,
@@ -288,12 +292,12 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
                     "checkpointing": checkpointing,
                 }
                 cell["forward_tflop"] = round(counter.get_total_flops() / 1e12, 2)
-                cell["phases_gib"] = {p.name: round(peak([p]) / GIB, 2) for p in plan.phases(base)}
+                cell["phases_gib"] = {p.name: round(p.total / GIB, 2) for p in base.phases}
                 for memory in (24, 48, 80, 141):
                     limit = USABLE * memory * GIB
-                    cell[f"1 x {memory}"] = largest_batch(plan.phases, base, limit)
+                    cell[f"1 x {memory}"] = base.largest_batch(limit)
                     eight = replace(base, num_processes=8, zero_stage=3 if quantization is None else None)
-                    cell[f"8 x {memory}"] = largest_batch(plan.phases, eight, limit)
+                    cell[f"8 x {memory}"] = eight.largest_batch(limit)
                 cells.append(cell)
     return cells
 

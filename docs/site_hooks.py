@@ -38,6 +38,7 @@ PACKAGES = [
     "data",
     "rollout",
     "trainer",
+    "planning",
     "evaluation",
     "image_benchmarks",
     "dataset_building",

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from kill_runs import Run, relative_difference
 from launching import fork_context
 from paco_trl.checkpointing.weights import use_weights
-from paco_trl.commands.memory import ImagePlan
+from paco_trl.planning import plan_memory
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import predict
 from paco_trl.trainer.losses import matching_log_prob, velocity_error
@@ -199,8 +199,8 @@ class TestOldPolicy:
     def test_the_memory_plan_counts_it(self, make_config, prompts, tiny_flux):
         def train(**settings):
             args = make_config(height=64, width=64, num_inference_steps=4, **settings)
-            plan = ImagePlan(str(tiny_flux), args, LORA, prompts)
-            return {phase.name: phase.device for phase in plan.phases(plan.setting())}["train"]
+            phases = plan_memory(str(tiny_flux), args, prompts, LORA).phases
+            return {phase.name: phase.device for phase in phases}["train"]
 
         nft, awm, without = train(), train(loss_type="awm"), train(loss_type="awm", old_policy_beta=0.0)
         velocity = awm["round"] - nft["round"]

@@ -2,7 +2,6 @@
 """`paco-trl doctor` on the tiny FLUX: a healthy run has only "ok", and each planted fault is found in its row."""
 
 import configparser
-import copy
 import importlib
 import importlib.metadata
 import json
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -24,8 +23,8 @@ import launching
 from paco_trl import PaCoGRPOConfig
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import main
-from paco_trl.commands.memory import ImagePlan, image_plan, peak
 from paco_trl.data import demo_prompts_path
+from paco_trl.planning import MemoryPlan, plan_memory
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
 from paco_trl.tiny import build_tiny_flux2_klein
 
@@ -33,36 +32,18 @@ from paco_trl.tiny import build_tiny_flux2_klein
 ROOT = Path(__file__).parent.parent
 
 SETTINGS = {
-    "rewards": ["redness", "panel_similarity"],
-    "num_generations": 4,
-    "num_prompts_per_generation": 4,
-    "per_device_train_batch_size": 2,
-    "num_inference_steps": 4,
-    "sde_steps": [1, 2],
-    "max_steps": 6,
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "lora_r": 4,
-    "lora_alpha": 8,
-    "disable_tqdm": True,
-}
-HEALTHY = {
-    "versions": "ok",
-    "configuration": "ok",
-    "output directory": "ok",
-    "hub": "ok",
-    "data": "ok",
-    "reports before training": "ok",
-    "rewards": "ok",
-    "model and adapter": "ok",
-    "memory": "ok",
-    "noise-free image": "ok",
-    "ratio": "ok",
-    "saved files": "ok",
-    "reward redness_reward": "ok",
-    "reward panel_similarity_reward": "ok",
-}
+    "rewards": ["redness", "panel_similarity"], "num_generations": 4, "num_prompts_per_generation": 4,
+    "per_device_train_batch_size": 2, "num_inference_steps": 4, "sde_steps": [1, 2], "max_steps": 6,
+    "report_to": "none", "use_cpu": True, "bf16": False, "lora_r": 4, "lora_alpha": 8, "disable_tqdm": True,
+}  # fmt: skip
+HEALTHY = dict.fromkeys(
+    (
+        *("versions", "configuration", "output directory", "hub", "data", "reports before training", "rewards"),
+        *("model and adapter", "memory", "noise-free image", "ratio", "saved files"),
+        *("reward redness_reward", "reward panel_similarity_reward"),
+    ),
+    "ok",
+)
 
 
 @pytest.fixture(scope="module")
@@ -106,32 +87,20 @@ def examine(make_arguments, monkeypatch):
     def run(last: str | None = None, **changes) -> dict[str, doctor.Row]:
         with monkeypatch.context() as patch:
             if last is not None:
-                names = [check.name for check in doctor.CHECKS]
-                patch.setattr(doctor, "CHECKS", doctor.CHECKS[: names.index(last) + 1])
+                names = list(doctor.CHECKS)
+                patch.setattr(doctor, "CHECKS", {n: doctor.CHECKS[n] for n in names[: names.index(last) + 1]})
             return {row.check: row for row in doctor.examine("grpo", make_arguments(**changes), Console(quiet=True))}
 
     return run
 
 
 @pytest.fixture(scope="module")
-def module_plan(tiny_flux, prompts, tmp_path_factory) -> ImagePlan:
+def tiny_plan(tiny_flux, prompts, tmp_path_factory) -> MemoryPlan:
     args = PaCoGRPOConfig(
         str(tmp_path_factory.mktemp("plan")), use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
         num_prompts_per_generation=4, per_device_train_batch_size=4, num_inference_steps=4, report_to="none",
     )  # fmt: skip
-    return ImagePlan(str(tiny_flux), args, LoraConfig(r=4, lora_alpha=8), prompts)
-
-
-@pytest.fixture
-def tiny_plan(module_plan, monkeypatch) -> ImagePlan:
-    """A plan, whose arguments a test may change."""
-    monkeypatch.setattr(module_plan, "args", copy.copy(module_plan.args))
-    return module_plan
-
-
-def generator_of(trainer) -> doctor.SampleGenerator:
-    is_new_adapter = isinstance(trainer.model, PeftModel) and trainer.trained_from is None
-    return doctor.SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter)
+    return plan_memory(str(tiny_flux), args, prompts, LoraConfig(r=4, lora_alpha=8))
 
 
 def healthy(last: str) -> dict[str, str]:
@@ -158,46 +127,46 @@ def test_the_command(make_arguments, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-class TestCommandLine:
-    def test_the_console_script_is_the_dispatch(self):
-        config = configparser.ConfigParser()
-        config.read(ROOT / "setup.cfg")
-        name, target = config["options.entry_points"]["console_scripts"].strip().split(" = ")
-        module, function = target.split(":")
-        assert name == "paco-trl"
-        assert getattr(importlib.import_module(module), function) is main
-
-    def test_exit_code_and_table(self, make_arguments, capsys, monkeypatch):
-        monkeypatch.setenv("COLUMNS", "80")
-        with monkeypatch.context() as patch:
-            patch.setattr(doctor, "CHECKS", doctor.CHECKS[:5])  # `test_the_command` makes all
-            assert main(["doctor", "grpo", *make_arguments(num_generations=4)]) == 0
-        capsys.readouterr()
-        assert main(["doctor", "grpo", *make_arguments(num_generations=1)]) == 1
-        shown = capsys.readouterr().out
-        assert "must be at least 2" in shown
-        assert "needs: configuration" in shown
-        assert all(len(line) <= 80 for line in shown.splitlines())
+def test_the_console_script_is_the_dispatch():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert config["options.entry_points"]["console_scripts"].split() == [
+        "paco-trl",
+        "=",
+        "paco_trl.commands.main:main",
+    ]
 
 
-class TestHealthy:
-    def test_every_row_is_ok_and_has_its_numbers(self, examine):
-        rows = examine()
-        assert verdicts(rows) == HEALTHY
-        finding = {name: row.finding for name, row in rows.items()}
-        assert "torch 2" in finding["versions"]
-        assert "4 prompts x 4 generations = 16 images a round" in finding["configuration"]
-        assert "effective batch 8 images" in finding["configuration"]
-        assert "15 prompts" in finding["data"]
-        assert "64 x 64 (12), 32 x 64 (3)" in finding["data"]
-        assert "6 optimizer steps, 3 round(s)" in finding["data"]
-        assert "Trained at 32 x 32, 16 x 32 (multiples of 4 pixels)" in finding["model and adapter"]
-        assert "differ by 0 (" in finding["noise-free image"]
-        assert "max |ratio - 1| before the first update 0 (step 1: 0, step 2: 0)" in finding["ratio"]
-        effect = float(re.search(r"change the last latents by (\d\S*)\. ", finding["saved files"])[1])
-        assert effect > 1e-3
-        assert "0 with `PeftModel.from_pretrained` and 0 with `pipe.load_lora_weights`" in finding["saved files"]
-        assert "0 None" in finding["reward redness_reward"]
+def test_exit_code_and_table(make_arguments, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with monkeypatch.context() as patch:
+        names = ("versions", "configuration", "data")  # `test_the_command` makes all
+        patch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in names})
+        assert main(["doctor", "grpo", *make_arguments(num_generations=4)]) == 0
+    capsys.readouterr()
+    assert main(["doctor", "grpo", *make_arguments(num_generations=1)]) == 1
+    shown = capsys.readouterr().out
+    assert "must be at least 2" in shown
+    assert "needs: configuration" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_every_row_is_ok_and_has_its_numbers(examine):
+    rows = examine()
+    assert verdicts(rows) == HEALTHY
+    for name, *tokens in (
+        ("versions", "torch 2"),
+        ("configuration", "4 prompts x 4 generations = 16 images a round", "effective batch 8 images"),
+        ("data", "15 prompts", "64 x 64 (12), 32 x 64 (3)", "6 optimizer steps, 3 round(s)"),
+        ("model and adapter", "Trained at 32 x 32 (12), 16 x 32 (3) (multiples of 4 pixels)"),
+        ("noise-free image", "differ by 0 ("),
+        ("ratio", "max |ratio - 1| before the first update 0 (step 1: 0, step 2: 0)"),
+        ("saved files", "0 with `PeftModel.from_pretrained` and 0 with `pipe.load_lora_weights`"),
+        ("reward redness_reward", "0 None"),
+    ):
+        assert all(token in rows[name].finding for token in tokens), rows[name].finding
+    effect = float(re.search(r"change the last latents by (\d\S*)\. ", rows["saved files"].finding)[1])
+    assert effect > 1e-3
 
 
 def test_nothing_is_left_behind(examine, tmp_path):
@@ -312,20 +281,27 @@ class TestFaults:
             assert message in rows[f"reward {name}"].finding
             assert bool(rows[f"reward {name}"].advice) == (verdict != "ok")
 
-    def test_fewer_prompts_than_a_round(self, examine, prompt_rows):
-        assert examine("data", rows=prompt_rows[:4])["data"].verdict == "ok"
-        rows = examine("ratio", rows=prompt_rows[:3])
-        assert verdicts(rows) == healthy("ratio") | {"data": "failed"}
-        assert "at most 3" in rows["data"].advice
-
     def test_data_that_cannot_be_used(self, examine, prompt_rows):
-        rows = examine(rows=[{"text": "a cat"}] * 4)
-        assert rows["data"].verdict == "failed"
-        assert rows["model and adapter"].verdict == "skipped"
-        assert rows["model and adapter"].finding == "needs: data"
-        rows = examine("data", dataset_name="/no/such/prompts.jsonl")
-        assert rows["data"].verdict == "failed"
-        assert "prompts.jsonl" in rows["data"].finding
+        assert examine("data", rows=prompt_rows[:4])["data"].verdict == "ok"
+        for settings, token in (
+            ({"rows": prompt_rows[:3]}, "at most 3"),
+            ({"rows": [{"text": "a cat"}] * 4}, "text"),
+            ({"dataset_name": "/no/such/prompts.jsonl"}, "prompts.jsonl"),
+        ):
+            rows = examine("memory", **settings)
+            assert rows["data"].verdict == "failed" and token in rows["data"].finding
+            assert rows["rewards"].verdict == "ok"
+            for name in ("model and adapter", "memory"):
+                assert (rows[name].verdict, rows[name].finding) == ("skipped", "needs: data")
+
+    def test_prompts_that_are_repeated(self, examine, prompt_rows):
+        row = examine("data", rows=[*prompt_rows[:4], *prompt_rows[:1]])["data"]
+        assert row.verdict == "warning" and "more often" in row.advice
+
+    def test_a_reward_that_does_not_load(self, examine):
+        rows = examine("model and adapter", rewards=["no_such.reward"])
+        assert rows["rewards"].verdict == "failed" and "no_such" in rows["rewards"].finding
+        assert rows["model and adapter"].verdict == "ok"
 
     def test_a_configuration_that_does_not_divide(self, examine):
         rows = examine(generation_batch_size=18)
@@ -345,187 +321,112 @@ class TestFaults:
         assert "`pip install -U peft`" in row.advice
 
 
-class TestAllWeights:
-    """`--use_peft False`: the trainer's model is the transformer itself."""
-
-    def test_every_row_is_ok(self, examine):
-        rows = examine(use_peft=False, bf16=True, beta=0.01, ema_decay=0.9)
-        assert verdicts(rows) == HEALTHY
-        finding = {name: row.finding for name, row in rows.items()}
-        number = re.search(r"all weights of the transformer are trained, (\S+) ", finding["model and adapter"])[1]
-        assert int(number.replace(",", "")) > 10_000
-        assert "parameters in torch.float32" in finding["model and adapter"]
-        effect = float(re.search(r"change the last latents by (\d\S*)\. ", finding["saved files"])[1])
-        assert effect > 1e-3
-        assert "differ by 0 with `FluxTransformer2DModel.from_pretrained`" in finding["saved files"]
-        shown = "".join(rows["memory"].table.columns[3]._cells)
-        assert all(part in shown for part in ("trained weights", "average", "reference"))
-
-    def test_files_that_are_not_what_was_trained(self, examine, monkeypatch):
-        save = doctor.save_transformer
-
-        def save_wrong(transformer, state_dict, folder):
-            name = next(name for name in state_dict if name.endswith("attn.to_q.weight"))
-            save(transformer, state_dict | {name: 0.9 * state_dict[name]}, folder)
-
-        monkeypatch.setattr(doctor, "save_transformer", save_wrong)
-        assert verdicts(examine(use_peft=False)) == HEALTHY | {"saved files": "failed"}
-
-    def test_weights_are_as_they_were_after_it(self, make_trainer, monkeypatch):
-        trainer = make_trainer(peft_config=None, gradient_checkpointing=False)
-        before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        state = doctor.DoctorState(parse=None, temporary_dir="", args=trainer.args, trainer=trainer)
-        state.generator = generator_of(trainer)
-        state.generator.prepare()
-
-        def check_they_are_restored():
-            after = trainer.model.state_dict()
-            assert all(torch.equal(value, after[name]) for name, value in before.items())
-
-        assert doctor.check_round_trip(state).verdict == "ok"
-        check_they_are_restored()
-        monkeypatch.setattr(doctor, "save_transformer", lambda *arguments: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            doctor.check_round_trip(state)
-        check_they_are_restored()
+def test_all_weights_are_trained(examine):
+    rows = examine(use_peft=False, bf16=True, beta=0.01, ema_decay=0.9)
+    assert verdicts(rows) == HEALTHY
+    number = re.search(r"in torch.float32: (\S+) parameters trained", rows["model and adapter"].finding)[1]
+    assert int(number.replace(",", "")) > 10_000
+    shown = "".join(rows["memory"].table.columns[3]._cells)
+    assert all(part in shown for part in ("trained weights", "average", "reference"))
 
 
-class TestExistingAdapter:
-    def test_it_is_continued(self, make_trainer, examine, tmp_path):
-        targets = r".*\.attn\.to_(q|v)"
-        trainer = make_trainer(peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=targets))
-        folder = tmp_path / "adapter"
-        # Not the identity, as a trained one is not
-        trained = {name: torch.full_like(p, 0.02) for name, p in trainer.model.named_parameters() if p.requires_grad}
-        doctor.save_adapter(trainer.model, trainer.pipeline, trained, folder)
-        rows = examine(adapter=str(folder))
-        assert verdicts(rows) == HEALTHY
-        assert f"continued from '{folder}'" in rows["model and adapter"].finding
-        assert "differ by 0 (" in rows["noise-free image"].finding
+def test_an_adapter_is_continued(make_trainer, examine, tmp_path):
+    targets = r".*\.attn\.to_(q|v)"
+    trainer = make_trainer(peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    folder = tmp_path / "adapter"
+    # Not the identity, as a trained one is not
+    trained = {name: torch.full_like(p, 0.02) for name, p in trainer.model.named_parameters() if p.requires_grad}
+    doctor.save_adapter(trainer.model, trainer.pipeline, trained, folder)
+    rows = examine(adapter=str(folder))
+    assert verdicts(rows) == HEALTHY
+    assert f"continued from '{folder}'" in rows["model and adapter"].finding
+    assert "differ by 0 (" in rows["noise-free image"].finding
 
-        (folder / "adapter_model.safetensors").unlink()  # the LoRA file of diffusers is left
-        rows = examine(adapter=str(folder), lora_alpha=4)  # the scale is in its weights
-        assert verdicts(rows) == HEALTHY
-        assert "differ by 0 (" in rows["noise-free image"].finding
-        (folder / "pytorch_lora_weights.safetensors").unlink()
-        rows = examine("model and adapter", adapter=str(folder))
-        assert rows["model and adapter"].verdict == "failed"
-        assert "adapter_model.safetensors" in rows["model and adapter"].finding
-
-
-class TestEvaluation:
-    def test_rewards_of_the_evaluation(self, examine, monkeypatch):
-        trainers = []
-
-        class Trainer(doctor.PaCoGRPOTrainer):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                trainers.append(self)
-
-        def judge(prompts, completions, **kwargs):
-            return list(range(len(completions)))
-
-        def unable(prompts, completions, **kwargs):
-            return [None] * len(completions)
-
-        planted, load = {"judge": judge, "unable": unable}, script_arguments.load_reward
-        loaded = []
-
-        def load_counted(name, script_args):
-            loaded.append(name)
-            return planted[name] if name in planted else load(name, script_args)
-
-        monkeypatch.setattr(script_arguments, "load_reward", load_counted)
-        monkeypatch.setattr(script_arguments, "_REWARDS", script_arguments._REWARDS | planted)
-        monkeypatch.setattr(doctor, "PaCoGRPOTrainer", Trainer)
-        rows = examine(eval_split="train", eval_on_start=True, eval_rewards=["redness", "judge", "unable"])
-        assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "ok", "evaluation reward unable": "failed"}
-        assert "Evaluation: redness_reward, judge, unable." in rows["rewards"].finding
-        assert loaded == ["redness", "panel_similarity", "judge", "unable"]
-        assert trainers[0].reward_func_names == ["redness_reward", "panel_similarity_reward"]
-        assert trainers[0].evaluator.rewards.names == ["redness_reward", "judge", "unable"]
-
-    @pytest.mark.slow
-    def test_without_a_split(self, examine):
-        steps = {"eval_strategy": "steps", "eval_steps": 2}
-        for setting in (steps, {"eval_on_start": True}):
-            rows = examine("memory", **setting)
-            assert verdicts(rows) == healthy("memory") | {"data": "failed"}
-            assert "`--eval_split`" in rows["data"].advice
+    (folder / "adapter_model.safetensors").unlink()  # the LoRA file of diffusers is left
+    rows = examine(adapter=str(folder), lora_alpha=4)  # the scale is in its weights
+    assert verdicts(rows) == HEALTHY
+    assert "differ by 0 (" in rows["noise-free image"].finding
+    (folder / "pytorch_lora_weights.safetensors").unlink()
+    rows = examine("model and adapter", adapter=str(folder))
+    assert rows["model and adapter"].verdict == "failed"
+    assert "adapter_model.safetensors" in rows["model and adapter"].finding
 
 
-class TestOutputFolder:
-    @pytest.fixture
-    def add_checkpoint(self, tmp_path):
-        def add(step: int, is_complete: bool = True) -> Path:
-            folder = tmp_path / "out" / f"checkpoint-{step}"
-            folder.mkdir(parents=True)
-            if is_complete:
-                (folder / "run.json").write_text(json.dumps({"run": {}, "files": {}}))
-            return folder
+def test_rewards_of_the_evaluation(examine, monkeypatch):
+    def judge(prompts, completions, **kwargs):
+        return list(range(len(completions)))
 
-        return add
+    def unable(prompts, completions, **kwargs):
+        return [None] * len(completions)
 
-    @pytest.fixture
-    def find(self, make_arguments):
-        """The row, without the checks that follow."""
+    planted, load, loaded = {"judge": judge, "unable": unable}, script_arguments.load_reward, []
 
-        def run(**changes) -> doctor.Row:
-            parse = doctor._parser("grpo").parse_args_and_config
-            state = doctor.DoctorState(lambda: parse(make_arguments(**changes)), "elsewhere")
-            assert [row.verdict for row in doctor.check_configuration(state)] == ["ok"]
-            rows = doctor._make(doctor.Check("output directory", doctor.check_output_folder, ("args",)), state)
-            assert (state.args.output_dir, state.args.resume_from_checkpoint) == ("elsewhere", None)
-            return rows[0]
+    def load_counted(name, script_args):
+        loaded.append(name)
+        return planted[name] if name in planted else load(name, script_args)
 
-        return run
+    monkeypatch.setattr(script_arguments, "load_reward", load_counted)
+    monkeypatch.setattr(script_arguments, "_REWARDS", script_arguments._REWARDS | planted)
+    rows = examine(eval_split="train", eval_on_start=True, eval_rewards=["redness", "judge", "unable"])
+    assert verdicts(rows) == HEALTHY | {"evaluation reward judge": "ok", "evaluation reward unable": "failed"}
+    assert "Evaluation: redness_reward, judge, unable." in rows["rewards"].finding
+    assert loaded == ["redness", "panel_similarity", "judge", "unable"]
 
-    def test_resuming(self, find, add_checkpoint, tmp_path):
-        row = find(resume_from_checkpoint=True)
-        assert row.verdict == "failed"
-        assert f"'{tmp_path / 'out'}' has no complete checkpoint" in row.finding
-        add_checkpoint(9)
-        latest = add_checkpoint(10)
-        for value in (True, "true", str(latest)):
-            row = find(resume_from_checkpoint=value)
-            assert (row.verdict, row.advice) == ("ok", "")
-            assert str(latest) in row.finding
-        cut_short = add_checkpoint(11, is_complete=False)
-        row = find(resume_from_checkpoint=True)
-        assert row.verdict == "warning"
-        assert str(latest) in row.finding
-        assert str(cut_short) in row.advice
-        assert find(resume_from_checkpoint=str(cut_short)).verdict == "failed"
-        assert find(resume_from_checkpoint=str(tmp_path / "nothing")).verdict == "failed"
+
+def test_an_evaluation_without_a_split(examine):
+    row = examine("model and adapter", eval_on_start=True)["model and adapter"]
+    assert row.verdict == "failed" and "`eval_dataset`" in row.finding
+
+
+def test_resuming(examine, tmp_path):
+    def find(resume_from_checkpoint=None) -> doctor.Row:
+        return examine("output directory", resume_from_checkpoint=resume_from_checkpoint)["output directory"]
+
+    def add(step: int) -> Path:
+        folder = tmp_path / "out" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps({"run": {}, "files": {}}))
+        return folder
+
+    row = find(True)
+    assert row.verdict == "failed" and f"'{tmp_path / 'out'}' has no complete checkpoint" in row.finding
+    add(9)
+    latest = add(10)
+    for value in (True, "true", str(latest)):
+        row = find(value)
+        assert (row.verdict, row.advice) == ("ok", "") and str(latest) in row.finding
+    row = find()
+    assert row.verdict == "warning" and "starts anew" in row.finding
+    cut_short = add(11)
+    (cut_short / "run.json").unlink()
+    row = find(True)
+    assert row.verdict == "warning" and str(latest) in row.finding and str(cut_short) in row.advice
+    assert find(str(cut_short)).verdict == find(str(tmp_path / "nothing")).verdict == "failed"
 
 
 class TestMemory:
     @pytest.mark.parametrize(
         "optim, is_8bit", [("adafactor", False), ("adamw_bnb_8bit", True), ("adamw_torch_fused", None)]
     )
-    def test_the_row_names_an_optimizer_that_is_not_adamw(self, tiny_plan, optim, is_8bit):
-        tiny_plan.args.optim = optim
+    def test_the_row_names_an_optimizer_that_is_not_adamw(self, tiny_plan, monkeypatch, optim, is_8bit):
+        monkeypatch.setattr(tiny_plan.run.args, "optim", optim)
         finding = doctor.memory_row(tiny_plan, None).finding
         assert (f"The optimizer `{optim}` is counted as AdamW in float32" in finding) == (is_8bit is not None)
         assert ("8-bit: a quarter of the states" in finding) == bool(is_8bit)
 
     @pytest.mark.parametrize("total, verdict", [(None, "ok"), (1.2, "ok"), (1.05, "warning"), (0.95, "failed")])
     def test_verdict(self, tiny_plan, total, verdict):
-        needed = peak(tiny_plan.phases(tiny_plan.setting()))
-        row = doctor.memory_row(tiny_plan, None if total is None else int(total * needed))
+        row = doctor.memory_row(tiny_plan, None if total is None else int(total * tiny_plan.peak))
         assert row.verdict == verdict
         assert bool(row.advice) == (verdict != "ok")
         assert ("The largest micro-batch that fits: " in row.finding) == (total == 1.2)
         assert row.table.row_count == 7
 
     def test_checkpointing_that_is_not_needed(self, tiny_plan):
-        tiny_plan.args.activation_checkpointing = True
-        setting = tiny_plan.setting()
-        few, many = (peak(tiny_plan.phases(replace(setting, gradient_checkpointing=flag))) for flag in (True, False))
-        assert few < many
-        for flag, total, is_named in ((True, 1.2 * many, True), (True, many, False), (False, 1.2 * many, False)):
-            tiny_plan.args.activation_checkpointing = flag
-            row = doctor.memory_row(tiny_plan, int(total))
+        few, many = (replace(tiny_plan, gradient_checkpointing=flag) for flag in (True, False))
+        assert few.peak < many.peak
+        for plan, factor, is_named in ((few, 1.2, True), (few, 1, False), (many, 1.2, False)):
+            row = doctor.memory_row(plan, int(factor * many.peak))
             assert ("`--gradient_checkpointing False` fits too" in row.finding) == is_named
 
     @pytest.mark.slow
@@ -552,43 +453,29 @@ class TestMemory:
             assert found.pop(name) == "skipped", rows[name].finding
         assert found == dict.fromkeys([*healthy("reports before training"), "memory"], "ok")
 
-    @pytest.mark.parametrize(
-        "changes, judges",
-        [
-            ({"rewards": ["consistency"]}, ["judge"]),
-            ({"rewards": ["consistency"], "judge_url": "http://x"}, []),
-            ({"rewards": ["consistency"], "eval_rewards": ["consistency"]}, ["judge"]),
-            ({"rewards": ["consistency"], "eval_judge_model": "other"}, ["judge", "other"]),
-            ({"rewards": ["consistency"], "judge_url": "http://x", "eval_judge_model": "other"}, ["other"]),
-        ],
-    )
-    def test_judges_in_the_process(self, changes, judges):
-        settings = {"rewards": ["redness"], "judge_model": "judge", **changes}
-        found = script_arguments.judges_of(script_arguments.ScriptArguments(**settings))
-        assert [model for model, url in found if url is None] == judges
-
     def test_the_rewards_of_the_evaluation_are_counted(self, tiny_plan, tiny_flux, tiny_qwen, prompts):
-        def plan(**changes):
-            settings = {"model_name_or_path": str(tiny_flux), "lora_r": 4, "judge_model": str(tiny_qwen), **changes}
-            return image_plan(script_arguments.ScriptArguments(**settings), tiny_plan.args, prompts)
-
-        found = [
-            {phase.name: phase.device for phase in each.phases(each.setting())}["evaluate"]["rewards"]
-            for each in (
-                plan(rewards=["redness"], eval_rewards=["consistency"]),
-                plan(rewards=["consistency"], eval_judge_model=str(tiny_qwen)),
-                plan(rewards=["redness"]),
-            )
-        ]
-        assert found[1] == 2 * found[0] > found[2] == 0
+        found = []
+        for changes in (
+            {"rewards": ["redness"], "eval_rewards": ["consistency"]},
+            {"rewards": ["consistency"], "eval_judge_model": str(tiny_qwen)},
+            {"rewards": ["redness"]},
+            {"rewards": ["consistency"], "judge_url": "http://x"},
+            {"rewards": ["consistency"], "judge_url": "http://x", "eval_judge_model": str(tiny_qwen)},
+        ):
+            options = {"model_name_or_path": str(tiny_flux), "lora_r": 4, "judge_model": str(tiny_qwen), **changes}
+            plan = doctor.image_plan(script_arguments.ScriptArguments(**options), tiny_plan.run.args, prompts)
+            found.append(plan.phases[-1].device["rewards"])
+        assert found == [found[0], 2 * found[0], 0, 0, found[0]] and found[0] > 0
 
     def test_a_judge_is_planned(self, tiny_qwen, tmp_path):
         arguments = ["--model_name_or_path", str(tiny_qwen), "--output_dir", str(tmp_path)]
         arguments += ["--dataset_name", "user/pairs", "--max_length", "128", "--use_cpu", "True", "--bf16", "False"]
         rows = doctor.examine("reward", [*arguments, "--device_memory", "24GiB"], Console(quiet=True))
-        assert [row.check for row in rows] == ["versions", "memory"]
-        assert rows[1].verdict == "ok" and "Micro-batches of 8 at 128 tokens" in rows[1].finding
-        (row,) = doctor.examine("reward", [*arguments, "--device_memory", "1MiB"], Console(quiet=True))[1:]
+        assert [(row.check, row.verdict) for row in rows] == [
+            ("versions", "ok"), ("configuration", "ok"), ("memory", "ok"),
+        ]  # fmt: skip
+        assert "Micro-batches of 8 at 128 tokens" in rows[2].finding
+        (*_, row) = doctor.examine("reward", [*arguments, "--device_memory", "1MiB"], Console(quiet=True))
         assert row.verdict == "failed" and "Nothing that the plan can change makes it fit" in row.advice
 
     @pytest.mark.parametrize("size", ["24", "-1GiB"])
@@ -600,26 +487,22 @@ class TestMemory:
 
 @pytest.mark.slow
 def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
-    settings = {"branch_size": 2, "sde_steps": [1], "tail_steps": 1, "gradient_checkpointing": False}
+    settings = {"branch_size": 2, "sde_steps": [1], "tail_steps": 1}
     rows = examine("ratio", **settings)
     assert verdicts(rows) == healthy("ratio") | {"reports before training": "warning"}
     assert "2 image(s), max |ratio - 1| before the first update 0 (step 1: 0)" in rows["ratio"].finding
-    assert "Checkpointing" not in rows["ratio"].finding
     found = examine("ratio", per_device_rollout_batch_size=4, sde_steps=[1])["ratio"].finding
     assert found.startswith("4 image(s), max |ratio - 1| before the first update ")
-    assert "Checkpointing costs a forward of each image: see if it fits with `--gradient" in found
 
 
-class TestReportsBeforeTraining:
-    def row(self, examine, **changes) -> doctor.Row:
+def test_the_cost_of_reports_is_what_they_generate(examine):
+    def row(**changes) -> doctor.Row:
         return examine("reports before training", **changes)["reports before training"]
 
-    def test_their_cost_is_what_they_generate(self, examine):
-        changes = {"tail_steps": 1, "num_inference_steps": 6, "tail_transfer_prompts": 3}
-        row = self.row(examine, **changes)
-        # 3 prompts x 4 images with each tail, of 4 and of 6 steps
-        assert row.verdict == "ok" and "24 images in up to 120 forwards" in row.finding
-        row = self.row(examine, resolution_transfer_prompts=20, num_generations_eval=2, num_inference_steps_eval=5)
-        # There are 15 prompts
-        assert row.verdict == "ok" and row.finding == "`resolution_transfer_prompts`: 60 images in 300 forwards."
-        assert self.row(examine).finding == "None."
+    found = row(tail_steps=1, num_inference_steps=6, tail_transfer_prompts=3)
+    # 3 prompts x 4 images with each tail, of 4 and of 6 steps
+    assert found.verdict == "ok" and "24 images in up to 120 forwards" in found.finding
+    found = row(resolution_transfer_prompts=20, num_generations_eval=2, num_inference_steps_eval=5)
+    # There are 15 prompts
+    assert found.verdict == "ok" and found.finding == "`resolution_transfer_prompts`: 60 images in 300 forwards."
+    assert row().finding == "None."

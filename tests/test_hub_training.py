@@ -325,7 +325,8 @@ def test_doctor(hub, tmp_path):
     def check(model: str, **settings) -> tuple[str, str]:
         args = PaCoGRPOConfig(f"{tmp_path}/out", use_cpu=True, bf16=False, hub_token=TOKEN, **settings)
         arguments = {"script_args": ScriptArguments(model), "args": args}
-        row = check_hub(DoctorState(lambda: None, tmp_path, True, f"{tmp_path}/out", **arguments))
+        run = {"push_to_hub": True, "output_dir": f"{tmp_path}/out"}
+        row = check_hub(DoctorState(lambda: None, tmp_path, run, **arguments))
         return row.verdict, row.finding
 
     hub.fault = lambda method, path: None

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, tiny
-from paco_trl.commands.memory import as_in_training
 from paco_trl.commands.sample_generator import SampleGenerator
+from paco_trl.planning.memory import as_in_training
 from paco_trl.rollout import PipelinePolicy, SDESettings, cast_floating_inputs, family_of, loading, replay
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer, set_kernels
 from test_branched_groups import CASES

@@ -17,24 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from paco_trl import PaCoRewardConfig, tiny
-from paco_trl.commands.memory import (
-    ImagePlan,
-    JudgePlan,
-    LiveBytes,
-    Setting,
-    affine,
-    as_in_training,
-    changes_of,
-    image_plan,
-    largest_batch,
-    measure_peak,
-    peak,
-    smallest_change,
-    training_parts,
-    weights_bytes,
-)
+from paco_trl.commands.doctor import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
+from paco_trl.planning import MemoryPlan, Phase, plan_memory
+from paco_trl.planning.memory import LiveBytes, affine, as_in_training, measure_peak, training_parts, weights_bytes
 from test_paco_nft_trainer import make_config, make_nft, pipeline  # noqa: F401
 
 
@@ -55,13 +42,37 @@ def allocated(function: Callable[[], object]) -> int:
     return highest
 
 
+LORA = LoraConfig(r=4, lora_alpha=8)
+
+
 @pytest.fixture
 def make_plan(tiny_flux, prompts, make_trainer) -> Callable:
-    def make(peft_config=LoraConfig(r=4, lora_alpha=8), **settings) -> ImagePlan:  # noqa: B008
-        args = make_trainer(**settings).args
-        return ImagePlan(str(tiny_flux), args, peft_config, prompts)
+    def make(peft_config=LORA, **settings) -> MemoryPlan:
+        return plan_memory(str(tiny_flux), make_trainer(**settings).args, prompts, peft_config)
 
     return make
+
+
+def device_of(plan: MemoryPlan, name: str = "train") -> dict[str, int]:
+    return {phase.name: phase.device for phase in plan.phases}[name]
+
+
+def recorded_by(trainer, count: int):
+    """A generator as training has it, and what it records of a micro-batch."""
+    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
+    generator.prepare()
+    return generator, generator.generate(count, generator.sde_settings(0.7)).records
+
+
+def allocated_in_a_step(trainer, count: int) -> int:
+    generator, records = recorded_by(trainer, count)
+
+    def step():
+        with as_in_training(trainer.compute_dtype):
+            generator.replay(records[0]).mean().backward()
+
+    step()
+    return allocated(step)
 
 
 def test_live_bytes():
@@ -91,24 +102,14 @@ def test_gradients_that_exist_are_not_counted():
 
 @pytest.mark.parametrize(("bf16", "checkpointing"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])
 def test_training_takes_what_is_planned(make_trainer, tiny_flux, prompts, bf16, checkpointing):
-    settings = {"bf16": bf16, "gradient_checkpointing": checkpointing}
-    trainer = make_trainer(**settings)
-    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
-    generator.prepare()
-    record = generator.generate(4, generator.sde_settings(0.7)).records[0]
-
-    def step():
-        with as_in_training(torch.bfloat16 if bf16 else torch.float32):
-            generator.replay(record).mean().backward()
-
-    step()
-    measured = allocated(step)
-    plan = ImagePlan(str(tiny_flux), trainer.args, LoraConfig(r=4, lora_alpha=8), prompts)
+    trainer = make_trainer(bf16=bf16, gradient_checkpointing=checkpointing)
+    measured = allocated_in_a_step(trainer, 4)
+    run = plan_memory(str(tiny_flux), trainer.args, prompts, LORA).run
     assert measured > 100_000
-    assert affine(lambda size: plan.peak("training", size, flag=checkpointing), 4) == pytest.approx(measured, rel=0.05)
+    assert affine(lambda size: run.peak("training", size, flag=checkpointing), 4) == pytest.approx(measured, rel=0.05)
     # One image less, or the other checkpointing, is no longer within it
     for size, flag in ((3, checkpointing), (4, not checkpointing)):
-        assert abs(plan.peak("training", size, flag=flag) / measured - 1) > 0.1
+        assert abs(run.peak("training", size, flag=flag) / measured - 1) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -120,23 +121,12 @@ def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompt
     FluxTransformer2DModel.from_config(config).save_pretrained(folder / "transformer")
     changes = {"bf16": True, "gradient_checkpointing": checkpointing, "quantization": method}
     trainer = make_trainer(model=str(folder), **changes)
-    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
-    generator.prepare()
-    record = generator.generate(1, generator.sde_settings(0.7)).records[0]
-
-    def step():
-        with as_in_training(torch.bfloat16):
-            generator.replay(record).mean().backward()
-
-    step()
-    measured = allocated(step)
-    plan = ImagePlan(str(folder), trainer.args, LoraConfig(r=4, lora_alpha=8), prompts)
-    (train,) = [phase for phase in plan.phases(replace(plan.setting(), batch_size=1)) if phase.name == "train"]
-    assert train.device["activations"] == pytest.approx(measured, rel=0.15)
-    assert plan.peak("training", 1, flag=checkpointing) < 0.8 * measured
-    nf4 = replace(plan.setting(), batch_size=1, quantization="nf4")
-    (train,) = [phase for phase in plan.phases(nf4) if phase.name == "train"]
-    assert train.device["activations"] == plan.peak("training", 1, flag=checkpointing)
+    measured = allocated_in_a_step(trainer, 1)
+    plan = replace(plan_memory(str(folder), trainer.args, prompts, LORA), batch_size=1)
+    assert device_of(plan)["activations"] == pytest.approx(measured, rel=0.15)
+    without = plan.run.peak("training", 1, flag=checkpointing)
+    assert without < 0.8 * measured
+    assert device_of(replace(plan, quantization="nf4"))["activations"] == without
 
 
 @pytest.mark.slow
@@ -147,36 +137,26 @@ def test_training_of_a_family_takes_what_is_planned(make_trainer, prompts, tmp_p
     trainer = make_trainer(
         model=folder, guidance_scale=4.0, negative_prompt=" ", gradient_checkpointing=False, **sizes
     )
-    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
-    generator.prepare()
-    record = generator.generate(4, generator.sde_settings(0.7)).records[0]
-
-    def step():
-        generator.replay(record).mean().backward()
-
-    step()
-    measured = allocated(step)
-    plan = ImagePlan(folder, trainer.args, LoraConfig(r=4, lora_alpha=8), prompts)
+    measured = allocated_in_a_step(trainer, 4)
+    plan = plan_memory(folder, trainer.args, prompts, LORA)
     assert measured > 100_000
-    assert affine(lambda size: plan.peak("training", size), 4) == pytest.approx(measured, rel=0.08)
-    assert abs(plan.peak("training", 3) / measured - 1) > 0.1
-    assert min(sum(phase.device.values()) for phase in plan.phases(plan.setting())[1:]) > 0
+    assert affine(lambda size: plan.run.peak("training", size), 4) == pytest.approx(measured, rel=0.08)
+    assert abs(plan.run.peak("training", 3) / measured - 1) > 0.1
+    assert min(phase.total for phase in plan.phases[1:]) > 0
 
 
 def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
     trainer = make_trainer(sde_steps=[0, 2])
-    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
-    generator.prepare()
-    records = generator.generate(count=4, sde=generator.sde_settings(0.7)).records
+    _, records = recorded_by(trainer, 4)
     tensors = [tensor for record in records for tensor in (record.sample, record.prev_sample, record.mean)]
     tensors += [t for r in records for call in r.calls for t in call.values() if isinstance(t, torch.Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    plan = ImagePlan(str(tiny_flux), trainer.args, LoraConfig(r=4), prompts)
-    phases = {phase.name: phase for phase in plan.phases(plan.setting())}
+    plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA)
+    kept = device_of(plan)["round"]
     # Four micro-batches, each of a prompt. Next to them only what is small: positions, timesteps, guidance
-    assert phases["train"].device["round"] <= 4 * sum(storages.values()) < 1.3 * phases["train"].device["round"]
-    offloaded = {p.name: p for p in plan.phases(replace(plan.setting(), offload_embeddings=True))}["train"]
-    assert 0 < offloaded.host["round"] == phases["train"].device["round"] - offloaded.device["round"]
+    assert kept <= 4 * sum(storages.values()) < 1.3 * kept
+    offloaded = {phase.name: phase for phase in replace(plan, offload_embeddings=True).phases}["train"]
+    assert 0 < offloaded.host["round"] == kept - offloaded.device["round"]
 
 
 @pytest.mark.parametrize("loss_type", ["nft", "awm"])
@@ -185,9 +165,8 @@ def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
     trainer.train()
     leaves = tree_leaves([vars(entry["record"]) for entry in trainer.buffer.entries])
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if torch.is_tensor(t)}
-    plan = ImagePlan(str(tiny_flux), trainer.args, LoraConfig(r=4), prompts)
-    (train,) = [phase for phase in plan.phases(plan.setting()) if phase.name == "train"]
-    assert sum(storages.values()) == pytest.approx(train.device["round"], rel=0.05)
+    plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA)
+    assert sum(storages.values()) == pytest.approx(device_of(plan)["round"], rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +180,11 @@ def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
     ],
 )
 def test_deepspeed_divides_by_stage(stage, frozen, trained, gradients, optimizer, average):
-    setting = Setting(zero_stage=stage, num_processes=2)
-    always, adds = training_parts(1000, 10, 4, setting, num_averages=1)
+    plan = MemoryPlan(None, zero_stage=stage, num_processes=2)
+    always, adds = training_parts(1000, 10, 4, plan, num_averages=1)
     assert list(always.values()) == [frozen, trained, optimizer, average]
     assert adds == {"gradients": gradients, "DDP's buckets": 40 if stage is None else 0}
-    assert training_parts(1000, 10, 4, replace(setting, ema_offload=True), 1)[0]["average"] == 0
+    assert training_parts(1000, 10, 4, replace(plan, ema_offload=True), 1)[0]["average"] == 0
 
 
 def test_quantized_weights():
@@ -218,14 +197,14 @@ def test_quantized_weights():
     assert weights_bytes(model, False, "nf4") == weights_bytes(model, trainable=False) == rest
 
 
-def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_qwen, prompts):
-    judge = JudgePlan(str(tiny_qwen), PaCoRewardConfig(bf16=True, use_cpu=True))
-    plan = ImagePlan(str(tiny_flux), make_trainer().args, LoraConfig(r=4, lora_alpha=8), prompts, [judge], 1000)
-    found = {}
-    for offload in (False, True):
-        setting = replace(plan.setting(), offload_rewards=offload)
-        found[offload] = {phase.name: phase for phase in plan.phases(setting)}
-    rewards, stays, visits = weights_bytes(judge.network) + 1000, found[False], found[True]
+def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_qwen, prompts, tmp_path):
+    models = [str(tiny_qwen), str(tiny.build_tiny_clip(tmp_path / "clip"))]
+    plan = plan_memory(str(tiny_flux), make_trainer().args, prompts, LORA, models)
+    without = replace(plan, serves_judge=True)
+    offloaded = replace(plan, offload_rewards=True)
+    stays, visits = ({phase.name: phase for phase in each.phases} for each in (plan, offloaded))
+    rewards, clip = stays["train"].device["rewards"], device_of(without)["rewards"]
+    assert rewards - clip == weights_bytes(plan.run.judges[0].network) and clip > 0
     for phase in ("generate", "decode", "train", "evaluate"):
         assert stays[phase].device["rewards"] == rewards and visits[phase].device["rewards"] == 0
     # Next to it: what a round keeps and the weights; no images are generated meanwhile
@@ -236,9 +215,8 @@ def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_
     assert {"activations of the judge"} <= shared & (
         stays["evaluate"].device.keys() - visits["evaluate"].device.keys()
     )
-    limit = peak(list(visits.values()))
-    assert limit < peak(list(stays.values()))
-    assert smallest_change(plan, plan.setting(), limit) == ["`--offload_rewards True`"]
+    assert offloaded.peak < plan.peak
+    assert [*plan.smallest_change(offloaded.peak)] == ["`--offload_rewards True`"]
 
 
 @pytest.mark.slow
@@ -246,26 +224,23 @@ def test_the_smallest_change_is_the_one_that_is_needed(make_plan):
     plan = make_plan(
         gradient_checkpointing=False, per_device_train_batch_size=1, height=128, width=128, resolution_scale=1.0
     )
-    setting = plan.setting()
-    needed = peak(plan.phases(setting))
-    assert not setting.gradient_checkpointing and setting.serves_judge
-    checkpointed = replace(setting, gradient_checkpointing=True)
-    limit = peak(plan.phases(checkpointed))
-    assert limit < needed
-    assert smallest_change(plan, setting, limit) == ["`--gradient_checkpointing True`"]
-    assert smallest_change(plan, setting, 1) is None
-    assert largest_batch(plan.phases, setting, needed) == 1
-    assert largest_batch(plan.phases, setting, needed - 1) == 0
-    assert largest_batch(plan.phases, setting, peak(plan.phases(replace(setting, batch_size=4)))) == 4
+    checkpointed = replace(plan, gradient_checkpointing=True)
+    assert checkpointed.peak < plan.peak and plan.serves_judge
+    assert plan.smallest_change(plan.peak) == {}
+    assert [*plan.smallest_change(checkpointed.peak)] == ["`--gradient_checkpointing True`"]
+    both = replace(checkpointed, quantization="nf4").peak
+    assert [*plan.smallest_change(both)] == ["`--gradient_checkpointing True`", "`--quantization nf4`"]
+    assert plan.smallest_change(1) is None
+    assert [plan.largest_batch(limit) for limit in (plan.peak - 1, plan.peak)] == [0, 1]
+    assert plan.largest_batch(replace(plan, batch_size=4).peak) == 4
 
 
 def test_all_weights_and_the_reference(make_plan):
     plan = make_plan(peft_config=None, ema_decay=0.9, norm_penalty=0.01)
-    (train,) = [phase for phase in plan.phases(plan.setting()) if phase.name == "train"]
-    weights = weights_bytes(plan.model, trainable=True)
+    weights = weights_bytes(plan.run.model, trainable=True)
     for part, factor in (("trained weights", 1), ("gradients", 1), ("optimizer", 2), ("average", 1), ("reference", 1)):
-        assert train.device[part] == factor * weights
-    assert not [text for text in changes_of(plan, plan.setting()) if "quantization" in text]
+        assert device_of(plan)[part] == factor * weights
+    assert plan.changes() and not [option for option in plan.changes() if "quantization" in option]
 
 
 def test_an_adapter_that_is_trained_further_is_there_twice(tiny_flux, prompts, make_trainer, tmp_path):
@@ -273,6 +248,16 @@ def test_an_adapter_that_is_trained_further_is_there_twice(tiny_flux, prompts, m
     save_file({}, tmp_path / "adapter_model.safetensors")
     options = ScriptArguments(str(tiny_flux), rewards=["redness"], adapter=str(tmp_path))
     for settings, copies in (({}, 0), ({"beta": 0.1}, 1), ({"beta": 0.1, "reference": "base"}, 0)):
-        plan = image_plan(options, make_trainer(**settings).args, prompts)
-        (train,) = [phase for phase in plan.phases(plan.setting()) if phase.name == "train"]
-        assert train.device["reference"] == copies * train.device["trained weights"]
+        device = device_of(image_plan(options, make_trainer(**settings).args, prompts))
+        assert device["reference"] == copies * device["trained weights"]
+
+
+def test_a_plan_is_a_table(tiny_qwen, tmp_path):
+    args = PaCoRewardConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=64, per_device_train_batch_size=2)
+    plan = plan_memory(str(tiny_qwen), args)
+    load, train, evaluate = plan.phases
+    assert isinstance(train, Phase) and train.total == sum(train.device.values()) > 0
+    assert plan.peak == max(train.total, evaluate.total) > load.total == 0
+    lines = {line.split()[0]: line for line in str(plan).splitlines() if line.split()}
+    assert "optimizer" in lines["train"] and f"{train.total / 2**20:.1f} MiB" in lines["train"]
+    assert "optimizer" in lines["evaluate"] and "optimizer" not in lines["load"]

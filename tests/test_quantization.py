@@ -24,10 +24,10 @@ import launching
 from paco_trl import PaCoGRPOConfig, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
 from paco_trl.commands.evaluate_arguments import JudgeOptions, load_judge
 from paco_trl.commands.evaluate_judge import JudgeArguments, evaluate
-from paco_trl.commands.memory import weights_bytes
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.hub.cards import render_card
+from paco_trl.planning.memory import weights_bytes
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.trainer.checks import check_quantization
 from test_doctor import HEALTHY, examine, make_arguments, prompt_rows, verdicts  # noqa: F401

@@ -18,9 +18,10 @@ from transformers import CLIPConfig
 
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, tiny
 from paco_trl.commands import doctor, reward
-from paco_trl.commands.memory import USABLE, ImagePlan, JudgePlan, image_plan, judge_plan, peak
 from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.script_arguments import ScriptArguments
+from paco_trl.planning import MemoryPlan
+from paco_trl.planning.memory import USABLE
 from paco_trl.rollout.families import FAMILIES
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.families.qwen_image import QwenImageFamily
@@ -187,17 +188,17 @@ def make_memory_plan(tmp_path_factory):
     CLIPConfig(**CLIP_H).save_pretrained(folder / "clip")
 
     @functools.cache
-    def make(recipe: str, options: tuple[str, ...]) -> ImagePlan | JudgePlan:
+    def make(recipe: str, options: tuple[str, ...]) -> MemoryPlan:
         values = yaml.safe_load(text_of(recipe))
         name = values["model_name_or_path"].split("/")[1]
         if name not in MODELS:
-            return judge_plan(*parse(recipe, *options, "--model_name_or_path", str(folder / "judge")))
+            return doctor.judge_plan(*parse(recipe, *options, "--model_name_or_path", str(folder / "judge")))
         builder, configs, _ = MODELS[name]
         if not (folder / name).exists():
             write_configs(getattr(tiny, builder)(folder / name), configs)
         local = {"model_name_or_path": name, "clip_model": "clip", "judge_model": "judge"}
         local = [word for option, value in local.items() for word in (f"--{option}", str(folder / value))]
-        return image_plan(*parse(recipe, *options, *local), rows_of(1024, values.get("edits", False)))
+        return doctor.image_plan(*parse(recipe, *options, *local), rows_of(1024, values.get("edits", False)))
 
     return make
 
@@ -210,7 +211,7 @@ def test_it_fits_the_memory_of_its_header(name, make_memory_plan):
     needed = []
     for options, num_processes in commands_of(name):
         plan = make_memory_plan(name, options)
-        needed.append(peak(plan.phases(replace(plan.setting(), num_processes=num_processes))) / GIB)
+        needed.append(replace(plan, num_processes=num_processes).peak / GIB)
     assert max(needed) <= USABLE * memory
     said = re.search(r"takes ([\d.]+) GiB", header)
     assert float(said[1]) == pytest.approx(max(needed), abs=0.3)

@@ -2,7 +2,6 @@
 """`paco-trl doctor`: checks of a training run, in minutes and without training."""
 
 import asyncio
-import functools
 import importlib.metadata
 import inspect
 import logging
@@ -12,62 +11,52 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils.modeling import convert_file_size_to_int
 from datasets import Dataset
 from huggingface_hub import HfApi
 from packaging.requirements import Requirement
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from PIL import Image
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
-from transformers.trainer_utils import IntervalStrategy
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
-from ..checkpointing.export import save_adapter, save_transformer
-from ..checkpointing.weights import gather_weights, load_weights, trained_parameters
+from ..checkpointing.export import save_adapter
+from ..checkpointing.weights import gather_weights, trained_parameters
 from ..data import split_grid
-from ..data.texts import describe_repeated
 from ..hub.account import check_base_model, check_repository
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
+from ..planning import MemoryPlan, plan_memory
+from ..planning.memory import USABLE, format_size
 from ..rewards.runner import RewardRunner
 from ..rollout.loading import load_lora
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
+from ..trainer.checks import check_train_dataset
 from ..trainer.rounds import RoundSchedule
 from . import reward
 from .env import VERSIONS, version_of
 from .grpo import parser_of
-from .memory import (
-    USABLE,
-    ImagePlan,
-    JudgePlan,
-    Phase,
-    format_size,
-    image_plan,
-    judge_plan,
-    largest_batch,
-    peak,
-    smallest_change,
-)
 from .options import option
 from .parser import CommandParser
-from .sample_generator import Generation, SampleGenerator
+from .sample_generator import SampleGenerator
 from .script_arguments import (
     ScriptArguments,
     check_evaluation,
+    check_judged,
     check_reward_names,
     get_peft_config,
+    judges_of,
     load_eval_prompts,
     load_eval_rewards,
     load_rewards,
@@ -77,9 +66,7 @@ from .script_arguments import (
 
 # Standard deviation of the adapter's B matrices in the round trip; they are 0 in a new adapter
 _ADAPTER_STD = 0.02
-# Noise that the round trip adds to trained weights, as a fraction of each one's root mean square
-_WEIGHT_NOISE = 0.02
-# Largest difference between two ways of loading an adapter, as a fraction of the adapter's effect. A wrong `lora_alpha`
+# Largest difference between two ways of loading, as a fraction of the effect of what is loaded. A wrong `lora_alpha`
 # changes the adapter by a factor, so by about 1 on this scale.
 _ROUND_TRIP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # Largest difference of the noise-free images, as a fraction of the largest number in the latent. In bf16 the pipeline's
@@ -114,49 +101,39 @@ class PlanArguments:
 
     def memory_of(self, args: Any) -> int | None:
         """Return the memory of the card."""
-        if self.device_memory is not None:
-            return parse_memory(self.device_memory)
-        if torch.cuda.is_available() and not args.use_cpu:
-            return torch.cuda.get_device_properties(args.device).total_memory
-        return None
-
-
-def parse_memory(text: str) -> int:
-    """Read a size such as "24GiB"."""
-    try:
-        size = convert_file_size_to_int(text.strip().upper())  # a lower-case b would be bits
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise ValueError(f"`--device_memory` is {text!r}; it must be a number with a unit, such as 24GiB or 80GB.")
-    return size
+        if (text := self.device_memory) is None:
+            is_there = torch.cuda.is_available() and not args.use_cpu
+            return torch.cuda.get_device_properties(args.device).total_memory if is_there else None
+        try:
+            size = convert_file_size_to_int(text.strip().upper())  # a lower-case b would be bits
+        except (ValueError, OverflowError):
+            size = 0
+        if size <= 0:
+            raise ValueError(f"`--device_memory` is {text!r}; it must be a number with a unit, such as 24GiB or 80GB.")
+        return size
 
 
 @dataclass
 class DoctorState:
-    """State of the checks: each adds what later ones need."""
+    """What the checks find: each adds what later ones need."""
 
     parse: Callable[..., tuple[Any, Any, PlanArguments]]  # takes further options
-    temporary_dir: str  # stands in for the output directory of the run
-    # Of the run; `args` has other values, so that the doctor leaves nothing behind
-    push_to_hub: bool = False
-    lacks_gpu: bool = False
-    output_dir: str = _MISSING
-    resume_from_checkpoint: str | bool | None = None
-    script_args: ScriptArguments = _MISSING
-    args: PaCoGRPOConfig = _MISSING
+    temporary_dir: str  # in place of the run's output directory, so that the doctor leaves nothing behind
+    run: dict[str, Any] = field(default_factory=dict)  # settings of the run that `args` has changed
+    skips: str = ""  # why no weights are loaded
+    script_args: Any = _MISSING
+    args: Any = _MISSING
     plan_args: PlanArguments = _MISSING
-    train_dataset: Dataset | None = None
+    train_dataset: Dataset = _MISSING
     eval_dataset: Dataset | None = None
     reward_funcs: list[Callable] | None = None
     eval_reward_funcs: list[Callable] | None = None
-    rewards: dict[str, tuple[RewardRunner, int]] = field(default_factory=dict)
     trainer: PaCoGRPOTrainer = _MISSING
     generator: SampleGenerator = _MISSING
     images: list[Image.Image] = field(default_factory=list)
 
 
-# ---- Checks ----
+# ---- Checks: what the package logs as a warning meanwhile is a warning of the row ----
 
 
 def check_versions(state: DoctorState) -> Row:
@@ -167,42 +144,40 @@ def check_versions(state: DoctorState) -> Row:
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_properties(0).name}, {bf16} bf16"
     versions = {name: version_of(name) for name in (_PACKAGE, *VERSIONS)}
     finding = f"{', '.join(f'{name} {version}' for name, version in versions.items() if version)}; {device}"
-    if versions[_PACKAGE] is None:
-        return Row(WARNING, finding, f"{_PACKAGE} is not installed, so its requirements are unknown: install it.")
     unmet = {}
-    for requirement in map(Requirement, importlib.metadata.requires(_PACKAGE) or []):
-        name, version = requirement.name, version_of(requirement.name)
-        is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        if is_extra and (name not in VERSIONS or version is None):
-            continue  # tools for development, or not used
-        if version is None or not requirement.specifier.contains(version, prereleases=True):
+    for requirement in map(Requirement, versions[_PACKAGE] and importlib.metadata.requires(_PACKAGE) or ()):
+        name, marker, version = requirement.name, requirement.marker, version_of(requirement.name)
+        is_used = marker is None or marker.evaluate({"extra": ""}) or versions.get(name) is not None
+        if is_used and not (version and requirement.specifier.contains(version, prereleases=True)):
             unmet[name] = f"{name} is {version or 'missing'}, needed is {requirement.specifier}"
     if not unmet:
         return Row(OK, finding)
-    advice = f"Install them: `pip install -U {' '.join(unmet)}`."
-    return Row(WARNING, f"{'; '.join(unmet.values())}. ({finding})", advice)
-
-
-def read_options(state: DoctorState) -> tuple[Any, str, list[Row]]:
-    """Parse the options; where only a GPU is missing, as for one, with a row that says so."""
-    try:
-        return *_with_warnings(state.parse), []
-    except ValueError as error:
-        if torch.accelerator.is_available():
-            raise
-        parsed, warned = _with_warnings(lambda: state.parse("--use_cpu", "True"))
-        state.lacks_gpu = True
-        if parsed[2].device_memory is not None:
-            return parsed, warned, []
-        advice = "On this machine the run stops with this message. All checks that need no GPU are made; `--use_cpu` makes the "
-        return parsed, warned, [Row(WARNING, str(error), f"{advice}others as well, on the CPU.", "precision")]
+    return Row(WARNING, f"{'; '.join(unmet.values())}. ({finding})", f"`pip install -U {' '.join(unmet)}`")
 
 
 def check_configuration(state: DoctorState) -> list[Row]:
-    """Check the settings, and how a round divides."""
-    (state.script_args, args, state.plan_args), warned, rows = read_options(state)
-    state.output_dir, state.resume_from_checkpoint = args.output_dir, args.resume_from_checkpoint
-    state.push_to_hub = args.push_to_hub
+    """Check the settings, and how a round divides; where only a GPU is missing, as for one."""
+    rows = []
+    try:
+        state.script_args, args, state.plan_args = state.parse()
+    except ValueError as error:
+        if torch.accelerator.is_available():
+            raise
+        state.script_args, args, state.plan_args = state.parse("--use_cpu", "True")
+        state.skips = "There is no GPU: no weights are loaded."
+        if state.plan_args.device_memory is None:
+            advice = "The run stops with this message. `--use_cpu` makes the other checks as well, on the CPU."
+            rows = [Row(WARNING, str(error), advice, "precision")]
+    state.args = args
+    if not isinstance(args, PaCoGRPOConfig):
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return [Row(OK, f"{batch} pairs for each optimizer step."), *rows]
+    if state.plan_args.device_memory is not None:
+        state.skips = "The memory is planned for another card: no weights are loaded."
+    elif isinstance(args, PaCoNFTConfig):
+        state.skips = "The checks of a rollout are for `grpo`: no weights are loaded."
+    names = ("output_dir", "push_to_hub", "resume_from_checkpoint")
+    state.run = {name: getattr(args, name) for name in names}
     args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
     if args.embeddings_dir is not None:
         args.embeddings_dir = str(Path(state.temporary_dir) / "embeddings")
@@ -210,36 +185,31 @@ def check_configuration(state: DoctorState) -> list[Row]:
     if args.num_iterations > 1:
         steps = args.round_plan.num_optimizer_steps * args.num_iterations
         finding += f" With `num_iterations` = {args.num_iterations}: {steps} optimizer steps a round."
-    state.args = args
-    return [Row(WARNING if warned else OK, finding, warned), *rows]
+    return [Row(OK, finding), *rows]
 
 
 def check_output_folder(state: DoctorState) -> Row:
     """Check the real output directory for a checkpoint to resume from, or for other checkpoints."""
-    checkpoint, warned = _with_warnings(lambda: find_checkpoint(state.output_dir, state.resume_from_checkpoint))
+    folder = state.run["output_dir"]
+    checkpoint = find_checkpoint(folder, state.run["resume_from_checkpoint"])
     if checkpoint is not None:
-        return Row(WARNING if warned else OK, f"The run continues from '{checkpoint}'.", warned)
-    found = checkpoints_of(state.output_dir)
-    if found:
-        finding = f"'{state.output_dir}' has {len(found)} checkpoint(s), the latest '{found[0].name}', but the run starts anew."
-        advice = (
-            "To resume, set `resume_from_checkpoint` to true. Otherwise choose another directory: the run refuses one "
-            "with checkpoints of other settings, and replaces those of its own."
-        )
-        return Row(WARNING, finding, advice)
-    return Row(OK, f"'{state.output_dir}' has no checkpoints; the run starts from the beginning.")
+        return Row(OK, f"The run continues from '{checkpoint}'.")
+    if not (found := checkpoints_of(folder)):
+        return Row(OK, f"'{folder}' has no checkpoints; the run starts from the beginning.")
+    finding = f"'{folder}' has {len(found)} checkpoint(s), the latest '{found[0].name}', but the run starts anew."
+    advice = "To resume, set `resume_from_checkpoint` to true. Otherwise choose another directory: "
+    return Row(WARNING, finding, f"{advice}the run refuses those of other settings, and replaces its own.")
 
 
 def check_hub(state: DoctorState) -> Row:
     """Check the token, the repository and the base model, without creating anything."""
-    args, script_args = state.args, state.script_args
-    if not state.push_to_hub:
+    args, script_args, run = state.args, state.script_args, state.run
+    if not run["push_to_hub"]:
         return Row(OK, "Nothing is pushed: `push_to_hub` is off.")
-    api = HfApi(token=args.hub_token, library_name=_PACKAGE)
-    base_model = script_args.model_name_or_path
+    api, base_model = HfApi(token=args.hub_token, library_name=_PACKAGE), script_args.model_name_or_path
     check_base_model(api, base_model)
     repo_id, is_there = check_repository(
-        api, args.hub_model_id or Path(state.output_dir).absolute().name, private=args.hub_private_repo,
+        api, args.hub_model_id or Path(run["output_dir"]).absolute().name, private=args.hub_private_repo,
         revision=args.hub_revision, published_files=PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER,
         base_model=base_model,
     )  # fmt: skip
@@ -249,67 +219,39 @@ def check_hub(state: DoctorState) -> Row:
 
 def check_data(state: DoctorState) -> Row:
     """Check the prompts, their sizes, and whether there are enough of them."""
-    script_args, args = state.script_args, state.args
+    script_args, args, layout = state.script_args, state.args, state.args.round_plan
     check_evaluation(script_args, args)
-    dataset = load_train_prompts(script_args)
-    findings = [_examine_prompts(dataset, args, "the dataset")]
-    state.eval_dataset = load_eval_prompts(script_args)
+    dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
+    check_judged(script_args, dataset)
+    findings = [_describe_prompts(check_train_dataset(dataset, args, RewardRunner([_no_reward])), args)]
     if state.eval_dataset is not None:
-        findings.append("Evaluation: " + _examine_prompts(state.eval_dataset, args, "the evaluation dataset"))
-    faults, remedies = [], []
-    if state.eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
-        requested = f"`eval_strategy` is '{args.eval_strategy.value}' and `eval_on_start` {args.eval_on_start}"
-        faults.append(f"{requested}, but there are no prompts to evaluate on.")
-        remedies.append(
-            "Name a split with `--eval_split`, or set `eval_strategy` to 'no' and `eval_on_start` to false."
-        )
-        # The later checks do not evaluate, so they can still run
-        args.eval_strategy, args.eval_on_start, args.load_best_model_at_end = IntervalStrategy.NO, False, False
-
-    layout = args.round_plan
-    rounds = len(dataset) // layout.num_prompts
-    if rounds == 0:
-        faults.append(f"A round takes {layout.num_prompts} different prompts.")
-        remedies.append(f"Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts.")
-        # The later checks use a single prompt, so they can still run
-        dataset = dataset.select([index % len(dataset) for index in range(layout.num_prompts)])
+        rows = PromptRows(state.eval_dataset, args, "the evaluation dataset")
+        findings.append(f"Evaluation: {_describe_prompts(rows, args)}")
     state.train_dataset = dataset
-    if faults:
-        return Row(FAILED, " ".join([*findings, *faults]), " ".join(remedies))
-    steps_per_round = layout.num_optimizer_steps * args.num_iterations
+    rounds, steps_per_round = len(dataset) // layout.num_prompts, layout.num_optimizer_steps * args.num_iterations
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rounds * steps_per_round)
     findings.append(
         f"{rounds} round(s) of {layout.num_prompts} in an epoch; the run: {steps} optimizer steps, "
         f"{steps / steps_per_round:g} round(s)."
     )
-    surplus = describe_repeated([] if script_args.edits else dataset["prompt"])
-    if surplus is None:
-        return Row(OK, " ".join(findings))
-    advice = "They are used more often than the others: remove them if that is not intended."
-    return Row(WARNING, " ".join([*findings, surplus]), advice)
+    return Row(OK, " ".join(findings))
 
 
-def _examine_prompts(dataset: Dataset, args: PaCoGRPOConfig, where: str) -> str:
-    rows = PromptRows(dataset, args, where)
-    sizes = Counter(
-        (height or args.height, width or args.width)
-        for height, width in rows.own_sizes
-        if rows.sources is None or (height is not None and width is not None)
-    )
-    described = [_listed(sizes, with_counts=True)] if sizes else []
-    if rows.sources is not None and len(rows) > sizes.total():
-        described.append(f"that of the source image for {len(rows) - sizes.total()}")
+def _describe_prompts(rows: PromptRows, args: PaCoGRPOConfig) -> str:
+    sizes = Counter((h or args.height, w or args.width) for h, w in rows.own_sizes if rows.sources is None or h and w)
+    own = [_listed(sizes)] if sizes else []
+    own += [f"that of the source image for {len(rows) - sizes.total()}"] if len(rows) > sizes.total() else []
     sources = "" if rows.sources is None else f"; up to {rows.sources.max_count} source image(s) each"
     return (
-        f"{len(dataset)} prompts (columns: {', '.join(dataset.column_names)}){sources}; panels "
-        f"{_listed(Counter(rows.layouts), with_counts=True)}; sizes {', '.join(described)}, generated in training at "
+        f"{len(rows)} prompts (columns: {', '.join(rows.dataset.column_names)}){sources}; panels "
+        f"{_listed(Counter(rows.layouts))}; sizes {', '.join(own)}, generated in training at "
         f"{args.resolution_scale:g} of it."
     )
 
 
 def check_transfer(state: DoctorState) -> Row:
     """Describe what the reports before training generate, and warn of a short tail without one."""
-    args, prompts, found, advice = state.args, len(state.train_dataset or []), [], ""
+    args, prompts, found, advice = state.args, len(state.train_dataset), [], ""
     if count := min(args.resolution_transfer_prompts, prompts):
         images, steps = 2 * count * args.num_generations_eval, args.num_inference_steps_eval
         found.append(f"`resolution_transfer_prompts`: {images} images in {images * steps} forwards.")
@@ -318,36 +260,27 @@ def check_transfer(state: DoctorState) -> Row:
         short = RoundSchedule(args, prompts).sde(round_index=0).num_steps(full)
         found.append(f"`tail_steps`: images of round 0 take {short} denoising steps in place of {full}.")
         found.append(f"`tail_transfer_prompts`: {2 * images} images in up to {images * (short + full)} forwards.")
-        if not images:
-            advice = "Whether the rewards rank a group alike with both tails is not measured: set `tail_transfer_prompts` to 16."
+        advice = "" if images else "To measure whether rewards rank alike, set `tail_transfer_prompts` to 16."
     return Row(WARNING if advice else OK, " ".join(found) or "None.", advice)
 
 
 def check_rewards_load(state: DoctorState) -> Row:
     """Check the rewards and their weights, before a model is loaded."""
-    script_args, args = state.script_args, state.args
-    functions = load_rewards(script_args)
+    args, functions = state.args, load_rewards(state.script_args)
     rewards = RewardRunner(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
+    state.eval_reward_funcs = load_eval_rewards(state.script_args, functions)
     state.reward_funcs = functions
-    state.rewards = {f"reward {name}": (rewards, index) for index, name in enumerate(rewards.names)}
     described = [f"{name} (weight {w:g})" for name, w in zip(rewards.names, rewards.weights.tolist(), strict=True)]
     finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
-    eval_functions = load_eval_rewards(script_args, functions)
-    if eval_functions is not None:
-        rewards = RewardRunner(eval_functions)
-        state.eval_reward_funcs = eval_functions
-        for index, name in enumerate(rewards.names):
-            if not any(rewards.functions[index] is other for other in functions):  # shared ones are checked once
-                state.rewards[f"evaluation reward {name}"] = (rewards, index)
-        finding += f" Evaluation: {', '.join(rewards.names)}."
+    if state.eval_reward_funcs is not None:
+        finding += f" Evaluation: {', '.join(RewardRunner(state.eval_reward_funcs).names)}."
     return Row(OK, finding)
 
 
 def check_model(state: DoctorState) -> Row:
     """Check that the model loads and that its adapter fits."""
-    args, script_args = state.args, state.script_args
-    reward_funcs: Any = state.reward_funcs
-    if reward_funcs is None:
+    args, script_args, reward_funcs = state.args, state.script_args, state.reward_funcs or []
+    if not reward_funcs:
         # That check has failed; the model can be checked without
         reward_funcs, args.reward_weights, args.reward_required = [_no_reward], None, None
     trainer = PaCoGRPOTrainer(
@@ -355,32 +288,25 @@ def check_model(state: DoctorState) -> Row:
         eval_dataset=state.eval_dataset, eval_reward_funcs=state.eval_reward_funcs,
         peft_config=get_peft_config(script_args),
     )  # fmt: skip
-    is_new_adapter = isinstance(trainer.model, PeftModel) and trainer.trained_from is None
-    generator = SampleGenerator(trainer.sampler, trainer.train_rows, args, is_new_adapter)
+    model, weights = trainer.model, list(trained_parameters(trainer.model).values())
+    num_trained, total = sum(p.numel() for p in weights), sum(p.numel() for p in model.parameters())
+    trained, is_new = f"no adapter: all weights of the transformer are trained, in {weights[0].dtype}", False
+    if isinstance(model, PeftModel):
+        total, is_new = (
+            model.get_nb_trainable_parameters()[1],
+            trainer.trained_from is None,
+        )  # 4-bit weights are packed
+        adapter, layers = model.peft_config[model.active_adapter], model.base_model.targeted_module_names
+        trained = f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers"
+        trained += "" if is_new else f", continued from '{script_args.adapter}'"
+    state.generator = SampleGenerator(trainer.sampler, trainer.train_rows, args, is_new)
     if args.deepspeed_plugin is None:
-        generator.prepare()
-    state.trainer, state.generator = trainer, generator
-    trained_weights = list(trained_parameters(trainer.model).values())
-    num_trained = sum(p.numel() for p in trained_weights)
-    num_frozen = sum(p.numel() for p in trainer.model.parameters()) - num_trained
-    if isinstance(trainer.model, PeftModel):
-        num_frozen = trainer.model.get_nb_trainable_parameters()[1] - num_trained  # two weights of 4 bits are one byte
-        adapter = trainer.model.peft_config[trainer.model.active_adapter]
-        layers = trainer.model.base_model.targeted_module_names
-        existing = script_args.adapter
-        origin = f", continued from '{existing}'" if existing is not None else ""
-        trained = (
-            f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers{origin}: {num_trained:,} "
-            f"parameters trained, {num_frozen:,} frozen."
-        )
-    else:
-        dtype = trained_weights[0].dtype
-        trained = f"no adapter: all weights of the transformer are trained, {num_trained:,} parameters in {dtype}"
-        trained += f", {num_frozen:,} frozen." if num_frozen else "."
+        state.generator.prepare()
+    state.trainer = trainer
     finding = (
         f"{type(trainer.pipeline).__name__} ({type(trainer.family).__name__}) on {trainer.accelerator.device}, "
-        f"{trainer.compute_dtype}; {trained} Trained at {_listed(generator.sizes)} (multiples of "
-        f"{trainer.size_multiple} pixels)."
+        f"{trainer.compute_dtype}; {trained}: {num_trained:,} parameters trained, {total - num_trained:,} frozen. "
+        f"Trained at {_listed(state.generator.sizes)} (multiples of {trainer.size_multiple} pixels)."
     )
     limit, epsilon = trainer.family.max_stable_epsilon, max(args.epsilon, args.epsilon_high or 0.0)
     if limit is None or args.loss_type != "grpo" or epsilon <= limit:
@@ -391,176 +317,139 @@ def check_model(state: DoctorState) -> Row:
 
 
 def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:
-    """Stand in for rewards that could not be loaded."""
+    """Stand in for rewards that are not loaded."""
     return [None] * len(completions)
 
 
 def check_memory(state: DoctorState) -> Row:
     """Plan the memory of a process by phase, from configs alone, and compare it with a device's."""
-    args, plan_args = state.args, state.plan_args
-    return memory_row(image_plan(state.script_args, args, state.train_dataset), plan_args.memory_of(args))
+    total = state.plan_args.memory_of(state.args)
+    make_plan = image_plan if isinstance(state.args, PaCoGRPOConfig) else judge_plan
+    return memory_row(make_plan(state.script_args, state.args, state.train_dataset), total)
 
 
-def check_judge_memory(state: DoctorState) -> list[Row]:
+def judge_plan(script_args: reward.ScriptArguments, args: Any, dataset: None = None) -> MemoryPlan:
     """Plan the memory of the training of a judge."""
-    (script_args, args, plan_args), _, rows = read_options(state)
-    return [*rows, memory_row(judge_plan(script_args, args), plan_args.memory_of(args))]
+    peft_config = LoraConfig(r=script_args.lora_r, target_modules=script_args.lora_target_modules)
+    quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
+    return plan_memory(script_args.model_name_or_path, args, None, peft_config, judge_quantization=quantization)
 
 
-def memory_row(plan: ImagePlan | JudgePlan, total: int | None) -> Row:
+def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Dataset) -> MemoryPlan:
+    """Plan the memory of a run of PaCo-GRPO, DiffusionNFT or AWM."""
+    rewards = {*script_args.rewards, *(script_args.eval_rewards or ())}
+    models = [model for model, url in judges_of(script_args) if url is None]
+    models += [script_args.clip_model] * len(rewards & {"clip_t", "clip_i"})
+    arguments = (script_args.model_name_or_path, args, dataset, get_peft_config(script_args))
+    return plan_memory(*arguments, models, script_args.judge_quantization)
+
+
+def memory_row(plan: MemoryPlan, total: int | None) -> Row:
     """Show the phases of a run, and compare them with a device of `total` bytes."""
-    setting = plan.setting()
-    phases = plan.phases(setting)
-    largest, needed = max(phases, key=lambda phase: peak([phase])), peak(phases)
-    lines = [
-        f"Micro-batches of {setting.batch_size} at {plan.size}: {format_size(needed)} on the device of each "
-        f"process, in `{largest.name}`."
-    ]
-    optim = getattr(plan.args.optim, "value", plan.args.optim)
+    lines, verdict, advice, limit = [plan.describe()], OK, "", USABLE * (total or 0)
+    optim: Any = getattr(plan.run.args.optim, "value", plan.run.args.optim)
     if not optim.startswith("adamw_torch") or "8bit" in optim or "4bit" in optim:
         fraction = "; 8-bit: a quarter of the states" if "8bit" in optim else ""
         lines.append(f"The optimizer `{optim}` is counted as AdamW in float32{fraction}.")
-    verdict, advice = OK, ""
     if total is None:
         lines.append("No CUDA device to compare with; `--device_memory 24GiB` plans for one.")
     else:
-        limit = USABLE * total
         lines.append(f"The device has {format_size(total)}, of which the plan may take {USABLE:.0%}.")
-        if needed > limit:
-            verdict = FAILED if needed > total else WARNING
-            changes = smallest_change(plan, setting, limit)
-            nothing = (
-                "Nothing that the plan can change makes it fit: use a larger device, or smaller images or models."
-            )
-            advice = f"The smallest change that fits: {' with '.join(changes)}." if changes else nothing
-        else:
-            fits = [f"{largest_batch(plan.phases, setting, limit)} at {plan.size}"]
-            if isinstance(plan, ImagePlan) and plan.sizes[0] != plan.sizes[1]:
-                batch = largest_batch(functools.partial(plan.phases, is_full=True), setting, limit)
-                fits.append("{} at {} x {}".format(batch or "none", *plan.sizes[1]))
-            lines.append(f"The largest micro-batch that fits: {', '.join(fits)}.")
-            without = replace(setting, gradient_checkpointing=False)
-            if without != setting and peak(plan.phases(without)) <= limit:
-                lines.append("`--gradient_checkpointing False` fits too, and saves a forward of each image.")
-    return Row(verdict, "\n".join(lines), advice, table=_table(phases))
-
-
-def _table(phases: list[Phase]) -> Table:
-    table = Table("phase", "device", "host", "on the device", box=None, pad_edge=False)
-    for name, device, host in phases:
-        parts = sorted(device.items(), key=lambda part: -part[1])
-        shown = ", ".join(f"{part} {format_size(size)}" for part, size in parts if size > sum(device.values()) / 100)
-        table.add_row(name, format_size(sum(device.values())), format_size(sum(host.values())), shown)
-    return table
+    if total is not None and plan.peak > limit:
+        verdict = FAILED if plan.peak > total else WARNING
+        changes = plan.smallest_change(limit)
+        advice = "Nothing that the plan can change makes it fit: use a larger device, or smaller images or models."
+        if changes is not None:
+            shown = ", with ".join(f"{change} ({price})" for change, price in changes.items())
+            advice = f"The smallest change that fits: {shown}."
+    elif total is not None:
+        lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
+        if plan.gradient_checkpointing and replace(plan, gradient_checkpointing=False).peak <= limit:
+            lines.append("`--gradient_checkpointing False` fits too, and saves a forward of each image.")
+    return Row(verdict, "\n".join(lines), advice, table=plan.table())
 
 
 def check_noise_free(state: DoctorState) -> Row:
     """Check that without noise the policy generates what the pipeline itself generates."""
-    generator, trainer = state.generator, state.trainer
+    generator = state.generator
     untouched = generator.generate_untouched()
     policy = generator.generate(sde=generator.sde_settings(noise_level=0.0))
     state.images.extend(policy.images)
     difference = (policy.latents - untouched.latents).abs().max().item()
     scale = untouched.latents.abs().max().item()
-    tolerance = _NOISE_FREE_TOLERANCE[trainer.compute_dtype]
+    accepted = _NOISE_FREE_TOLERANCE[state.trainer.compute_dtype] * scale
     finding = (
         f"{generator.height} x {generator.width} pixels, {state.args.num_inference_steps} steps: the last latents of the "
         f"untouched pipeline and of the policy at noise level 0 differ by {difference:.3g} (largest number "
-        f"{scale:.3g}, accepted {tolerance * scale:.3g})."
+        f"{scale:.3g}, accepted {accepted:.3g})."
     )
-    # `not <=` instead of `>`: it finds NaN as well
-    if not difference <= tolerance * scale:
-        advice = "Look for a changed scheduler, or an adapter that is not the identity when it is new."
-        return Row(FAILED, finding, f"The policy does not generate what the pipeline generates. {advice}")
-    return Row(OK, finding)
-
-
-@contextmanager
-def nonzero_adapter(model: nn.Module) -> Iterator[None]:
-    """Fill the matrices of a new adapter that are zero: a rollout or replay that leaves it out would not show."""
-    new = [weight for name, weight in model.named_parameters() if ".lora_B." in name and not weight.any()]
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in new:
-            weight.copy_(1e-3 * torch.randn(weight.shape, generator=generator))
-    try:
-        yield
-    finally:
-        for weight in new:
-            nn.init.zeros_(weight)
+    if difference <= accepted:  # NaN is not
+        return Row(OK, finding)
+    advice = "Look for a changed scheduler, or an adapter that is not the identity when it is new."
+    return Row(FAILED, finding, f"The policy does not generate what the pipeline generates. {advice}")
 
 
 def check_ratio(state: DoctorState) -> Row:
     """Check that the replay gives the log-probabilities of the rollout, and a gradient."""
     generator, trainer, args = state.generator, state.trainer, state.args
-    device, layout = trainer.accelerator.device, args.round_plan
-    deviations = {}
-    with nonzero_adapter(trainer.model):
-        generated = generator.generate(layout.rollout_batch_size, generator.sde_settings(args.noise_level))
-        state.images.extend(generated.images)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        for batch in generated.records:
-            log_probs = []
-            for record in split_record(batch, layout.num_merged_batches, trainer.family):
-                log_prob = generator.replay(record)
-                log_prob.mean().backward()
-                log_probs.append(log_prob.detach())
-            deviations[batch.index] = (torch.exp(torch.cat(log_probs) - batch.log_prob) - 1).abs().max().item()
-    gradients = [p.grad.abs().max().item() for p in trainer.model.parameters() if p.grad is not None]
+    device, layout, deviations = trainer.accelerator.device, args.round_plan, {}
+    rng = torch.Generator().manual_seed(args.seed)
+    for name, weight in trainer.model.named_parameters():
+        if ".lora_B." in name and not weight.any():  # of a new adapter, which a rollout or replay might leave out
+            nn.init.normal_(weight.data, std=1e-3, generator=rng)
+    generated = generator.generate(layout.rollout_batch_size, generator.sde_settings(args.noise_level))
+    state.images.extend(generated.images)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for batch in generated.records:
+        log_probs = []
+        for record in split_record(batch, layout.num_merged_batches, trainer.family):
+            log_prob = generator.replay(record)
+            log_prob.mean().backward()
+            log_probs.append(log_prob.detach())
+        deviations[batch.index] = (torch.exp(torch.cat(log_probs) - batch.log_prob) - 1).abs().max().item()
+    has_gradient = any(p.grad is not None and p.grad.any() for p in trainer.model.parameters())
     trainer.model.zero_grad(set_to_none=True)
-    worst = max(deviations.values(), key=lambda value: math.inf if math.isnan(value) else value)
     steps = ", ".join(f"step {index}: {value:.3g}" for index, value in deviations.items())
     finding = (
-        f"{layout.rollout_batch_size} image(s), max |ratio - 1| before the first update {worst:.3g} ({steps}); "
-        f"`ratio_tolerance` is {args.ratio_tolerance:.3g}."
+        f"{layout.rollout_batch_size} image(s), max |ratio - 1| before the first update "
+        f"{max(deviations.values()):.3g} ({steps}); `ratio_tolerance` is {args.ratio_tolerance:.3g}."
     )
     if device.type == "cuda":
-        allocated = torch.cuda.max_memory_allocated(device)
-        finding += (
-            f" Forward and backward took {format_size(allocated)} on the device, without the optimizer's states."
-        )
-    if args.activation_checkpointing:
-        finding += (
-            " Checkpointing costs a forward of each image: see if it fits with `--gradient_checkpointing False`."
-        )
-    if not worst <= args.ratio_tolerance:
+        allocated = format_size(torch.cuda.max_memory_allocated(device))
+        finding += f" Forward and backward took {allocated} on the device, without the optimizer's states."
+    if not all(value <= args.ratio_tolerance for value in deviations.values()):  # NaN is not
         advice = (
             "Rollout and training compute different numbers: look for dropout, for layers that behave differently with "
             f"gradients, for a compiled replay. In bf16 a deviation below `epsilon` ({args.epsilon:g}) can be rounding: "
             "then set `ratio_tolerance` above it."
         )
         return Row(FAILED, finding, advice)
-    if not any(gradients):
+    if not has_gradient:
         return Row(FAILED, f"{finding} What is trained gets no gradient.", "Find out what cuts the graph.")
     return Row(OK, finding)
 
 
 def check_round_trip(state: DoctorState) -> Row:
-    """Check that what is saved generates the same image again: an adapter in both formats, or the transformer."""
-    is_adapter = isinstance(state.trainer.model, PeftModel)
-    return _adapter_round_trip(state) if is_adapter else _transformer_round_trip(state)
-
-
-def _adapter_round_trip(state: DoctorState) -> Row:
+    """Check that an adapter in its files generates the same image again, by PEFT and by diffusers."""
     generator, trainer = state.generator, state.trainer
     model, pipeline = trainer.model, trainer.pipeline
+    if not isinstance(model, PeftModel):
+        return Row(OK, "There is no adapter: diffusers itself saves the transformer.")
     rng = torch.Generator().manual_seed(state.args.seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=rng) * _ADAPTER_STD)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.copy_(torch.randn(weight.shape, generator=rng) * _ADAPTER_STD)
     with model.disable_adapter():
-        base = generator.generate()
-    tuned = generator.generate()
+        base = generator.generate().latents
+    tuned = generator.generate().latents
 
     # A second copy of a large model may not fit: the adapter's layers are removed from the transformer, and loaded again
     # from the files
     with tempfile.TemporaryDirectory() as folder:
         save_adapter(model, pipeline, gather_weights(model, trained_parameters(model), zero_stage=0), folder)
-        transformer = model.unload()
-        loaded = PeftModel.from_pretrained(transformer, folder)
-        with_peft = generator.generate_with(loaded)
+        loaded = PeftModel.from_pretrained(model.unload(), folder)
+        by_peft = generator.generate_with(loaded).latents
         transformer = loaded.unload()
         if state.args.quantization == "fp8_storage":
             transformer.to(trainer.compute_dtype)  # diffusers rounds an adapter to the dtype of its layers
@@ -570,76 +459,27 @@ def _adapter_round_trip(state: DoctorState) -> Row:
             load_lora(pipeline, folder)
         finally:
             logging.disable(logging.NOTSET)
-        with_diffusers = generator.generate()
-    return _compare_loaded(
-        trainer.compute_dtype, base, tuned,
-        {"PeftModel.from_pretrained": with_peft, "pipe.load_lora_weights": with_diffusers},
-        "Random weights in the adapter", "The adapter has no effect on the image: check `lora_target_modules`.",
-        "adapter", "the versions of peft and diffusers (first row), and the scale `lora_alpha / r` in the files",
-    )  # fmt: skip
-
-
-def _transformer_round_trip(state: DoctorState) -> Row:
-    generator, trainer = state.generator, state.trainer
-    model, device = trainer.model, trainer.accelerator.device
-    rng = torch.Generator().manual_seed(state.args.seed)
-    base = generator.generate()
-    weights = trained_parameters(model)
-    originals = gather_weights(model, weights, zero_stage=0)
-    try:
-        with torch.no_grad():
-            for parameter in weights.values():
-                scale = _WEIGHT_NOISE * parameter.float().square().mean().sqrt().item()
-                parameter.add_((torch.randn(parameter.shape, generator=rng) * scale).to(parameter))
-        tuned = generator.generate()
-        with tempfile.TemporaryDirectory() as folder:
-            save_transformer(model, {name: p.detach() for name, p in weights.items()}, folder)
-            loaded = type(model).from_pretrained(folder, subfolder="transformer")
-            # A second copy of a large model may not fit on the device
-            model.to("cpu")
-            reloaded = generator.generate_with(loaded.to(device).train(model.training))
-    finally:
-        loaded = None
-        model.to(device)
-        load_weights(model, originals, zero_stage=0)
-    return _compare_loaded(
-        trainer.compute_dtype, base, tuned, {f"{type(model).__name__}.from_pretrained": reloaded},
-        "Noise in the transformer's weights",
-        "The weights have no effect on the image: find out which weights the pipeline uses.", "transformer",
-        "the version of diffusers (first row), and that the transformer's config and weights can be saved",
-    )  # fmt: skip
-
-
-def _compare_loaded(
-    dtype: torch.dtype,
-    base: Generation,
-    tuned: Generation,
-    loaded: dict[str, Generation],
-    change: str,
-    without_effect: str,
-    saved: str,
-    possible_causes: str,
-) -> Row:
-    """Compare what was loaded again, by the name of the loading function, with what was saved."""
-    effect = (tuned.latents - base.latents).abs().max().item()
-    differences = {name: (other.latents - tuned.latents).abs().max().item() for name, other in loaded.items()}
-    tolerance = _ROUND_TRIP_TOLERANCE[dtype]
-    finding = (
-        f"{change} change the last latents by {effect:.3g}. Saved and loaded again they differ by "
-        + " and ".join(f"{value:.3g} with `{name}`" for name, value in differences.items())
-        + f" (accepted {tolerance * effect:.3g})."
+        by_diffusers = generator.generate().latents
+    effect, peft, lora = (
+        (a - b).abs().max().item() for a, b in ((tuned, base), (by_peft, tuned), (by_diffusers, tuned))
     )
-    if not (math.isfinite(effect) and effect > 0):
-        return Row(FAILED, finding, without_effect)
-    if not all(value <= tolerance * effect for value in differences.values()):
-        effect_of = f"do not hold the {saved} that was trained: checkpoints of this run would generate something else"
-        return Row(FAILED, finding, f"The saved files {effect_of}. Check {possible_causes}.")
-    return Row(OK, finding)
+    accepted = _ROUND_TRIP_TOLERANCE[trainer.compute_dtype] * effect
+    finding = (
+        f"Random weights in the adapter change the last latents by {effect:.3g}. Saved and loaded again they differ by "
+        f"{peft:.3g} with `PeftModel.from_pretrained` and {lora:.3g} with `pipe.load_lora_weights` (accepted "
+        f"{accepted:.3g})."
+    )
+    if not 0 < effect < math.inf:
+        return Row(FAILED, finding, "The adapter has no effect on the image: check `lora_target_modules`.")
+    if peft <= accepted and lora <= accepted:  # NaN is not
+        return Row(OK, finding)
+    advice = "Checkpoints of this run would generate something else than what was trained. Check the versions of peft "
+    return Row(FAILED, finding, f"{advice}and diffusers (first row), and the scale `lora_alpha / r` in the files.")
 
 
 def check_reward_values(state: DoctorState) -> list[Row]:
     """Check each reward on the generated images."""
-    row, images = state.generator.row, state.images
+    row, images, trainer = state.generator.row, state.images, state.trainer
     # As in training: the columns of the dataset, the panels, and TRL's hooks
     arguments: dict[str, Any] = {name: [value] * len(images) for name, value in row.items() if name != "prompt"}
     arguments |= {
@@ -648,107 +488,104 @@ def check_reward_values(state: DoctorState) -> list[Row]:
         "completion_ids": None,
         "num_generations": len(images),
         "panel_images": [split_grid(image, row["rows"], row["cols"]) for image in images],
-        "trainer_state": state.trainer.state,
+        "trainer_state": trainer.state,
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
     }
-    rows = []
-    for title, (rewards, index) in state.rewards.items():
-        try:
-            values = rewards.call(index, **arguments)
-            values = asyncio.run(values) if inspect.iscoroutine(values) else values
-        except Exception as error:
-            rows.append(Row(FAILED, _message(error), "Correct the reward: in training this stops the run.", title))
-            continue
-        scored = [value for value in values if value is not None]
-        shown = ", ".join("None" if value is None else f"{value:.4g}" for value in values)
-        finding = f"{len(images)} images of one prompt: {shown}; {len(values) - len(scored)} None."
-        verdict, advice = OK, ""
-        if not scored:
-            verdict, advice = FAILED, "No image could be scored: find out why the reward returns None."
-        elif len(scored) > 1 and len(set(scored)) == 1:
-            verdict, advice = WARNING, "A group of equal values teaches nothing. Watch `frac_reward_zero_std`."
-        elif len(scored) < len(values):
-            verdict, advice = WARNING, "Images that get None are left out: find out why."
-        rows.append(Row(verdict, finding, advice, title))
-    return rows
+    rows: dict[Callable, Row] = {}  # those that the evaluation shares are checked once
+    for kind, runner in (("reward", trainer.rewards), ("evaluation reward", trainer.eval_rewards)):
+        for index, function in enumerate(runner.functions):
+            if function not in rows:
+                rows[function] = _value_row(f"{kind} {runner.names[index]}", runner, index, arguments)
+    return list(rows.values())
 
 
-class Check(NamedTuple):
-    """Check, with the attributes of [`DoctorState`] that it requires."""
+def _value_row(title: str, runner: RewardRunner, index: int, arguments: dict[str, Any]) -> Row:
+    try:
+        values: Any = runner.call(index, **arguments)
+        values = asyncio.run(values) if inspect.iscoroutine(values) else values
+    except Exception as error:
+        return Row(FAILED, _message(error), "Correct the reward: in training this stops the run.", title)
+    scored = [value for value in values if value is not None]
+    shown = ", ".join("None" if value is None else f"{value:.4g}" for value in values)
+    finding = f"{len(values)} images of one prompt: {shown}; {len(values) - len(scored)} None."
+    if not scored:
+        return Row(FAILED, finding, "No image could be scored: find out why the reward returns None.", title)
+    if len(scored) > 1 and len(set(scored)) == 1:
+        advice = "A group of equal values teaches nothing. Watch `frac_reward_zero_std`."
+        return Row(WARNING, finding, advice, title)
+    if len(scored) < len(values):
+        return Row(WARNING, finding, "Images that get None are left out: find out why.", title)
+    return Row(OK, finding, check=title)
 
-    name: str
-    examine: Callable[[DoctorState], Row | list[Row]]
-    needs: tuple[str, ...] = ()
 
+# ---- The command ----
 
-CHECKS = (
-    Check("versions", check_versions),
-    Check("configuration", check_configuration),
-    Check("output directory", check_output_folder, ("args",)),
-    Check("hub", check_hub, ("args",)),
-    Check("data", check_data, ("args",)),
-    Check("reports before training", check_transfer, ("args", "train_dataset")),
-    Check("rewards", check_rewards_load, ("args",)),
-    Check("model and adapter", check_model, ("args", "train_dataset")),
-    Check("memory", check_memory, ("args", "train_dataset")),
-    Check("noise-free image", check_noise_free, ("generator",)),
-    Check("ratio", check_ratio, ("generator",)),
-    Check("saved files", check_round_trip, ("generator",)),
-    Check("reward values", check_reward_values, ("generator", "images", "rewards")),
-)
-# Attribute -> the check that sets it
-_FOUND_BY = {
-    "args": "configuration",
-    "train_dataset": "data",
-    "rewards": "rewards",
-    "generator": "model and adapter",
-    "images": "noise-free image",
+# Name -> check, and the checks that it builds on
+CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
+    "versions": (check_versions, ()),
+    "configuration": (check_configuration, ()),
+    "output directory": (check_output_folder, ("configuration",)),
+    "hub": (check_hub, ("configuration",)),
+    "data": (check_data, ("configuration",)),
+    "reports before training": (check_transfer, ("data",)),
+    "rewards": (check_rewards_load, ("configuration",)),
+    "model and adapter": (check_model, ("data",)),
+    "memory": (check_memory, ("configuration", "data")),
+    "noise-free image": (check_noise_free, ("model and adapter",)),
+    "ratio": (check_ratio, ("model and adapter",)),
+    "saved files": (check_round_trip, ("model and adapter",)),
+    "reward values": (check_reward_values, ("rewards", "noise-free image")),
 }
-# These generate images, and DeepSpeed places the model on its device only when training begins
-_GENERATING = (check_noise_free, check_ratio, check_round_trip, check_reward_values)
 
 
 def examine(command: str, words: list[str], console: Console) -> list[Row]:
     """Run all checks that can run, with the options of a training command."""
-    rows, parse = [], _parser(command).parse_args_and_config
-    checks = CHECKS if command != "reward" else (CHECKS[0], Check("memory", check_judge_memory))
+    rows: list[Row] = []
+    parse, checks = _parser(command).parse_args_and_config, CHECKS
+    if command == "reward":
+        checks = {name: CHECKS[name] for name in ("versions", "configuration", "memory")}
     with tempfile.TemporaryDirectory() as temporary_dir:
         state = DoctorState(lambda *more: parse([*words, *more]), temporary_dir)
-        for number, check in enumerate(checks, start=1):
-            console.print(f"\\[{number}/{len(checks)}] {check.name} ...", highlight=False)
+        for number, (name, (check, needs)) in enumerate(checks.items(), start=1):
+            console.print(f"\\[{number}/{len(checks)}] {name} ...", highlight=False)
             started = time.perf_counter()
-            found = _make(check, state)
+            missing = [row.check for row in rows if row.check in needs and row.verdict in (FAILED, SKIPPED)]
+            found = [Row(SKIPPED, f"needs: {', '.join(missing)}")] if missing else run_check(check, state)
             for row in found:
-                row.check = row.check or check.name
+                row.check = row.check or name
                 seconds = time.perf_counter() - started
                 console.print(f"      {row.check}: {_colored(row.verdict)}, {seconds:.1f} s", highlight=False)
-            rows.extend(found)
+            rows += found
         if state.trainer is not None:
             state.trainer.accelerator.end_training()
     return rows
 
 
-def _make(check: Check, state: DoctorState) -> list[Row]:
-    if missing := [_FOUND_BY[name] for name in check.needs if not getattr(state, name)]:
-        return [Row(SKIPPED, f"needs: {', '.join(missing)}")]
-    if check.examine in _GENERATING and state.args.deepspeed_plugin is not None:
-        finding = "DeepSpeed places the model on its device only when training begins."
-        return [Row(SKIPPED, finding, "Run the doctor without it, on one GPU, to make this check.")]
+def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[Row]:
+    """Run a check, unless it needs weights or a placed model that are not there; its errors and warnings are rows."""
+    is_generating = check in (check_noise_free, check_ratio, check_round_trip)
+    handler, logger = BufferingHandler(1000), logging.getLogger(_PACKAGE)
+    handler.setLevel(logging.WARNING)
+    logger.addHandler(handler)
     try:
-        if check.examine in (check_rewards_load, check_model):
-            if check.examine is check_rewards_load:
+        if state.skips and check in (check_rewards_load, check_model):
+            if check is check_rewards_load:
                 check_reward_names(state.script_args)
-            if state.plan_args.device_memory is not None:
-                return [Row(SKIPPED, "The memory is planned for another card: no weights are loaded.")]
-            if isinstance(state.args, PaCoNFTConfig):
-                return [Row(SKIPPED, "The checks of a rollout are for `grpo`: no weights are loaded.")]
-            if state.lacks_gpu:
-                return [Row(SKIPPED, "There is no GPU: no weights are loaded.")]
-        found = check.examine(state)
+            return [Row(SKIPPED, state.skips)]
+        if is_generating and state.args.deepspeed_plugin is not None:
+            reason = "DeepSpeed places the model on its device only when training begins."
+            return [Row(SKIPPED, reason, "Run the doctor without it, on one GPU, to make this check.")]
+        found = check(state)
     except Exception as error:
         return [Row(FAILED, _message(error))]
-    return found if isinstance(found, list) else [found]
+    finally:
+        logger.removeHandler(handler)
+    rows = found if isinstance(found, list) else [found]
+    if handler.buffer and rows[0].verdict == OK and not is_generating:  # which warns of each prompt that CLIP cuts
+        warned = " ".join(dict.fromkeys(record.getMessage() for record in handler.buffer))
+        rows[0] = replace(rows[0], verdict=WARNING, advice=warned)
+    return rows
 
 
 def _parser(command: str) -> CommandParser:
@@ -758,17 +595,6 @@ def _parser(command: str) -> CommandParser:
         return reward.parser_of(PlanArguments, prog=program, description=text)
     config = PaCoNFTConfig if command == "nft" else PaCoGRPOConfig
     return parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
-
-
-def _with_warnings(function: Callable[[], Any]) -> tuple[Any, str]:
-    """Call a function, and return its result with the warnings that the package logged."""
-    handler, logger = BufferingHandler(1000), logging.getLogger(_PACKAGE)
-    handler.setLevel(logging.WARNING)
-    logger.addHandler(handler)
-    try:
-        return function(), " ".join(record.getMessage() for record in handler.buffer)
-    finally:
-        logger.removeHandler(handler)
 
 
 def _message(error: Exception) -> str:
@@ -781,9 +607,9 @@ def _colored(verdict: str) -> str:
     return f"[{_COLORS[verdict]}]{verdict}[/]"
 
 
-def _listed(counter: Counter, with_counts: bool = False) -> str:
+def _listed(counter: Counter) -> str:
     """Format `Counter({(2, 2): 12})` as "2 x 2 (12)", the most frequent first."""
-    shown = [f"{a} x {b}" + f" ({count})" * with_counts for (a, b), count in counter.most_common(4)]
+    shown = [f"{a} x {b} ({count})" for (a, b), count in counter.most_common(4)]
     return ", ".join(shown) + (f" and {len(counter) - 4} more" if len(counter) > 4 else "")
 
 

@@ -4,7 +4,6 @@
 import copy
 import functools
 import inspect
-import itertools
 import math
 import re
 import weakref
@@ -12,17 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
-import diffusers
 import torch
 from accelerate import init_empty_weights
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
@@ -33,14 +32,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText, CLIPConfig, CL
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
-from .. import PaCoGRPOConfig, PaCoRewardConfig
+from ..rewards.paco_reward import resolve_base_model
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
 from ..rollout.loading import keep_dtype_of_norms, prepare_transformer, read_peft_config
 from ..rollout.prompt_rows import PromptRows
+from ..trainer.paco_grpo_config import PaCoGRPOConfig
+from ..trainer.paco_reward_config import PaCoRewardConfig
 from ..trainer.paco_reward_trainer import complete_peft_config
-from ..utils.files import find_model_file
-from . import reward
-from .script_arguments import ScriptArguments, get_peft_config, judges_of
 
 
 # Fraction of a device that a plan may take: the rest is for CUDA, fragmentation, and what the plan leaves out
@@ -166,24 +164,19 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
             setattr(module, name, known[weight])
 
 
-class _ZeroEncoder(nn.Module):
-    """Text encoder that returns zeros of the real one's shapes, and keeps the largest input."""
+def return_zeros(encoder: Any, counts: dict[str, int], name: str) -> None:
+    """Let a text encoder return zeros of its own shapes, and keep the largest number of tokens it gets in `counts`."""
 
-    def __init__(self, encoder: Any):
-        super().__init__()
-        self.config, self.dtype, self.device = encoder.config, encoder.dtype, torch.device("cpu")
-        self.has_projection = hasattr(encoder, "text_projection")
-        self.num_tokens = 0
-        self.model = SimpleNamespace(norm=nn.Identity())  # which Qwen-Image-2.1's pipeline hooks
-
-    def forward(self, input_ids: torch.Tensor, *args, **kwargs) -> Any:
-        config = self.config.get_text_config()
-        self.num_tokens = max(self.num_tokens, input_ids.numel())
-        states = torch.zeros(*input_ids.shape, config.hidden_size, dtype=self.dtype)  # (B, L, D)
+    def forward(input_ids: torch.Tensor, *args, **kwargs) -> Any:
+        config = encoder.config.get_text_config()
+        counts[name] = max(counts.get(name, 0), input_ids.numel())
+        states = torch.zeros(*input_ids.shape, config.hidden_size, dtype=encoder.dtype)  # (B, L, D)
         each = {"last_hidden_state": states, "hidden_states": (states,) * (config.num_hidden_layers + 1)}
-        if self.has_projection:
+        if hasattr(encoder, "text_projection"):
             return CLIPTextModelOutput(text_embeds=states.new_zeros(len(states), config.projection_dim), **each)
         return BaseModelOutputWithPooling(pooler_output=states[:, 0], **each)
+
+    encoder.forward = forward
 
 
 class _PlanMode(FakeTensorMode):
@@ -200,19 +193,14 @@ class _PlanMode(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def build_components(model: str, dtypes: dict[str, torch.dtype], **where) -> tuple[type, dict[str, Any]]:
-    """Build the parts of a pipeline from its configs, the models without data; return its class too."""
-    index = DiffusionPipeline.load_config(model, **where)
+def load_without_weights(model: str, dtypes: dict[str, torch.dtype], **where) -> DiffusionPipeline:
+    """Load a pipeline whose models are built from their configs, on the meta device."""
     parts: dict[str, Any] = {}
-    for name, entry in index.items():
-        if name.startswith("_"):
-            continue
+    for name, entry in DiffusionPipeline.load_config(model, **where).items():
         if not isinstance(entry, list | tuple) or entry[0] is None:  # a setting, or a part that is left out
-            parts[name] = None if isinstance(entry, list | tuple) else entry
             continue
         kind = getattr(import_module(entry[0]), entry[1])
         if not issubclass(kind, nn.Module):
-            parts[name] = kind.from_pretrained(model, subfolder=name, **where)
             continue
         is_diffusers = hasattr(kind, "load_config")
         read = kind.load_config if is_diffusers else kind.config_class.from_pretrained
@@ -222,56 +210,56 @@ def build_components(model: str, dtypes: dict[str, torch.dtype], **where) -> tup
             if not is_diffusers:
                 part.tie_weights()
         parts[name] = part.to(dtypes.get(name, dtypes["default"])).requires_grad_(False).eval()
-    return getattr(diffusers, index["_class_name"]), parts
+    return DiffusionPipeline.from_pretrained(model, **parts, **where)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Settings of a run that a plan may propose to change."""
+class Phase:
+    """
+    Memory of one process in a phase of a run.
 
-    batch_size: int = 1
-    gradient_checkpointing: bool = True
-    quantization: str | None = None
-    offload_embeddings: bool = False
-    offload_rewards: bool = False
-    ema_offload: bool = False
-    vae_tiling: bool = False
-    serves_judge: bool = False
-    zero_stage: int | None = None
-    num_processes: int = 1
-
-
-class Phase(NamedTuple):
-    """Bytes of one process in a phase of a run, by what takes them."""
+    Attributes:
+        name (`str`):
+            `load`, `encode`, `generate`, `decode`, `score`, `train` or `evaluate`; of a judge `load`, `train`, `evaluate`.
+        device (`dict[str, int]`):
+            Bytes on the device by what takes them, such as `frozen weights`, `optimizer` and `activations`.
+        host (`dict[str, int]`):
+            Bytes of host memory by what takes them.
+    """
 
     name: str
     device: dict[str, int]
     host: dict[str, int]
 
-
-def peak(phases: list[Phase]) -> int:
-    """Return the largest number of bytes on the device."""
-    return max(sum(phase.device.values()) for phase in phases)
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.device.values())
 
 
 def training_parts(
-    frozen: int, num_trained: int, element_size: int, setting: Setting, num_averages: int = 0
+    frozen: int, num_trained: int, element_size: int, plan: "MemoryPlan", num_averages: int = 0
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Count what a training always keeps on the device, and what a micro-batch adds next to its activations."""
     # DeepSpeed keeps float32 masters. ZeRO divides them and the optimizer's states from stage 1, gradients from stage 2,
     # weights from stage 3.
-    stage = setting.zero_stage or 0
-    optimizer, gradient, weight = (setting.num_processes if stage >= first else 1 for first in (1, 2, 3))
+    stage = plan.zero_stage or 0
+    optimizer, gradient, weight = (plan.num_processes if stage >= first else 1 for first in (1, 2, 3))
     full = _FLOAT32 * num_trained
-    masters = 0 if setting.zero_stage is None else full // optimizer
+    masters = 0 if plan.zero_stage is None else full // optimizer
     always = {
         "frozen weights": frozen // weight,
         "trained weights": element_size * num_trained // weight + masters,
         "optimizer": 2 * full // optimizer,  # AdamW's two averages
-        "average": 0 if setting.ema_offload else num_averages * full // weight,
+        "average": 0 if plan.ema_offload else num_averages * full // weight,
     }
-    has_buckets = setting.num_processes > 1 and setting.zero_stage is None
+    has_buckets = plan.num_processes > 1 and plan.zero_stage is None
     return always, {"gradients": full // gradient, "DDP's buckets": full if has_buckets else 0}
+
+
+def judge_tokens(pixels: int) -> int:
+    """Count the tokens of a pair for a Qwen2.5-VL: one for 28 x 28 pixels of two images, and 512 of text."""
+    return 2 * pixels // 28**2 + 512
 
 
 def affine(measure: Callable[[int], int], batch_size: int) -> int:
@@ -282,21 +270,30 @@ def affine(measure: Callable[[int], int], batch_size: int) -> int:
     return one + (batch_size - 1) * (measure(2) - one)
 
 
-class JudgePlan:
-    """Memory of a vision-language judge, in training or as a reward; its vision tower is counted by its weights."""
+class JudgeRun:
+    """Training of a judge, or without `args` a judge as a reward; its vision tower is counted by its weights."""
 
-    def __init__(self, model: str, args: Any, peft_config: LoraConfig | None = None, quantization: str | None = None):
-        self.args, self.mode, self.quantization = args, FakeTensorMode(allow_non_fake_inputs=True), quantization
-        self.dtype = torch.bfloat16 if args.bf16 else torch.float32
+    def __init__(
+        self, model: str, args: PaCoRewardConfig | None, peft_config: LoraConfig | None, quantization: str | None
+    ):
+        self.mode, self.quantization = FakeTensorMode(allow_non_fake_inputs=True), quantization
+        self.dtype = torch.bfloat16 if args is None or args.bf16 else torch.float32
         with init_empty_weights():
             config = AutoConfig.from_pretrained(model)
             self.network = AutoModelForImageTextToText.from_config(config, dtype=self.dtype).requires_grad_(False)
             self.model = self.network if peft_config is None else get_peft_model(self.network, peft_config)
         fake_weights(self.model, self.mode)
+        if args is None:
+            return
+        self.args = args
         self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
         pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
         self.num_tokens = min(judge_tokens(pixels), args.max_length or math.inf)  # of the longest pair
         self.size = f"{self.num_tokens} tokens"
+        self.settings = {
+            "batch_size": args.per_device_train_batch_size, "gradient_checkpointing": args.gradient_checkpointing,
+            "quantization": quantization, "num_processes": args.world_size,
+        }  # fmt: skip
 
     @functools.cache  # noqa: B019  (lives as long as the plan)
     def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
@@ -308,21 +305,13 @@ class JudgePlan:
             model = self.model.train() if trains else None
             return measure_peak(lambda: decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state, model)
 
-    def setting(self) -> Setting:
-        """Return the setting of the run."""
-        args = self.args
-        return Setting(
-            args.per_device_train_batch_size, args.gradient_checkpointing, self.quantization, serves_judge=True,
-            zero_stage=zero_stage(args), num_processes=args.world_size,
-        )  # fmt: skip
-
-    def phases(self, setting: Setting) -> list[Phase]:
+    def phases(self, plan: "MemoryPlan") -> list[Phase]:
         """Return the phases of a run."""
-        frozen = weights_bytes(self.model, False, setting.quantization)
-        element_size = _FLOAT32 if setting.zero_stage is None else 2
-        always, adds = training_parts(frozen, self.num_trained, element_size, setting)
-        checkpointing, count = setting.gradient_checkpointing, self.num_tokens
-        trained = affine(lambda size: self.peak(size, count, True, checkpointing), setting.batch_size)
+        frozen = weights_bytes(self.model, False, plan.quantization)
+        element_size = _FLOAT32 if plan.zero_stage is None else 2
+        always, adds = training_parts(frozen, self.num_trained, element_size, plan)
+        checkpointing, count = plan.gradient_checkpointing, self.num_tokens
+        trained = affine(lambda size: self.peak(size, count, True, checkpointing), plan.batch_size)
         evaluated = affine(lambda size: self.peak(size, count), self.args.per_device_eval_batch_size)
         return [
             Phase("load", {}, {"weights": weights_bytes(self.network)}),
@@ -331,25 +320,31 @@ class JudgePlan:
         ]
 
 
-class ImagePlan:
-    """Memory of a run of PaCo-GRPO, DiffusionNFT or AWM, for the row with the largest images and the longest prompt."""
+class ImageRun:
+    """Training of an image model, for the row with the largest images and the longest prompt."""
 
     # Prompts are read by the real tokenizers and by text encoders that return zeros, and the pipeline itself makes the
     # transformer's arguments. The transformer, its backward and the VAE run on tensors without data.
 
     def __init__(
-        self, model: str, args: Any, peft_config: LoraConfig | None, dataset: Dataset,
-        judges: Sequence[JudgePlan] = (), reward_bytes: int = 0, **where,
+        self, model: str, args: PaCoGRPOConfig, peft_config: Any, dataset: Dataset | None,
+        reward_models: Sequence[str], judge_quantization: str | None,
     ):  # fmt: skip
-        self.args, self.judges, self.reward_bytes, self.mode = args, judges, reward_bytes, _PlanMode()
+        self.args, self.mode = args, _PlanMode()
+        self._read_rewards(reward_models, judge_quantization)
         dtype = torch.bfloat16 if args.bf16 else torch.float32
-        is_deepspeed = args.deepspeed_plugin is not None
+        is_deepspeed, is_continued = args.deepspeed_plugin is not None, isinstance(peft_config, str)
         self.in_training = functools.partial(as_in_training, dtype, not is_deepspeed)
         dtypes = {"default": dtype} | ({"transformer": torch.float32} if not (peft_config or is_deepspeed) else {})
-        pipeline_class, parts = build_components(model, dtypes, **where)
-        pipeline, transformer = pipeline_class(**parts), parts["transformer"]
+        init = args.model_init_kwargs or {}
+        where = {name: init[name] for name in ("revision", "cache_dir", "token") if name in init}
+        pipeline = load_without_weights(model, dtypes, **where)
+        transformer, parts = pipeline.transformer, pipeline.components
         self.pipeline, self.family, self.transformer = pipeline, family_of(pipeline), transformer
         self.signature = inspect.signature(transformer.forward)
+        if is_continued:
+            peft_config = read_peft_config(peft_config, model, init)
+            peft_config.inference_mode = False
         with init_empty_weights():
             keep_dtype_of_norms(pipeline.transformer)
             self.model = prepare_transformer(pipeline, self.family, peft_config, not is_deepspeed)
@@ -360,11 +355,17 @@ class ImagePlan:
         self.policy = PipelinePolicy(pipeline, self.family, self.model.train(), self.signature)
         if is_deepspeed:
             cast_floating_inputs(self.model, dtype)
-        has_reference = args.has_reference and peft_config is None
-        self.reference_bytes = sum(p.numel() for p in transformer.parameters()) * dtype.itemsize * has_reference
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.num_trained, self.element_size = sum(w.numel() for w in weights), weights[0].element_size()
+        self.reference_bytes = 0
+        if args.has_reference and peft_config is None:
+            self.reference_bytes = sum(p.numel() for p in transformer.parameters()) * dtype.itemsize
+        elif args.has_reference and is_continued and args.reference == "initial":  # the adapter `ref`
+            self.reference_bytes = self.element_size * self.num_trained
         self.text_encoders = {name: parts[name] for name in self.family.text_encoders if parts[name] is not None}
+        self.num_prompt_tokens: dict[str, int] = {}
         for name, encoder in self.text_encoders.items():
-            object.__setattr__(pipeline, name, _ZeroEncoder(encoder))
+            return_zeros(encoder, self.num_prompt_tokens, name)
         guidance = (args.guidance_scale, args.negative_prompt)
         self.negative_prompt = self.family.resolve_negative_prompt(pipeline, *guidance)
         rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
@@ -373,11 +374,30 @@ class ImagePlan:
         self.sizes = rows.training_sizes[self.number], rows.inference_sizes[self.number]
         self.scales, self.size = (args.resolution_scale, 1.0), "{} x {}".format(*self.sizes[0])
         self.channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
-        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
-        self.num_trained, self.element_size = sum(w.numel() for w in weights), weights[0].element_size()
+        names = ("quantization", "offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
+        self.settings = {name: getattr(args, name) for name in names} | {
+            "batch_size": args.round_plan.batch_size, "gradient_checkpointing": args.activation_checkpointing,
+            "serves_judge": not self.judges, "num_processes": args.round_plan.num_processes,
+        }  # fmt: skip
+
+    def _read_rewards(self, models: Sequence[str], quantization: str | None) -> None:
+        """Build the judges that rewards load, each once, and count the weights of their CLIPs."""
+        known: dict[str, JudgeRun] = {}
+        self.judges: list[JudgeRun] = []
+        self.clip_bytes = 0
+        for name in models:
+            base, _, _ = resolve_base_model(name, {})
+            config = AutoConfig.from_pretrained(base)
+            if isinstance(config, CLIPConfig):
+                with init_empty_weights():
+                    self.clip_bytes += weights_bytes(CLIPModel(config))
+                continue
+            if base not in known:
+                known[base] = JudgeRun(base, None, None, quantization)
+            self.judges.append(known[base])
 
     @functools.cache  # noqa: B019  (lives as long as the plan)
-    def embeddings(self, is_full: bool) -> dict[str, torch.Tensor]:
+    def embeddings(self, is_full: bool = False) -> dict[str, torch.Tensor]:
         """Encode the prompt and the negative prompt: zeros of the real shapes, batch dimension 1."""
         images = self.rows.images(self.number) if self.family.prompt_sees_images else []
         where = (torch.device("cpu"), images, self.scales[is_full])
@@ -426,14 +446,15 @@ class ImagePlan:
         """Return the peak of the text encoders for the longest prompt they have seen."""
         peaks = [0]
         for name, encoder in self.text_encoders.items():
-            count, config = getattr(self.pipeline, name).num_tokens, encoder.config
+            count, config = self.num_prompt_tokens[name], encoder.config
+            encode = functools.partial(type(encoder).forward, encoder)
             with self.mode:
                 inputs = {"input_ids": torch.zeros(1, count, dtype=torch.long)}
                 if hasattr(config, "vision_config"):  # whose images become tokens of the language model
                     width = config.get_text_config().hidden_size
                     inputs = {"inputs_embeds": torch.empty(1, count, width, dtype=encoder.dtype), "use_cache": False}
-                    encoder = encoder.get_decoder()
-                peaks.append(measure_peak(functools.partial(encoder, **inputs)))
+                    encode = encoder.get_decoder()
+                peaks.append(measure_peak(functools.partial(encode, **inputs)))
         return max(peaks)
 
     @functools.cache  # noqa: B019
@@ -461,29 +482,19 @@ class ImagePlan:
         encoders = [weights_bytes(each, False, quantization) for each in self.text_encoders.values()]
         return weights_bytes(self.model, False, quantization), sum(encoders)
 
-    def setting(self) -> Setting:
-        """Return the setting of the run."""
-        args, layout = self.args, self.args.round_plan
-        names = ("offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
-        return Setting(
-            layout.batch_size, args.activation_checkpointing, getattr(args, "quantization", None),
-            **{name: getattr(args, name) for name in names}, serves_judge=not self.judges,
-            zero_stage=zero_stage(args), num_processes=layout.num_processes,
-        )  # fmt: skip
-
-    def phases(self, setting: Setting, is_full: bool = False) -> list[Phase]:
-        """Return the phases of a run; `is_full` trains at the inference size."""
-        args, layout, tiled = self.args, self.args.round_plan, setting.vae_tiling
+    def phases(self, plan: "MemoryPlan") -> list[Phase]:
+        """Return the phases of a run."""
+        args, layout, tiled = self.args, self.args.round_plan, plan.vae_tiling
         is_nft, has_old_policy = hasattr(args, "nft_beta"), getattr(args, "keeps_old_policy", False)  # another average
         averages = (args.ema_decay is not None) + has_old_policy
-        frozen, encoders = self.frozen_bytes(setting.quantization)
-        always, adds = training_parts(frozen, self.num_trained, self.element_size, setting, averages)
-        vae, stage3 = weights_bytes(self.vae), setting.num_processes if setting.zero_stage == 3 else 1
+        frozen, encoders = self.frozen_bytes(plan.quantization)
+        always, adds = training_parts(frozen, self.num_trained, self.element_size, plan, averages)
+        vae, stage3 = weights_bytes(self.vae), plan.num_processes if plan.zero_stage == 3 else 1
         always["reference"] = self.reference_bytes // stage3
-        judges = () if setting.serves_judge else self.judges
+        judges = () if plan.serves_judge else self.judges
         judged = sum(weights_bytes(judge.network, False, judge.quantization) for judge in judges)
-        rewards = self.reward_bytes + judged
-        always["rewards"] = 0 if setting.offload_rewards else rewards
+        rewards = self.clip_bytes + judged
+        always["rewards"] = 0 if plan.offload_rewards else rewards
 
         # A round: float32 latents of each image and step, and embeddings, which images of a prompt share unless batches
         # cross prompts. With source images the transformer's input is kept as well; in DiffusionNFT and AWM an image's two
@@ -491,49 +502,49 @@ class ImagePlan:
         images = layout.micro_batches_per_process * layout.batch_size
         crosses_prompts = layout.num_generations % layout.rollout_batch_size != 0
         prompts = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
-        prompt = sum(tensor.numel() for tensor in self.embeddings(is_full).values())
-        latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]) * self.channels
+        prompt = sum(tensor.numel() for tensor in self.embeddings().values())
+        latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[0]) * self.channels
         once, kept = (2, 3) if is_nft else (0, 3)
         kept += 2 * bool(self.rows.sources)
         kept += has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
         embeddings = _FLOAT32 * prompts * prompt
         always["round"] = _FLOAT32 * (once + kept * layout.num_trained_steps) * images * latent
-        always["round"] += 0 if setting.offload_embeddings else embeddings
+        always["round"] += 0 if plan.offload_embeddings else embeddings
 
         # bitsandbytes dequantizes again in the backward, so that no copies of NF4's weights are kept
-        copied = None if setting.quantization == "nf4" else setting.quantization
+        copied = None if plan.quantization == "nf4" else plan.quantization
 
-        def allocated(kind: str, count: int, is_full: bool = is_full, flag: bool = False) -> int:
+        def allocated(kind: str, count: int, is_full: bool = False, flag: bool = False) -> int:
             quantization = None if kind == "decoding" else copied
             return affine(lambda size: self.peak(kind, size, is_full, flag, quantization), count)
 
-        batch, evaluated = setting.batch_size * layout.num_merged_batches, args.per_device_eval_batch_size
+        batch, evaluated = plan.batch_size * layout.num_merged_batches, args.per_device_eval_batch_size
         step, decode = allocated("generation", batch), allocated("decoding", batch, flag=tiled)
         full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
         # A branch takes one row where only its stochastic step is trained
         shared = args.branch_size if layout.num_trained_steps == 1 else 1
-        trained = allocated("training", -(-setting.batch_size // shared), flag=setting.gradient_checkpointing)
-        count = judge_tokens(math.prod(self.sizes[is_full]))
+        trained = allocated("training", -(-plan.batch_size // shared), flag=plan.gradient_checkpointing)
+        count = judge_tokens(math.prod(self.sizes[0]))
         scored = max((judge.peak(8, count) for judge in judges), default=0)
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation
         gathered = frozen + self.element_size * self.num_trained if is_gathered else 0
         rollout = {**always, "gathered weights": gathered, "VAE": vae}
         # Rewards are computed while the next images are generated; offloaded ones visit after the last
-        visits, judging = setting.offload_rewards, {"activations of the judge": scored}
+        visits, judging = plan.offload_rewards, {"activations of the judge": scored}
         score = {**always, "rewards": rewards} if visits else {**rollout, "activations": max(step, decode)}
         # Weights come to the device after the prompts are encoded, except those that bitsandbytes quantizes there
         encoding = {"text encoders": encoders, "activations": self.encoding()}
-        encoding["frozen weights"] = frozen if setting.quantization == "nf4" else 0
+        encoding["frozen weights"] = frozen if plan.quantization == "nf4" else 0
         encoding["rewards"] = 0 if visits else judged  # CLIP comes with its first image
         host = {
             "text encoders": self.frozen_bytes(None)[1],
             "VAE": vae,
-            "average": averages * _FLOAT32 * self.num_trained // stage3 if setting.ema_offload else 0,
-            "round": embeddings if setting.offload_embeddings else 0,
+            "average": averages * _FLOAT32 * self.num_trained // stage3 if plan.ema_offload else 0,
+            "round": embeddings if plan.offload_embeddings else 0,
             "rewards": rewards if visits else 0,
         }
-        if not getattr(args, "embeddings_dir", None):
-            size = sum(tensor.nbytes for tensor in self.embeddings(is_full).values())
+        if args.embeddings_dir is None:
+            size = sum(tensor.nbytes for tensor in self.embeddings().values())
             host["embeddings"] = len(set(self.rows.prompts)) * size // layout.num_processes
         loaded = {**host, "transformer": weights_bytes(self.model)}
         return [
@@ -547,96 +558,177 @@ class ImagePlan:
         ]
 
 
-def changes_of(plan: "ImagePlan | JudgePlan", setting: Setting) -> dict[str, dict[str, Any]]:
-    """Return the options that take less memory, the cheapest first, with what they change in a setting."""
-    is_judge, half = isinstance(plan, JudgePlan), max(setting.batch_size // 2, 1)
-    names = () if is_judge else ("vae_tiling", "ema_offload", "offload_embeddings", "offload_rewards")
-    changes: dict[str, dict[str, Any]] = {f"`--{name} True`": {name: True} for name in names}
-    several = isinstance(plan, ImagePlan) and len(plan.judges) > 1
-    served = "judges on another GPU (`--judge_url`, `--eval_judge_url`)"
-    changes[served if several else "a judge on another GPU (`--judge_url`)"] = {"serves_judge": True}
-    sizes = [size for size in (half, 1) if size % getattr(plan.args, "branch_size", 1) == 0]
-    changes |= {f"`--per_device_train_batch_size {size}`": {"batch_size": size} for size in sizes}
-    changes["`--gradient_checkpointing True`"] = {"gradient_checkpointing": True}
-    if setting.zero_stage is None and isinstance(plan.model, PeftModel):
-        names = ("nf4",) if getattr(plan.args, "compile_repeated_blocks", False) else ("int8", "nf4")
-        texts = {name: f"`--quantization {name}`" for name in names}
-        if is_judge:
-            instead = "" if setting.quantization is None else " --load_in_8bit False"
-            texts = {"nf4": f"`--load_in_4bit True{instead}`"}
-        changes |= {text: {"quantization": name} for name, text in texts.items()}
-    if setting.quantization is None:
-        changes["ZeRO-3 on eight GPUs (`zero3.yaml`)"] = {"zero_stage": 3, "num_processes": 8}
-    return {text: new for text, new in changes.items() if replace(setting, **new) != setting}
+@dataclass(frozen=True)
+class MemoryPlan:
+    """
+    Memory of each process of a run: `print(plan)` shows a table, and `dataclasses.replace(plan, batch_size=4).peak` is
+    that of the same run with another setting. The settings are those of the run.
+
+    Attributes:
+        batch_size (`int`):
+            Images, or pairs, of a micro-batch.
+        gradient_checkpointing, offload_embeddings, offload_rewards, ema_offload, vae_tiling (`bool`):
+            Options of that name.
+        quantization (`str` or `None`):
+            `nf4`, `int8`, `fp8` or `fp8_storage`: weights that are not trained.
+        serves_judge (`bool`):
+            Whether no judge is on the device.
+        zero_stage (`int` or `None`):
+            Stage of DeepSpeed's ZeRO; `None` without DeepSpeed.
+        num_processes (`int`):
+            Number of processes.
+    """
+
+    run: ImageRun | JudgeRun
+    batch_size: int = 1
+    gradient_checkpointing: bool = True
+    quantization: str | None = None
+    offload_embeddings: bool = False
+    offload_rewards: bool = False
+    ema_offload: bool = False
+    vae_tiling: bool = False
+    serves_judge: bool = True
+    zero_stage: int | None = None
+    num_processes: int = 1
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Phases of the run, in their order: `pd.DataFrame({p.name: p.device for p in plan.phases})` is a table."""
+        return self.run.phases(self)
+
+    @property
+    def peak(self) -> int:
+        """Largest number of bytes on the device, in any phase."""
+        return max(phase.total for phase in self.phases)
+
+    def largest_batch(self, limit: float) -> int:
+        """Return the largest micro-batch that fits into `limit` bytes, a power of two; 0 if none does."""
+        size = 1
+        while replace(self, batch_size=size).peak <= limit and size <= 1024:
+            size *= 2
+        return size // 2
+
+    def changes(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Return the options that may take less memory, the cheapest first, with their prices and what they set."""
+        size, args = self.batch_size, self.run.args
+        changes: dict[str, tuple[str, dict[str, Any]]] = {
+            "`--vae_tiling True`": ("large images are decoded in tiles", {"vae_tiling": True}),
+            "`--ema_offload True`": ("the average is updated on the CPU", {"ema_offload": True}),
+            "`--offload_embeddings True`": ("micro-batches copy their embeddings", {"offload_embeddings": True}),
+            "`--offload_rewards True`": ("scoring waits for the last image", {"offload_rewards": True}),
+        }
+        for smaller in (size // 2, 1):
+            if size > smaller > 0 and smaller % getattr(args, "branch_size", 1) == 0:
+                option = f"`--per_device_train_batch_size {smaller}`"
+                changes[option] = "more and smaller micro-batches", {"batch_size": smaller}
+        changes["`--gradient_checkpointing True`"] = "a forward more per image", {"gradient_checkpointing": True}
+        changes["judges on another GPU (`--judge_url`, `--eval_judge_url`)"] = "that GPU", {"serves_judge": True}
+        if self.zero_stage is None and isinstance(self.run.model, PeftModel):
+            is_image = isinstance(self.run, ImageRun)
+            if is_image and not args.compile_repeated_blocks:
+                changes["`--quantization int8`"] = "slower layers", {"quantization": "int8"}
+            nf4 = "`--quantization nf4`" if is_image else "`--load_in_4bit True --load_in_8bit False`"
+            changes[nf4] = "slower layers, coarser weights", {"quantization": "nf4"}
+        if self.quantization is None:  # DeepSpeed takes no quantized weights
+            sharded = {"zero_stage": 3, "num_processes": 8, "quantization": None}
+            changes["ZeRO-3 on eight GPUs (`--accelerate_config zero3`)"] = (
+                "weights are gathered in each step",
+                sharded,
+            )
+        return changes
+
+    def smallest_change(self, limit: float) -> dict[str, str] | None:
+        """Return the options that make it fit into `limit` bytes, with their prices; `None` if all do not."""
+        changes = self.changes()
+
+        def fits(options: list[str]) -> bool:
+            new = {name: value for option in options for name, value in changes[option][1].items()}
+            return replace(self, **new).peak <= limit
+
+        chosen: list[str] = []
+        while not fits(chosen):
+            if len(chosen) == len(changes):
+                return None
+            chosen.append(list(changes)[len(chosen)])
+        for option in reversed(chosen):  # leave out what is not needed, the dearest first
+            if fits(rest := [each for each in chosen if each != option]):
+                chosen = rest
+        return {option: changes[option][0] for option in chosen}
+
+    def describe(self) -> str:
+        """Say in a line what the run takes at most."""
+        largest = max(self.phases, key=lambda phase: phase.total)
+        return (
+            f"Micro-batches of {self.batch_size} at {self.run.size}: {format_size(largest.total)} on the device "
+            f"of each process, in `{largest.name}`."
+        )
+
+    def table(self) -> Table:
+        """Show each phase in a row, with the parts that take more than a hundredth of its memory."""
+        table = Table("phase", "device", "host", "on the device", box=None, pad_edge=False)
+        for phase in self.phases:
+            parts = sorted(phase.device.items(), key=lambda part: -part[1])
+            shown = ", ".join(f"{part} {format_size(size)}" for part, size in parts if size > phase.total / 100)
+            table.add_row(phase.name, format_size(phase.total), format_size(sum(phase.host.values())), shown)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as captured:
+            console.print(self.describe(), self.table(), sep="\n", highlight=False, markup=False)
+        return captured.get()
 
 
-def zero_stage(args: Any) -> int | None:
-    """Return the stage of DeepSpeed's ZeRO, `None` without DeepSpeed."""
-    return None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
+def plan_memory(
+    model: str,
+    args: PaCoGRPOConfig | PaCoRewardConfig,
+    train_dataset: Dataset | None = None,
+    peft_config: LoraConfig | str | None = None,
+    reward_models: Sequence[str] = (),
+    judge_quantization: str | None = None,
+) -> MemoryPlan:
+    """
+    Plan the memory of a training from configs alone: no weights are loaded, and no GPU is needed.
 
+    The first four arguments are those of the trainer. Forwards and backwards run on tensors without data, at the batch
+    size, image size and prompt length of the run. The plan leaves out other rewards, CUDA itself, and fragmentation.
 
-def judge_tokens(pixels: int) -> int:
-    """Count the tokens of a pair for a Qwen2.5-VL: one for 28 x 28 pixels of two images, and 512 of text."""
-    return 2 * pixels // 28**2 + 512
+    Args:
+        model (`str`):
+            Hub id or directory of the pipeline, or of the judge to train. Only its configs and tokenizers are read.
+        args ([`PaCoGRPOConfig`], [`PaCoNFTConfig`] or [`PaCoRewardConfig`]):
+            Arguments of the trainer. Without a GPU, set `use_cpu=True`.
+        train_dataset ([`~datasets.Dataset`], *optional*):
+            Prompts of an image model; a judge's plan takes its longest pairs from `args`.
+        peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
+            Adapter. If `None`, all weights of an image model are trained, and a judge gets the paper's adapter.
+        reward_models (`Sequence[str]`, *optional*, defaults to `()`):
+            Hub ids or directories of the judges and CLIP models that rewards load into the process, as often as they do.
+        judge_quantization (`str`, *optional*):
+            `nf4`, `int8` or `fp8`: of the judges in `reward_models`, or of the judge to train.
 
+    Returns:
+        [`MemoryPlan`]: `phases` with bytes by part, and the `peak`.
 
-def smallest_change(plan: ImagePlan | JudgePlan, setting: Setting, limit: float) -> list[str] | None:
-    """Return the fewest changes that make a plan fit into `limit` bytes; `None` if none do."""
-    changes = changes_of(plan, setting)
-    for count in range(1, len(changes) + 1):
-        for texts in itertools.combinations(changes, count):
-            new = [item for text in texts for item in changes[text].items()]
-            # Not two values of one setting, and DeepSpeed takes no quantized weights
-            is_possible = len(dict(new)) == len(new) and not {"quantization", "zero_stage"} <= dict(new).keys()
-            if is_possible and peak(plan.phases(replace(setting, **dict(new)))) <= limit:
-                return list(texts)
-    return None
+    Raises:
+        `ValueError`: If the dataset or the adapter does not fit the model.
+        `OSError`: If a config is missing.
 
+    Example:
 
-def largest_batch(phases: Callable[[Setting], list[Phase]], setting: Setting, limit: float) -> int:
-    """Return the largest micro-batch that fits into `limit` bytes, a power of two; 0 if none does."""
-    size = 1
-    while peak(phases(replace(setting, batch_size=size))) <= limit and size <= 1024:
-        size *= 2
-    return size // 2
-
-
-def judge_plan(script_args: reward.ScriptArguments, args: PaCoRewardConfig) -> JudgePlan:
-    """Plan the memory of the training of a judge."""
-    model = script_args.model_name_or_path
-    peft_config = LoraConfig(r=script_args.lora_r, target_modules=script_args.lora_target_modules)
-    peft_config = complete_peft_config(peft_config, model, None, args.trust_remote_code)
-    quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
-    return JudgePlan(model, args, peft_config, quantization)
-
-
-def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Dataset) -> ImagePlan:
-    """Plan the memory of a run of PaCo-GRPO, DiffusionNFT or AWM."""
-    peft_config = get_peft_config(script_args)
-    is_copied = isinstance(peft_config, str) and args.has_reference and args.reference == "initial"
-    if isinstance(peft_config, str):
-        peft_config = read_peft_config(peft_config, script_args.model_name_or_path, args.model_init_kwargs)
-        peft_config.inference_mode = False
-    init, hub = args.model_init_kwargs or {}, ("revision", "cache_dir", "token")
-    where = {name: init[name] for name in hub if name in init}
-    names = [model for model, url in judges_of(script_args) if url is None]
-    plans = {name: _plan_reward_judge(name, script_args.judge_quantization) for name in set(names)}
-    judges = [plans[name] for name in names]
-    clip_bytes, rewards = 0, {*script_args.rewards, *(script_args.eval_rewards or ())}
-    if count := len(rewards & {"clip_t", "clip_i"}):
-        with init_empty_weights():
-            clip_bytes = count * weights_bytes(CLIPModel(CLIPConfig.from_pretrained(script_args.clip_model)))
-    plan = ImagePlan(script_args.model_name_or_path, args, peft_config, dataset, judges, clip_bytes, **where)
-    if is_copied:  # the adapter `ref`
-        plan.reference_bytes = plan.element_size * plan.num_trained
-    return plan
-
-
-def _plan_reward_judge(name: str, quantization: str | None) -> JudgePlan:
-    if find_model_file(name, "adapter_config.json") is not None:
-        name = PeftConfig.from_pretrained(name).base_model_name_or_path
-    # A `PaCoRewardConfig` would reset the device of the trainer that earlier checks have made
-    return JudgePlan(name, SimpleNamespace(bf16=True, max_pixels=None, max_length=None), None, quantization)
+    ```python
+    plan = plan_memory("black-forest-labs/FLUX.1-dev", args, prompts, LoraConfig(r=64, lora_alpha=128))
+    print(plan)
+    ```
+    """
+    run: ImageRun | JudgeRun
+    stage = None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
+    if isinstance(args, PaCoRewardConfig):
+        peft_config = complete_peft_config(peft_config, model, None, args.trust_remote_code)
+        run = JudgeRun(model, args, peft_config, judge_quantization)
+    else:
+        run = ImageRun(model, args, peft_config, train_dataset, reward_models, judge_quantization)
+    return MemoryPlan(run, zero_stage=stage, **run.settings)
 
 
 def format_size(num_bytes: int) -> str:

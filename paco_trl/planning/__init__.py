@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan a run before it starts: its memory by phase."""
+
+from typing import TYPE_CHECKING
+
+from ..utils.lazy import lazy_imports
+
+
+__all__ = ["MemoryPlan", "Phase", "plan_memory"]
+
+if TYPE_CHECKING:
+    from .memory import MemoryPlan, Phase, plan_memory
+
+__getattr__, __dir__ = lazy_imports(__name__, __file__)
