@@ -157,6 +157,12 @@ def test_another_benchmark_is_refused(vc_reward):
         load_edit_pairs("editreward_compass", vc_reward)
 
 
+def test_compass_needs_its_images_on_disk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="hf download"):
+        load_edit_pairs("editreward_compass", "DogNeverSleep/EditReward-Compass")
+
+
 def greens_of(body):
     urls = [part["image_url"]["url"] for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
     images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]

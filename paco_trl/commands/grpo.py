@@ -34,11 +34,11 @@ from .script_arguments import (
 from .training import train_and_save
 
 
-def family_defaults(prog: str, model: str, hidden: Collection[str], given: dict[str, Any]) -> dict[str, Any]:
+def family_defaults(prog: str, hidden: Collection[str], given: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults of the model's family for options that are not given, and say them."""
     kwargs = given.get("model_init_kwargs") or {}
     kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
-    name = str(read_index(given.get("model_name_or_path", model), kwargs)["_class_name"])
+    name = str(read_index(given.get("model_name_or_path", ScriptArguments.model_name_or_path), kwargs)["_class_name"])
     if given.get("edits") is False:  # they are for edits
         return {}
     defaults = FAMILIES.get(name, Family).training_defaults
@@ -49,11 +49,11 @@ def family_defaults(prog: str, model: str, hidden: Collection[str], given: dict[
     return defaults
 
 
-def parser_of(*classes: Any, prog: str, **kwargs) -> CommandParser:
+def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
     is_nft = any(issubclass(each, PaCoNFTConfig) for each in classes)
     hidden = (*REFUSED_GRPO_FIELDS, *(UNUSED_FIELDS if is_nft else ()))
-    presets = partial(family_defaults, prog, classes[0].model_name_or_path, hidden)
+    presets = partial(family_defaults, prog, hidden)
     return CommandParser(classes, hidden, is_launched=True, presets=presets, prog=prog, **kwargs)
 
 

@@ -54,14 +54,14 @@ class RewardOptions:
     rewards: list[str] = option(
         ["consistency", "clip_t"],
         "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `clip_i`, `pick_score`, "
-        "`no_duplicates`, `layout`, `ocr`; `rubric:instruction` and `rubric:unchanged` (edits), `rubric:consistency` (sets) "
-        "and `rubric:my_rubric.txt`, rated by any vision-language model as `judge_model`; `redness` and `panel_similarity` are for trying things out. Your own: "
+        "`no_duplicates`, `layout`, `ocr`; ratings by any vision-language model: `rubric:instruction`, `rubric:unchanged` "
+        "(edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; `redness` and `panel_similarity` are for trying "
+        "things out. Your own: "
         "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments.",
         "--reward_funcs",
     )
     judge_model: str = option(
-        "X-GenGroup/PaCo-Reward-7B",
-        "Judge of `consistency`, `edit` and rubrics: Hub id, directory, or name at `judge_url`.",
+        "X-GenGroup/PaCo-Reward-7B", "Judge of `consistency`, `edit`, rubrics: Hub id, directory, name at `judge_url`."
     )
     judge_url: str | None = option(None, "Address of a served judge. If `None`, it is loaded into each process.")
     judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
@@ -94,6 +94,7 @@ class ScriptArguments(RewardOptions, PromptDataArguments):
     use_peft: bool = option(True, "Whether to train an adapter. If `False`, the full transformer is trained.")
 
 
+_RUBRIC = "rubric:"
 # Lazy: the classes import their models' packages
 _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "consistency": lambda args: rewards.ConsistencyReward(
@@ -109,9 +110,6 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "redness": lambda args: rewards.redness_reward,
     "panel_similarity": lambda args: rewards.panel_similarity_reward,
 }
-
-
-_RUBRIC = "rubric:"
 
 
 def _with_judge(names: Iterable[str]) -> list[str]:
@@ -183,7 +181,8 @@ def check_reward_names(script_args: ScriptArguments) -> None:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
             raise ValueError(
                 f"Unknown reward {name!r}.{_nearest(name, _REWARDS, file)} `--rewards` takes {', '.join(_REWARDS)}, "
-                f"{', '.join(_RUBRIC + rubric for rubric in RUBRICS)}, or your own: `my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`."
+                f"{', '.join(_RUBRIC + rubric for rubric in RUBRICS)}, or your own: `my_rewards.py`, "
+                "`my_rewards.py:my_reward` or `my_package.my_reward`."
             )
         if script_args.rewards.count(name) > 1:
             raise ValueError(f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight.")
@@ -196,9 +195,8 @@ def check_reward_names(script_args: ScriptArguments) -> None:
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     """Load a reward by its name on the command line."""
     if name.startswith(_RUBRIC):
-        rubric = name.removeprefix(_RUBRIC)
-        judge = script_args.judge_model
-        return rewards.RubricReward(judge, rubric, script_args.judge_url, **_judge_arguments(script_args))
+        model, url, options = script_args.judge_model, script_args.judge_url, _judge_arguments(script_args)
+        return rewards.RubricReward(model, name.removeprefix(_RUBRIC), url, **options)
     return _REWARDS[name](script_args) if name in _REWARDS else _import_reward(name)
 
 
@@ -284,8 +282,8 @@ def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:
     for name, judge in (("consistency", rewards.ConsistencyReward), ("edit", rewards.EditReward)):
         if name in script_args.rewards:
             check_columns(judge, dataset, "the dataset")
-    for name in script_args.rewards:
-        if name.startswith(_RUBRIC) and (needs := RUBRICS.get(name.removeprefix(_RUBRIC))):
+    for rubric, needs in RUBRICS.items():
+        if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
 
 
@@ -298,12 +296,11 @@ def load_rewards(script_args: ScriptArguments) -> list[Callable]:
 def _load_all(loaded: dict[str, Any], names: list[str], script_args: ScriptArguments) -> dict[str, Any]:
     """Load the rewards that are not in `loaded`, and return all; those that have a judge share it."""
     loaded = {**loaded}
-    for name in names:
+    for name in [each for each in names if each not in loaded]:
         if judge := next((loaded[each].judge for each in _with_judge(loaded)), None):
             no_options: dict = dict(judge_url=None, judge_quantization=None, judge_attn_implementation=None)
             script_args = replace(script_args, judge_model=judge, **no_options)
-        if name not in loaded:
-            loaded[name] = load_reward(name, script_args)
+        loaded[name] = load_reward(name, script_args)
     return loaded
 
 
@@ -314,9 +311,7 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
         return None
     names = script_args.eval_rewards if script_args.eval_rewards is not None else script_args.rewards
     if has_own_judge and not _with_judge(names):
-        raise ValueError(
-            "`--eval_judge_model` and `--eval_judge_url` are for `consistency`, `edit` or a rubric: none is used."
-        )
+        raise ValueError("`--eval_judge_model` and `--eval_judge_url` are for `consistency`, `edit` and rubrics only.")
     known = dict(zip(script_args.rewards, reward_funcs, strict=True))
     if has_own_judge:
         model = script_args.eval_judge_model or script_args.judge_model

@@ -56,14 +56,15 @@ def load_edit_pairs(
     """
     from datasets import concatenate_datasets
 
-    dataset, (texts, images) = load_split(path, split, allow_remote_images), LAYOUTS[benchmark]
-    if missing := [name for name in texts + images if name not in dataset.column_names]:
-        raise ValueError(
-            f"'{path}' has no columns {missing}, only {dataset.column_names}. Check `benchmark` and path."
-        )
-    has_files, verdicts = benchmark == "editreward_compass", VERDICTS[benchmark]
+    has_files, verdicts, (texts, images) = benchmark == "editreward_compass", VERDICTS[benchmark], LAYOUTS[benchmark]
     folder = Path(path).expanduser().absolute()
+    if has_files and not folder.exists():
+        how = f"`hf download {path} --repo-type dataset --local-dir compass`, and pass its JSON file"
+        raise ValueError(f"'{path}' is not on this disk. Download EditReward-Compass with its images: {how}.")
     folder = folder if folder.is_dir() else folder.parent
+    dataset = load_split(path, split, allow_remote_images)
+    if missing := [name for name in texts + images if name not in dataset.column_names]:
+        raise ValueError(f"'{path}' has no columns {missing}, only {dataset.column_names}. Check `benchmark`.")
     rows: list[tuple[Any, ...]] = []
     numbers, broken = [], []
     for number, row in enumerate(dataset.with_format(None).select_columns(texts + images * has_files)):

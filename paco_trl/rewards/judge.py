@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
-from scipy.special import expit
+from scipy.special import expit, logsumexp
 
 from ..data.questions import plain_question
 from ..utils.chat import ChatClient, NoAnswerError
@@ -42,10 +42,8 @@ TOP_LOGPROBS = 20
 _LOG_ZERO = -9999.0
 # A missing token is at most as likely as the last one returned. A score that this could change by more is `None`.
 _MAX_SCORE_ERROR = 1e-3
-# A rating is read from the digits of the answer's first token if these have at least half of the probability
-_LEAST_MASS = 0.5
-# A space before a digit: in text, and in the vocabularies of byte-level tokenizers and of SentencePiece
-SPACES = " Ġ▁"
+_LEAST_MASS = 0.5  # probability of all digits at the first position of a rating
+SPACES = " Ġ▁"  # before a digit: in text, and in the vocabularies of byte-level tokenizers and of SentencePiece
 _TEST_RATING = "How alike are the two images? Answer with a whole number from 0 to {scale}, and with nothing else."
 # Of the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
@@ -72,7 +70,7 @@ class Judge(Protocol):
     """
     Protocol of a judge: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server, or any object with this
     method and a name. If it also has `answer`, as [`ServedJudge.answer`], it is queried while other images are
-    generated. [`RubricReward`] calls `rate` and `answer_ratings` instead.
+    generated. [`RubricReward`] calls [`~paco_trl.PaCoReward.rate`] or [`ServedJudge.answer_ratings`].
     """
 
     name: str  # for reports
@@ -168,25 +166,19 @@ def digits_of(scale: int) -> list[str]:
     """Return the numbers that a judge rates with, 0 to `scale`, each of which must be one digit."""
     if scale not in range(1, 10):
         raise ValueError(
-            f"`scale` is {scale!r}, but must be a whole number from 1 to 9: the first token of an answer cannot tell 1 "
-            "from 10. A rating is a mean over all digits, so a small scale is not coarse."
+            f"`scale` is {scale!r}, but must be 1 to 9: the first token of an answer cannot tell 1 from 10."
         )
     return [str(number) for number in range(scale + 1)]
 
 
 def expected_rating(logprobs: Iterable[tuple[str, float]], scale: int) -> float | None:
-    """
-    Compute the expected rating from tokens of the first position and their log-probabilities: the mean of the numbers 0
-    to `scale`, weighted by the probabilities of their tokens, divided by `scale`. `None` if these have less than half of
-    the probability.
-    """
+    """Compute the mean of 0 to `scale` by the probabilities of their tokens, over `scale`; `None` below a half in all."""
     by_digit: dict[str, list[float]] = {digit: [] for digit in digits_of(scale)}
     for token, logprob in logprobs:
         by_digit.get(token.lstrip(SPACES), []).append(logprob)
-    with np.errstate(invalid="ignore"):  # NaN, which gives none below
-        sums = np.array([np.logaddexp.reduce(values, initial=-np.inf) for values in by_digit.values()])  # (scale + 1,)
-        mass = np.logaddexp.reduce(sums)
-    # A server may round 0 to a little more
+    sums = np.array([logsumexp([-np.inf, *values]) for values in by_digit.values()])  # (scale + 1,)
+    mass = logsumexp(sums)
+    # NaN gives none; a server may round 0 to a little more
     if not math.log(_LEAST_MASS) <= mass <= 1e-3:
         return None
     return float(np.exp(sums - mass) @ np.arange(scale + 1) / scale)
@@ -278,9 +270,9 @@ class ServedJudge:
 
     def check(self, time_budget: float = 30.0, scale: int | None = None) -> None:
         """
-        Check by one real question that the server can be used as a judge, or raise a `JudgeUnavailableError`. It waits
-        for at most `time_budget` seconds, and at most the judge's own `time_budget`, for a server that does not answer.
-        With `scale` the question asks for a rating.
+        Check by one real question, which asks for a rating if there is a `scale`, that the server can be used as a judge,
+        or raise a `JudgeUnavailableError`. It waits for at most `time_budget` seconds, and at most the judge's own
+        `time_budget`, for a server that does not answer.
         """
         self._client.run(self._check(min(self.time_budget, time_budget), scale))
 
@@ -301,12 +293,8 @@ class ServedJudge:
         """Score pairs like [`~ServedJudge.score`], as a coroutine and with the reasons for missing scores."""
         return await asyncio.wrap_future(self._client.start(self._answer(images, prompts, symmetric)))
 
-    def rate(self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int = 5) -> list[float | None]:
-        """Rate images by a rubric, as [`~paco_trl.PaCoReward.rate`] does."""
-        return self._read_all(images, prompts, functools.partial(_read_rating, scale=scale))
-
     async def answer_ratings(self, images: Sequence[ImageGroup], prompts: list[str], scale: int) -> list[Answer]:
-        """Rate like [`~ServedJudge.rate`], as a coroutine and with the reasons for missing ratings."""
+        """Rate images like [`~paco_trl.PaCoReward.rate`], as a coroutine and with the reasons for missing ratings."""
         query = self._query_all(images, prompts, functools.partial(_read_rating, scale=scale))
         return await asyncio.wrap_future(self._client.start(query))
 

@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,11 +34,8 @@ _MAX_ANSWERS = 50_000
 # Limit of the source images that the paper's judge was trained with
 _MAX_SOURCE_PIXELS = 2_097_152
 # Packaged rubrics -> columns and panels that they need; the texts are in paco_trl/templates/rubric_*.txt
-RUBRICS: dict[str, dict[str, Any]] = {
-    "instruction": {"needed_columns": ("image",)},
-    "unchanged": {"needed_columns": ("image",)},
-    "consistency": {"min_panels": 2},
-}
+_OF_EDITS: dict[str, Any] = {"needed_columns": ("image",)}
+RUBRICS = {"instruction": _OF_EDITS, "unchanged": _OF_EDITS, "consistency": {"min_panels": 2}}
 
 
 class WeightedQuestion(NamedTuple):
@@ -76,10 +74,8 @@ class CachedJudge:
         answers, new = self._claim(questions)
         with self._resolving(new) as resolved:
             if new:
-                if self.scale is None:
-                    scores = self.judge.score(*_arguments(new))
-                else:
-                    scores = self.judge.rate(*_arguments(new), self.scale)
+                score = self.judge.score if self.scale is None else partial(self.judge.rate, scale=self.scale)
+                scores = score(*_arguments(new))
                 resolved += [Answer(score, "undecided" if score is None else None) for score in scores]
         return [answer.result() if isinstance(answer, Future) else answer for answer in answers], len(new)
 
@@ -88,10 +84,8 @@ class CachedJudge:
         answers, new = self._claim(questions)
         with self._resolving(new) as resolved:
             if new:
-                if self.scale is None:
-                    resolved += await self.judge.answer(*_arguments(new))
-                else:
-                    resolved += await self.judge.answer_ratings(*_arguments(new), self.scale)
+                rate = partial(self.judge.answer_ratings, scale=self.scale) if self.scale else self.judge.answer
+                resolved += await rate(*_arguments(new))
         return [
             await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
             for answer in answers
@@ -150,6 +144,7 @@ class JudgedReward:
 
     __name__: str
     scale: int | None = None  # of ratings; without one the judge answers Yes or No
+    needed_columns: tuple[str, ...] = ()
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
         if not isinstance(model, (str, Path)):
@@ -366,15 +361,14 @@ class EditReward(JudgedReward):
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns
     ) -> list[list[WeightedQuestion]]:
+        rows = _sources_of(columns, len(completions), "`EditReward`")
         return [
             [
                 WeightedQuestion(source, edited, question(prompt))
                 for source in sources
                 for question in (edit_consistency_question, edit_following_question)
             ]
-            for prompt, sources, edited in zip(
-                prompts, _sources_of(columns, len(completions), "`EditReward`"), completions, strict=True
-            )
+            for prompt, sources, edited in zip(prompts, rows, completions, strict=True)
         ]
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
@@ -386,49 +380,31 @@ class RubricReward(JudgedReward):
     """
     Rating by any vision-language model with a rubric, as in Edit-R1
     ([UniWorld-V2](https://huggingface.co/papers/2510.16888)): the mean of the numbers 0 to `scale`, weighted by their
-    probabilities at the first token of the answer, divided by `scale`. The published code does this with 0 to 5. Nothing
-    is generated, and the model needs no training.
+    probabilities at the first token of the answer, divided by `scale`, as the published code does with 0 to 5.
 
     - Range: [0, 1]. `None` where these numbers have less than half of the probability, which the published code does not
       check. Models that think first have no rating.
     - Cost: one forward pass of the judge per image, or per image and source.
 
-    The judge sees the source and then the edited image where rows have a source (the column `image`, or `images` with
-    several, over which the rating is averaged), and else the generated image alone, which for a set is the whole grid.
-    Sources of more than 2,097,152 pixels are downscaled to that.
+    Where rows have a source (the column `image`, or `images` with several, over which the rating is averaged), the judge
+    sees it, at no more than 2,097,152 pixels, and then the edited image; else the generated image alone, which for a set
+    is the whole grid.
 
     Args:
-        model (`str`, `Path` or [`Judge`]):
-            Hub id or directory of a model that [`~transformers.AutoModelForImageTextToText`] loads and that follows
-            instructions, or of a LoRA adapter; with `base_url`, its name on the server; or a loaded judge.
+        model (`str`, `Path` or [`Judge`]), base_url (`str`, *optional*), **kwargs:
+            See [`ConsistencyReward`]. Any model that [`~transformers.AutoModelForImageTextToText`] loads and that
+            follows instructions.
         rubric (`str` or `Path`):
-            - `"instruction"`: whether an edit follows its instruction.
-            - `"unchanged"`: whether an edit leaves everything else as it was.
-            - `"consistency"`: whether the panels of a set belong together.
-            - The path of a text file (UTF-8) with `{prompt}` and `{scale}`, which are replaced. Ask for the number first.
-        base_url (`str`, *optional*):
-            See [`ConsistencyReward`].
+            `"instruction"` (whether an edit follows its instruction), `"unchanged"` (whether it leaves everything else as
+            it was), `"consistency"` (whether the panels of a set belong together), or the path of a text file (UTF-8) with
+            `{prompt}` and `{scale}`, which are replaced.
         scale (`int`, *optional*, defaults to `5`):
             Best rating, 1 to 9; 5 is that of the published code.
-        **kwargs:
-            See [`ConsistencyReward`].
 
     Raises:
         ValueError: If the rubric is missing or lacks a placeholder, or the scale has more than one digit.
-        JudgeUnavailableError: If the server does not answer, has no such model, or it does not answer with a digit.
-
-    Example:
-
-    ```python
-    >>> from paco_trl import PaCoReward
-    >>> from paco_trl.rewards import RubricReward
-
-    >>> judge = PaCoReward.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", dtype="bfloat16")
-    >>> rewards = [RubricReward(judge, "instruction"), RubricReward(judge, "unchanged")]
-    ```
+        JudgeUnavailableError: If the server does not answer, lacks the model, or this does not answer with a digit.
     """
-
-    needed_columns: tuple[str, ...] = ()
 
     def __init__(
         self, model: str | Path | Judge, rubric: str | Path, base_url: str | None = None, scale: int = 5, **kwargs
@@ -463,12 +439,8 @@ def read_rubric(rubric: str | Path) -> str:
     if not path.is_file():
         raise ValueError(f"`rubric` is '{rubric}', which is neither a file nor one of {', '.join(RUBRICS)}.")
     text = path.read_text(encoding="utf-8").strip()
-    for placeholder in ("{prompt}", "{scale}"):
-        if placeholder not in text:
-            raise ValueError(
-                f"The rubric '{rubric}' has no `{placeholder}`. Write it where the judge is to read the "
-                f"{'prompt of the image' if placeholder == '{prompt}' else 'largest number that it may give'}."
-            )
+    if missing := [name for name in ("{prompt}", "{scale}") if name not in text]:
+        raise ValueError(f"The rubric '{rubric}' has no {missing[0]}. Write it where the judge is to read its value.")
     return text
 
 

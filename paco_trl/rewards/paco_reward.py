@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaCo-Reward: a vision-language model that tells whether two images are consistent, and why."""
 
+import functools
 import math
 import os
 import re
@@ -198,8 +199,7 @@ class PaCoReward:
         decision_token_ids(processor.tokenizer)
         if processor.chat_template is None:
             raise ValueError(
-                f"{model!r} has no chat template, so that it cannot be asked a question. Use a model that was trained to "
-                "follow instructions, or save the template with its processor."
+                f"{model!r} has no chat template to ask it with. Save one with its processor, or use another model."
             )
         return processor
 
@@ -263,36 +263,24 @@ class PaCoReward:
         prompts = self._check_prompts(prompts, len(images), "images")
         return self._query([(image,) for image in images], prompts, "image", self._probabilities, show_progress)
 
-    def rate(
-        self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int = 5, show_progress: bool = False
-    ) -> list[float | None]:
+    def rate(self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int = 5) -> list[float | None]:
         """
         Rate images by a rubric: the mean of the numbers 0 to `scale`, weighted by their probabilities at the first
-        position of the answer, divided by `scale`.
+        position of the answer, divided by `scale`; `None` where they have less than half of the probability.
 
         Args:
             images (`list[tuple]`):
                 Pairs of images, or tuples of one image; see [`~PaCoReward.score`].
-            prompts (`str` or `list[str]`), show_progress (`bool`, *optional*, defaults to `False`):
+            prompts (`str` or `list[str]`):
                 Rubric for each, or one for all, that asks for a number from 0 to `scale` and for nothing before it.
             scale (`int`, *optional*, defaults to `5`):
-                Best rating, 1 to 9.
-
-        Returns:
-            `list[float | None]`: 0 to 1. `None` where these numbers have less than half of the probability: the model
-            did not answer with a number.
-
-        Raises:
-            ValueError: If the tokenizer lacks one of the digits, with which nothing can be rated.
+                Best rating, 1 to 9; the tokenizer must have each number as a token.
         """
         noun = "image" if images and len(images[0]) == 1 else "pair"
         tokens = digit_tokens(self.processor.tokenizer, scale)
         ids = torch.tensor(list(tokens.values()), device=self._network.get_output_embeddings().weight.device)
-
-        def read(inputs: dict) -> list[dict[str, float]]:
-            return [dict(zip(tokens, row, strict=True)) for row in self._token_logprobs(inputs, ids)]
-
-        answers = self._query(images, self._check_prompts(prompts, len(images), f"{noun}s"), noun, read, show_progress)
+        read = functools.partial(self._token_logprobs, tokens=list(tokens), ids=ids)
+        answers = self._query(images, self._check_prompts(prompts, len(images), f"{noun}s"), noun, read, False)
         return [expected_rating(answer.items(), scale) for answer in answers]
 
     def top_logprobs(
@@ -396,7 +384,7 @@ class PaCoReward:
         hidden, self._hidden_state = self._hidden_state[:, -1].float(), None
         return logits, hidden
 
-    def _token_logprobs(self, inputs: dict, ids: torch.Tensor) -> list[list[float]]:
+    def _token_logprobs(self, inputs: dict, tokens: list[str], ids: torch.Tensor) -> list[dict[str, float]]:
         """Compute the log-probabilities of some tokens, whose logits are as precise as in `_probabilities`."""
         logits, hidden = self._last_logits(inputs)
         logits = logits.float()
@@ -404,7 +392,7 @@ class PaCoReward:
         if not scales_logits(self._network.config):
             bias = None if head.bias is None else head.bias.detach()[ids].float()
             logits[:, ids] = F.linear(hidden.to(ids.device), head.weight.detach()[ids].float(), bias).to(logits.device)
-        return logits.log_softmax(dim=-1)[:, ids].tolist()  # (B, tokens)
+        return [dict(zip(tokens, row, strict=True)) for row in logits.log_softmax(dim=-1)[:, ids].tolist()]
 
     def _top_tokens(self, inputs: dict) -> list[dict[str, float]]:
         """Return the log-probabilities of the likeliest tokens of each row, by their text."""
@@ -540,14 +528,11 @@ def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 
 def digit_tokens(tokenizer: PreTrainedTokenizerBase, scale: int) -> dict[str, int]:
     """Look up the tokens of the numbers 0 to `scale`, alone and after a space, and their ids."""
-    vocabulary = tokenizer.get_vocab()
-    found: dict[str, int] = {}
-    for digit in digits_of(scale):
-        own = {space + digit: vocabulary[space + digit] for space in ("", *SPACES) if space + digit in vocabulary}
-        if not own:
-            raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no token {digit!r}. Use another model.")
-        found |= own
-    return found
+    digits, vocabulary = digits_of(scale), tokenizer.get_vocab()
+    tokens = [space + digit for digit in digits for space in ("", *SPACES) if space + digit in vocabulary]
+    if missing := {*digits} - {token[-1] for token in tokens}:
+        raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no token {min(missing)!r}. Use another model.")
+    return {token: vocabulary[token] for token in tokens}
 
 
 def decision_direction(
