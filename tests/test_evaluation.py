@@ -222,24 +222,17 @@ class TestRankingMetrics:
 
 
 class TestListOrder:
-    def test_differs_for_half_of_the_orders_and_flips_the_sign_for_a_quarter(self):
-        pairs = list(itertools.product(ORDERS, ORDERS[::4]))
-        differ, flip = (
-            dict.fromkeys(("kendall_tau", "spearman_rho"), 0),
-            dict.fromkeys(("kendall_tau", "spearman_rho"), 0),
-        )
-        for predicted, human in pairs:
+    def test_is_of_the_orders_as_lists(self):
+        num_others = 0
+        for predicted, human in itertools.product(ORDERS, ORDERS[::4]):
             ranks = metrics_of_orders(ranking_metrics, predicted, human)
             lists = metrics_of_orders(list_order_metrics, predicted, human)
             assert lists["kendall_tau"] == pytest.approx(kendalltau(predicted, human).statistic)
             assert lists["spearman_rho"] == pytest.approx(spearmanr(predicted, human).statistic)
             assert lists["accuracy"] == ranks["accuracy"]
             assert lists["top1_bottom1"] == ranks["top1_bottom1"]
-            for name in differ:
-                differ[name] += lists[name] != pytest.approx(ranks[name])
-                flip[name] += lists[name] * ranks[name] < -1e-12
-        assert all(0.4 < count / len(pairs) < 0.65 for count in differ.values())
-        assert all(0.1 < count / len(pairs) < 0.35 for count in flip.values())
+            num_others += lists["kendall_tau"] != pytest.approx(ranks["kendall_tau"])
+        assert 0.4 < num_others / 24 / 6 < 0.65
 
     def test_breaks_ties_by_the_index_the_later_first(self):
         tied = list_order_metrics([0.5, 0.5, 0.5], [2, 1, 0])
@@ -964,21 +957,7 @@ class TestReport:
             assert cells["Kendall tau"] == cells["Spearman rho"] == "undefined"
             assert cells["rows"] == "8 (8 without tau and rho)" and cells["rows with ties"] == "8"
             assert cells["accuracy"] == "0.000 [0.000, 0.000]"
-
-    def test_the_table_has_the_means_with_their_intervals(self, tmp_path):
-        results = evaluate_rankings(ColorScorer(), rankings())
-        ((title, columns, (row,)),) = report_tables(save_report(results, tmp_path))
-        assert title == "Human rankings, protocol: default"
-        cells = dict(zip(columns, row, strict=True))
-        names = {"Kendall tau": "kendall_tau", "Spearman rho": "spearman_rho", "T1-B1": "top1_bottom1"}
-        for column, name in ({"accuracy": "accuracy"} | names).items():
-            mean, (low, high) = results["metrics"][name]["mean"], results["metrics"][name]["interval"]
-            assert cells.pop(column) == f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-        fingerprint = results["settings"]["dataset_fingerprint"]
-        shown = {"scorer": "color", "template": "theme", "dataset": fingerprint, "rows": "8", "rows with ties": "0"}
-        assert cells == shown
-        text = (tmp_path / "results.md").read_text()
-        assert all("| " + " | ".join(cells) + " |" in text for cells in (columns, row))
+            assert f"| {' | '.join(row)} |" in (tmp_path / "results.md").read_text()
 
     def test_edit_reward_has_its_own_table(self, tmp_path):
         save_report(evaluate_rankings(ColorScorer(), rankings()), tmp_path)

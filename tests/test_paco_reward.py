@@ -26,7 +26,6 @@ from transformers import (
     CLIPProcessor,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
-    Qwen2Tokenizer,
     Qwen2VLImageProcessor,
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
@@ -35,7 +34,6 @@ from other_judges import INDEPENDENT_JUDGE, OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, t2is_bench_question, theme_question
 from paco_trl.rewards import paco_reward
-from paco_trl.rewards.paco_reward import decision_token_ids
 from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_clip
 from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
@@ -158,13 +156,6 @@ class TestScore:
         # Twin: the order of the images and the question are seen
         assert judge.score([pair[::-1] for pair in pairs], questions) != close(expected, 1e-3)
         assert judge.score(pairs, questions[::-1]) != close(expected, 1e-3)
-
-    @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "CMYK"])
-    def test_modes(self, judge, reference, mode, question=LONG):
-        first, second = noise(1, (84, 56)), noise(2, (90, 70), "RGBA" if mode == "RGBA" else "RGB").convert(mode)
-        score = judge.score([(first, second)], question)
-        assert score == close([usage(*reference, first, second, question)])
-        assert abs(score[0] - judge.score([(second, first)], question)[0]) > 1e-4
 
     @pytest.mark.parametrize("batch_size", [1, 8])
     def test_does_not_depend_on_batch_mates(self, judge, pairs, questions, expected, batch_size):
@@ -574,21 +565,6 @@ class TestBadInput:
         with pytest.raises(ValueError, match="pair 2"):
             judge.score(pairs, questions)
         assert len(judge.score(pairs[:2], questions[:2])) == 2
-
-
-@pytest.fixture(scope="module")
-def wordless():
-    """A tokenizer that never saw the word Yes; No is one token."""
-    return Qwen2Tokenizer().train_new_from_iterator(
-        ["No, no. No! The fox is not in it."] * 20, vocab_size=300, show_progress=False
-    )
-
-
-class TestDecisionTokenIds:
-    def test_an_answer_of_several_tokens(self, wordless):
-        assert len(wordless.encode("No")) == 1 and len(wordless.encode("Yes")) == 3
-        with pytest.raises(ValueError, match="'Yes' as 3 tokens"):
-            decision_token_ids(wordless)
 
 
 @pytest.fixture(scope="module")

@@ -560,20 +560,6 @@ class TestImages:
             assert np.array_equal(np.asarray(there), np.asarray(load_image(image, 14, "")))
         assert not np.array_equal(*map(np.asarray, sent))
 
-    @pytest.mark.parametrize("mode", ["P", "LA", "I;16"])
-    def test_modes(self, server, judge, mode):
-        """The same pixels as in the process, and not those of Pillow's own conversion where these are others."""
-        if mode == "I;16":
-            image = Image.fromarray(np.linspace(0, 65535, 56 * 56).astype(np.uint16).reshape(56, 56))
-        else:
-            image = noise(0, mode="RGBA").convert(mode) if mode == "LA" else noise(0, mode=mode)
-        assert image.mode == mode
-        judge.score([(image, PAIR[1])], QUESTION)
-        sent = np.asarray(pictures_of(server.requests[0])[0][0])
-        assert np.array_equal(sent, np.asarray(load_image(image, 14, ""))) and sent.std() > 10
-        by_pillow = np.asarray(image.convert("RGB"))
-        assert np.array_equal(sent, by_pillow) == (mode == "P")
-
     def test_patch_size(self, server, make_judge):
         make_judge(server, patch_size=16).score([(noise(0, (90, 70)), PAIR[1])], QUESTION)
         assert pictures_of(server.requests[0])[0][0].size == (96, 64)

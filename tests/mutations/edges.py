@@ -143,8 +143,7 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/paco_reward.py",
-        f"{_JUDGE}TestImagesOfACall {_JUDGE}TestExplain {_JUDGE}TestTemplates {_JUDGE}TestBadInput "
-        f"{_JUDGE}test_a_question_with_a_control_token",
+        f"{_JUDGE}TestImagesOfACall {_JUDGE}TestExplain {_JUDGE}TestTemplates {_JUDGE}TestBadInput",
         ("if last_use[key] > number}", "if last_use[key] >= number}"),
         ("if number_seen >= len(keys) and pixels >= pixel_budget:", "if number_seen >= len(keys):"),
         ("do_sample=False, repetition_penalty=1.0", "repetition_penalty=1.0"),
