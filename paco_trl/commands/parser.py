@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -27,6 +28,14 @@ _USUAL = (
     *("eval_strategy", "eval_steps", "eval_dataset_name", "eval_split", "save_steps", "logging_steps", "report_to"),
     *("push_to_hub", "hub_model_id", "hub_private_repo", "accelerate_config", "num_processes"),
 )
+
+# Where the help of TRL or transformers speaks of language models, or does not say what an option does here
+_HELP = {
+    "model_init_kwargs": "Arguments of the model's `from_pretrained`, as JSON, such as a revision.",
+    "max_steps": "Number of optimizer steps, instead of `num_train_epochs`.",
+    "resume_from_checkpoint": "`auto`: the latest checkpoint in `output_dir`, or from scratch without one; `True`: the "
+    "latest; or the directory of one.",
+}
 
 
 class CommandParser(TrlParser):
@@ -64,8 +73,7 @@ class CommandParser(TrlParser):
             if action.dest in hidden or action.dest == "fsdp_config" or action.option_strings[0].startswith("--no_"):
                 action.help = argparse.SUPPRESS  # training refuses FSDP
                 continue
-            if action.dest == "model_init_kwargs":  # TRL's help speaks of language models
-                action.help = "Arguments of the model's `from_pretrained`, as JSON, such as a revision."
+            action.help = _HELP.get(action.dest, action.help)
             if action.default not in (None, argparse.SUPPRESS):
                 action.help = f"{action.help} (default: %(default)s)"
 
@@ -82,7 +90,11 @@ class CommandParser(TrlParser):
         for action in self._actions:
             title = "options" if action.dest in names or not is_training else "options of TRL and transformers"
             title = "usual options" if action.dest in usual else title
-            sections["required" if action.required else title].append(action)
+            title = "required" if action.required else title
+            if action.dest == self.positional:  # as the usage shows it
+                action = copy(action)
+                action.option_strings, action.metavar = [], (self.usage or "").split()[1]
+            sections[title].append(action)
         sections["usual options"].sort(key=lambda action: usual[action.dest])
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
