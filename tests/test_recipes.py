@@ -320,6 +320,9 @@ class TestDefaultsOfAFamily:
         given = {"rewards": ["redness"], "max_source_images": None, "resolution_scale": 0.5, "noise_level": 0.7}
         assert differing(values, given) == {} and (values["edits"], values["num_inference_steps"]) == (True, 8)
         assert "num_inference_steps=8" in said and [name for name in given if name in said] == []
+        # Indices of the family's own number of steps
+        values, said = parse("QwenImageEditPipeline", "--num_inference_steps", "4")
+        assert (values["sde_steps"], values["noise_level"]) == ([1], 1.0) and "sde_steps" not in said
         values, said = parse("FluxKontextPipeline", "--edits", "False")
         assert values["rewards"] == ["consistency", "clip_t"] and said == ""
 

@@ -7,12 +7,15 @@ import torch
 from kill_runs import Run, relative_difference
 from launching import fork_context
 from paco_trl.rewards import redness_reward
+from paco_trl.rewards.runner import RewardError
 
 
 def dull_reward(prompts, completions, num_generations, log_extra, **kwargs):
     """Redness; half of the prompts have a reward that does not differ."""
     rewards = [0.5] * len(prompts) if is_dull(prompts[0]) else redness_reward(prompts, completions)
     log_extra("redness", rewards)
+    if is_dull(prompts[0]):
+        log_extra("dull", ["yes"] * len(prompts))
     return rewards
 
 
@@ -29,6 +32,7 @@ SETTINGS = {"reward_funcs": dull_reward, "min_reward_std": 0.0, "max_resample_ti
 
 def rounds_of(trainer):
     trainer.state.max_steps = 2
+    trainer._encode_run()
     return trainer._generate_and_score_completions(0)
 
 
@@ -56,6 +60,7 @@ def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
         assert torch.equal(entry["record"].sample, expected["record"].sample)
         assert torch.equal(entry["record"].log_prob, expected["record"].log_prob)
     assert shown.extra["redness"] == pytest.approx(shown.rewards[:, 0].tolist())
+    assert shown.extra["dull"] == [None] * 16
     # Twin: without resampling they are left out
     assert rounds_of(make_trainer(**SETTINGS | {"max_resample_times": 0})).metrics["frac_groups_uninformative"] > 0
 
@@ -66,6 +71,24 @@ def test_it_ends_after_its_times_and_without_other_prompts(make_trainer, times, 
     buffer = rounds_of(trainer)  # 4 of 12 prompts
     assert buffer.metrics["prompts_resampled"] == resampled and buffer.metrics["frac_groups_uninformative"] == 1
     assert not any(entry["weights"].any() for entry in buffer.entries)
+
+
+def test_prompts_without_rewards_stay_and_stop_the_run(make_trainer):
+    def failing(prompts, completions, num_generations, **kwargs):
+        return [None] * len(prompts) if is_dull(prompts[0]) else redness_reward(prompts, completions)
+
+    with pytest.raises(RewardError, match="max_reward_failures"):
+        rounds_of(make_trainer(**SETTINGS | {"reward_funcs": failing}))
+
+
+def test_nothing_is_encoded_in_a_round(make_trainer):
+    trainer = make_trainer(**SETTINGS, num_prompts_per_generation=2, max_steps=2)
+    encode, encoded = trainer.prompt_encoder._encode_prompts, []
+    trainer.prompt_encoder._encode_prompts = lambda *args: encoded.append(trainer.buffer) or encode(*args)
+    trainer.train()
+    resampled = [log["prompts_resampled"] for log in trainer.state.log_history if "loss" in log]
+    assert len(resampled) == 2 and resampled[0] > 0
+    assert len(encoded) == 1
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def family_defaults(prog: str, hidden: Collection[str], given: dict[str, Any]) -
     if given.get("edits") is False:  # they are for edits
         return {}
     defaults = FAMILIES.get(name, Family).training_defaults
-    defaults = {option: value for option, value in defaults.items() if option not in (*given, *hidden)}
+    # Stochastic steps are indices of the family's number of steps
+    left_out = (*given, *hidden, *(["sde_steps"] if "num_inference_steps" in given else []))
+    defaults = {option: value for option, value in defaults.items() if option not in left_out}
     if defaults and os.environ.get("RANK", "0") == "0":
         listed = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
         say(prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {listed}")
@@ -96,7 +98,8 @@ def main(
     arguments: list[str], config_class: type[PaCoGRPOConfig] = PaCoGRPOConfig, prog: str = "paco-trl grpo"
 ) -> int:
     """Run the command with the options of the config."""
-    train(*parser_of(ScriptArguments, config_class, prog=prog, description=__doc__).parse_args_and_config(arguments))
+    text = None if issubclass(config_class, PaCoNFTConfig) else __doc__
+    train(*parser_of(ScriptArguments, config_class, prog=prog, description=text).parse_args_and_config(arguments))
     return 0
 
 

@@ -124,7 +124,9 @@ class CommandParser(TrlParser):
     def parse_args_and_config(self, args: Sequence[str] | None = None, **kwargs) -> tuple:
         """Parse the options of the YAML file that `--config` names, then those of the command line."""
         config, words = read_config(sys.argv[1:] if args is None else args)
-        os.environ |= {name: str(value) for name, value in config.pop("env", {}).items()}  # as `TrlParser` does
+        os.environ |= {
+            name: str(value) for name, value in (config.pop("env", None) or {}).items()
+        }  # as `TrlParser` does
         if self.positional is not None and words and not words[0].startswith("-"):
             words = [f"--{self.positional}", *words]
         more, defaults = self._read(config)

@@ -451,7 +451,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if self._resumed_from is None:
             compared = compared_rows(args, "resolution_transfer", rows)
             needed += [*compared, *compared_rows(args, "tail_transfer", rows)]
-        encode(rows, needed, args.resolution_scale)
+        # Which rows take the place of others is not known yet
+        encode(rows, list(range(len(rows))) if args.max_resample_times else needed, args.resolution_scale)
         encode(rows, compared)
         if args.eval_strategy != "no" or args.eval_on_start:
             for dataset in self._eval_datasets().values():
@@ -659,12 +660,16 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         scores: Scores,
     ) -> int:
         """Put other prompts in the place of those that teach nothing, in all that a round has; return their number."""
+        if not self.args.max_resample_times:
+            return 0
         plan, generations, rank = self.round_plan, self.num_generations, self.accelerator.process_index
         sizes, scale = self.train_rows.training_sizes, self.args.resolution_scale
         others, count = self.schedule.other_rows(round_index), 0
         for _ in range(self.args.max_resample_times):
             places = []
-            for place in (~self._is_informative(scores.rewards)).nonzero().flatten().tolist():
+            # One that lacks rewards stays: failures are counted, and may stop the run
+            is_missing = torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(plan.num_prompts, -1).any(dim=1)
+            for place in (~self._is_informative(scores.rewards) & ~is_missing).nonzero().flatten().tolist():
                 if row := [row for row in others if sizes[row] == sizes[row_numbers[place]]][:1]:
                     others.remove(row[0])
                     row_numbers[place] = row[0]
@@ -677,7 +682,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             # Every process generates as many batches: one that has fewer repeats another's, which then counts once
             spare = np.repeat(assignment[is_new][:1], is_new.sum(axis=1).max() - len(own), axis=0)
             batches = np.concatenate([assignment[rank][own], spare])
-            self.prompt_encoder.encode(self.train_rows, row_numbers, scale)
             fetched = self.sampler.fetch(self.train_rows, row_numbers, scale)
             self.rewards.start(generations)
             new_images, new_records = self._generate_round(round_index, batches, row_numbers, fetched, sde)
@@ -688,9 +692,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 records[batch * merged : (batch + 1) * merged] = new_records[i * merged : (i + 1) * merged]
             numbers = np.unique(assignment[is_new])
             scores.rewards[numbers] = new.rewards[numbers]
-            for column, values in new.extra.items():
+            for column in scores.extra | new.extra:
+                cells = scores.extra.setdefault(column, [None] * len(scores.rewards))
                 for number in numbers:
-                    scores.extra[column][number] = values[number]
+                    cells[number] = new.extra[column][number] if column in new.extra else None
         return count
 
     def _recording(self, sde: SDESettings) -> dict[str, Any]:

@@ -188,7 +188,8 @@ class RoundSchedule:
         order = np.random.default_rng((self.args.seed, STREAMS["other prompts"], round_index)).permutation(
             self.num_rows
         )
-        return [row for row in order.tolist() if row not in self.rows(round_index)]
+        taken = set(self.rows(round_index))
+        return [row for row in order.tolist() if row not in taken]
 
     def remaining_rows(self, max_steps: int, first_round: int) -> list[int]:
         """Return the rows that the rest of a run needs."""

@@ -72,7 +72,7 @@ _IN_TRAINING = (
     *_OPTIMIZER, *_UPDATES, "optimizer_steps_per_generation", "num_iterations", "height", "width", "resolution_scale",
     "num_inference_steps", "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps", "num_generations",
     "num_prompts_per_generation", "per_device_train_batch_size", "multi_objective_aggregation", "log_tame_threshold",
-    "scale_rewards", "advantage_clip", "shuffle_dataset", "loss_type",
+    "scale_rewards", "advantage_clip", "min_reward_std", "max_reward_mean", "max_resample_times", "shuffle_dataset", "loss_type",
 )  # fmt: skip
 
 # Arguments of `from_pretrained` that do not decide what is loaded

@@ -11,7 +11,7 @@ SDE, SCHEDULER, TAIL, ROUNDS = (f"tests/test_{name}.py" for name in ("sde", "sch
 REWARDS, CALLS, SCORING = (f"tests/test_{name}.py" for name in ("rewards", "reward_calls", "scoring"))
 ROLLOUT, FAMILIES, HYBRID = (f"tests/test_{name}.py" for name in ("rollout", "families", "hybrid_inference"))
 RESOLUTION, PREEMPTION, CONTRACT = (f"tests/test_{name}.py" for name in ("resolution", "preemption", "contract"))
-UNLISTED = "tests/test_unlisted_pipelines.py"
+UNLISTED, RESAMPLING = "tests/test_unlisted_pipelines.py", "tests/test_resampling.py -m 'not slow'"
 
 
 def family(test: str, *cases: str) -> str:
@@ -27,17 +27,21 @@ DIRECT = "::TestLoss::test_loss_and_gradient_equal_a_direct_computation"
 
 MUTANTS = [
     # ---- Advantages ----
-    (T + "losses.py", "rewards.double().view(-1, num_generations)", "rewards.double().view(num_generations, -1).T", ADVANTAGES),
-    (T + "losses.py", "rewards.double().view(-1, num_generations)", "rewards.view(-1, num_generations)", ADVANTAGES),
-    (T + "losses.py", "(scored.sum(dim=1, keepdim=True) > 1)", "(scored.sum(dim=1, keepdim=True) > 0)", ADVANTAGES),
-    (T + "losses.py", "mean = _masked_mean(grouped, is_valid)", "mean = grouped.nan_to_num().mean(1, keepdim=True)", ADVANTAGES),
-    (T + "losses.py", "scale = std + 1e-4  # as in TRL", "scale = std + 1e-6", ADVANTAGES),
-    (T + "losses.py", "_masked_std(grouped.view(1, -1), is_valid.view(1, -1)) + 1e-4", "std.mean() + 1e-4", ADVANTAGES),
-    (T + "losses.py", "torch.where(is_valid, (grouped - mean) / scale, 0.0)", "(grouped - mean) / scale", ADVANTAGES),
+    (T + "losses.py", "return rewards.view(-1, num_generations // size, size)", "return rewards.view(size, -1).T.reshape(-1, num_generations // size, size)", ADVANTAGES),
+    (T + "losses.py", "grouped = _in_groups(rewards.double(), num_generations, branch_size)  # (prompts, branches, images)\n    scored", "grouped = _in_groups(rewards, num_generations, branch_size)\n    scored", ADVANTAGES),
+    (T + "losses.py", "(scored.sum(dim=2, keepdim=True) > 1)", "(scored.sum(dim=2, keepdim=True) > 0)", ADVANTAGES),
+    (T + "losses.py", "/ mask.sum(2, keepdim=True).clamp(min=1)", "/ mask.shape[2]", ADVANTAGES),
+    (T + "losses.py", "scale = _pooled_std(grouped, is_valid) + 1e-4", "scale = _pooled_std(grouped, is_valid) + 1e-6", ADVANTAGES),
+    (T + "losses.py", "_pooled_std(grouped.view(1, 1, -1), is_valid.view(1, 1, -1)) + 1e-4", "_pooled_std(grouped, is_valid).mean() + 1e-4", ADVANTAGES),
+    (T + "losses.py", "return torch.where(mask, values - mean, 0.0)", "return values - mean", ADVANTAGES),
     (T + "losses.py", "advantages.clamp(-advantage_clip, advantage_clip)", "advantages.clamp(max=advantage_clip)", ADVANTAGES),
-    (T + "losses.py", "has_spread = std.squeeze(1) > 0", "has_spread = std.squeeze(1) > 1e-4", ADVANTAGES),
-    (T + "losses.py", "/ mask.sum(1, keepdim=True).clamp(min=1)", "/ mask.shape[1]", ADVANTAGES),
-    (T + "losses.py", "(mask.sum(1, keepdim=True) - 1).clamp(min=1)", "mask.sum(1, keepdim=True).clamp(min=1)", ADVANTAGES),
+    (T + "losses.py", "has_spread = (deviations != 0).any(dim=2)", "has_spread = (deviations > 1e-4).any(dim=2)", ADVANTAGES),
+    (T + "losses.py", "degrees = (mask.sum(dim=2, keepdim=True) - 1).clamp(min=0)", "degrees = mask.sum(dim=2, keepdim=True)", ADVANTAGES),
+    (T + "losses.py", ".sum(dim=1, keepdim=True).clamp(min=1)\n    squares", ".clamp(min=1)\n    squares", ADVANTAGES),
+    (T + "losses.py", "squares = (_deviations(values, mask) ** 2).sum(dim=2, keepdim=True).sum(dim=1, keepdim=True)", "squares = (_deviations(values, mask) ** 2).sum(dim=2, keepdim=True)", ADVANTAGES),
+    (T + "losses.py", ".flatten() > min_std", ".flatten() >= min_std", ADVANTAGES),
+    (T + "losses.py", "nanmean(dim=1) >= max_mean", "nanmean(dim=1) > max_mean", ADVANTAGES),
+    (T + "losses.py", "~torch.isnan(grouped)).flatten() > min_std", "torch.ones_like(grouped, dtype=torch.bool)).flatten() > min_std", ADVANTAGES),
     # ---- Objectives ----
     (T + "losses.py", "torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)", "torch.clamp(ratio, 1 - epsilon_high, 1 + epsilon_low)", ADVANTAGES),
     (T + "losses.py", "loss = -torch.min(ratio * advantages,", "loss = -torch.max(ratio * advantages,", ADVANTAGES),
@@ -116,9 +120,9 @@ MUTANTS = [
     (T + "rounds.py", "images % num_generations or images % (batch * steps)", "images % (batch * steps)", ROUNDS),
     (T + "rounds.py", "step = position // batches_per_step", "step = position % batches_per_step", ROUNDS),
     (T + "rounds.py", "assignment[:, step * batches_per_step :", "assignment[process_index, step * batches_per_step :", ROUNDS),
-    (T + "rounds.py", "num_valid = is_valid[torch.from_numpy(images_of_step)].sum().item()", "num_valid = len(images_of_step)", ROUNDS),
-    (T + "rounds.py", "max(num_valid * layout.num_trained_steps, 1)", "max(num_valid, 1)", ROUNDS),
-    (T + "rounds.py", "to_device(is_valid[batch] / denominator, device)", "to_device(torch.ones(len(batch)) / denominator, device)", ROUNDS),
+    (T + "rounds.py", "num_trained = is_trained[torch.from_numpy(images_of_step)].sum().item()", "num_trained = len(images_of_step)", ROUNDS),
+    (T + "rounds.py", "max(num_trained * layout.num_trained_steps, 1)", "max(num_trained, 1)", ROUNDS),
+    (T + "rounds.py", "to_device(is_trained[batch] / denominator, device)", "to_device(torch.ones(len(batch)) / denominator, device)", ROUNDS),
     (T + "rounds.py", "to_device(advantages[batch], device)", "to_device(advantages[: len(batch)], device)", ROUNDS),
     (T + "rounds.py", 'STREAMS["prompts"], epoch)', 'STREAMS["prompts"], 0)', GRPO + "::TestSteps::test_order_of_prompts_depends_on_the_seed_only"),
     (T + "rounds.py", "order[position * self.plan.num_prompts : (position + 1)", "order[position * self.plan.num_prompts : (position + 2)", GRPO + "::TestSteps::test_order_of_prompts_depends_on_the_seed_only"),
@@ -147,11 +151,20 @@ MUTANTS = [
     (T + "paco_grpo_trainer.py", "guard_gradient_weight(step.sigma, step.sigma_next)", "guard_gradient_weight(step.sigma_next, step.sigma)", FULL + "::TestLossesOfRecordedMeans::test_the_log_ratio_is_the_mean_of_noise_times_shift"),
     (T + "paco_grpo_trainer.py", "(self.epsilon_low, self.epsilon_high)", "(self.epsilon_high, self.epsilon_low)", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
     (T + "paco_grpo_trainer.py", "args.epsilon_high if args.epsilon_high is not None else args.epsilon", "args.epsilon", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
-    (T + "paco_grpo_trainer.py", "group_size, scale, args.advantage_clip", "group_size, scale", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
+    (T + "paco_grpo_trainer.py", "scale, args.advantage_clip, args.branch_size", "scale, None, args.branch_size", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
     (T + "paco_grpo_trainer.py", 'scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards', "scale = args.scale_rewards", CONTRACT + "::test_advantages_and_reward_metrics_are_those_of_trl"),
     (T + "paco_grpo_trainer.py", "1 - has_spread.float().mean().item()", "has_spread.float().mean().item()", CONTRACT + "::test_advantages_and_reward_metrics_are_those_of_trl"),
-    (T + "paco_grpo_trainer.py", "group_size = args.branch_size if args.branch_size > 1 else generations", "group_size = generations", BRANCHES + "::TestTrainer::test_images_are_compared_within_their_branch"),
-    (T + "paco_grpo_trainer.py", "self.rewards.aggregate(scores.rewards, group_size)", "self.rewards.aggregate(scores.rewards, generations)", BRANCHES + "::TestTrainer::test_ranks_are_those_within_a_branch"),
+    (T + "paco_grpo_trainer.py", "args.advantage_clip, args.branch_size\n", "args.advantage_clip\n", BRANCHES + "::TestTrainer::test_images_are_compared_within_their_branch"),
+    (T + "paco_grpo_trainer.py", "self.rewards.aggregate(scores.rewards, compared)", "self.rewards.aggregate(scores.rewards, generations)", BRANCHES + "::TestTrainer::test_ranks_are_those_within_a_branch"),
+    (T + "paco_grpo_trainer.py", "is_trained = is_valid & is_informative.repeat_interleave(generations)", "is_trained = is_valid", SCORING + "::TestCeilings::test_prompts_that_teach_nothing_are_left_out"),
+    (T + "paco_grpo_trainer.py", "self._is_informative(scores.rewards) & ~is_missing)", "self._is_informative(scores.rewards))", RESAMPLING),
+    (T + "paco_grpo_trainer.py", "                    row_numbers[place] = row[0]\n", "", RESAMPLING),
+    (T + "paco_grpo_trainer.py", "if sizes[row] == sizes[row_numbers[place]]", "if True", RESAMPLING),
+    (T + "paco_grpo_trainer.py", "scores.rewards[numbers] = new.rewards[numbers]", "pass", RESAMPLING),
+    (T + "paco_grpo_trainer.py", "cells[number] = new.extra[column][number] if column in new.extra else None", "pass", RESAMPLING),
+    (T + "paco_grpo_trainer.py", "images[batch * size : (batch + 1) * size] = new_images[i * size : (i + 1) * size]", "pass", RESAMPLING),
+    (T + "paco_grpo_trainer.py", "records[batch * merged : (batch + 1) * merged] = new_records[i * merged : (i + 1) * merged]", "pass", RESAMPLING),
+    (T + "rounds.py", "if row not in taken]", "]", RESAMPLING),
     (T + "paco_grpo_trainer.py", "self.rewards.check_round(scores.rewards, is_valid, args, round_index)", "pass", SCORING + "::TestCeilings::test_nothing_is_trained_above_a_ceiling"),
     (T + "paco_grpo_trainer.py", "(~is_valid.view(-1, generations).any(dim=1)).sum()", "(~is_valid.view(-1, generations).all(dim=1)).sum()", SCORING + "::TestCeilings::test_images_below_and_above"),
     (T + "paco_grpo_trainer.py", 'STREAMS["training"], round_index)', 'STREAMS["training"], 0)', GRPO + "::TestSteps::test_each_round_has_its_noise"),
