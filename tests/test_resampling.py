@@ -36,17 +36,23 @@ def rounds_of(trainer):
     return trainer._generate_and_score_completions(0)
 
 
+def sheet_of(trainer):
+    """The rows and the scored images of a round, which becomes the trainer's buffer."""
+    sheets = []
+    trainer.args.log_completions = True
+    trainer._save_sheet = lambda name, title, rows, numbers, shown: sheets.append((list(numbers), shown))
+    trainer.buffer = rounds_of(trainer)
+    return sheets[0]
+
+
 def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
     trainer = make_trainer(**SETTINGS, per_device_train_batch_size=2)
     prompts, first = trainer.train_dataset["prompt"], trainer.schedule.rows(0)
     dull = [place for place, row in enumerate(first) if is_dull(prompts[row])]
     assert 0 < len(dull) < 4
-    sheets = []
-    trainer.args.log_completions = True
-    trainer._save_sheet = lambda name, title, rows, numbers, shown: sheets.append((list(numbers), shown))
-    buffer = rounds_of(trainer)
+    final, shown = sheet_of(trainer)
+    buffer = trainer.buffer
     assert buffer.metrics["prompts_resampled"] >= len(dull) and buffer.metrics["frac_groups_uninformative"] == 0
-    ((final, shown),) = sheets
     assert all((final[place] != first[place]) == (place in dull) for place in range(4))
     assert len(set(final)) == 4 and not any(is_dull(prompts[row]) for row in final)
 
@@ -61,6 +67,8 @@ def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
         assert torch.equal(entry["record"].log_prob, expected["record"].log_prob)
     assert shown.extra["redness"] == pytest.approx(shown.rewards[:, 0].tolist())
     assert shown.extra["dull"] == [None] * 16
+    pictures = [shown.pictures[number] for number in sorted(shown.pictures)]
+    assert redness_reward(None, pictures) == pytest.approx(shown.rewards[sorted(shown.pictures), 0].tolist(), abs=0.02)
     # Twin: without resampling they are left out
     assert rounds_of(make_trainer(**SETTINGS | {"max_resample_times": 0})).metrics["frac_groups_uninformative"] > 0
 
@@ -71,6 +79,15 @@ def test_it_ends_after_its_times_and_without_other_prompts(make_trainer, times, 
     buffer = rounds_of(trainer)  # 4 of 12 prompts
     assert buffer.metrics["prompts_resampled"] == resampled and buffer.metrics["frac_groups_uninformative"] == 1
     assert not any(entry["weights"].any() for entry in buffer.entries)
+
+
+def test_others_have_the_size_of_those_that_they_replace(make_trainer, prompts):
+    wide = prompts.map(lambda row, index: {"height": 64, "width": (64, 128)[index % 2]}, with_indices=True)
+    trainer = make_trainer(**SETTINGS | {"reward_funcs": constant_reward}, train_dataset=wide)
+    sizes = trainer.train_rows.training_sizes
+    before, (after, _) = trainer.schedule.rows(0), sheet_of(trainer)
+    assert not set(before) & set(after)
+    assert [sizes[row] for row in before] == [sizes[row] for row in after] and len(set(map(tuple, sizes))) == 2
 
 
 def test_prompts_without_rewards_stay_and_stop_the_run(make_trainer):
