@@ -64,7 +64,7 @@ def push(args: PushArguments) -> str:
     known = remembered_repository(run) or {}
     repo_id = args.hub_model_id or known.get("repo_id")
     if repo_id is None:
-        raise ValueError(f"`hub_model_id` is not given, and nothing of '{run}' was pushed. Give `--hub_model_id`.")
+        raise ValueError(f"'{run}' has no repository yet. Give `--hub_model_id user/name`.")
     # The settings of the run's own repository do not apply to another one
     run_id = known.get("repo_id", "")
     run_settings = known if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}

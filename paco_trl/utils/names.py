@@ -91,7 +91,8 @@ def check_adapter_base(adapter: str, named: str | None, base: str | None) -> Non
         return
     raise ValueError(
         f"The adapter '{adapter}' was made for '{named}', but is to be loaded on '{base}', where it would change the wrong "
-        "weights. If they are one model under two names, change `base_model_name_or_path` in a copy of the adapter."
+        f"weights. Pass `--model_name_or_path {named}`, or where that is elsewhere its path. If both are one model under two "
+        "names, change `base_model_name_or_path` in a copy of the adapter."
     )
 
 
