@@ -23,7 +23,14 @@ from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judg
 from paco_trl.commands.doctor import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import make_pair
-from paco_trl.rewards import ConsistencyReward, RubricReward, ServedJudge, panel_similarity_reward, redness_reward
+from paco_trl.rewards import (
+    ConsistencyReward,
+    ReferenceReward,
+    RubricReward,
+    ServedJudge,
+    panel_similarity_reward,
+    redness_reward,
+)
 
 
 ROOT = Path(__file__).parent.parent
@@ -254,7 +261,7 @@ class TestOptions:
             for item in vars(importlib.import_module(module.name)).values():
                 if dataclasses.is_dataclass(item):
                     others |= {field.name for field in dataclasses.fields(item)}
-        for kind in (ConsistencyReward, RubricReward, ServedJudge):
+        for kind in (ConsistencyReward, ReferenceReward, RubricReward, ServedJudge):
             others |= set(inspect.signature(kind.__init__).parameters)
         for name in re.findall(r"`(?:--)?(\w+)=[^`]+`|`--(\w+)[^`]*`", prose_of(page)):
             assert (name[0] or name[1]) in OPTIONS | others | LAUNCH, name

@@ -22,6 +22,7 @@ from paco_trl.data import (
     disjoint_from,
     has_source_images,
     load_edit_prompts,
+    load_image_set_prompts,
 )
 
 
@@ -287,6 +288,34 @@ class TestLoader:
         path = self.write_rows(folder / "edits.jsonl", [good, bad])
         with pytest.raises(ValueError, match=message):
             load_edit_prompts(path)
+
+    @pytest.mark.parametrize("load", [load_edit_prompts, load_image_set_prompts])
+    @pytest.mark.parametrize(
+        ("bad", "message"),
+        [
+            ({"references": ["images/9.png"]}, "Row 1 of .*9.png"),
+            ({"references": ["../images/0.png"]}, "Row 1 of .*leaves"),
+            ({"references": []}, "Row 1 of .*`references`"),
+            ({}, "Row 1 of .*`references`"),
+            ({"references": ["images/0.png"], "reference_roles": []}, "row 1 of .*list of 1"),
+            ({"references": ["images/0.png"], "reference_roles": ["pose"]}, "row 1 of .*identity, style, logic"),
+        ],
+    )
+    def test_references(self, folder, load, bad, message):
+        source = {"image": "images/0.png"} if load is load_edit_prompts else {}
+        good = {
+            "prompt": "A.",
+            "references": ["images/1.png", "images/2.png"],
+            "reference_roles": ["style", None],
+            **source,
+        }
+        dataset = load(self.write_rows(folder / "prompts.jsonl", [good, {**good, "reference_roles": None}]))
+        assert [image.tobytes() for image in dataset[1]["references"]] == [picture(n).tobytes() for n in (1, 2)]
+        dataset.save_to_disk(folder / "saved")
+        assert load(folder / "saved")["reference_roles"][:] == [["style", None], None]
+        path = self.write_rows(folder / "prompts.jsonl", [good, {"prompt": "B.", **source, **bad}])
+        with pytest.raises(ValueError, match=message):
+            load(path)
 
     def test_saved_datasets_and_their_splits(self, folder):
         DatasetDict(train=edits(("A.", picture(0))), test=edits(("B.", picture(1)))).save_to_disk(folder / "saved")

@@ -19,11 +19,13 @@ from peft import LoraConfig
 from PIL import Image, ImageDraw
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, tiny
+from paco_trl.data.questions import reference_question
 from paco_trl.hub.cards import render_card
 from paco_trl.plots import scored_sheets
-from paco_trl.rewards import EditReward, redness_reward
+from paco_trl.rewards import EditReward, ReferenceReward, redness_reward
 from paco_trl.rollout import replay
 from paco_trl.trainer import paco_grpo_trainer
+from test_judged_rewards import FormulaJudge
 
 
 COLOURS = ["#fa1e96", "#1efa96", "#961efa", "#fa961e", "#1e96fa", "#96fa1e", "#2d2dff"]
@@ -245,6 +247,56 @@ class TestSizes:
             ]
             assert "image" not in call
         assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+
+
+class TestReferences:
+    """A family that takes several images gets references as sources, where there are no others."""
+
+    ROWS = [
+        {"prompt": "FOUR-PANEL with a 1x2 grid layout. [LEFT]: It sits. [RIGHT]: It runs.", "reference_roles": None},
+        {"prompt": "It sleeps.", "reference_roles": ["identity", "style"]},
+    ]
+
+    def rows(self, **columns) -> Dataset:
+        references = [[picture(96, 64, 0)], [picture(64, 80, 1), picture(64, 64, 2)]]
+        rows = [row | {"references": images} for row, images in zip(self.ROWS, references, strict=True)]
+        return Dataset.from_list(
+            [row | {name: column[n] for name, column in columns.items()} for n, row in enumerate(rows)]
+        )
+
+    @pytest.mark.parametrize(("model", "images"), [("klein", 3), ("kontext", 0)])
+    def test_training_on_sets_and_single_images(self, request, tmp_path, model, images):
+        judge = FormulaJudge()
+        trainer = make(
+            request.getfixturevalue(model), self.rows(), tmp_path, ReferenceReward(judge), num_generations=4
+        )
+        events, before = watch(trainer), weights_of(trainer)
+        trainer.train()
+        assert events.count("image") == images  # each reference once
+        # The size is that of the settings, not of a reference
+        assert trainer.train_rows.training_sizes == [(32, 32)] * 2
+        asked = {(first.size, second.size) for (first, second), _ in judge.asked}
+        assert asked == {((96, 64), (16, 32)), ((64, 80), (32, 32)), ((64, 64), (32, 32))}
+        assert {question for _, question in judge.asked} == {*map(reference_question, ("identity", "style"))}
+        assert logs_with(trainer, "rewards/reference/std")[0] > 0 and not are_equal(before, weights_of(trainer))
+
+    def test_edits_keep_their_sources(self, klein, tmp_path):
+        judge = FormulaJudge()
+        sources = [picture(64, 96, 3), picture(64, 64, 4)]
+        trainer = make(klein, self.rows(image=sources), tmp_path, ReferenceReward(judge))
+        events = watch(trainer)
+        trainer.train()
+        assert events.count("image") == 2 and trainer.train_rows.training_sizes[0] == (40, 28)
+        assert {first.getpixel((0, 0)) for (first, _), _ in judge.asked} == {
+            picture(8, 8, number).getpixel((0, 0)) for number in range(3)
+        }
+
+    def test_too_many_for_the_pipeline(self, klein, tmp_path):
+        rows = Dataset.from_list(
+            [row | {"references": [picture(64, 64, 0)] * 5, "reference_roles": None} for row in self.ROWS]
+        )
+        with pytest.raises(ValueError, match="5 .*at most 4"):
+            make(klein, rows, tmp_path)
 
 
 def run_and_evaluate(model, dataset, folder, **settings) -> list[list[str]]:

@@ -18,13 +18,14 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from judge_server import JudgeServer, LoopClock, pictures_of
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, edit_following_question, theme_question
-from paco_trl.data.questions import edit_consistency_question
+from paco_trl.data.questions import edit_consistency_question, reference_question
 from paco_trl.rewards import (
     ClipIReward,
     ConsistencyReward,
     DreamSimReward,
     EditReward,
     JudgeUnavailableError,
+    ReferenceReward,
     ServedJudge,
     judge_rewards,
 )
@@ -38,6 +39,7 @@ from paco_trl.rewards.judge_rewards import (
 )
 from paco_trl.rewards.runner import RewardRunner
 from paco_trl.tiny.clip import build_tiny_clip
+from paco_trl.utils.fingerprint import describe_scorer
 from testing_utils import noise, plain
 
 
@@ -455,6 +457,73 @@ class TestEdit:
         )
         first, second = self.call(EditReward(served_judge))
         assert 0 < first < 1 and second is None and len(server.requests) == 4
+
+
+class TestReference:
+    REFERENCES = [[plain(250)], [plain(120), plain(15)], [plain(60), plain(180), plain(33)]]
+    ROLES = [["style"], None, ["logic", None, "style"]]
+    # By hand: what is asked about each reference
+    ASKED = [["style"], ["identity"] * 2, ["logic", "identity", "style"]]
+
+    def scores(self, panels_of_rows):
+        return [
+            [
+                score_of(image, panel, reference_question(role))
+                for image, role in zip(*row, strict=True)
+                for panel in panels
+            ]
+            for *row, panels in zip(self.REFERENCES, self.ASKED, panels_of_rows, strict=True)
+        ]
+
+    @pytest.mark.parametrize(("reduction", "combine"), [("mean", np.mean), ("min", min)])
+    def test_combines_pairs_of_reference_and_panel(self, any_judge, reduction, combine):
+        scores = self.scores(SETS)
+        assert [len(row) for row in scores] == [2, 8, 9] and all(np.std(row) > 0.01 for row in scores)
+        reward = ReferenceReward(any_judge, reduction=reduction)
+        rewards = call(reward, references=self.REFERENCES, reference_roles=self.ROLES)
+        assert rewards == close([combine(row) for row in scores])
+        # Twins: without roles, and other references
+        assert rewards != pytest.approx(call(reward, references=self.REFERENCES), abs=1e-3)
+        assert rewards != pytest.approx(
+            call(reward, references=[row[::-1] for row in self.REFERENCES[::-1]]), abs=1e-3
+        )
+
+    def test_of_an_edit_or_a_single_image_sees_the_output(self, judge):
+        outputs = [plain(value) for value in (90, 60, 7)]
+        rewards = ReferenceReward(judge)(PROMPTS, outputs, references=self.REFERENCES, reference_roles=self.ROLES)
+        assert rewards == close([np.mean(row) for row in self.scores([[image] for image in outputs])])
+
+    def test_each_role_has_a_question(self):
+        questions = [reference_question(role) for role in CRITERIA]
+        assert len({*questions}) == 3 and all(question.startswith("Do images meet") for question in questions)
+
+    def test_one_unanswered_pair(self, server, served_judge):
+        server.fault = {3: "400"}.get
+        rewards = call(ReferenceReward(served_judge, reduction="min"), references=self.REFERENCES)
+        assert rewards.count(None) == 1
+
+    def test_what_it_depends_on(self, judge):
+        described = [
+            describe_scorer(ReferenceReward(judge, reduction=reduction)) for reduction in ("mean", "min", "min")
+        ]
+        assert described[0] != described[1] == described[2]
+
+    @pytest.mark.parametrize(
+        ("columns", "key"),
+        [
+            ({}, "`references`"),
+            ({"references": [[plain(1)], [], None]}, "image 1"),
+            ({"references": [["a.png"], [plain(1)], [plain(1)]]}, "PIL"),
+            ({"reference_roles": [["style"], ["style"], ["logic"]]}, "image 1.*2"),
+            ({"reference_roles": [["style"], ["style", "pose"], None]}, "'pose'.*identity, style, logic"),
+        ],
+    )
+    def test_bad_input(self, judge, columns, key):
+        given = {"references": self.REFERENCES, **columns} if columns else {"theme": THEMES}
+        with pytest.raises(ValueError, match=key):
+            call(ReferenceReward(judge), **given)
+        with pytest.raises(ValueError, match="'max'"):
+            ReferenceReward("nobody/judge", reduction="max")
 
 
 class TestMetrics:

@@ -53,7 +53,7 @@ class RewardOptions:
 
     rewards: list[str] = option(
         ["consistency", "clip_t"],
-        "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `clip_i`, `pick_score`, "
+        "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `reference`, `clip_i`, `pick_score`, "
         "`no_duplicates`, `layout`, `ocr`; ratings by any vision-language model: `rubric:instruction`, `rubric:unchanged` "
         "(edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; `redness` and `panel_similarity` are for trying "
         "things out. Your own: "
@@ -61,7 +61,7 @@ class RewardOptions:
         "--reward_funcs",
     )
     judge_model: str = option(
-        "X-GenGroup/PaCo-Reward-7B", "Judge of `consistency`, `edit`, rubrics: Hub id, directory, name at `judge_url`."
+        "X-GenGroup/PaCo-Reward-7B", "Judge of the rewards that have one: Hub id, directory, name at `judge_url`."
     )
     judge_url: str | None = option(None, "Address of a served judge. If `None`, it is loaded into each process.")
     judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
@@ -95,12 +95,14 @@ class ScriptArguments(RewardOptions, PromptDataArguments):
 
 
 _RUBRIC = "rubric:"
+_WITH_JUDGE = {"consistency": "ConsistencyReward", "edit": "EditReward", "reference": "ReferenceReward"}
 # Lazy: the classes import their models' packages
 _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "consistency": lambda args: rewards.ConsistencyReward(
         args.judge_model, args.judge_url, args.judge_question, args.judge_max_pairs, **_judge_arguments(args)
     ),
     "edit": lambda args: rewards.EditReward(args.judge_model, args.judge_url, **_judge_arguments(args)),
+    "reference": lambda args: rewards.ReferenceReward(args.judge_model, args.judge_url, **_judge_arguments(args)),
     "clip_t": lambda args: rewards.ClipTReward(args.clip_model),
     "clip_i": lambda args: rewards.ClipIReward(args.clip_model),
     "pick_score": lambda args: rewards.PickScoreReward(),
@@ -113,7 +115,7 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
 
 
 def _with_judge(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name in ("consistency", "edit") or name.startswith(_RUBRIC)]
+    return [name for name in names if name in _WITH_JUDGE or name.startswith(_RUBRIC)]
 
 
 def _judge_arguments(script_args: ScriptArguments) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def check_reward_names(script_args: ScriptArguments) -> None:
     for setting in ("judge_url", "judge_quantization", "judge_attn_implementation", "judge_max_pairs"):
         value = getattr(script_args, setting)
         if value is not None and not _with_judge(names):  # it may be in a file that cannot be unset
-            logger.warning(f"`--{setting}` has no effect: only `consistency`, `edit` and rubrics have a judge.")
+            logger.warning(f"`--{setting}` has no effect: only {', '.join(_WITH_JUDGE)} and rubrics have a judge.")
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
@@ -279,9 +281,9 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
 
 def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:
     """Check that a judge can compare what the prompts ask for, before it is loaded."""
-    for name, judge in (("consistency", rewards.ConsistencyReward), ("edit", rewards.EditReward)):
+    for name, judge in _WITH_JUDGE.items():
         if name in script_args.rewards:
-            check_columns(judge, dataset, "the dataset")
+            check_columns(getattr(rewards, judge), dataset, "the dataset")
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
@@ -311,7 +313,9 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
         return None
     names = script_args.eval_rewards if script_args.eval_rewards is not None else script_args.rewards
     if has_own_judge and not _with_judge(names):
-        raise ValueError("`--eval_judge_model` and `--eval_judge_url` are for `consistency`, `edit` and rubrics only.")
+        raise ValueError(
+            f"`--eval_judge_model`, `--eval_judge_url` are for {', '.join(_WITH_JUDGE)} and rubrics only."
+        )
     known = dict(zip(script_args.rewards, reward_funcs, strict=True))
     if has_own_judge:
         model = script_args.eval_judge_model or script_args.judge_model

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 
+# What of an image the output is to keep, in the terms of the paper and of T2IS-Bench
+REFERENCE_ROLES = ("identity", "style", "logic")
+
+
 def column_types(**kinds: Any) -> "Features":
     """Return the types of columns: by the names of Arrow or `"image"`, a list of one for a list, or a dictionary."""
     from datasets import Features, Image, List, Value
@@ -59,6 +63,33 @@ def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> "Dataset"
 
     columns = dict(zip(kinds, map(list, zip(*rows, strict=True)), strict=True))
     return Dataset.from_dict(columns, features=column_types(**kinds))
+
+
+def check_references(dataset: "Dataset", name: str = "the dataset") -> "Dataset":
+    """Check the references of prompts, if there are any, and their roles; no image is opened."""
+    if "references" not in dataset.column_names:
+        return dataset
+    check_image_column(dataset, "references", name, decoded=False, is_list=True)
+    has_roles = "reference_roles" in dataset.column_names
+    roles = dataset.with_format(None)["reference_roles"] if has_roles else [None] * len(dataset)
+    for row, (count, of_row) in enumerate(zip(list_lengths(dataset, "references").tolist(), roles, strict=True)):
+        roles_of(count, of_row, f"row {row} of {name}")
+    return dataset
+
+
+def roles_of(count: int, roles: Any, where: str) -> list[str]:
+    """Return the role of each of a row's references, by default identity."""
+    if count < 1:
+        raise ValueError(f"`references` of {where} has no image. Add one, or leave the row out.")
+    roles = [None] * count if roles is None else roles
+    if not isinstance(roles, list) or len(roles) != count:
+        raise ValueError(
+            f"`reference_roles` of {where} is {roles!r}. It must be a list of {count}: one per reference."
+        )
+    roles = [REFERENCE_ROLES[0] if role is None else role for role in roles]
+    if unknown := [role for role in roles if role not in REFERENCE_ROLES]:
+        raise ValueError(f"`reference_roles` of {where} has {unknown[0]!r}. A role is {', '.join(REFERENCE_ROLES)}.")
+    return roles
 
 
 def by_id(dataset: "Dataset", column: str) -> dict[Any, Any]:

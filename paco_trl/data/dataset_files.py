@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ..utils.addresses import refuse_address
 from ..utils.files import write_atomically
 from ..utils.names import is_local
+from .columns import column_types
+from .texts import is_text
 
 
 if TYPE_CHECKING:
@@ -189,11 +191,44 @@ def _download(url: str, folder: Path) -> Path:
 
 
 def dataset_of_rows(rows: list[dict[str, Any]]) -> "Dataset":
-    """Build a dataset of rows, with the keys of all of them: `Dataset.from_list` takes those of the first row."""
+    """Build a dataset of rows, with the keys of all of them (`Dataset.from_list`: of the first row), and its images as such."""
     from datasets import Dataset
 
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+    dataset = Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+    for name, feature in column_types(image="image", images=["image"], references=["image"]).items():
+        dataset = dataset.cast_column(name, feature) if name in names else dataset
+    return dataset
+
+
+def with_image_files(
+    rows: list[dict[str, Any]], path: Path, folder: Path, columns: tuple[str, ...], allow_remote_images: bool = False
+) -> list[dict[str, Any]]:
+    """Put the paths of their files in the place of the images that the rows of a file name."""
+    named = {name for row in rows for name in row}
+    for number, row in enumerate(rows):
+        for name in filter(named.__contains__, columns):
+            where, value = f"Row {number} of {path}", row.get(name)
+            if name == "image":
+                row[name] = find_image(value, folder, where, allow_remote_images)
+            elif not isinstance(value, list) or not value:
+                raise ValueError(f"{where}: `{name}` is {value!r}. It must be a list of at least one path.")
+            else:
+                row[name] = [find_image(image, folder, where, allow_remote_images) for image in value]
+    return rows
+
+
+def find_image(path: Any, folder: Path, where: str, allow_remote_images: bool) -> str:
+    """Find the file of an image that a row names, as [`image_file`] does, and name the row in errors."""
+    try:
+        if not is_text(path):
+            raise ValueError(f"an image is {path!r}, but it must be a path relative to the directory.")
+        file = image_file(path, [folder], allow_remote_images)
+        if not file.is_file():
+            raise ValueError(f"there is no image {file}. Check the path, `image_folder`, and the extraction.")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return str(file)
 
 
 def find_dataset_file(folder: Path, name: str) -> Path:

@@ -3,7 +3,8 @@
 Editing prompts: an instruction, and the image or images to edit.
 
 Columns: `prompt` (the instruction), `image` (the source) or `images` (a list of sources) and, where known, `id`,
-`height` and `width` (inference size), and `rows`, `cols` and `panels` where the edited image is itself a grid.
+`height` and `width` (inference size), and `rows`, `cols` and `panels` where the edited image is itself a grid, and
+`references` and `reference_roles`, which [`~paco_trl.rewards.ReferenceReward`] reads.
 """
 
 import logging
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from ..utils.text import shorten
-from .columns import check_image_column, check_is_dataset, column_types, list_lengths, typed_dataset
-from .dataset_files import dataset_of_rows, find_prompts, has_rows_as_text, image_file, load_split
+from .columns import check_image_column, check_is_dataset, check_references, list_lengths, typed_dataset
+from .dataset_files import dataset_of_rows, find_image, find_prompts, has_rows_as_text, load_split, with_image_files
 from .grids import pixels_sha256
 from .image_sets import check_row, read_prompt_rows
 from .source_images import MANY_ROWS, SourceImages
@@ -59,8 +60,11 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
             hint = "Convert GEdit-Bench with `paco_trl.data.convert_gedit_bench(dataset)`."
         elif _is_sharegpt(names):
             hint = "Convert ShareGPT-4o-Image with `paco_trl.data.convert_sharegpt_4o_image(dataset, image_folder)`."
+        elif "references" in names:
+            hint = "Prompts with `references` alone are no edits: leave `--edits` out, or set it to `False`."
         raise ValueError(f"Editing prompts need `prompt` and either `image` or `images`; `{name}` has {names}. {hint}")
     check_image_column(dataset, sources[0], name, decoded=False, is_list=sources == ["images"])
+    check_references(dataset, name)
 
     plain = dataset.with_format(None)
     prompts = list(plain["prompt"])
@@ -182,7 +186,7 @@ def convert_sharegpt_4o_image(
         if max_images is not None and len(paths) > max_images:
             left_out += 1
             continue
-        images = [_find_image(path, folder, where, allow_remote_images) for path in paths]
+        images = [find_image(path, folder, where, allow_remote_images) for path in paths]
         converted.append((row.get("output_image"), prompt, images))
     _report_left_out(left_out, max_images)
     if not converted:
@@ -198,18 +202,6 @@ def _report_left_out(count: int, max_images: int | None) -> None:
         logger.warning(f"{count} row(s) with more than {max_images} source image(s) (`max_images`) are left out.")
 
 
-def _find_image(path: Any, folder: Path, where: str, allow_remote_images: bool) -> str:
-    try:
-        if not is_text(path):
-            raise ValueError(f"an image is {path!r}, but it must be a path relative to the directory.")
-        file = image_file(path, [folder], allow_remote_images)
-        if not file.is_file():
-            raise ValueError(f"there is no image {file}. Check the path, `image_folder`, and the extraction.")
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return str(file)
-
-
 def _read_edits(
     path: Path, image_folder: str | Path | None, max_images: int | None, allow_remote_images: bool
 ) -> "Dataset":
@@ -218,18 +210,8 @@ def _read_edits(
     names = {name for row in rows for name in row}
     if _is_sharegpt(names) and "prompt" not in names:
         return convert_sharegpt_4o_image(rows, folder, max_images, allow_remote_images)
-    for number, row in enumerate(rows):
-        where, images = f"Row {number} of {path}", row.get("images")
-        if "image" in names:
-            row["image"] = _find_image(row.get("image"), folder, where, allow_remote_images)
-        if "images" in names:
-            if not isinstance(images, list) or not images:
-                raise ValueError(f"{where}: `images` is {images!r}. It must be a list of at least one path.")
-            row["images"] = [_find_image(image, folder, where, allow_remote_images) for image in images]
-    dataset = dataset_of_rows(rows)
-    for name, feature in column_types(image="image", images=["image"]).items():
-        dataset = dataset.cast_column(name, feature) if name in names else dataset
-    return dataset
+    rows = with_image_files(rows, path, folder, ("image", "images", "references"), allow_remote_images)
+    return dataset_of_rows(rows)
 
 
 def load_edit_prompts(

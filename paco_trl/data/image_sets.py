@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..utils.text import shorten
-from .columns import column_types
+from .columns import check_references, column_types
 from .dataset_files import (
     dataset_of_rows,
     find_dataset_file,
@@ -24,6 +24,7 @@ from .dataset_files import (
     load_split,
     read_json_objects,
     read_rows,
+    with_image_files,
 )
 from .grids import panel_size
 from .texts import is_text
@@ -464,7 +465,7 @@ def complete_image_sets(dataset: "Dataset") -> "Dataset":
             known = dataset.remove_columns(name) if name in dataset.column_names else dataset
             dataset = known.add_column(name, column)
     check_image_set_columns(dataset)
-    return dataset
+    return check_references(dataset)
 
 
 def read_prompt_rows(path: Path) -> list[dict[str, Any]]:
@@ -524,11 +525,15 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
     path = find_prompts(path_or_id, "image-set prompts")
     paths = [path] if has_rows_as_text(path) else [] if is_saved(path) else _json_lines_of_split(path, split)
     if paths:
-        rows = [row for file in paths for row in read_prompt_rows(file)]
+        rows = [
+            row
+            for file in paths
+            for row in with_image_files(read_prompt_rows(file), file, file.absolute().parent, ("references",))
+        ]
         rows = [_complete_row(index, row) for index, row in enumerate(rows)]
         # Before Arrow sees the rows: its error for a wrong type names neither row nor column
         check_image_set_columns(rows)
-        return dataset_of_rows(rows)
+        return check_references(dataset_of_rows(rows))
 
     dataset = load_split(path_or_id, split)
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:

@@ -33,6 +33,11 @@ def criterion_question(criterion: str) -> str:
     return _question("criterion", criterion=criterion)
 
 
+def reference_question(role: str) -> str:
+    """Ask whether an image (second) keeps identity, style or logic of a reference: ours, as a criterion."""
+    return criterion_question(_QUESTIONS[f"reference_{role}"])
+
+
 def edit_consistency_question(instruction: str) -> str:
     """Ask whether an edit (second image) keeps all that its instruction does not name: the published reward's."""
     return _question("edit_consistency", instruction=instruction)

@@ -40,10 +40,12 @@ class SourceImages:
             Rows with `image` ([`~datasets.Image`]) or `images` (a list of them), decoded or not.
         where (`str`):
             Name of the dataset in errors: "the dataset".
+        column (`str`, *optional*):
+            Another column to read: `"references"`, lists of images.
 
     Attributes:
         column (`str`):
-            Name of the column: `"image"` or `"images"`.
+            Name of the column: `"image"`, `"images"` or `"references"`.
         max_count (`int`), row_with_most (`int`):
             Largest number of images in a row, and the first row with so many.
 
@@ -51,18 +53,19 @@ class SourceImages:
         ValueError: If an image is missing, a URL, or unreadable, or a list of images is empty, by row.
     """
 
-    def __init__(self, dataset: "Dataset", where: str):
+    def __init__(self, dataset: "Dataset", where: str, column: str | None = None):
         from datasets import Image as ImageFeature
 
         self.where = where
-        self.column = "image" if "image" in dataset.column_names else "images"
+        self.column = column or ("image" if "image" in dataset.column_names else "images")
+        self._kind = "source image" if column is None else "reference"
         feature = dataset.features[self.column]
         # Decodes as `datasets` does: rewards may see what it decodes
         self._feature = ImageFeature(mode=getattr(feature, "feature", feature).mode)
         # As Arrow, which decodes nothing; casting a list of images to `decode=False` would copy all bytes
         self._table = dataset.select_columns(self.column).with_format("arrow")
         self._digests: dict[int, tuple[str, ...]] = {}
-        description, is_quick = f"Reading the headers of the source images of {where}", len(dataset) <= MANY_ROWS
+        description, is_quick = f"Reading the headers of the {self._kind}s of {where}", len(dataset) <= MANY_ROWS
         rows = tqdm(range(len(dataset)), desc=description, unit="row", disable=is_quick)
         self._sizes = [[self._read_size(*image) for image in self._images(row)] for row in rows]
         counts = [len(sizes) for sizes in self._sizes]
@@ -111,7 +114,7 @@ class SourceImages:
     def _images(self, row: int) -> list[tuple[str, Any]]:
         """Return the images of a row as they are stored, each with its name for errors."""
         (value,) = self._table[row][self.column]
-        name = f"Row {row} of {self.where}: its source image"
+        name = f"Row {row} of {self.where}: its {self._kind}"
         if self.column == "image":
             return [(name, _stored(value))]
         images = value.values if value.is_valid else []

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
         redness_reward,
     )
     from .judge import Answer, Judge, JudgeUnavailableError, ServedJudge, yes_probability
-    from .judge_rewards import ConsistencyReward, EditReward, RubricReward
+    from .judge_rewards import ConsistencyReward, EditReward, ReferenceReward, RubricReward
 
 __all__ = [
     "AggregationDetails", "Answer", "ClipIReward", "ClipTReward", "ConsistencyReward", "DreamSimReward",
     "DuplicateReward", "EditReward", "Judge", "JudgeUnavailableError", "LayoutReward", "OcrReward",
-    "PickScoreReward", "RubricReward", "ServedJudge", "aggregate_rewards", "panel_similarity_reward", "redness_reward",
+    "PickScoreReward", "ReferenceReward", "RubricReward", "ServedJudge", "aggregate_rewards", "panel_similarity_reward", "redness_reward",
     "yes_probability",
 ]  # fmt: skip
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that query a judge about images: consistency of a set, quality of an edit, and ratings by a rubric."""
+"""Rewards that query a judge: consistency of a set, quality of an edit, likeness to references, ratings by a rubric."""
 
 import asyncio
 import hashlib
@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from ..data.columns import roles_of
 from ..data.image_sets import criteria_dict
 from ..data.questions import (
     criterion_question,
     edit_consistency_question,
     edit_following_question,
+    reference_question,
     theme_question,
 )
 from ..utils.files import read_template
@@ -376,6 +378,59 @@ class EditReward(JudgedReward):
         return sum(math.sqrt(consistency * following) for consistency, following in pairs) / (len(scores) // 2)
 
 
+class ReferenceReward(JudgedReward):
+    """
+    Whether an image keeps what its references show, a character, a product or a style: the mean of a judge's P(Yes)
+    over all pairs of a reference and a panel, or over the references of an edit or a single image.
+
+    - Range: [0, 1].
+    - Cost: one forward pass of the judge per pair: for a set of n panels, n per reference.
+    - Source and license: see [`ConsistencyReward`]. The criteria are ours, in the words of the published code's question.
+
+    The column `references` has lists of images, and `reference_roles`, if there, what of each counts: `"identity"` (also
+    where there is none), `"style"` or `"logic"`. References of more than 2,097,152 pixels are downscaled to that.
+
+    It rewards copies of a reference: combine it with a reward for the content, such as [`ClipTReward`].
+
+    Args:
+        model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`, *optional*), **kwargs:
+            See [`ConsistencyReward`].
+        reduction (`str`, *optional*, defaults to `"mean"`):
+            `"mean"` of the pairs, or `"min"`, the worst.
+    """
+
+    __name__ = "reference"  # names TRL's metrics, `rewards/reference/mean`
+    needed_columns = ("references",)  # the trainer checks them before it loads a model
+
+    def __init__(
+        self,
+        model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B",
+        base_url: str | None = None,
+        reduction: str = "mean",
+        **kwargs,
+    ):
+        if reduction not in ("mean", "min"):
+            raise ValueError(f"`reduction` is {reduction!r}, but must be 'mean' or 'min'.")
+        self.reduction = reduction
+        super().__init__(model, base_url, **kwargs)
+
+    def _questions(
+        self, prompts: list[str], completions: list[Image.Image], **columns
+    ) -> list[list[WeightedQuestion]]:
+        rows = _images_of(columns, "references", len(completions), "`ReferenceReward`")
+        roles = columns.get("reference_roles") or [None] * len(completions)
+        panel_images = columns.get("panel_images") or [[image] for image in completions]
+        questions = []
+        for index, (references, panels) in enumerate(zip(rows, panel_images, strict=True)):
+            texts = map(reference_question, roles_of(len(references), roles[index], f"image {index}"))
+            pairs = zip(references, texts, strict=True)
+            questions.append([WeightedQuestion(image, panel, text) for image, text in pairs for panel in panels])
+        return questions
+
+    def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
+        return min(scores) if self.reduction == "min" else sum(scores) / len(scores)
+
+
 class RubricReward(JudgedReward):
     """
     Rating by any vision-language model with a rubric, as in Edit-R1
@@ -445,9 +500,12 @@ def read_rubric(rubric: str | Path) -> str:
 
 
 def _sources_of(columns: dict[str, Any], count: int, reward: str) -> list[list[Image.Image]]:
-    name = "images" if columns.get("images") is not None else "image"
+    return _images_of(columns, "images" if columns.get("images") is not None else "image", count, reward)
+
+
+def _images_of(columns: dict[str, Any], name: str, count: int, reward: str) -> list[list[Image.Image]]:
     rows = column_of(columns.get(name), name, count, reward)
-    rows = [list(row) if name == "images" else [row] for row in rows]
+    rows = [[row] if name == "image" else list(row or ()) for row in rows]
     if not all(isinstance(source, Image.Image) for sources in rows for source in sources):
         raise ValueError(f"`{name}` must have PIL images. Cast the column to `datasets.Image()`, and fill it.")
     return [[_shrunk(source) for source in sources] for sources in rows]

@@ -563,7 +563,8 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                     f"The reward '{name}' requires the column `{column}`, but {where} has "
                     f"{', '.join(dataset.column_names)}. Add it, or use another reward."
                 )
-            if column in ("image", "images") or isinstance(dataset.features[column], ImageFeature):
+            feature = dataset.features[column]
+            if isinstance(getattr(feature, "feature", feature), ImageFeature):
                 continue  # it would be decoded; the reward checks it
             for row, value in enumerate(dataset[column]):
                 if not (value.strip() if isinstance(value, str) else value):

@@ -44,6 +44,7 @@ class PromptRows:
             self.sources = SourceImages(dataset, where)
         else:
             dataset = complete_image_sets(dataset)
+        self.references = SourceImages(dataset, where, "references") if "references" in dataset.column_names else None
         self.dataset = dataset
         self.prompts: list[str] = list(dataset["prompt"])
         self.layouts = list(zip(self._column("rows", 1), self._column("cols", 1), strict=True))
@@ -55,9 +56,8 @@ class PromptRows:
             check_inference_size(height or args.height, width or args.width, rows, cols, None, where_row)
         self.inference_sizes: list[tuple[int, int]] = []
         self.training_sizes: list[tuple[int, int]] = []
-        self._without_images = dataset
-        if self.sources is not None:
-            self._without_images = dataset.remove_columns(self.sources.column)
+        self._images = [images for images in (self.sources, self.references) if images is not None]
+        self._without_images = dataset.remove_columns([images.column for images in self._images])
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -71,11 +71,13 @@ class PromptRows:
 
     def measure(self, pipeline, family: Family) -> "PromptRows":
         """Compute height and width of each row, for inference and training, and check them against the pipeline."""
+        if self.sources is None and family.max_images > 1:
+            self.sources = self.references
         self._check_source_images(pipeline, family)
         args, multiple = self.args, family.size_multiple(pipeline)
         self.inference_sizes = []
         for number, ((rows, cols), (height, width)) in enumerate(zip(self.layouts, self.own_sizes, strict=True)):
-            if self.sources is not None and (height is None or width is None):
+            if self.sources not in (None, self.references) and (height is None or width is None):
                 edited = family.edited_size(pipeline, self.sources.sizes(number), args.height * args.width)
                 # The panels of an edited set must divide evenly too
                 height, width = (
@@ -92,20 +94,20 @@ class PromptRows:
         return self
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return a row for rewards: with a layout, and with its source images decoded, in RGB."""
+        """Return a row for rewards: with a layout, and with its source images and references decoded, in RGB."""
         row = dict(self._without_images[number])
         rows, cols = self.layouts[number]
         row |= {"rows": rows, "cols": cols}
-        if self.sources is not None:
-            images = self.sources.load(number)
-            row[self.sources.column] = images[0] if self.sources.column == "image" else images
+        for each in self._images:
+            images = each.load(number)
+            row[each.column] = images[0] if each.column == "image" else images
         return row
 
     def images_in(self, row: dict[str, Any]) -> list[Image.Image]:
         """Return the source images of a row from [`PromptRows.row`]."""
         if self.sources is None:
             return []
-        return [row["image"]] if self.sources.column == "image" else row["images"]
+        return [row["image"]] if self.sources.column == "image" else row[self.sources.column]
 
     def images(self, number: int) -> list[Image.Image]:
         """Return the source images of a row, decoded, in RGB."""
@@ -137,7 +139,7 @@ class PromptRows:
     def content(self, number: int) -> dict[str, Any]:
         """Return a row for a digest: images as digests of their files."""
         row = dict(self._without_images[number])
-        return row if self.sources is None else row | {self.sources.column: self.sources.digests(number)}
+        return row | {images.column: images.digests(number) for images in self._images}
 
     def _column(self, name: str, default: Any = None) -> list:
         values = self.dataset[name] if name in self.dataset.column_names else [None] * len(self.dataset)

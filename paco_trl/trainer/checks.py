@@ -41,8 +41,8 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
             f"{layout.describe()} Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts."
         )
     rewards.check_dataset(rows.dataset, "the dataset")
-    # An instruction is often repeated, with other source images
-    if rows.sources is None and (repeated := describe_repeated(rows.prompts)) is not None:
+    # An instruction is often repeated, with other source images or references
+    if rows.sources is rows.references is None and (repeated := describe_repeated(rows.prompts)) is not None:
         logger.warning(f"{repeated} It is trained on more often than the others.")
     return rows
 

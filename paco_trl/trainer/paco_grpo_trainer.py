@@ -167,7 +167,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
             - Image sets: the columns `prompt`, `rows`, `cols` and `panels`, optionally `height` and `width`. With
               `prompt` alone they are read from it, and a text without a layout is a single image. See
-              [`~paco_trl.data.load_image_set_prompts`].
+              [`~paco_trl.data.load_image_set_prompts`]. Pipelines of several images get `references` as sources.
             - Edits: `prompt`, the instruction, and the source `image` (or `images` for several), optionally `height`
               and `width`. See [`~paco_trl.data.load_edit_prompts`].
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
