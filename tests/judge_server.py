@@ -185,6 +185,7 @@ def decision_logprobs(log_odds: float, others: float = -20.0) -> dict[str, float
 # Answers without a score, by the names of faults
 REPLIES: dict[str, bytes | dict] = {
     "garbage": b'{"choices": [{"logp',
+    "null": b"null",
     "choice is null": {**completion(None), "choices": [None]},
     "log-probabilities are words": completion({"Yes": "likely", "No": "hardly"}),
     "no choices": {**completion(None), "choices": []},

@@ -287,7 +287,7 @@ def test_card(hub, published):
         'load_dataset("tester/foxes", "rankings", split="test")',
     ):
         assert line in text, line
-    for absent in ("None", "nan", "/home", "someone/weights", "anna", "99999", "00000", "seconds", str(published)):
+    for absent in ("None", " nan", "/home", "someone/weights", "anna", "99999", "00000", "seconds", str(published)):
         assert absent not in text, absent
     assert "\n\n\n" not in text and "{{" not in text.replace("= {{PaCo", "") and "{%" not in text
 

@@ -351,8 +351,9 @@ class TestCommandLine:
     @pytest.mark.parametrize(("rubric", "key"), [("unchanged", "`image`"), ("consistency", "1 x 1")])
     def test_prompts_that_do_not_fit_are_refused_before_a_model_is_loaded(self, tmp_path, rubric, key):
         (tmp_path / "prompts.txt").write_text("A fox.\nA hare.\n")
+        (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
         words = f"--dataset_name {tmp_path / 'prompts.txt'} --output_dir {tmp_path / 'out'} --use_cpu --bf16 False"
-        words += f" --model_name_or_path nobody/flux --num_prompts_per_generation 2 --rewards rubric:{rubric}"
+        words += f" --model_name_or_path {tmp_path} --num_prompts_per_generation 2 --rewards rubric:{rubric}"
         with pytest.raises(ValueError, match=f"'rubric:{rubric}'.*{key}"):
             grpo.main(words.split())
 

@@ -250,7 +250,8 @@ class TestFaultsThatPass:
         server.fault = lambda number: clock.after(40.0)
         assert make_judge(server, timeout=100.0).score([PAIR], QUESTION) == [RIGHT]
         assert len(server.requests) == 1
-        # Twin: slower than the timeout
+        # Twin: slower than the timeout, which an answer at that moment might still meet
+        server.fault = lambda number: clock.after(40.0, "hang")
         with pytest.raises(JudgeUnavailableError, match="timeout"):
             make_judge(server, timeout=30.0).score([PAIR], QUESTION)
         assert len(server.requests) > 3
