@@ -212,6 +212,8 @@ class TestRefusals:
 
 def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, tiny_flux, tmp_path, monkeypatch):
     make_trainer(guidance_scale=2.5, max_steps=1, save_strategy="steps", save_steps=1).train()
-    words = ["--dataset_name", files / "single.txt", "--adapter", tmp_path / "out" / "checkpoint-1"]
-    results = directory_of(evaluate(*words, model=tiny_flux, folder=tmp_path / "eval"), "checkpoint-1")
-    assert [each["settings"]["guidance_scale"] for each in results["systems"]] == [2.5, 2.5]
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    for name, scale in {".": 2.5, "adapter_model.safetensors": 2.5, "pytorch_lora_weights.safetensors": 3.5}.items():
+        words = ["--dataset_name", files / "single.txt", "--adapter", checkpoint / name]
+        (results,) = evaluate(*words, model=tiny_flux, folder=tmp_path / "eval" / name).values()
+        assert [each["settings"]["guidance_scale"] for each in results["systems"]] == [scale, scale]

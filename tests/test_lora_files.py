@@ -374,11 +374,21 @@ def test_files_that_are_not_read(make_trainer, base_of, tmp_path):
 def test_a_file_on_the_hub(base_of, tmp_path):
     file, base = tmp_path / "style.safetensors", base_of("flux")
     wanted = write(file, base.transformer, OWN_FLUX, DIFFUSERS)
+    start(base, file).save_pretrained(tmp_path / "peft")
+    peft = {path.name: path.read_bytes() for path in (tmp_path / "peft").iterdir()} | {"optimizer.pt": b""}
     with HubServer({}) as hub, hub.connected(tmp_path / "cache"):
         hub.add_repo("user/one", {"pytorch_lora_weights.safetensors": file.read_bytes()})
         hub.add_repo("user/many", {"flux/style.safetensors": file.read_bytes(), "style.safetensors": b""})
-        for name in ("user/one", "user/many/flux/style.safetensors"):
+        hub.add_repo("user/peft", peft | {f"last/{name}": content for name, content in peft.items()})
+        weights = "adapter_model.safetensors"
+        for name in (
+            "user/one",
+            "user/many/flux/style.safetensors",
+            f"user/peft/{weights}",
+            f"user/peft/last/{weights}",
+        ):
             assert deviation(changes(start(base, name)), wanted) < 1e-6
+        assert not any("optimizer" in path for _, path in hub.requests)
         for name in ("user/many", "user/many/nope.safetensors"):
             with pytest.raises(ValueError, match="Name the file"):
                 start(base, name)

@@ -228,7 +228,8 @@ class TestDtype:
         return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
 
     def test_that_of_the_files_or_another(self, bf16_flux, flux_adapter, tmp_path, capsys):
-        exact = merge(MergeArguments(str(flux_adapter), str(tmp_path / "float32"), str(bf16_flux), "float32"))
+        file = flux_adapter / "adapter_model.safetensors"
+        exact = merge(MergeArguments(str(file), str(tmp_path / "float32"), str(bf16_flux), "float32"))
         assert exact.rounding == 0 and exact.dtype == torch.float32
         exact = self.weights(tmp_path / "float32")
         assert {value.dtype for value in exact.values()} == {torch.float32}
@@ -297,7 +298,7 @@ class TestJudge:
         limited = AutoProcessor.from_pretrained(tiny_qwen)
         limit_pixels(limited, 56 * 56)
         limited.save_pretrained(adapter)
-        merge(MergeArguments(str(adapter), str(tmp_path / "merged")))
+        merge(MergeArguments(str(adapter / "adapter_model.safetensors"), str(tmp_path / "merged")))
         assert AutoProcessor.from_pretrained(tmp_path / "merged").image_processor.size["longest_edge"] == 56 * 56
         assert np.abs(scores_of(tmp_path / "merged") - scores_of(adapter)).max() < TOLERANCE
 
@@ -350,6 +351,8 @@ class TestErrors:
         [
             ({"adapter": "nowhere"}, "nowhere"),
             ({"adapter": "empty"}, "adapter_model.safetensors"),
+            ({"adapter": "full"}, "all weights"),
+            ({"adapter": "full judge"}, "all weights"),
             ({"adapter": "vera"}, "VERA"),
             ({"adapter": "nameless"}, "--model_name_or_path"),
             ({"model_name_or_path": "gone"}, "gone"),
@@ -357,9 +360,13 @@ class TestErrors:
             ({"dtype": "int8"}, "int8"),
         ],
     )
-    def test_what_cannot_be_merged(self, capsys, flux_adapter, tiny_flux, tmp_path, monkeypatch, arguments, token):
+    def test_what_cannot_be_merged(
+        self, capsys, flux_adapter, tiny_flux, tiny_qwen, tmp_path, monkeypatch, arguments, token
+    ):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "empty").mkdir()
+        shutil.copytree(tiny_flux / "transformer", tmp_path / "full")
+        shutil.copytree(tiny_qwen, tmp_path / "full judge")
         adapter = shutil.copytree(flux_adapter, tmp_path / "adapter")
         edit_config(shutil.copytree(adapter, tmp_path / "nameless"), base_model_name_or_path=None)
         edit_config(shutil.copytree(adapter, tmp_path / "vera"), peft_type="VERA")

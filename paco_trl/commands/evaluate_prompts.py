@@ -26,7 +26,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.sampler import PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
-from ..utils.files import adapter_weights_digest, digest, sole_writer, to_png, write_atomically
+from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments, check_positive
@@ -105,7 +105,8 @@ def _settings(args: PromptsArguments) -> dict[str, Any]:
         "num_inference_steps": PaCoGRPOConfig.num_inference_steps_eval,
         "bf16": True,
     }
-    card = load_settings(args.adapter[0]) if args.adapter else None
+    folder = peft_folder(args.adapter[0]) if args.adapter else None
+    card = load_settings(folder) if folder else None
     if isinstance(card, ImageModelCard) and card.settings is not None:
         run = card.settings
         settings |= {"guidance_scale": run.guidance_scale, "negative_prompt": run.negative_prompt}

@@ -13,7 +13,6 @@ import diffusers
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm.auto import tqdm
@@ -26,7 +25,7 @@ from ..hub.licenses import base_license
 from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings
 from ..rewards.paco_reward import has_processor, load_judge_adapter
 from ..rollout.loading import load_transformer_adapter, read_peft_config
-from ..utils.files import find_adapter_file, find_model_file, new_folder
+from ..utils.files import find_model_file, new_folder, peft_folder
 from ..utils.names import check_adapter_base
 from .main import say
 from .options import option
@@ -75,11 +74,10 @@ def merge(args: MergeArguments) -> Merged:
     """Merge an adapter into its base model and write the result, whole or not at all."""
     with new_folder(args.output_dir) as folder:
         adapter = _find_adapter(args.adapter)
-        is_peft = find_adapter_file(adapter).endswith(
-            SAFETENSORS_WEIGHTS_NAME
-        )  # refuses pickles before the base is read
+        peft = peft_folder(adapter)  # refuses pickles before the base is read
+        adapter = peft or adapter
         base, revision = args.model_name_or_path, None
-        if base is None and not is_peft:
+        if base is None and peft is None:
             raise ValueError(f"The LoRA file '{adapter}' names no base model. Name it with `--model_name_or_path`.")
         config = read_peft_config(adapter, str(base))
         if not isinstance(config, LoraConfig):
@@ -91,7 +89,7 @@ def merge(args: MergeArguments) -> Merged:
             if not base:
                 raise ValueError(f"The adapter '{adapter}' names no base model. Name it with `--model_name_or_path`.")
         check_adapter_base(adapter, config.base_model_name_or_path, base)
-        trained = load_settings(adapter) if is_peft else None
+        trained = load_settings(peft) if peft else None
         pipeline_class = _read_pipeline_class(base, revision)
         _check_is_unquantized(base, revision, is_judge=pipeline_class is None)
         merge_weights = _merge_judge if pipeline_class is None else _merge_transformer

@@ -27,7 +27,6 @@ from huggingface_hub.errors import GatedRepoError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import (
-    SAFETENSORS_WEIGHTS_NAME,
     get_peft_model_state_dict,
     load_peft_weights,
     set_peft_model_state_dict,
@@ -39,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from trl import ModelConfig
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import find_adapter_file
+from ..utils.files import find_adapter_file, peft_folder
 from ..utils.names import check_adapter_base, check_base_model_name
 from ..utils.quantization import describe_quantization, quantization_config
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
@@ -248,17 +247,9 @@ def read_peft_config(
     """Return the config of a new adapter, or of an existing one for a pipeline."""
     if not isinstance(peft_config, str):
         return peft_config
-    file = find_adapter_file(peft_config)
-    if (folder := _peft_folder(peft_config, file)) is not None:
+    if (folder := peft_folder(peft_config)) is not None:
         return PeftConfig.from_pretrained(folder)
-    return convert_lora(file, model, **_hub_arguments(model_init_kwargs or {}))[0]
-
-
-def _peft_folder(adapter: str, file: str) -> str | None:
-    """Return the directory or Hub id of an adapter in PEFT's format, given its file of weights; `None` of a LoRA file."""
-    if os.path.basename(file) != SAFETENSORS_WEIGHTS_NAME:
-        return None
-    return os.path.dirname(file) if os.path.isfile(adapter) else adapter
+    return convert_lora(find_adapter_file(peft_config), model, **_hub_arguments(model_init_kwargs or {}))[0]
 
 
 def check_peft_config(
@@ -509,11 +500,11 @@ def load_transformer_adapter(
     **kwargs: Any,
 ) -> PeftModel:
     """Put an existing adapter on a transformer, in place, except on `unused_layers`; refuse one of another base."""
-    file, name = find_adapter_file(adapter), base_model_name(base)
-    if (folder := _peft_folder(adapter, file)) is not None:
+    name = base_model_name(base)
+    if (folder := peft_folder(adapter)) is not None:
         config, weights = PeftConfig.from_pretrained(folder), load_peft_weights(folder, device="cpu")
     else:
-        config, weights = convert_lora(file, base)
+        config, weights = convert_lora(find_adapter_file(adapter), base)
     _exclude(config, unused_layers)
     config.inference_mode = not is_trainable
     model = PeftModel(transformer, config, **kwargs)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 # What a file name has only in an encoded form
 _UNSAFE = re.compile(r"^\.|[^\w.~-]")
+_PEFT_WEIGHTS = "adapter_model.safetensors"
+# Names of diffusers and transformers for a model's own weights, or parts of them
+_ALL_WEIGHTS = re.compile(r"(?:diffusion_pytorch_)?model[.-]")
 # Bytes of a file name, of which there can be 255: endings are added
 _LONGEST_NAME = 200
 # Seconds until a file of another machine must be seen
@@ -87,22 +90,43 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
 
 def find_adapter_file(adapter: str) -> str:
     """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
-    names = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
-    if os.path.isfile(adapter):
-        found = [adapter] if adapter.endswith(".safetensors") else []
-    elif not is_local(adapter) and adapter.endswith(".safetensors") and adapter.count("/") > 1:
-        owner, name, file = adapter.split("/", 2)
-        found = list(filter(None, [find_model_file(f"{owner}/{name}", file)]))
-    else:
-        found = list(filter(None, (find_model_file(adapter, name) for name in names)))[:1]
-        found = found or list(map(str, Path(adapter).glob("*.safetensors")))
+    folder, file = _split_adapter(adapter)
+    names = (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")
+    read = [name for name in ([file] if file else names) if name.endswith(".safetensors")]
+    found = list(filter(None, (find_model_file(folder, name) for name in read)))[:1]
+    if not found and file is None:
+        found = [str(path) for path in Path(adapter).glob("*.safetensors") if not _ALL_WEIGHTS.match(path.name)]
     if len(found) != 1:
         what = f"{len(found)} safetensors files" if found else f"no {' or '.join(names)}"
         raise ValueError(
             f"The adapter '{adapter}' has {what}. Name the file, such as 'style.safetensors', or on the Hub "
-            "'user/name/style.safetensors'. Other formats are pickles, which can run code."
+            "'user/name/style.safetensors'. Other formats are pickles, which can run code. A checkpoint with all weights is "
+            "no adapter and does not need merging."
         )
     return found[0]
+
+
+def peft_folder(adapter: str) -> str | None:
+    """Return the directory or Hub id of an adapter in PEFT's format, also for the file in it; `None` for a LoRA file."""
+    if os.path.basename(find_adapter_file(adapter)) != _PEFT_WEIGHTS:
+        return None
+    folder, file = _split_adapter(adapter)
+    if subfolder := os.path.dirname(file or ""):  # of a repository
+        from huggingface_hub import snapshot_download  # takes half a second to import
+
+        patterns = [f"{subfolder}/{name}" for name in (_PEFT_WEIGHTS, "*.json", "*.jinja")]
+        return os.path.join(snapshot_download(folder, allow_patterns=patterns), subfolder)
+    return folder
+
+
+def _split_adapter(adapter: str) -> tuple[str, str | None]:
+    """Return the directory or Hub id of an adapter, and the file in it that is named."""
+    if os.path.isfile(adapter):
+        return os.path.split(os.path.abspath(adapter))
+    if not is_local(adapter) and adapter.endswith(".safetensors") and adapter.count("/") > 1:
+        owner, name, file = adapter.split("/", 2)
+        return f"{owner}/{name}", file
+    return adapter, None
 
 
 def adapter_weights_digest(adapter: str) -> str:
