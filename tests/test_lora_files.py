@@ -392,6 +392,13 @@ def test_a_file_on_the_hub(base_of, tmp_path):
         for name in ("user/many", "user/many/nope.safetensors"):
             with pytest.raises(ValueError, match="Name the file"):
                 start(base, name)
+        index = Path(base.name_or_path, "model_index.json").read_bytes()
+        branches = hub.add_repo("user/base", {"model_index.json": index}).branches
+        branches["next"] = branches.pop("main")
+        arguments = ScriptArguments(model_name_or_path="user/base", adapter=str(file))
+        assert get_peft_config(arguments, {"revision": "next"}) == str(file)
+        with pytest.raises(OSError, match="user/base"):
+            get_peft_config(arguments)
 
 
 def test_it_is_merged(base_of, tmp_path):

@@ -286,7 +286,7 @@ def check_model(state: DoctorState) -> Row:
     trainer = PaCoGRPOTrainer(
         model=script_args.model_name_or_path, reward_funcs=reward_funcs, args=args, train_dataset=state.train_dataset,
         eval_dataset=state.eval_dataset, eval_reward_funcs=state.eval_reward_funcs,
-        peft_config=get_peft_config(script_args),
+        peft_config=get_peft_config(script_args, args.model_init_kwargs),
     )  # fmt: skip
     model, weights = trainer.model, list(trained_parameters(trainer.model).values())
     num_trained, total = sum(p.numel() for p in weights), sum(p.numel() for p in model.parameters())
@@ -340,7 +340,7 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
     rewards = {*script_args.rewards, *(script_args.eval_rewards or ())}
     models = [model for model, url in judges_of(script_args) if url is None]
     models += [script_args.clip_model] * len(rewards & {"clip_t", "clip_i"})
-    arguments = (script_args.model_name_or_path, args, dataset, get_peft_config(script_args))
+    arguments = (script_args.model_name_or_path, args, dataset, get_peft_config(script_args, args.model_init_kwargs))
     return plan_memory(*arguments, models, script_args.judge_quantization)
 
 

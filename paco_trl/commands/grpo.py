@@ -73,7 +73,7 @@ def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     ################
     check_judged(script_args, train_dataset)
     check_models(script_args, training_args)
-    peft_config = get_peft_config(script_args)
+    peft_config = get_peft_config(script_args, training_args.model_init_kwargs)
     reward_funcs = load_rewards(script_args)
     eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)
 

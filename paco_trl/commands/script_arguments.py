@@ -328,14 +328,14 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
     return [known[name] for name in names]
 
 
-def get_peft_config(script_args: ScriptArguments) -> LoraConfig | str | None:
+def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None = None) -> LoraConfig | str | None:
     """Return the adapter that the arguments describe, as the trainer's `peft_config`."""
     if not script_args.use_peft:
         if script_args.adapter is not None:
             raise ValueError("`--adapter` and `--use_peft False`, which trains all weights, exclude each other.")
         return None
     if script_args.adapter is not None:
-        existing = read_peft_config(script_args.adapter, script_args.model_name_or_path)
+        existing = read_peft_config(script_args.adapter, script_args.model_name_or_path, model_init_kwargs)
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"
             value, its = getattr(script_args, option), getattr(existing, name)
