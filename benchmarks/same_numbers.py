@@ -106,7 +106,7 @@ def digests(case: str, folder: Path) -> dict[str, str]:
     for entry in trainer.state.log_history:
         for name in sorted(entry):
             if any(word in name for word in ("reward", "loss", "grad_norm", "ratio", "kl", "artifact")):
-                if not name.startswith("time/"):
+                if not name.startswith(("time/", "images/")):
                     add("log", [name, entry[name]])
     weights = trainer.model.state_dict() if is_full else get_peft_model_state_dict(trainer.model)
     add("weights", [weights[name] for name in sorted(weights)])
