@@ -219,5 +219,5 @@ def test_served_judges_of_training_and_evaluation(server):
         # Another name at another address is looked for there, and a name alone is that of a judge in the process
         with pytest.raises(JudgeUnavailableError, match="has no model 'judge'. It has: gemma"):
             evaluation(eval_judge_url=second.url)
-        with pytest.raises(ValueError, match="are for `consistency`"):
+        with pytest.raises(ValueError, match="eval_judge_url"):
             evaluation(eval_judge_url=second.url, eval_rewards=["redness"])
