@@ -8,6 +8,7 @@ import re
 
 import pytest
 import yaml
+from datasets import Dataset
 from PIL import Image
 
 from chat_server import ChatServer
@@ -135,6 +136,7 @@ def test_editreward_compass_counts_ties_of_people(compass):
         ({"dimension": "Vc"}, "Vc"),
         ({"prompt": " "}, "prompt"),
         ({"loser": "../elsewhere.png"}, "elsewhere"),
+        ({"loser": None}, "loser"),
     ],
 )
 def test_a_broken_row_is_named_or_left_out(compass, change, token):
@@ -142,6 +144,17 @@ def test_a_broken_row_is_named_or_left_out(compass, change, token):
     with pytest.raises(ValueError, match=f"Row 2 of .*{token}"):
         load_edit_pairs("editreward_compass", path)
     assert "Edit 2." not in load_edit_pairs("editreward_compass", path, skip_broken=True)["instruction"]
+
+
+def test_a_pair_of_one_is_named_or_left_out(vc_reward):
+    file = next(vc_reward.rglob("*.parquet"))
+    rows = Dataset.from_parquet(str(file))
+    cut = rows.map(lambda row, number: {"edited_images": row["edited_images"][number == 1 :]}, with_indices=True)
+    assert len(cut[1]["edited_images"]) == 1
+    cut.to_parquet(file)
+    with pytest.raises(ValueError, match="Row 1 of .*edited_images"):
+        load_edit_pairs("vc_reward", vc_reward)
+    assert len(load_edit_pairs("vc_reward", vc_reward, skip_broken=True)) == 3
 
 
 def test_a_missing_image_is_named_or_left_out(compass):

@@ -221,7 +221,7 @@ def short_run(case: Case, folder: Path, output: Path, **kwargs) -> tuple[PaCoGRP
 def two_process_runs() -> dict[str, tuple[Case, dict]]:
     """Of every family; the targets of the published config; all weights; an unlisted pipeline, which goes last."""
     flux = Case("build_tiny_flux", 0, {"guidance_scale": 3.5})
-    published = yaml.safe_load((CONFIGS.parent / "configs" / "paco-qwen-image-edit.yaml").read_text())
+    published = yaml.safe_load((CONFIGS.parent / "recipes" / "paco-qwen-image-edit.yaml").read_text())
     targets = LoraConfig(r=2, target_modules=published["lora_target_modules"])
     runs = {name: (case, {}) for name, case in {"flux": flux, **CASES}.items()}
     runs["qwen-image-edit"] = (CASES["qwen-image-edit"], {"peft_config": targets})

@@ -26,6 +26,7 @@ from transformers import (
     CLIPProcessor,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2Tokenizer,
     Qwen2VLImageProcessor,
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
@@ -34,6 +35,7 @@ from other_judges import INDEPENDENT_JUDGE, OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, t2is_bench_question, theme_question
 from paco_trl.rewards import paco_reward
+from paco_trl.rewards.paco_reward import decision_token_ids
 from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_clip
 from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
@@ -839,6 +841,15 @@ class TestOtherModels:
         assert judge.score_images(images, prompts) == close(of_images)
         assert judge.score_images(images[::-1], prompts) != close(of_images, 1e-3)
         assert all(isinstance(text, str) for text in judge.explain(pairs[:2], questions[:2], max_new_tokens=2))
+
+
+def test_a_tokenizer_without_one_token_for_each_answer_is_refused():
+    wordless = Qwen2Tokenizer().train_new_from_iterator(
+        ["No, no. No! The fox is not in it."] * 20, vocab_size=300, show_progress=False
+    )
+    assert len(wordless.encode("No")) == 1 and len(wordless.encode("Yes")) == 3
+    with pytest.raises(ValueError, match="'Yes' as 3 tokens"):
+        decision_token_ids(wordless)
 
 
 class TestLoadImage:

@@ -16,7 +16,7 @@ from datasets import concatenate_datasets
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from kill_runs import Run, copy_run, different, make_run, square_prompts
+from kill_runs import SETTINGS, Run, copy_run, different, make_run, square_prompts
 from launching import fork_context
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.rewards import redness_reward
@@ -246,13 +246,22 @@ def damage(checkpoint: Path, name: str, is_deleted: bool) -> None:
         os.truncate(path, path.stat().st_size // 2)
 
 
+def test_the_settings_have_what_resuming_could_lose():
+    assert SETTINGS["lr_scheduler_type"] == "cosine" and SETTINGS["warmup_steps"] > 0
+    assert SETTINGS["num_sde_steps"] < len(SETTINGS["sde_steps"])
+    assert SETTINGS["ema_decay"] and SETTINGS["eval_steps"] < SETTINGS["max_steps"]
+
+
 class TestHalfWritten:
-    def test_skipped_and_named(self, context, tiny_flux, uninterrupted, tmp_path):
+    @pytest.mark.parametrize(
+        ("name", "is_deleted"), [("optimizer.pt", False), pytest.param("run.json", True, marks=pytest.mark.slow)]
+    )
+    def test_skipped_and_named(self, context, tiny_flux, uninterrupted, tmp_path, name, is_deleted):
         output = copy_run(uninterrupted.output, tmp_path / "out", [6, 7])
-        damage(output / "checkpoint-7", "optimizer.pt", False)
+        damage(output / "checkpoint-7", name, is_deleted)
         run = Run(context, tiny_flux, output, resume=True, resume_from_checkpoint="True")
         assert not different(uninterrupted.state(), run.state())
-        assert f"'{output / 'checkpoint-7'}' is skipped: optimizer.pt is" in run.output_text()
+        assert f"'{output / 'checkpoint-7'}' is skipped: {name} is" in run.output_text()
         assert not incomplete_files(output / "checkpoint-7")  # written anew
 
     @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from PIL import Image
 
-from ..data.columns import typed_dataset
+from ..data.columns import list_lengths, typed_dataset
 from ..data.dataset_files import image_file, load_split, report_broken
 from ..data.texts import is_text
 from ..utils.chat import ChatEndpoint, ChatRequest
@@ -65,6 +65,7 @@ def load_edit_pairs(
     dataset = load_split(path, split, allow_remote_images)
     if missing := [name for name in texts + images if name not in dataset.column_names]:
         raise ValueError(f"'{path}' has no columns {missing}, only {dataset.column_names}. Check `benchmark`.")
+    edited = [2] * len(dataset) if has_files else list_lengths(dataset, "edited_images").tolist()
     rows: list[tuple[Any, ...]] = []
     numbers, broken = [], []
     for number, row in enumerate(dataset.with_format(None).select_columns(texts + images * has_files)):
@@ -76,7 +77,11 @@ def load_edit_pairs(
                 raise ValueError(f"it has {told}, but `{texts[1]}` must be one of {', '.join(verdicts)}.")
             if has_files and kind == "VQ":
                 continue
+            if edited[number] != 2:
+                raise ValueError(f"`edited_images` has {edited[number]} image(s), but must have two.")
             if has_files:
+                if missing := [name for name in images if not is_text(row[name])]:
+                    raise ValueError(f"`{missing[0]}` is {row[missing[0]]!r}, but must be the path of an image.")
                 source, *edits = (str(image_file(row[name], [folder], allow_remote_images)) for name in images)
                 described, pictures = (verdict, DIMENSIONS[kind]), [source, edits]
         except ValueError as error:
@@ -108,6 +113,13 @@ class ComparingJudge:
     def __init__(self, endpoint: ChatEndpoint, template: str | Path):
         self.endpoint, self.name, self.model_name = endpoint, endpoint.name, public_name(endpoint.model)
         self.prompt = yaml.safe_load(Path(template).expanduser().read_text(encoding="utf-8"))
+        if (
+            not isinstance(self.prompt, dict)
+            or not {"prompt_id", "version", "system_prompt", "user_prompt"} <= self.prompt.keys()
+        ):
+            raise ValueError(
+                f"'{template}' is no prompt of GEditBench v2: it lacks `prompt_id` or another of its keys."
+            )
         self.template = f"{self.prompt['prompt_id']} {self.prompt['version']} ({digest(self.prompt)[:8]})"
 
     def score(self, images: Sequence[tuple[Image.Image, ...]], prompts: Sequence[str]) -> list[float | None]:
