@@ -13,12 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
+from PIL import Image
 from torch import nn
 
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
 from paco_trl.rewards.runner import RewardRunner
+from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, compared_settings, run_identity
@@ -70,6 +73,17 @@ class TestSettings:
         assert identity() != identity(revision="v2") != identity(variant="fp16") != identity()
         assert identity(dtype=torch.float32) != identity(dtype=torch.bfloat16)
         assert identity() == identity(token="hf_secret", cache_dir="/elsewhere")
+
+    @pytest.mark.parametrize("with_source", [False, True])
+    def test_references_are_identity(self, tmp_path, with_source):
+        args = PaCoGRPOConfig(str(tmp_path), **SETTINGS)
+
+        def identity(width):
+            row = {"prompt": "A.", "references": [Image.new("RGB", (width, 64))]}
+            row |= {"image": Image.new("RGB", (64, 64))} if with_source else {}
+            return run_identity(args, "base", None, None, PromptRows(Dataset.from_list([row]), args, "it"))
+
+        assert identity(64) == identity(64) != identity(72)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("tiling", [False, True])

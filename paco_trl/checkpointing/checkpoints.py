@@ -39,15 +39,15 @@ STAGING = ".saving"
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
-def dataset_digest(dataset: Dataset, sources: "SourceImages | None" = None) -> str:
-    """Compute a short digest of the prompts, the sizes and the source images: what decides which images a run generates."""
+def dataset_digest(dataset: Dataset, *images: "SourceImages") -> str:
+    """Compute a short digest of the prompts, the sizes, and the source images and references."""
     digest = hashlib.sha256()
     for column in ("prompt", "rows", "cols", "height", "width"):
         if column in dataset.column_names:
             digest.update(json.dumps([column, list(dataset[column])]).encode())
-    if sources is not None:  # by sizes and file lengths: reading all files of a large dataset takes minutes
+    for each in images:  # by sizes and file lengths: reading all files of a large dataset takes minutes
         rows = range(len(dataset))
-        digest.update(json.dumps([(sources.sizes(row), sources.lengths(row)) for row in rows]).encode())
+        digest.update(json.dumps([(each.sizes(row), each.lengths(row)) for row in rows]).encode())
     return digest.hexdigest()[:16]
 
 

@@ -56,8 +56,8 @@ class PromptRows:
             check_inference_size(height or args.height, width or args.width, rows, cols, None, where_row)
         self.inference_sizes: list[tuple[int, int]] = []
         self.training_sizes: list[tuple[int, int]] = []
-        self._images = [images for images in (self.sources, self.references) if images is not None]
-        self._without_images = dataset.remove_columns([images.column for images in self._images])
+        self.image_columns = [images for images in (self.sources, self.references) if images is not None]
+        self._without_images = dataset.remove_columns([images.column for images in self.image_columns])
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -98,7 +98,7 @@ class PromptRows:
         row = dict(self._without_images[number])
         rows, cols = self.layouts[number]
         row |= {"rows": rows, "cols": cols}
-        for each in self._images:
+        for each in self.image_columns:
             images = each.load(number)
             row[each.column] = images[0] if each.column == "image" else images
         return row
@@ -139,7 +139,7 @@ class PromptRows:
     def content(self, number: int) -> dict[str, Any]:
         """Return a row for a digest: images as digests of their files."""
         row = dict(self._without_images[number])
-        return row | {images.column: images.digests(number) for images in self._images}
+        return row | {images.column: images.digests(number) for images in self.image_columns}
 
     def _column(self, name: str, default: Any = None) -> list:
         values = self.dataset[name] if name in self.dataset.column_names else [None] * len(self.dataset)

@@ -117,7 +117,7 @@ def run_identity(
         "base_model": base_model,
         "adapter": adapter_digest(adapter),
         "dataset_size": len(rows),
-        "dataset": dataset_digest(rows.dataset, rows.sources),
+        "dataset": dataset_digest(rows.dataset, *rows.image_columns),
         **{name: settings[name] for name in _IDENTITY},
     }
 
