@@ -317,6 +317,12 @@ class TestLoader:
         with pytest.raises(ValueError, match=message):
             load(path)
 
+    def test_prompts_of_sets_open_references_alone(self, folder):
+        layout = {"rows": 1, "cols": 1, "panels": ["A."]}
+        row = {"prompt": "A.", **layout, "image": "../0.png", "references": ["images/0.png"]}
+        features = load_image_set_prompts(self.write_rows(folder / "sets.jsonl", [row])).features
+        assert features["references"] == List(ImageFeature()) and features["image"] == Value("string")
+
     def test_saved_datasets_and_their_splits(self, folder):
         DatasetDict(train=edits(("A.", picture(0))), test=edits(("B.", picture(1)))).save_to_disk(folder / "saved")
         assert load_edit_prompts(folder / "saved")["prompt"][:] == ["A."]

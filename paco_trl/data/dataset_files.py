@@ -190,14 +190,14 @@ def _download(url: str, folder: Path) -> Path:
     return file
 
 
-def dataset_of_rows(rows: list[dict[str, Any]]) -> "Dataset":
-    """Build a dataset of rows, with the keys of all of them (`Dataset.from_list`: of the first row), and its images as such."""
+def dataset_of_rows(rows: list[dict[str, Any]], images: tuple[str, ...]) -> "Dataset":
+    """Build a dataset with the keys of all rows (`Dataset.from_list`: of the first), `images` by [`with_image_files`]."""
     from datasets import Dataset
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     dataset = Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
     for name, feature in column_types(image="image", images=["image"], references=["image"]).items():
-        dataset = dataset.cast_column(name, feature) if name in names else dataset
+        dataset = dataset.cast_column(name, feature) if name in names and name in images else dataset
     return dataset
 
 

@@ -210,8 +210,8 @@ def _read_edits(
     names = {name for row in rows for name in row}
     if _is_sharegpt(names) and "prompt" not in names:
         return convert_sharegpt_4o_image(rows, folder, max_images, allow_remote_images)
-    rows = with_image_files(rows, path, folder, ("image", "images", "references"), allow_remote_images)
-    return dataset_of_rows(rows)
+    images = ("image", "images", "references")
+    return dataset_of_rows(with_image_files(rows, path, folder, images, allow_remote_images), images)
 
 
 def load_edit_prompts(

@@ -533,7 +533,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         rows = [_complete_row(index, row) for index, row in enumerate(rows)]
         # Before Arrow sees the rows: its error for a wrong type names neither row nor column
         check_image_set_columns(rows)
-        return check_references(dataset_of_rows(rows))
+        return check_references(dataset_of_rows(rows, ("references",)))
 
     dataset = load_split(path_or_id, split)
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
