@@ -275,6 +275,8 @@ class TestReferences:
         assert events.count("image") == images  # each reference once
         # The size is that of the settings, not of a reference
         assert trainer.train_rows.training_sizes == [(32, 32)] * 2
+        card = trainer._model_card()
+        assert card.trained_on == "sets" and card.call["height"] == 32 and "image" not in card.call
         asked = {(first.size, second.size) for (first, second), _ in judge.asked}
         assert asked == {((96, 64), (16, 32)), ((64, 80), (32, 32)), ((64, 64), (32, 32))}
         assert {question for _, question in judge.asked} == {*map(reference_question, ("identity", "style"))}
@@ -287,6 +289,7 @@ class TestReferences:
         events = watch(trainer)
         trainer.train()
         assert events.count("image") == 2 and trainer.train_rows.training_sizes[0] == (40, 28)
+        assert trainer._model_card().trained_on == "edits"
         assert {first.getpixel((0, 0)) for (first, _), _ in judge.asked} == {
             picture(8, 8, number).getpixel((0, 0)) for number in range(3)
         }

@@ -65,7 +65,7 @@ class PromptRows:
     @property
     def kind(self) -> str:
         """What is generated: `"sets"` (if only some rows have several panels), `"single images"` or `"edits"`."""
-        if self.sources is not None:
+        if self.sources not in (None, self.references):
             return "edits"
         return "single images" if set(self.layouts) <= {(1, 1)} else "sets"
 

@@ -116,14 +116,14 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRo
     height, width = rows.inference_sizes[0]
     images = [Image.new("RGB", (width, height))] * min(family.max_images, 1) if rows.sources is not None else []
     arguments = family.call_arguments(height, width, args.guidance_scale, images)
-    if rows.sources is not None:  # the size is that of the source
+    if rows.kind == "edits":  # the size is that of the source
         arguments = {
             name: value for name, value in arguments.items() if name.endswith(("guidance_scale", "cfg_scale"))
         }
     arguments["num_inference_steps"] = args.num_inference_steps_eval
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
     arguments["negative_prompt"] = args.negative_prompt
-    return {name: value for name, value in arguments.items() if value is not None}
+    return {name: value for name, value in arguments.items() if value is not None and name != "image"}
 
 
 def _model_of(reward: Callable) -> str | None:
