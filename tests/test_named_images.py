@@ -13,11 +13,12 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from datasets import Image as ImageFeature
 from PIL import Image
 
-from paco_trl.commands import reward
+from paco_trl.commands import reward, script_arguments
 from paco_trl.data import (
     SourceImages,
     load_consistency_rank,
     load_edit_prompts,
+    load_image_set_prompts,
     load_paco_dataset,
     make_pair,
     validate_pairs,
@@ -92,6 +93,12 @@ def edits_file(folder, image) -> str:
     return str(folder / "edits.jsonl")
 
 
+def references_file(folder, image):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sets.jsonl").write_text(json.dumps({"prompt": "A fox.", "references": [image]}) + "\n")
+    return folder / "sets.jsonl"
+
+
 def paco_folder(folder, image):
     folder.mkdir(parents=True, exist_ok=True)
     turns = [{"from": "human", "value": "Are both red?"}, {"from": "gpt", "value": "Yes"}]
@@ -125,6 +132,9 @@ def saved_pairs(folder, image):
 LOADERS = {
     "edits": lambda folder, image, **allow: load_edit_prompts(edits_file(folder, image), **allow)[0]["image"],
     "edits of the Hub": lambda folder, image, **allow: load_edit_prompts(saved(folder, image), **allow)[0]["image"],
+    "references": lambda folder, image, **allow: load_image_set_prompts(references_file(folder, image), **allow)[0][
+        "references"
+    ][0],
     "pairs": lambda folder, image, **allow: load_split(saved_pairs(folder, image), "train", **allow)[0]["images"][1],
     "PaCo-Dataset": lambda folder, image, **allow: load_paco_dataset(paco_folder(folder, image), ["own"], **allow)[0][
         "images"
@@ -244,6 +254,11 @@ def test_the_option(server, tmp_path):
     # The dataset itself is as it was
     stored = load_from_disk(str(tmp_path / "data")).with_format("arrow")[0]["images"].to_pylist()
     assert stored[0][0]["path"].startswith("http")
+    name = str(references_file(tmp_path / "sets", f"{server[0]}/a.png"))
+    prompts = script_arguments.load_train_prompts(
+        script_arguments.ScriptArguments(dataset_name=name, allow_remote_images=True)
+    )
+    assert np.array_equal(prompts[0]["references"][0], picture(7))
 
 
 def test_a_file_has_one_split_and_a_known_ending(tmp_path):

@@ -155,10 +155,10 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
             "`train`. Leave the option out, or name a file of its own with `--eval_dataset_name`."
         )
     if not script_args.edits:
-        for option in ("image_folder", "max_source_images", "exclude_dataset_name", "allow_remote_images"):
-            if getattr(script_args, option) not in (None, False):
+        for option in ("image_folder", "max_source_images", "exclude_dataset_name"):
+            if getattr(script_args, option) is not None:
                 raise ValueError(f"`--{option}` is {getattr(script_args, option)!r}, but is for `--edits`.")
-        return load_image_set_prompts(name, split)
+        return load_image_set_prompts(name, split, script_args.allow_remote_images)
     is_named_by_path = name == script_args.dataset_name
     benchmark = script_args.exclude_dataset_name if is_training else None
     return load_edit_prompts(

@@ -489,7 +489,9 @@ def _json_lines_of_split(folder: Path, split: str) -> list[Path]:
     ]
 
 
-def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dataset":
+def load_image_set_prompts(
+    path_or_id: str | Path, split: str = "train", allow_remote_images: bool = False
+) -> "Dataset":
     """
     Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
@@ -504,6 +506,8 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
             id, if its cases have prompts of grids; or what else [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
+        allow_remote_images (`bool`, *optional*, defaults to `False`):
+            Download references that rows name by `http(s)` addresses, each once. Only for datasets that you trust.
 
     Returns:
         [`~datasets.Dataset`]: the checked prompts.
@@ -525,17 +529,17 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
     path = find_prompts(path_or_id, "image-set prompts")
     paths = [path] if has_rows_as_text(path) else [] if is_saved(path) else _json_lines_of_split(path, split)
     if paths:
-        rows = [
-            row
-            for file in paths
-            for row in with_image_files(read_prompt_rows(file), file, file.absolute().parent, ("references",))
-        ]
+        rows: list[dict[str, Any]] = []
+        images = ("references",)
+        for file in paths:
+            folder = file.absolute().parent
+            rows += with_image_files(read_prompt_rows(file), file, folder, images, allow_remote_images)
         rows = [_complete_row(index, row) for index, row in enumerate(rows)]
         # Before Arrow sees the rows: its error for a wrong type names neither row nor column
         check_image_set_columns(rows)
-        return check_references(dataset_of_rows(rows, ("references",)))
+        return check_references(dataset_of_rows(rows, images))
 
-    dataset = load_split(path_or_id, split)
+    dataset = load_split(path_or_id, split, allow_remote_images)
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
         dataset = cast("Dataset", convert_t2is(dataset))
     if dataset.column_names == ["text"]:  # text files

@@ -156,10 +156,10 @@ class PromptRows:
             return
         if self.sources.max_count > family.max_images:
             taken = f"at most {family.max_images}" if family.max_images else "none"
+            other = "" if self.sources is self.references else " Images for a reward alone need another column name."
             raise ValueError(
                 f"Row {self.sources.row_with_most} of {self.where} has {self.sources.max_count} source image(s), but "
-                f"{name} takes {taken}. Leave images out, or choose another pipeline. Images for a reward alone "
-                "need another column name."
+                f"{name} takes {taken}. Leave images out, or choose another pipeline.{other}"
             )
         for number in range(len(self)):
             with self.add_row_to_errors(number):
