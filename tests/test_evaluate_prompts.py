@@ -11,7 +11,7 @@ from PIL import Image
 import launching
 from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path
-from paco_trl.tiny import build_tiny_flux_kontext
+from paco_trl.tiny import build_tiny_flux2_klein, build_tiny_flux_kontext
 from test_evaluate_generation import make_adapter
 
 
@@ -173,15 +173,21 @@ def test_two_processes_are_one(singles, files, adapters, tiny_flux, tmp_path):
 
 class TestEdits:
     @pytest.mark.slow
-    def test_edits_are_shown_with_their_sources(self, tmp_path):
-        model = build_tiny_flux_kontext(tmp_path / "model")
+    @pytest.mark.parametrize("column", ["image", "references"])
+    def test_edits_are_shown_with_their_sources(self, tmp_path, column):
+        is_edit = column == "image"
+        model = (build_tiny_flux_kontext if is_edit else build_tiny_flux2_klein)(tmp_path / "model")
         adapter = make_adapter(tmp_path / "adapter", str(model), 0)
         for number in range(2):
             Image.new("RGB", (64, 64), (80 * number, 120, 60)).save(tmp_path / f"{number}.png")
-        rows = [{"prompt": f"Make it red {number}.", "image": f"{number}.png"} for number in range(2)]
+        rows = [
+            {"prompt": f"Make it red {number}.", column: f"{number}.png" if is_edit else [f"{number}.png"]}
+            for number in range(2)
+        ]
         (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = ["--dataset_name", tmp_path / "edits.jsonl", "--edits", "--adapter", adapter]
-        results = directory_of(evaluate(*words, model=model, folder=tmp_path / "out"), "adapter")
+        words = ["--dataset_name", tmp_path / "edits.jsonl", "--edits", is_edit, "--adapter", adapter]
+        for _ in range(2):  # then with the images of before
+            results = directory_of(evaluate(*words, model=model, folder=tmp_path / "out"), "adapter")
         assert abs(row(results, "redness_reward")["difference"]["mean"]) > 1e-4
         (page,) = [path.read_text() for path in (tmp_path / "out").glob("*adapter/report.html")]
         assert page.count("<img") == 6

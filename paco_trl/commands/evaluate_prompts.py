@@ -86,6 +86,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
                 system["scores"] = score_images(rewards, rows, system["files"], output_dir / name)
         if not accelerator.is_main_process:
             return
+        rows.sources = rows.sources or rows.references  # whether or not any image was missing
         for number in range(len(rows)):
             for image in rows.images(number)[:1]:
                 write_atomically(output_dir / "sources" / f"{number}.png", to_png(image))
