@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from rich.console import Console
 from safetensors.torch import load_file
 
 from launching import ROOT, free_port
 from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
+from paco_trl.commands import doctor
 from paco_trl.generation import load_pipeline
 from paco_trl.image_benchmarks.comparison_app import Comparison
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
@@ -278,6 +280,16 @@ def test_comparison_app(tiny_flux, models):
     assert [panel.tobytes() for panel in base] != [panel.tobytes() for panel in adapted]
     scores = comparison.score("A red panda.", [base, adapted])
     assert [len(row) for row in scores] == [6, 6]
+
+
+def test_doctor(tiny_flux, prompts, tmp_path):
+    prompts.to_json(tmp_path / "prompts.jsonl")
+    words = f"--model_name_or_path {tiny_flux} --dataset_name {tmp_path}/prompts.jsonl --output_dir {tmp_path}/out"
+    words += " --rewards redness --height 64 --width 64 --num_prompts_per_generation 2 --num_generations 4 --lora_r 4"
+    words += " --per_device_train_batch_size 2 --num_inference_steps 3 --sde_steps 0 --max_steps 1 --report_to none"
+    rows = {row.check: row for row in doctor.examine("grpo", words.split(), Console(quiet=True))}
+    assert {row.verdict for row in rows.values()} <= {"ok", "warning"}, rows
+    assert "Forward and backward took" in rows["ratio"].finding
 
 
 # Settings that cannot run here

@@ -27,7 +27,6 @@ from PIL import Image
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
-from torch import nn
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
@@ -396,7 +395,7 @@ def check_ratio(state: DoctorState) -> Row:
     rng = torch.Generator().manual_seed(args.seed)
     for name, weight in trainer.model.named_parameters():
         if ".lora_B." in name and not weight.any():  # of a new adapter, which a rollout or replay might leave out
-            nn.init.normal_(weight.data, std=1e-3, generator=rng)
+            weight.data.copy_(1e-3 * torch.randn(weight.shape, generator=rng))
     generated = generator.generate(layout.rollout_batch_size, generator.sde_settings(args.noise_level))
     state.images.extend(generated.images)
     if device.type == "cuda":
