@@ -41,7 +41,7 @@ from ..rewards.runner import RewardRunner
 from ..rollout.loading import load_lora
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
-from ..trainer.checks import check_train_dataset
+from ..trainer.checks import check_eval_datasets, check_train_dataset
 from ..trainer.rounds import RoundSchedule
 from . import reward
 from .env import VERSIONS, version_of
@@ -223,7 +223,9 @@ def check_data(state: DoctorState) -> Row:
     dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
     check_judged(script_args, dataset)
     findings = [_describe_prompts(check_train_dataset(dataset, args, RewardRunner([_no_reward])), args)]
-    if state.eval_dataset is not None:
+    if state.eval_dataset is None:
+        check_eval_datasets(None, args, RewardRunner([_no_reward]))
+    else:  # its metrics are known when the rewards are loaded
         rows = PromptRows(state.eval_dataset, args, "the evaluation dataset")
         findings.append(f"Evaluation: {_describe_prompts(rows, args)}")
     state.train_dataset = dataset
