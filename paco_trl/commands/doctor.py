@@ -222,6 +222,8 @@ def check_data(state: DoctorState) -> Row:
     check_evaluation(script_args, args)
     dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
     check_judged(script_args, dataset)
+    if 0 < len(dataset) < layout.num_prompts:  # which fails, but not what needs a round of prompts
+        state.train_dataset = dataset.select([index % len(dataset) for index in range(layout.num_prompts)])
     findings = [_describe_prompts(check_train_dataset(dataset, args, RewardRunner([_no_reward])), args)]
     if state.eval_dataset is None:
         check_eval_datasets(None, args, RewardRunner([_no_reward]))
@@ -552,6 +554,7 @@ def examine(command: str, words: list[str], console: Console) -> list[Row]:
             console.print(f"\\[{number}/{len(checks)}] {name} ...", highlight=False)
             started = time.perf_counter()
             missing = [row.check for row in rows if row.check in needs and row.verdict in (FAILED, SKIPPED)]
+            missing = [each for each in missing if each != "data" or state.train_dataset is None]
             found = [Row(SKIPPED, f"needs: {', '.join(missing)}")] if missing else run_check(check, state)
             for row in found:
                 row.check = row.check or name
@@ -595,7 +598,17 @@ def _parser(command: str) -> CommandParser:
     if command == "reward":
         return reward.parser_of(PlanArguments, prog=program, description=text)
     config = PaCoNFTConfig if command == "nft" else PaCoGRPOConfig
-    return parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
+    parser = parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
+    read_defaults: Any = parser.presets
+
+    def presets(given: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return read_defaults(given)
+        except OSError:  # a model that cannot be read is a finding of later rows
+            return {}
+
+    parser.presets = presets
+    return parser
 
 
 def _message(error: Exception) -> str:
