@@ -261,3 +261,10 @@ def test_a_plan_is_a_table(tiny_qwen, tmp_path):
     lines = {line.split()[0]: line for line in str(plan).splitlines() if line.split()}
     assert "optimizer" in lines["train"] and f"{train.total / 2**20:.1f} MiB" in lines["train"]
     assert "optimizer" in lines["evaluate"] and "optimizer" not in lines["load"]
+
+
+def test_arguments_that_cannot_be_planned(tiny_flux, tiny_qwen, prompts, make_trainer):
+    args = make_trainer().args
+    for dataset, quantization, token in ((None, None, "train_dataset"), (prompts, "int4", "int4")):
+        with pytest.raises(ValueError, match=token):
+            plan_memory(str(tiny_flux), args, dataset, LORA, [str(tiny_qwen)], quantization)

@@ -699,9 +699,10 @@ def plan_memory(
         args ([`PaCoGRPOConfig`], [`PaCoNFTConfig`] or [`PaCoRewardConfig`]):
             Arguments of the trainer. Without a GPU, set `use_cpu=True`.
         train_dataset ([`~datasets.Dataset`], *optional*):
-            Prompts of an image model; a judge's plan takes its longest pairs from `args`.
+            Prompts, which an image model needs; a judge's plan takes its longest pairs from `args`.
         peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
-            Adapter. If `None`, all weights of an image model are trained, and a judge gets the paper's adapter.
+            Adapter, or the directory of one to continue, which a judge does not take. If `None`, all weights of an image
+            model are trained, and a judge gets the paper's adapter.
         reward_models (`Sequence[str]`, *optional*, defaults to `()`):
             Hub ids or directories of the judges and CLIP models that rewards load into the process, as often as they do.
         judge_quantization (`str`, *optional*):
@@ -711,7 +712,7 @@ def plan_memory(
         [`MemoryPlan`]: `phases` with bytes by part, and the `peak`.
 
     Raises:
-        `ValueError`: If the dataset or the adapter does not fit the model.
+        `ValueError`: If the dataset or the adapter does not fit the model, or the quantization is unknown.
         `OSError`: If a config is missing.
 
     Example:
@@ -722,11 +723,15 @@ def plan_memory(
     ```
     """
     run: ImageRun | JudgeRun
+    if judge_quantization not in (None, "nf4", "int8", "fp8"):
+        raise ValueError(f"`judge_quantization` is {judge_quantization!r}; it must be `nf4`, `int8`, `fp8` or `None`.")
     stage = None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
     if isinstance(args, PaCoRewardConfig):
         peft_config = complete_peft_config(peft_config, model, None, args.trust_remote_code)
         run = JudgeRun(model, args, peft_config, judge_quantization)
     else:
+        if train_dataset is None:
+            raise ValueError("The plan of an image model takes its prompts: pass them as `train_dataset`.")
         run = ImageRun(model, args, peft_config, train_dataset, reward_models, judge_quantization)
     return MemoryPlan(run, zero_stage=stage, **run.settings)
 
