@@ -279,7 +279,7 @@ class TestRankings:
         ]
         assert np.mean(right) > 0.9
         # By default a server that may still be starting is waited for half a minute
-        monkeypatch.setattr(ServedJudge.check, "__defaults__", (0.5,))
+        monkeypatch.setattr(ServedJudge.check, "__defaults__", (0.5, None))
         with pytest.raises(JudgeUnavailableError, match=re.escape(server.url)):
             script.main(["rank", "--judge_model", "judge", "--judge_url", server.url, "--annotator", "other"])
 

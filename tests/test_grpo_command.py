@@ -241,5 +241,7 @@ def test_the_benchmark_is_left_out_of_the_training_only(edits):
 def test_doctor_passes_edits(edits):
     options = ["--config", str(edits / "settings.yaml"), "--output_dir", str(edits / "out")]
     rows = {row.check: row for row in doctor.examine("grpo", options, Console(quiet=True))}
-    assert {row.verdict for row in rows.values()} == {"ok"} and "reward redness_reward" in rows
+    # One of the rows is in the benchmark that is left out
+    assert {row.check: row.verdict for row in rows.values() if row.verdict != "ok"} == {"data": "warning"}
+    assert "reward redness_reward" in rows
     assert not (edits / "out").exists()
