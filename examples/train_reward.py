@@ -44,6 +44,8 @@ if __name__ == "__main__":
         lora_dropout=0.0,
     )
     script_args, training_args, model_args = parser.parse_args_and_config()
+    if not model_args.use_peft:
+        parser.error("`PaCoRewardTrainer` trains a LoRA: leave `--use_peft False` out.")
     model_init_kwargs = dict(
         revision=model_args.model_revision,
         attn_implementation=model_args.attn_implementation,

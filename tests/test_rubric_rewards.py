@@ -361,13 +361,16 @@ class TestCommandLine:
     def test_training(self, folders, tmp_path):
         for number, image in enumerate(SOURCES):
             image.save(tmp_path / f"{number}.png")
-        rows = [{"prompt": f"{text} {number}", "image": f"{number}.png"} for number, text in enumerate(INSTRUCTIONS)]
+        rows = [
+            {"prompt": f"{text} {number}", "image": f"{number}.png", "references": [f"{number}.png"]}
+            for number, text in enumerate(INSTRUCTIONS)
+        ]
         (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         words = (
             f"--dataset_name {tmp_path / 'edits.jsonl'} --edits --output_dir {tmp_path / 'out'} --use_cpu --bf16 False"
         )
         words += f" --model_name_or_path {build_tiny_flux_kontext(tmp_path / 'kontext')} --report_to none"
-        words += f" --judge_model {folders['llava']} --rewards rubric:instruction rubric:unchanged"
+        words += f" --judge_model {folders['llava']} --rewards rubric:instruction rubric:unchanged edit reference"
         words += " --num_generations 4 --num_prompts_per_generation 4 --per_device_train_batch_size 4 --max_steps 2"
         words += (
             " --num_inference_steps 2 --sde_steps 0 --height 1024 --width 1024 --resolution_scale 0.0625 --lora_r 4"
@@ -375,7 +378,8 @@ class TestCommandLine:
         grpo.main(words.split())
         assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
         entries = jsonl(tmp_path / "out/contact_sheets/round_00000.jsonl")
-        ratings = np.array([[entry["rubric_instruction"], entry["rubric_unchanged"]] for entry in entries])
+        names = ("rubric_instruction", "rubric_unchanged", "edit", "reference")
+        ratings = np.array([[entry[name] for name in names] for entry in entries])
         assert (
-            ratings.shape == (16, 2) and (0 < ratings).all() and (ratings < 1).all() and (ratings.std(0) > 1e-4).all()
+            ratings.shape == (16, 4) and (0 < ratings).all() and (ratings < 1).all() and (ratings.std(0) > 1e-4).all()
         )
