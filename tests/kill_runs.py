@@ -28,7 +28,10 @@ from paco_trl.rewards import redness_reward
 
 
 if is_deepspeed_available():
-    import deepspeed  # noqa: F401  (Trainer does it, and it takes seconds: here once for all runs)
+    import deepspeed.ops  # Trainer does it, and it takes seconds: here once for all runs
+
+    # Its operator for shared memory would be compiled first, by all cores for half a minute; without it gloo is used
+    deepspeed.ops.__compatible_ops__ = {}
 
 # 8 optimizer steps, two a round. An epoch of the twelve prompts is three rounds, so checkpoint-6 ends one
 SETTINGS = {
