@@ -35,13 +35,13 @@ class MiniatureSettings:
 
 # Every step runs, and nothing is learned
 SHORT = MiniatureSettings(
-    num_dataset_prompts=10,
-    num_train_prompts=8,
+    num_dataset_prompts=6,
+    num_train_prompts=4,
     num_test_prompts=4,
     num_inference_steps=5,
-    num_pairs=128,
+    num_pairs=64,
     num_rounds=2,
-    num_prompts_per_round=4,
+    num_prompts_per_round=2,
     num_generations=4,
-    test_seeds=2,
+    test_seeds=1,
 )
