@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts in examples/ as users start them: by `accelerate launch` with ZeRO-3, on tiny models."""
+"""The scripts in examples/ on two processes and tiny models: as users start them, or with ZeRO-3."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 
 import launching
-from launching import CONFIGS, CPU_ZERO3, ROOT
+from launching import CONFIGS, CPU_DDP, CPU_ZERO3, ROOT
 from paco_trl import PaCoReward, tiny
 from testing_utils import plain
 
@@ -61,11 +61,11 @@ def test_the_papers_settings_are_the_defaults(script, monkeypatch):
     assert {name: defaults[name] for name in PAPER[script]} == {name: str(v) for name, v in PAPER[script].items()}
 
 
-def launch(folder: Path, script: str, **settings) -> Path:
+def launch(folder: Path, script: str, start=launching.launch, config=CPU_DDP, **settings) -> Path:
     """Train by the script, with the settings in a file; return the directory of the adapter."""
     (folder / "settings.yaml").write_text(yaml.safe_dump(COMMON | {"dataset_name": str(folder / "data")} | settings))
     command = [f"examples/{script}.py", "--config", folder / "settings.yaml", "--output_dir", folder / "out"]
-    launching.launch(command, config=CPU_ZERO3, cwd=ROOT, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    start(command, config=config, cwd=ROOT, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     return folder / "out"
 
 
@@ -102,7 +102,8 @@ def test_edits(script, tiny_qwen, tmp_path):
     models = {"model_name_or_path": str(model), "judge_model": str(tiny_qwen)}
     # The pipelines read sources at about a megapixel times this scale squared
     size = {"height": 1024, "width": 1024, "resolution_scale": 1 / 16}
-    check_adapter(model, launch(tmp_path, script, **models, **IMAGES, **size))
+    forked = {"start": launching.check_run, "config": CPU_ZERO3}
+    check_adapter(model, launch(tmp_path, script, **forked, **models, **IMAGES, **size))
 
 
 @pytest.mark.slow
