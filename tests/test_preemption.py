@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from kill_runs import Run, different
-from launching import ROOT, check_run, fork_context, run
+from launching import ROOT, check_run, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.trainer.resuming import ResumesExactly
 from paco_trl.utils.stopping import EXIT_CODE, Stopped, defer_stop, stop_request, stop_signals
@@ -33,11 +33,6 @@ EVALUATION = {"step": 6, "call": "evaluator.rewards.add"}
 WAITING = {"step": 6, "call": "evaluator.rewards.finish", "count": 1, "rank": 0}
 # Nothing but the signal makes a checkpoint before the end, after steps 3 and 6 there is an evaluation
 SETTINGS = {"save_steps": 100}
-
-
-@pytest.fixture(scope="module")
-def context():
-    return fork_context()
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +200,7 @@ class TestInTwoProcesses:
         return [run.state(rank) for rank in range(2)]
 
     # One process alone gets it, or both
-    @pytest.mark.parametrize(
-        ("at", "step"), [({**GENERATION, "rank": 1}, 4), ({**STEP, "rank": 0}, 5), (STEP, 5), (WAITING, 6)]
-    )
+    @pytest.mark.parametrize(("at", "step"), [({**GENERATION, "rank": 1}, 4), (STEP, 5), (WAITING, 6)])
     def test_they_agree_on_the_step(self, context, tiny_flux, whole, tmp_path, at, step):
         output = tmp_path / "out"
         at = {**at, "number": signal.SIGUSR1}

@@ -16,9 +16,11 @@ from test_branched_groups import BRANCHES, CASES, FOUR_KEYS, FULL, rows_of_calls
 TOLERANCE = 1e-5  # a tenth of the default `epsilon`
 
 
-@pytest.mark.parametrize("sde", [FULL, BRANCHES], ids=["", "branches"])
 @pytest.mark.parametrize(
-    "name", [name if name in ("flux", "sd3") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    ("name", "sde"),
+    [pytest.param("flux", FULL, id="flux-"), pytest.param("sd3", FULL, id="sd3-")]
+    # Whose steps after the first stochastic one are as without branches
+    + [pytest.param(name, BRANCHES, id=name, marks=pytest.mark.slow) for name in CASES],
 )
 def test_the_parts_are_what_micro_batches_record(setup_of, name, sde):  # noqa: F811
     setup = setup_of(name)
