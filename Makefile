@@ -45,11 +45,12 @@ demo: .venv/.installed
 
 # Two processes, each with whole files, whose models are built once (three took longer on two cores). In the order
 # of their names: by default the files with the fewest tests come last, which are the longest.
+MARK ?= not slow and not vllm and not gpu and not cuda
 test: .venv/.installed
-	$(BIN)/python -m pytest -m "not slow and not vllm and not gpu and not cuda" -n 2 --dist loadfile --no-loadscope-reorder tests
+	$(BIN)/python -m pytest -m "$(MARK)" -n 2 --dist loadfile --no-loadscope-reorder tests
 
-test-slow: .venv/.installed
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder tests
+test-slow:
+	$(MAKE) test MARK=slow
 
 # Nothing is compiled there: Triton would look for a real driver
 test-cuda: .venv/.installed
@@ -59,7 +60,7 @@ test-cuda: .venv/.installed
 test-lowest: | $(filter .venv-uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-lowest
 	$(UV) pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e ".[test]"
-	.venv-lowest/bin/python -m pytest -m "not slow and not vllm and not gpu and not cuda" -n 2 --dist loadfile --no-loadscope-reorder tests
+	.venv-lowest/bin/python -m pytest -m "$(MARK)" -n 2 --dist loadfile --no-loadscope-reorder tests
 
 # By pip, since uv does not find the CPU build of torch that vLLM pins. The packages that are taken out again come as
 # CUDA builds, which do not load next to it, and nothing here uses them.
