@@ -45,6 +45,22 @@ def tiny_qwen(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_clip(tmp_path_factory) -> Path:
+    """Folder of a tiny CLIP."""
+    from paco_trl.tiny import build_tiny_clip
+
+    return build_tiny_clip(tmp_path_factory.mktemp("models") / "tiny-clip")
+
+
+@pytest.fixture(scope="session")
+def context():
+    """Of processes that are forked from one that has imported everything."""
+    from launching import fork_context
+
+    return fork_context()
+
+
+@pytest.fixture(scope="session")
 def prompts():
     """Twelve 2x2 image-set prompts without sizes of their own."""
     from paco_trl.data import demo_prompts_path, load_image_set_prompts

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -30,6 +30,7 @@ import yaml
 from huggingface_hub import HfFileSystem
 from huggingface_hub.utils import close_session
 
+from judge_server import _Server
 from launching import _read_hub_variables
 from paco_trl.hub import pushing
 
@@ -244,35 +245,6 @@ class _Refused(Exception):
     def __init__(self, status: int, message: str, code: str | None = None):
         super().__init__(message)
         self.status, self.code = status, code
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def __init__(self, *args):
-        self.sockets: set[socket.socket] = set()
-        super().__init__(*args)
-
-    def process_request(self, request, client_address):
-        self.sockets.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request):
-        self.sockets.discard(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request, client_address):
-        pass  # a client that went away
-
-    def break_connections(self) -> None:
-        for connection in list(self.sockets):
-            try:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
 
 def _handler(hub: HubServer):

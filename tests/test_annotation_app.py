@@ -23,6 +23,7 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image, ImageDraw
 
+from launching import free_port
 from paco_trl.dataset_building import export_label_studio, import_annotations, read_annotations
 from paco_trl.dataset_building.annotate import (
     AnnotationWork,
@@ -77,11 +78,6 @@ def make_world(folder: Path, num_prompts: int = 2, num_seeds: int = 4) -> World:
     ]
     dataset = Dataset.from_list(panels).cast_column("image", ImageFeature())
     return World(Dataset.from_list(instances), dataset, Dataset.from_list(prompts))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @contextmanager

@@ -84,11 +84,6 @@ class Annotator:
         self.press(key)
         self.page.wait_for_function("before => location.href !== before", arg=before)
 
-    def keys_of(self, ranking: list[int]) -> list[str]:
-        """The number keys for a ranking of the original indices."""
-        order = shown_order(self.name, self.instance, len(ranking))
-        return [str(order.index(index) + 1) for index in ranking]
-
     def candidate(self, number: int):
         return self.page.locator(".candidate").nth(number - 1)
 

@@ -249,11 +249,3 @@ class TestRuns:
             trained = [entry for entry in run["history"] if "loss" in entry]
             assert trained[0]["approx_kl"] < 1e-9 and trained[2]["old_policy_deviation"] > 0
         assert relative_difference(one["adapter"], zero3["adapter"]) < 0.05
-
-    def test_the_card_names_the_method(self, make_nft, tmp_path):
-        make_nft(output_dir=str(tmp_path / "awm"), loss_type="awm", max_steps=1).create_model_card()
-        card = (tmp_path / "awm" / "README.md").read_text()
-        own = ("paco_trl: AWM", "2509.25050", "| clip range | 1.0 |", "2512.04784")
-        times = "| trained times | 2 for each image, awm_weighting ghuber, old_policy_beta 1.0 |"
-        assert all(text in card for text in (*own, times))
-        assert not any(text in card for text in ("DiffusionNFT", "diffusion-nft", "2509.16117", "nft_beta"))

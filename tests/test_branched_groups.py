@@ -372,12 +372,6 @@ class TestTrainer:
         with pytest.warns(UserWarning), pytest.raises(ValueError, match="at most 1 with.*and `branch_size=1`"):
             make_trainer(branch_size=2)
 
-    def test_the_card_says_it(self, make_trainer):
-        trainer = make_trainer(branch_size=2)
-        assert "; 2 images share the steps before the first" in str(list(trainer._model_card().settings.rows(None)))
-        plain = make_trainer()
-        assert "images share" not in str(list(plain._model_card().settings.rows(None)))
-
 
 @pytest.fixture(scope="module")
 def alone(tiny_flux, tmp_path_factory) -> Run:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from chat_server import ChatServer
 from hub_server import HubServer
 from paco_trl.commands import build as script
 from paco_trl.commands import reward
-from paco_trl.commands.parser import CommandParser
 from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from planted_world import PlantedWorld
@@ -282,25 +280,6 @@ class TestRankings:
         monkeypatch.setattr(ServedJudge.check, "__defaults__", (0.5, None))
         with pytest.raises(JudgeUnavailableError, match=re.escape(server.url)):
             script.main(["rank", "--judge_model", "judge", "--judge_url", server.url, "--annotator", "other"])
-
-
-class TestOptions:
-    STAGES = sorted(script.STAGES)
-
-    def test_documented_commands_are_understood(self):
-        """Each command line in the documentation has a stage and options of this stage."""
-        pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples/README.md"]
-        texts = [page.read_text() for page in pages] + [script.__doc__]
-        found = set()
-        for text in texts:
-            for line in re.findall(r"paco-trl build ((?:[^\n\\]|\\\n)+)", text):
-                words = shlex.split(line.split("`")[0].replace("\\\n", " "))
-                if words[0].startswith("<"):
-                    continue
-                arguments, _ = script.STAGES[words[0]]
-                CommandParser(arguments).parse_args_and_config(args=words[1:])
-                found.add(words[0])
-        assert found >= {"prompts", "grids", "panels", "rank", "annotate", "pairs", "reasons", "publish"}
 
 
 class TestWritten:

@@ -13,16 +13,10 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from paco_trl.evaluation import ClipIScorer
 from paco_trl.rewards import ClipTReward, PickScoreReward
 from paco_trl.rewards.clip import ClipEmbedder
-from paco_trl.tiny.clip import build_tiny_clip
 
 
 NAN = float("nan")
 TEXTS = ["a red house near the sea", "a cat that wakes up", "a blue car in the rain"]
-
-
-@pytest.fixture(scope="module")
-def tiny_clip(tmp_path_factory):
-    return build_tiny_clip(tmp_path_factory.mktemp("models") / "clip")
 
 
 @pytest.fixture(scope="module")

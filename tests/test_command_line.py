@@ -16,12 +16,11 @@ from safetensors import SafetensorError
 from transformers import IntervalStrategy, TrainerCallback
 
 from launching import CONFIGS, CPU_DDP, ROOT
-from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, __version__
+from paco_trl import __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
-from paco_trl.commands import grpo, main
+from paco_trl.commands import main
 from paco_trl.commands.options import option
 from paco_trl.commands.parser import CommandParser
-from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
@@ -95,36 +94,6 @@ class TestFiles:
     def test_a_value_that_does_not(self, tmp_path, text, message):
         with pytest.raises((ValueError, ArgumentError), match=message):
             self.parse(tmp_path, text)
-
-
-class TestHelp:
-    def test_own_options_first_and_refused_ones_not_at_all(self):
-        parser = grpo.parser_of(ScriptArguments, PaCoGRPOConfig, prog="paco-trl grpo")
-        text = parser.format_help()
-        required, usual, own, others = re.split(
-            r"^(?:required|usual options|options|options of TRL.*):$", text, flags=re.M
-        )[1:]
-        for names, section in {
-            ("dataset_name",): required,
-            ("max_steps", "output_dir", "rewards", "reward_funcs", "lora_r", "num_generations", "push_to_hub"): usual,
-            ("help", "noise_level", "eval_rewards"): own,
-            ("warmup_steps",): others,
-        }.items():
-            for name in names:
-                assert len(re.findall(rf"^  .*--{name}\b", text, flags=re.M)) == 1, name
-                assert f"--{name}" in section, name
-        assert "--learning-rate" not in text and "--no_use_peft" not in text and "default: None" not in text
-        assert "--vllm" not in text and "--fsdp" not in text
-        assert re.search(r"--model_init_kwargs .*\n +Arguments of the model's `from_pretrained`", others)
-        assert text.startswith("usage: paco-trl grpo [--config FILE] [options]\n")
-
-    def test_the_options_of_nft(self):
-        texts = {
-            config: grpo.parser_of(ScriptArguments, config, prog="x").format_help()
-            for config in (PaCoGRPOConfig, PaCoNFTConfig)
-        }
-        assert "--nft_beta" in texts[PaCoNFTConfig] and "--nft_beta" not in texts[PaCoGRPOConfig]
-        assert "--sde_steps" in texts[PaCoGRPOConfig] and "--sde_steps" not in texts[PaCoNFTConfig]
 
 
 class TestOptions:

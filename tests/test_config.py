@@ -3,7 +3,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import re
@@ -11,7 +10,7 @@ import warnings
 
 import pytest
 from accelerate import DeepSpeedPlugin
-from trl import GRPOConfig, TrlParser
+from trl import TrlParser
 
 import launching
 from docstrings import docstring
@@ -24,7 +23,6 @@ from paco_trl.utils.deepspeed import check_compiled_blocks, check_gradient_accum
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}
 # As they are now: parsing a command line replaces them (transformers 5.23, HfArgumentParser)
 TYPES = {name: str(field.type) for name, field in FIELDS.items()}
-TRL_FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 OWN_FIELDS = list(PaCoGRPOConfig.__annotations__)
 
 
@@ -137,20 +135,6 @@ class TestDefaults:
             assert make().activation_checkpointing is True
         assert config.activation_checkpointing is config.gradient_checkpointing is value
         assert config.activation_checkpointing_kwargs == {"use_reentrant": False}
-
-    def test_defaults_that_differ_from_trl_are_named_in_the_note(self, make):
-        note = docstring(PaCoGRPOConfig).split("[!NOTE]")[1].replace("\n    > ", " ")
-        named = dict(re.findall(r"`(\w+)` \((`[^`]+`|derived)\)", note))
-        differing = {
-            name
-            for name in OWN_FIELDS
-            if name in TRL_FIELDS and default_of(FIELDS[name]) != default_of(TRL_FIELDS[name])
-        }
-        assert len(differing) > 5 and differing <= set(named)
-        config = make()
-        for name, value in named.items():
-            assert getattr(config, name) != default_of(TRL_FIELDS[name]), name
-            assert value == "derived" or eval(value.strip("`")) == getattr(config, name), name
 
 
 # `name (`type`, *optional*, defaults to `value`):` and the text below it
@@ -434,27 +418,6 @@ class TestRound:
         assert make(**base).num_trained_steps == 4
         config = make(**base, num_sde_steps=2)
         assert config.num_trained_steps == 2 and config.steps_per_generation == 32
-
-    @pytest.mark.parametrize(
-        ("settings", "num_prompts"),
-        [
-            ({"num_generations": 3, "num_prompts_per_generation": 7}, 8),
-            ({"num_generations": 6, "gradient_accumulation_steps": 5}, 45),  # the default
-            # Nothing is rounded, and nothing is said
-            ({}, None),
-            ({"num_generations": 3, "num_prompts_per_generation": 8}, None),
-            ({"generation_batch_size": 32}, None),
-        ],
-        ids=str,
-    )
-    def test_rounding_up_is_said(self, make, caplog, settings, num_prompts):
-        with caplog.at_level(logging.WARNING, logger="paco_trl"):
-            config = make(**settings)
-        said = [record.getMessage() for record in caplog.records if record.name.startswith("paco_trl")]
-        assert len(said) == (num_prompts is not None)
-        if num_prompts is not None:
-            assert config.num_prompts_per_generation == num_prompts and f"rounded up to {num_prompts}" in said[0]
-            assert config.gradient_accumulation_steps == settings.get("gradient_accumulation_steps", 12)
 
     @pytest.mark.parametrize(
         ("settings", "fitting"),

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation is true: links lead somewhere, snippets run, options and metrics are those of the code."""
+"""The documentation is true: snippets run, options and metrics are those of the code."""
 
 import ast
 import dataclasses
 import importlib
-import inspect
 import json
-import pkgutil
 import re
 import shlex
 import subprocess
@@ -18,16 +16,12 @@ from PIL import Image
 from trl import GRPOConfig, SFTConfig
 
 import launching
-from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoRewardTrainer, commands
+from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judge, reward
 from paco_trl.commands.doctor import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import make_pair
 from paco_trl.rewards import (
-    ConsistencyReward,
-    ReferenceReward,
-    RubricReward,
-    ServedJudge,
     panel_similarity_reward,
     redness_reward,
 )
@@ -43,7 +37,6 @@ PAGES = sorted(
 )
 CONFIGS = {config.__name__: config for config in (PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig)}
 OPTIONS_OF = {name: {field.name for field in dataclasses.fields(config)} for name, config in CONFIGS.items()}
-OPTIONS = set().union(*OPTIONS_OF.values())
 
 
 def classes_of(module) -> list[type]:
@@ -67,7 +60,6 @@ LAUNCH = {"accelerate_config", "num_processes", "dataset_train_split", "dataset_
 # What Trainer and its callbacks log themselves
 TRAINERS_KEYS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
 
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^(<!-- runnable -->\n)?```(\w+)\n(.*?)^```$", flags=re.M | re.S)
 
 
@@ -75,30 +67,9 @@ def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-def prose_of(page: Path) -> str:
-    """The page without its code blocks, in which brackets are not links."""
-    return BLOCK.sub("", text_of(page))
-
-
-def relative_links(page: Path) -> list[tuple[str, str, str]]:
-    """Text, path and anchor of each link that stays in the repository."""
-    links = []
-    for text, target in LINK.findall(prose_of(page)):
-        if not target.startswith(("http://", "https://", "mailto:", "../../actions/")):  # GitHub's own pages
-            path, _, anchor = target.partition("#")
-            links.append((text, path, anchor))
-    return links
-
-
 def blocks(page: Path, language: str) -> list[tuple[bool, str]]:
     """Code blocks of a page, and whether they are marked runnable."""
     return [(bool(mark), code) for mark, name, code in BLOCK.findall(text_of(page)) if name == language]
-
-
-def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 PYTHON_BLOCKS = [
@@ -114,29 +85,6 @@ def config_calls(code: str) -> list[ast.Call]:
         for node in ast.walk(ast.parse(code))
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) in CONFIGS
     ]
-
-
-class TestLinks:
-    @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-    def test_relative_links_lead_to_files(self, page):
-        links = relative_links(page)
-        assert links
-        for text, path, anchor in links:
-            target = page.parent / path if path else page
-            assert target.exists(), f"[{text}]({path})"
-            if anchor:
-                assert anchor in anchors(target), f"[{text}]({path}#{anchor})"
-
-    def test_every_page_can_be_reached_from_the_readme(self):
-        reached, found = set(), [ROOT / "README.md"]
-        while found:
-            page = found.pop()
-            if page in reached:
-                continue
-            reached.add(page)
-            targets = [(page.parent / path).resolve() for _, path, _ in relative_links(page) if path.endswith(".md")]
-            found.extend(target for target in targets if target in PAGES)
-        assert reached == set(PAGES)
 
 
 def run_blocks(pages: list[Path], folder: Path) -> tuple[int, str]:
@@ -241,30 +189,6 @@ class TestOptions:
             for word in words:
                 if word.startswith("--"):
                     assert word[2:] in options, f"{page.name}: {command} {word}"
-
-    @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-    def test_options_in_the_text_exist(self, page):
-        """`name=value` and `--name` in a line of text name options of the config and of other objects."""
-        others = {
-            *("modules_to_save", "push_to_hub", "num_processes", "machine_rank", "is_trainable", "model", "use_ema"),
-            *("weight_name", "use_safetensors", "HF_HUB_DISABLE_TELEMETRY", "PYTORCH_ALLOC_CONF"),
-            *(
-                "TORCH_CUDNN_SDPA_DEPRIORITIZED",
-                "num_cpu_threads_per_process",
-                "DS_ACCELERATOR",
-                "mixed_precision",
-                "help",
-                "config",
-            ),
-        }
-        for module in pkgutil.iter_modules(commands.__path__, "paco_trl.commands."):
-            for item in vars(importlib.import_module(module.name)).values():
-                if dataclasses.is_dataclass(item):
-                    others |= {field.name for field in dataclasses.fields(item)}
-        for kind in (ConsistencyReward, ReferenceReward, RubricReward, ServedJudge):
-            others |= set(inspect.signature(kind.__init__).parameters)
-        for name in re.findall(r"`(?:--)?(\w+)=[^`]+`|`--(\w+)[^`]*`", prose_of(page)):
-            assert (name[0] or name[1]) in OPTIONS | others | LAUNCH, name
 
 
 class TestComingFrom:

@@ -26,6 +26,7 @@ from paco_trl.rewards import EditReward, ReferenceReward, redness_reward
 from paco_trl.rollout import replay
 from paco_trl.trainer import paco_grpo_trainer
 from test_judged_rewards import FormulaJudge
+from testing_utils import are_equal, logs_with, weights_of
 
 
 COLOURS = ["#fa1e96", "#1efa96", "#961efa", "#fa961e", "#1e96fa", "#96fa1e", "#2d2dff"]
@@ -116,19 +117,6 @@ def make(model: str, dataset: Dataset, folder: Path, reward_funcs=redness_reward
         ),
         **others,
     )
-
-
-def weights_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    assert first.keys() == second.keys()
-    return all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def logs_with(trainer, key: str) -> list:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 def watch(trainer) -> list[str]:
@@ -594,11 +582,6 @@ class TestModelCard:
         assert f"pipe(image=source, prompt=prompt, guidance_scale=4.0, num_inference_steps={steps})" in card
         other = str(render_card(make(klein, dataset, tmp_path, negative_prompt='blurred "art"')._model_card()))
         assert "negative prompt" in other and "blurred" in other
-
-    def test_card_of_image_sets(self, make_trainer):
-        card = str(render_card(make_trainer()._model_card()))
-        assert "pipeline_tag: text-to-image" in card
-        assert "sets of consistent images" in card and "negative prompt" not in card
 
 
 def as_file(path: Path, content: bytes) -> str:

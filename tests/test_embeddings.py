@@ -13,18 +13,10 @@ from torch import nn
 from paco_trl import PaCoGRPOConfig
 from paco_trl.rollout.sampler import on_device
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
+from testing_utils import are_equal, weights_of
 
 
 SHORT = {"num_generations": 2, "num_prompts_per_generation": 2, "per_device_train_batch_size": 2}
-
-
-def weights_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    assert first.keys() == second.keys()
-    return all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def count(module: nn.Module) -> list:

@@ -50,6 +50,7 @@ from paco_trl.evaluation import (
 from paco_trl.evaluation.runs import batches
 from paco_trl.tiny import build_tiny_clip
 from paco_trl.utils.images import load_image
+from testing_utils import to_tensor
 
 
 NAN = float("nan")
@@ -910,10 +911,6 @@ class MeanColorDistance(torch.nn.Module):
     def forward(self, first, second):
         self.batches.append(len(first))
         return (first.mean(dim=(2, 3)) - second.mean(dim=(2, 3))).abs().mean(dim=1)
-
-
-def to_tensor(image):
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
 
 
 class TestDreamSim:

@@ -26,6 +26,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, tiny
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FAMILIES, QwenImageFamily
 from paco_trl.trainer import paco_grpo_trainer
+from testing_utils import anti_redness_reward
 
 
 @dataclass
@@ -64,10 +65,6 @@ CASES = {
     ),
     "z-image": Case("build_tiny_z_image", 0, {"guidance_scale": 5.0}, rounds=6),
 }
-
-
-def anti_redness_reward(completions, **kwargs):
-    return [-value for value in redness_reward(completions=completions, **kwargs)]
 
 
 def image(width: int, height: int, seed: int) -> Image.Image:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from huggingface_hub import ModelCard
 from peft import AdaLoraConfig, LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.trainer import paco_grpo_trainer
+from testing_utils import are_equal, logs_with, weights_of
 
 
 NOWHERE = "/nowhere/at/all"
@@ -32,19 +32,6 @@ def draw(pipeline) -> np.ndarray:
         max_sequence_length=32,
     ).images[0]
     return np.asarray(image, dtype=np.int16)
-
-
-def weights_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    assert first.keys() == second.keys()
-    return all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def logs_with(trainer, key: str) -> list:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 def count_images(module: torch.nn.Module) -> list[int]:
@@ -115,23 +102,6 @@ class TestAllWeights:
         with use_weights(trainer.model, trainer.ema.average, 0):
             assert np.array_equal(draw(trainer.pipeline), tuned)
         assert np.array_equal(draw(trainer.pipeline), last)
-
-    def test_card(self, make, make_trainer, tmp_path):
-        trainer = make(max_steps=1)
-        trainer.train()
-        trainer.save_model(str(tmp_path / "full"))
-        card = ModelCard.load(tmp_path / "full" / "README.md")
-        assert "| trained weights | all of the transformer |" in card.content
-        assert 'subfolder="transformer"' in card.content
-        assert "FluxTransformer2DModel.from_pretrained" in card.content
-        assert "load_lora_weights" not in card.content
-        assert "LoRA" not in card.content
-        assert "lora" not in card.data.tags
-        lora = make_trainer(output_dir=str(tmp_path / "lora"))
-        lora.save_model()
-        text = (tmp_path / "lora" / "README.md").read_text()
-        assert "| LoRA | rank 4, alpha 8 |" in text
-        assert "all of the transformer" not in text
 
     def test_the_reference_is_a_copy_of_before_training(self, make, tiny_flux):
         trainer = make(beta=0.01, max_steps=4)

@@ -18,6 +18,7 @@ from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair, theme_question
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.rewards.runner import RewardError
+from testing_utils import are_equal, logs_with, weights_of
 
 
 ROOT = Path(__file__).parent.parent
@@ -30,19 +31,6 @@ def redness(first: Image.Image, second: Image.Image, question: str) -> float:
     """Log-odds that are high for red images."""
     red, green, blue = np.mean([ImageStat.Stat(image.convert("RGB")).mean for image in (first, second)], axis=0)
     return (red - (green + blue) / 2) / 20
-
-
-def logs_with(trainer, key: str) -> list:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
-def weights_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    assert first.keys() == second.keys()
-    return all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def trainer_images(trainer) -> list[Image.Image]:

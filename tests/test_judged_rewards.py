@@ -38,9 +38,8 @@ from paco_trl.rewards.judge_rewards import (
     image_digest,
 )
 from paco_trl.rewards.runner import RewardRunner
-from paco_trl.tiny.clip import build_tiny_clip
 from paco_trl.utils.fingerprint import describe_scorer
-from testing_utils import noise, plain
+from testing_utils import noise, plain, to_tensor
 
 
 # In a theme: the judge has no answer
@@ -574,20 +573,11 @@ class TestMetrics:
         assert {name for name in NO_SCORE if logged[f"consistency/unanswered/{name}"] > 0} == {kind}
 
 
-@pytest.fixture(scope="module")
-def tiny_clip(tmp_path_factory):
-    return build_tiny_clip(tmp_path_factory.mktemp("models") / "clip")
-
-
 class MeanColourDistance(torch.nn.Module):
     """In the place of DreamSim's ensemble: the difference of mean colours."""
 
     def forward(self, first, second):
         return (first.mean(dim=(2, 3)) - second.mean(dim=(2, 3))).abs().mean(dim=1)
-
-
-def to_tensor(image):
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
 
 
 def dream_sim():

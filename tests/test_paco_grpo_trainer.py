@@ -30,7 +30,7 @@ from paco_trl.rollout.policy import score_step
 from paco_trl.trainer.losses import ClippedSurrogate, PolicyStep, clipped_surrogate, guarded_surrogate
 from paco_trl.trainer.rounds import RoundBuffer
 from paco_trl.trainer.step_statistics import StepStatistics, predicted_deviation
-from testing_utils import are_equal, logs_with, weights_of
+from testing_utils import anti_redness_reward, are_equal, logs_with, weights_of
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
@@ -47,10 +47,6 @@ def count_calls(module: torch.nn.Module) -> list[int]:
     calls = []
     module.register_forward_hook(lambda module, args, output: calls.append(len(output[0])))
     return calls
-
-
-def anti_redness_reward(prompts, completions, **kwargs):
-    return [-reward for reward in redness_reward(prompts, completions)]
 
 
 class TestTraining:

@@ -4,7 +4,6 @@
 import copy
 import dataclasses
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from paco_trl.trainer import paco_nft_trainer
 from paco_trl.trainer.paco_nft_config import UNUSED_FIELDS, UNUSED_WITH
 from paco_trl.trainer.paco_nft_trainer import VelocityStatistics
 from test_branched_groups import rows_of_calls
+from testing_utils import anti_redness_reward, are_equal, logs_with, weights_of
 
 
 REFUSED = (*UNUSED_FIELDS, *UNUSED_WITH["nft"])
@@ -83,31 +83,14 @@ def make_nft(pipeline, prompts, make_config):
     return make
 
 
-def weights_of(trainer):
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
 def copies(weights):
     return {name: value.clone() for name, value in weights.items()}
-
-
-def are_equal(first, second):
-    assert first.keys() == second.keys() and first
-    return all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def logs_with(trainer, key):
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 def count_images(module):
     calls = []
     module.register_forward_hook(lambda module, args, output: calls.append(len(output[0])))
     return calls
-
-
-def anti_redness_reward(prompts, completions, **kwargs):
-    return [-reward for reward in redness_reward(prompts, completions)]
 
 
 class Record(TrainerCallback):
@@ -687,33 +670,6 @@ class TestConfig:
             parser.parse_args_and_config([*options, "--help"])
         shown = capsys.readouterr().out
         assert all(f"--{name}" in shown for name in OWN_FIELDS)
-
-
-class TestPage:
-    PAGE = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
-
-    def test_own_metrics_are_those_that_are_logged(self, make_nft, make_trainer):
-        logged = []
-        for make, own in ((make_nft, {}), (make_trainer, {}), (make_nft, {"loss_type": "awm"})):
-            trainer = make(norm_penalty=0.1, num_prompts_per_generation=2, **own)
-            trainer.train()
-            logged.append({key for entry in trainer.state.log_history for key in entry})
-        (section,) = re.findall(r"^## Logged metrics\n(.*?)(?=^## |\Z)", self.PAGE, flags=re.M | re.S)
-        documented = set(re.findall(r"^- `([^`]+)`:", section, flags=re.M))
-        assert documented == ((logged[0] | logged[2]) - logged[1]) | {"kl"}
-        assert {key for key in logged[2] - logged[0] if key in logged[1]} == {
-            "approx_kl", "clip_ratio/high_mean", "clip_ratio/low_mean", "clip_ratio/region_mean",
-        }  # fmt: skip
-        assert "kl" in logged[0] and "reward" in logged[0]
-        assert not [key for key in logged[0] if key.startswith(("ratio", "clip_ratio"))]
-
-    def test_every_option_is_explained(self):
-        assert all(f"`{name}`" in self.PAGE for name in [*OWN_FIELDS, *REFUSED])
-
-    def test_options_in_python_exist(self):
-        (code,) = re.findall(r"PaCoNFTConfig\((.*?)\),\n", self.PAGE, flags=re.S)
-        names = re.findall(r"(\w+)=", code)
-        assert names and set(names) <= FIELDS.keys()
 
 
 def test_images_are_generated_in_larger_batches(make_nft):

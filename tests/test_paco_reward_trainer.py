@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Image, List, concatenate_datasets
-from huggingface_hub import ModelCard
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from peft import LoraConfig, PeftModel, PromptTuningConfig
@@ -1089,31 +1088,6 @@ class TestCheckpoints:
             trainer = make_reward_trainer(max_pixels=max_pixels)
             trainer.save_model(tmp_path / "saved")
             assert AutoProcessor.from_pretrained(tmp_path / "saved").image_processor.size["longest_edge"] == limit
-
-
-class TestCard:
-    def test_of_a_trained_judge(self, trained, tiny_qwen):
-        folder = Path(trained.args.output_dir)
-        card = ModelCard.load(folder / "saved" / "README.md")
-        assert card.data.base_model is None  # a folder of this machine
-        text = card.content
-        assert str(tiny_qwen.parent) not in text
-        assert str(folder.parent) not in text
-        assert "None" not in text
-        for line in (
-            "| after optimizer step | 32 |",
-            f"| AUROC | {trained.evaluations['eval']['auroc']:.4f} |",
-            "| pairs | 128 |",
-            "| LoRA | rank 32, alpha 64 |",
-        ):
-            assert line in text.splitlines(), line
-        for picture in re.findall(r"!\[.*\]\((.*)\)", text):
-            assert (folder / "saved" / picture).exists()
-        assert text.count("![") == 2
-        # A checkpoint has the card of its time
-        earlier = (folder / "checkpoint-16" / "README.md").read_text()
-        assert "| optimizer steps | 16 |" in earlier
-        assert "| after optimizer step | 0 |" in earlier
 
 
 class TestBadInput:

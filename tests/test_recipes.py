@@ -237,18 +237,6 @@ def test_a_changed_value_is_seen_and_an_unknown_key_refused(name, tmp_path):
         parse(str(changed))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_value_has_its_source(name):
-    lines = text_of(name).splitlines()
-    values = [line for line in lines if _VALUE.match(line)]
-    assert len(values) >= 18
-    assert [line for line in values if not _SOURCE.search(line)] == []
-    assert [line for line in lines if line and not line.startswith("#") and line not in values] == []
-    written = yaml.safe_load("\n".join(lines))
-    fixed = {line.split(":")[0] for line in values if "  # paper" in line and not line.startswith(" ")}
-    assert fixed == PAPER[name].keys() and fixed < written.keys()
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if "reward" not in name])
 class TestPolicies:
     def test_where_the_paper_is_silent_it_says_what_the_code_says(self, name):

@@ -14,8 +14,6 @@ from test_config import ENTRY, default_of
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoRewardConfig)}
-# As they are now: parsing a command line replaces them (transformers 5.23, HfArgumentParser)
-TYPES = {name: str(field.type) for name, field in FIELDS.items()}
 TRL_FIELDS = {field.name: field for field in dataclasses.fields(SFTConfig)}
 OWN_FIELDS = list(PaCoRewardConfig.__annotations__)
 DOCUMENTED = {match[1]: match for match in ENTRY.finditer(docstring(PaCoRewardConfig))}

@@ -429,11 +429,6 @@ class TestLogTaming:
 
 
 @pytest.fixture(scope="module")
-def tiny_clip(tmp_path_factory):
-    return build_tiny_clip(tmp_path_factory.mktemp("clip"))
-
-
-@pytest.fixture(scope="module")
 def clip_t(tiny_clip):
     return ClipTReward(tiny_clip, device="cpu")
 

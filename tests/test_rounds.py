@@ -59,18 +59,6 @@ class TestArithmetic:
         rows = a.gradient_accumulation_steps * a.batch_size * a.num_processes
         assert rows * a.num_optimizer_steps == a.num_images * a.num_trained_steps
 
-    def test_describe_has_the_numbers(self):
-        text = RoundPlan(42, 16, 1, 7, 4, 2).describe()
-        for words in (
-            "42 prompts x 16 generations = 672 images",
-            "7 process(es) 96 micro-batches of 1",
-            "4 trained step(s)",
-            "2 optimizer step(s)",
-            "192 accumulation steps",
-            "effective batch 336 images",
-        ):
-            assert words in text
-
 
 def plan(num_processes=1, num_generations=4, batch_size=2, num_trained_steps=1, num_merged_batches=1, **sizes):
     names = (

@@ -17,7 +17,7 @@ from torch import nn
 
 from paco_trl.rewards import ConsistencyReward, EditReward, panel_similarity_reward, redness_reward
 from paco_trl.rewards.runner import IMAGES_PER_CALL, RewardError, offloadable_models
-from testing_utils import are_equal, logs_with, weights_of
+from testing_utils import are_equal, logs_with, wait_until, weights_of
 
 
 # 8 prompts x 4 images in micro-batches of 4: two calls of 16, the first of them after half of the drawing
@@ -32,13 +32,6 @@ def make_trainer(make_trainer):
 
 def pixels(images) -> list[np.ndarray]:
     return [np.asarray(image) for image in images]
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def watch_drawing(trainer, wait_before=None) -> list[tuple[float, float, list]]:
@@ -116,9 +109,9 @@ class TestBesideTheDrawing:
     def test_a_call_runs_while_the_next_images_are_generated(self, make_trainer):
         def wait(number):
             if number == 1:
-                wait_until(lambda: len(drawn) >= 6)
+                assert wait_until(lambda: len(drawn) >= 6)
             else:
-                wait_until(lambda: finishing)
+                assert wait_until(lambda: finishing)
                 time.sleep(0.2)
 
         reward = Timed(wait)
@@ -197,7 +190,7 @@ class TestBesideTheDrawing:
 
         def wait_before(number):
             if broken and number >= 5:  # the call with the first four is known to have failed
-                wait_until(lambda: trainer.rewards._calls[0].values.done())
+                assert wait_until(lambda: trainer.rewards._calls[0].values.done())
 
         drawn = watch_drawing(trainer, wait_before)
         with pytest.raises(RuntimeError, match="The reward 'breaks' raised OSError: the judge is gone"):

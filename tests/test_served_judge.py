@@ -27,7 +27,7 @@ from paco_trl.rewards import Answer, JudgeUnavailableError, ServedJudge, yes_pro
 from paco_trl.rewards.judge import _read_score
 from paco_trl.utils.chat import _event_loop
 from paco_trl.utils.images import load_image
-from testing_utils import noise, plain
+from testing_utils import noise, plain, wait_until
 
 
 KEY = "key-that-nobody-may-see"
@@ -61,13 +61,6 @@ RIGHT = right(*PAIR, QUESTION)
 
 def question_of(request):
     return request["messages"][-1]["content"][-1]["text"]
-
-
-def wait_until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 def tasks_under_way():

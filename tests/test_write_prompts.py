@@ -23,6 +23,7 @@ from paco_trl.data.image_sets import check_image_set_columns, format_image_set_p
 from paco_trl.dataset_building.prompts import CATEGORIES, DIMENSIONS, write_prompts
 from paco_trl.utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError, Reply
 from paco_trl.utils.stage_folder import StageFolder
+from testing_utils import wait_until
 
 
 # The package has the function under this name
@@ -244,13 +245,6 @@ def test_what_is_under_way_is_cancelled(server, ending):
     assert wait_until(lambda: server.at_once == 0)  # the server sees them go
     endpoint.close()
     assert wait_until(lambda: server.open_connections == 0)
-
-
-def wait_until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_ctrl_c(server):

@@ -4,6 +4,8 @@
 import io
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ import torch
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as PILImage
 from safetensors.torch import load_file
+
+from paco_trl.rewards import redness_reward
 
 
 # ---- Judges and rewards ----
@@ -40,6 +44,23 @@ def pair_dataset(rows: list[dict]) -> Dataset:
     """Rows in the format of pairs as a dataset, with images as files have them."""
     turns = List({"role": Value("string"), "content": Value("string")})
     return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
+
+
+def to_tensor(image: PILImage.Image) -> torch.Tensor:
+    """(1, 3, height, width), in [0, 1]."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
+
+
+def anti_redness_reward(prompts, completions, **kwargs):
+    return [-reward for reward in redness_reward(prompts, completions)]
+
+
+def wait_until(condition: Callable, seconds: float = 60.0):
+    """What the condition is in the end."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
 
 
 # ---- Trainings and browsers ----
