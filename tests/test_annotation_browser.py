@@ -2,7 +2,6 @@
 """The annotation app in a real browser: headless Chromium, driven with keys, mouse and finger."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,10 @@ playwright = pytest.importorskip("playwright.sync_api")
 
 from paco_trl.dataset_building.annotate import shown_order  # noqa: E402
 from test_annotation_app import THEME, World, make_world, read_lines, served  # noqa: E402
+from testing_utils import CHROMIUM, CHROMIUM_ARGUMENTS  # noqa: E402
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"), pytest.mark.slow]
-ARGUMENTS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 # Gradio focuses the box for the name itself and aborts requests of a page that is left, and the last test stops the server
 EXPECTED = ["Autofocus processing was blocked", "signal is aborted", "net::ERR_CONNECTION_REFUSED"]
 
@@ -28,7 +23,7 @@ EXPECTED = ["Autofocus processing was blocked", "signal is aborted", "net::ERR_C
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS.split())
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
         yield browser
         browser.close()
 

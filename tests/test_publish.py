@@ -420,3 +420,9 @@ def test_failure_between_data_and_card(hub, client, tmp_path):
     metadata, text = readme(hub, "tester/half")
     assert [config["config_name"] for config in metadata["configs"]] == ["pairs"]
     assert text.strip() == "" and not any(path.startswith("rankings/") for path in hub.files("tester/half"))
+
+
+def test_log(hub, client, published):
+    """No token is in it, which was tested at each call; but what a client may say it with is there."""
+    assert "Retrying in" in client.log and "Traceback" in client.log
+    assert hub.unknown == []

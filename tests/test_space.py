@@ -312,13 +312,12 @@ def test_a_directory_that_does_not_exist(name, tmp_path, capsys):
 
 
 @contextmanager
-def served(adapter: Path, monkeypatch, judge: Path | None):
+def served(adapter: Path, monkeypatch, judge: Path):
     """Serve the app; gives its address."""
     monkeypatch.setattr("gradio.http_server.INITIAL_PORT_VALUE", free_port())
     options = {"panel_size": (64, 64), "num_inference_steps": 3, "guidance_scale": 1.0, "dtype": "float32"}
-    judge_name = None if judge is None else str(judge)
     app = serve_comparison(
-        str(FLUX), adapter, judge_name, [PROMPT, "a red hat"], title="<b>toy", prevent_thread_lock=True, **options
+        str(FLUX), adapter, str(judge), [PROMPT, "a red hat"], title="<b>toy", prevent_thread_lock=True, **options
     )
     try:
         assert app.server_name == "127.0.0.1"
@@ -329,11 +328,10 @@ def served(adapter: Path, monkeypatch, judge: Path | None):
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
-@pytest.mark.parametrize("has_judge", [True, False])
-def test_in_a_browser(adapter, monkeypatch, has_judge):
+def test_in_a_browser(adapter, monkeypatch):
     playwright = pytest.importorskip("playwright.sync_api")
     asked, complaints = [], []
-    with served(adapter, monkeypatch, JUDGE if has_judge else None) as url, playwright.sync_playwright() as started:
+    with served(adapter, monkeypatch, JUDGE) as url, playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
         page = browser.new_page(viewport={"width": 390, "height": 844})
         page.set_default_timeout(60_000)
@@ -350,20 +348,14 @@ def test_in_a_browser(adapter, monkeypatch, has_judge):
         assert sides == [64] * 8
         sources = page.locator(".panels img").evaluate_all("images => images.map(image => image.src)")
         assert len(set(sources)) == 8
-        if has_judge:
-            page.wait_for_selector(".pairs li", state="attached")
-            assert page.locator(".pairs li").count() == 6
-            shown = [float(text) for text in page.locator(".score b").all_inner_texts()]
-            sets = [
-                [Image.open(io.BytesIO(b64decode(each.split(",")[1]))) for each in sources[n : n + 4]] for n in (0, 4)
-            ]
-            expected = ConsistencyReward(JUDGE, device="cpu")(
-                [PROMPT] * 2, sets, panel_images=sets, theme=[PROMPT.split(" [TOP]")[0]] * 2
-            )
-            assert shown == pytest.approx(expected, abs=0.02)  # JPEG, two decimals
-        else:
-            page.get_by_text("Not scored: there is no judge.").wait_for()
-            assert page.locator(".score b").all_inner_texts() == ["–", "–"]
+        page.wait_for_selector(".pairs li", state="attached")
+        assert page.locator(".pairs li").count() == 6
+        shown = [float(text) for text in page.locator(".score b").all_inner_texts()]
+        sets = [[Image.open(io.BytesIO(b64decode(each.split(",")[1]))) for each in sources[n : n + 4]] for n in (0, 4)]
+        expected = ConsistencyReward(JUDGE, device="cpu")(
+            [PROMPT] * 2, sets, panel_images=sets, theme=[PROMPT.split(" [TOP]")[0]] * 2
+        )
+        assert shown == pytest.approx(expected, abs=0.02)  # JPEG, two decimals
         page.locator("[data-panel='2']").last.click()
         both = page.locator("dialog img").evaluate_all("images => images.map(image => image.src)")
         assert both == [sources[2], sources[6]]
@@ -380,8 +372,8 @@ def test_in_a_browser(adapter, monkeypatch, has_judge):
         page.get_by_label("Rows").fill("1")
         page.get_by_role("button", name="Compare", exact=True).click()
         page.wait_for_function("() => document.querySelectorAll('.panels img').length === 4")
-        if has_judge:  # its scores come after the images, and until then a click is not heard
-            page.wait_for_function("() => document.querySelectorAll('.pairs li').length === 1")
+        # The scores come after the images, and until then a click is not heard
+        page.wait_for_function("() => document.querySelectorAll('.pairs li').length === 1")
         page.get_by_label("Steps").fill("1000")
         page.get_by_role("button", name="Compare", exact=True).click()
         page.get_by_text("greater than maximum value 100").first.wait_for()
