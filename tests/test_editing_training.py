@@ -20,7 +20,6 @@ from PIL import Image, ImageDraw
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, tiny
 from paco_trl.data.questions import reference_question
-from paco_trl.hub.cards import render_card
 from paco_trl.plots import scored_sheets
 from paco_trl.rewards import EditReward, ReferenceReward, redness_reward
 from paco_trl.rollout import replay
@@ -568,20 +567,6 @@ class TestEvaluationAndResuming:
         other_rows.measure(uninterrupted.pipeline, uninterrupted.family)
         assert other_rows.inference_sizes == rows.inference_sizes
         assert key(other_rows) != key(rows)
-
-
-class TestModelCard:
-    def test_card(self, klein, dataset, untouched, tmp_path):
-        card = str(render_card(untouched._model_card()))
-        assert "pipeline_tag: image-to-image" in card
-        assert 'against the negative prompt ""' in card
-        assert "sets of consistent images" not in card and "identical panels" not in card
-        assert "edit an image as instructed and leave the rest unchanged" in card
-        assert f'prompt = "{dataset[0]["prompt"]}"\n' in card
-        steps = untouched.args.num_inference_steps_eval  # the size is that of the source
-        assert f"pipe(image=source, prompt=prompt, guidance_scale=4.0, num_inference_steps={steps})" in card
-        other = str(render_card(make(klein, dataset, tmp_path, negative_prompt='blurred "art"')._model_card()))
-        assert "negative prompt" in other and "blurred" in other
 
 
 def as_file(path: Path, content: bytes) -> str:

@@ -1350,14 +1350,6 @@ class TestBadInput:
             make_trainer(model=torch.nn.Linear(1, 1))
 
 
-def test_the_round_is_reported_with_its_effective_batch(make_trainer, capsys):
-    make_trainer(disable_tqdm=False)
-    assert "4 prompts x 4 generations = 16 images a round" in (shown := capsys.readouterr().out)
-    assert "effective batch 8 images" in shown
-    make_trainer(disable_tqdm=True)
-    assert "effective batch" not in capsys.readouterr().out
-
-
 def test_long_prompts_are_reported_once(make_small, caplog):
     trainer = make_small(max_steps=1)
     with caplog.at_level(logging.WARNING):

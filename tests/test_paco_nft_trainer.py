@@ -560,20 +560,6 @@ class TestConfig:
         assert (config.old_policy_decay_rate, config.old_policy_max_decay) == (0.001, 0.5)
         assert config.round_plan.num_images == 672 and config.steps_per_generation == 672 * 9
 
-    def test_documented_as_they_are(self):
-        assert list(DOCUMENTED) == OWN_FIELDS and len(OWN_FIELDS) == 8
-        for name in OWN_FIELDS:
-            default = FIELDS[name].default
-            assert DOCUMENTED[name][3] is None if default is None else eval(DOCUMENTED[name][3]) == default
-
-    @pytest.mark.parametrize("name", OWN_FIELDS)
-    def test_help_says_what_the_docstring_says(self, name):
-        def agree(other):
-            texts = key_words(DOCUMENTED[name][4]), key_words(FIELDS[other].metadata["help"])
-            return len(texts[0] & texts[1]) >= min(map(len, texts)) / 2
-
-        assert [other for other in OWN_FIELDS if agree(other)] == [name]
-
     @pytest.mark.parametrize(
         ("name", "value"),
         [
