@@ -15,7 +15,7 @@ import pytest
 from safetensors import SafetensorError
 from transformers import IntervalStrategy, TrainerCallback
 
-from launching import CONFIGS, CPU_DDP, ROOT
+from launching import CONFIGS, CPU_DDP, ROOT, run
 from paco_trl import __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import main
@@ -258,10 +258,9 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_one_of_two_processes_says_what_is_wrong(tiny_flux, tmp_path):
-    words = ["-m", "paco_trl.commands.main", "grpo", "--accelerate_config", CPU_DDP, "--max_steps", "0"]
-    words += ["--use_cpu", "--bf16", "False", "--ddp_backend", "gloo", "--output_dir", tmp_path / "out"]
-    words += ["--model_name_or_path", tiny_flux, "--dataset_name", "unread"]
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=540)
+    words = ["-m", "paco_trl.commands.main", "grpo", "--max_steps", "0", "--use_cpu", "--bf16", "False"]
+    words += ["--ddp_backend", "gloo", "--output_dir", tmp_path / "out", "--model_name_or_path", tiny_flux]
+    done = run([*words, "--dataset_name", "unread"], config=CPU_DDP)
     assert done.returncode == 1 and done.stderr.count("paco-trl grpo: `max_steps` is 0") == 1
 
 
