@@ -37,10 +37,15 @@ class SheetImage:
     series_name: str = ""  # label above the row; the same for all images of a row
 
 
+def breadth(image: Image.Image) -> int:
+    """Count the squares that fit side by side into an image, such as the panels of a set; at least 1."""
+    return max(1, image.width // image.height)
+
+
 def thumbnail(image: Image.Image) -> Image.Image:
-    """Copy an image, at most `THUMBNAIL` pixels wide and high; a small one keeps its size."""
+    """Copy an image, at most `THUMBNAIL` pixels high and, for each square in it, wide; a small one keeps its size."""
     copy = image.copy()
-    copy.thumbnail((THUMBNAIL, THUMBNAIL))
+    copy.thumbnail((THUMBNAIL * breadth(image), THUMBNAIL))
     return copy
 
 
@@ -73,19 +78,23 @@ def save_contact_sheet(
         cell = (_CARD_WIDTH - gap * (2 + bool(num_sources))) // (columns + num_sources) - gap
         sheet = render_sheet(rows, cell, _CARD_LETTER, title)
     else:
-        sheet = render_sheet(rows, heading=title)
+        sheet = render_sheet(rows, heading=title, columns=max(breadth(image.image) for image in images))
     write_atomically(path, to_png(sheet))
     return sheet
 
 
 def render_sheet(
-    rows: Sequence[tuple[str, Sequence[Sequence[Cell]]]], cell: int = 180, letter: int = 13, heading: str = ""
+    rows: Sequence[tuple[str, Sequence[Sequence[Cell]]]],
+    cell: int = 180,
+    letter: int = 13,
+    heading: str = "",
+    columns: int = 1,
 ) -> Image.Image:
-    """Render rows of blocks of images below their titles; `cell` is the width of an image in pixels."""
-    gap = _gap(letter)
+    """Render rows of blocks of images below their titles, each `cell` pixels wide for each of its `columns`."""
+    gap, highest, cell = _gap(letter), cell * 3 // 2, cell * columns
     width = gap + max(sum(len(block) * (cell + gap) + gap for block in blocks) for _, blocks in rows)
-    strips = [_render_row(heading, [], width, cell, letter)] if heading else []
-    strips += [_render_row(text, blocks, width, cell, letter) for text, blocks in rows]
+    strips = [_render_row(heading, [], width, cell, highest, letter)] if heading else []
+    strips += [_render_row(text, blocks, width, cell, highest, letter) for text, blocks in rows]
     sheet, top = Image.new("RGB", (width, sum(strip.height for strip in strips) + gap), "white"), gap
     for strip in strips:
         sheet.paste(strip, (0, top))
@@ -97,10 +106,12 @@ def _gap(letter: int) -> int:
     return letter * 2 // 3
 
 
-def _render_row(text: str, blocks: Sequence[Sequence[Cell]], width: int, cell: int, letter: int) -> Image.Image:
+def _render_row(
+    text: str, blocks: Sequence[Sequence[Cell]], width: int, cell: int, highest: int, letter: int
+) -> Image.Image:
     gap, line = _gap(letter), letter * 3 // 2
     lines = [part for paragraph in text.split("\n") for part in _wrap(paragraph, letter, width - 2 * gap)]
-    shown = [[(image and _scale(image, cell), caption) for image, caption in block] for block in blocks]
+    shown = [[(image and _scale(image, cell, highest), caption) for image, caption in block] for block in blocks]
     cells = [each for block in shown for each in block]
     below = len(lines) * line + max((image.height for image, _ in cells if image), default=0)
     num_captions = max((len(caption.split("\n")) for _, caption in cells), default=0)
@@ -122,10 +133,10 @@ def _render_row(text: str, blocks: Sequence[Sequence[Cell]], width: int, cell: i
     return strip
 
 
-def _scale(image: Image.Image, cell: int) -> Image.Image:
+def _scale(image: Image.Image, cell: int, highest: int) -> Image.Image:
     """Scale an image to the width of a cell; the pixels of a small one stay sharp, and a tall one is not as wide."""
     method = Image.Resampling.NEAREST if max(image.size) < cell else Image.Resampling.BICUBIC
-    return ImageOps.contain(to_rgb(image, "An image of the sheet"), (cell, cell * 3 // 2), method)
+    return ImageOps.contain(to_rgb(image, "An image of the sheet"), (cell, highest), method)
 
 
 def _wrap(text: str, letter: int, width: int) -> list[str]:

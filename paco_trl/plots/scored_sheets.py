@@ -19,6 +19,7 @@ from .contact_sheet import (
     MAX_IMAGES,
     MAX_PROMPTS,
     SheetImage,
+    breadth,
     save_contact_sheet,
     thumbnail,
 )
@@ -97,7 +98,8 @@ def save_scored_sheet(
         if sources[prompt]:
             thumbnails[prompt] = [thumbnail(to_rgb(source, "A source image")) for source in sources[prompt]]
     sheet = save_contact_sheet(images, title, folder / f"{name}.png", thumbnails)
-    few = [image for image in images if image.prompt < CARD_PROMPTS and image.generation < CARD_IMAGES]
+    columns = max(2, CARD_IMAGES // max(breadth(image.image) for image in images))
+    few = [image for image in images if image.prompt < CARD_PROMPTS and image.generation < columns]
     save_contact_sheet(few, title, folder / CARD / f"{name}.png", thumbnails, True)
     for prompt in range(CARD_PROMPTS):
         if (picture := shown.pictures.get(prompt * shown.num_generations)) is not None:
