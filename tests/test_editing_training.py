@@ -269,6 +269,31 @@ class TestReferences:
         assert {question for _, question in judge.asked} == {*map(reference_question, ("identity", "style"))}
         assert logs_with(trainer, "rewards/reference/std")[0] > 0 and not are_equal(before, weights_of(trainer))
 
+    def test_all_images_of_a_separate_set_have_those_of_its_row(self, klein, tmp_path):
+        panels = [["It sits.", "It runs."], ["It eats.", "It sleeps.", "It digs."]]
+        rows = self.rows(layout=["separate"] * 2, theme=["A cat.", "A dog."], panels=panels)
+        judge = FormulaJudge()
+        trainer = make(
+            klein,
+            rows,
+            tmp_path,
+            ReferenceReward(judge),
+            num_prompts_per_generation=5,
+            optimizer_steps_per_generation=1,
+        )
+        events, sources_of, generate = watch(trainer), {}, trainer.policy.generate
+
+        def watched(arguments, height, width, steps, scale, noise_keys, sources, **kwargs):
+            sources_of[noise_keys[0][3]] = [source.image.size for source in sources]
+            return generate(arguments, height, width, steps, scale, noise_keys, sources=sources, **kwargs)
+
+        trainer.policy.generate = watched
+        trainer.train()
+        assert events.count("image") == 3  # each reference once, not for each image
+        assert sources_of == {**dict.fromkeys((0, 1), [(96, 64)]), **dict.fromkeys((2, 3, 4), [(64, 80), (64, 64)])}
+        asked = {(first.size, second.size) for (first, second), _ in judge.asked}
+        assert asked == {(size, (32, 32)) for size in ((96, 64), (64, 80), (64, 64))}
+
     def test_edits_keep_their_sources(self, klein, tmp_path):
         judge = FormulaJudge()
         sources = [picture(64, 96, 3), picture(64, 64, 4)]

@@ -223,3 +223,17 @@ def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, 
         words = ["--dataset_name", files / "single.txt", "--adapter", checkpoint / name]
         (results,) = evaluate(*words, model=tiny_flux, folder=tmp_path / "eval" / name).values()
         assert [each["settings"]["guidance_scale"] for each in results["systems"]] == [scale, scale]
+
+
+@pytest.mark.slow
+def test_the_images_of_a_set_are_shown_side_by_side(tiny_flux, tmp_path):
+    separate = {"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs.", "It sleeps."]}
+    (tmp_path / "sets.jsonl").write_text(f"{json.dumps(separate)}\n{json.dumps({'prompt': 'A glass.'})}\n")
+    words = ["--dataset_name", tmp_path / "sets.jsonl", "--num_generations", 2]
+    results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out")["base"]
+    assert [each["panels"] for each in results["sets"]] == [[1, 3], [1, 3], [1, 1], [1, 1]]
+    images = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "out" / "base" / "images").rglob("*.png"))]
+    assert sorted(image.shape[1] for image in images) == [32, 32, 96, 96]
+    (first, second) = (image for image in images if image.shape[1] == 96)
+    panels = [image[:, left : left + 32].tobytes() for image in (first, second) for left in (0, 32, 64)]
+    assert len(set(panels)) == 6

@@ -328,7 +328,7 @@ def rows_of(prompts: list[str], images: list[tuple[Image.Image, ...]]) -> Prompt
     else:
         columns |= {"rows": [1] * len(prompts), "cols": [1] * len(prompts), "panels": [[text] for text in prompts]}
         features |= {"rows": Value("int64"), "cols": Value("int64"), "panels": List(Value("string"))}
-    args = SimpleNamespace(height=64, width=64, resolution_scale=1.0)
+    args = SimpleNamespace(height=64, width=64, resolution_scale=1.0, set_layout=None, panel_generation="independent")
     return PromptRows(Dataset.from_dict(columns, Features(features)), args, "the dataset")
 
 

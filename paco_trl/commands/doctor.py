@@ -224,17 +224,18 @@ def check_data(state: DoctorState) -> Row:
     check_judged(script_args, dataset)
     if 0 < len(dataset) < layout.num_prompts:  # which fails, but not what needs a round of prompts
         state.train_dataset = dataset.select([index % len(dataset) for index in range(layout.num_prompts)])
-    findings = [_describe_prompts(check_train_dataset(dataset, args, RewardRunner([_no_reward])), args)]
+    train_rows = check_train_dataset(dataset, args, RewardRunner([_no_reward]))
+    schedule, findings = RoundSchedule(args, train_rows.lengths), [_describe_prompts(train_rows, args)]
     if state.eval_dataset is None:
         check_eval_datasets(None, args, RewardRunner([_no_reward]))
     else:  # its metrics are known when the rewards are loaded
         rows = PromptRows(state.eval_dataset, args, "the evaluation dataset")
         findings.append(f"Evaluation: {_describe_prompts(rows, args)}")
     state.train_dataset = dataset
-    rounds, steps_per_round = len(dataset) // layout.num_prompts, layout.num_optimizer_steps * args.num_iterations
+    rounds, steps_per_round = schedule.rounds_per_epoch, schedule.optimizer_steps_per_round
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rounds * steps_per_round)
     findings.append(
-        f"{rounds} round(s) of {layout.num_prompts} in an epoch; the run: {steps} optimizer steps, "
+        f"{rounds} round(s) of {schedule.rows_per_round} in an epoch; the run: {steps} optimizer steps, "
         f"{steps / steps_per_round:g} round(s)."
     )
     return Row(OK, " ".join(findings))
@@ -260,7 +261,7 @@ def check_transfer(state: DoctorState) -> Row:
         found.append(f"`resolution_transfer_prompts`: {images} images in {images * steps} forwards.")
     if args.tail_steps is not None:
         full, images = args.num_inference_steps, args.num_generations * min(args.tail_transfer_prompts, prompts)
-        short = RoundSchedule(args, prompts).sde(round_index=0).num_steps(full)
+        short = RoundSchedule(args, [1] * prompts).sde(round_index=0).num_steps(full)
         found.append(f"`tail_steps`: images of round 0 take {short} denoising steps in place of {full}.")
         found.append(f"`tail_transfer_prompts`: {2 * images} images in up to {images * (short + full)} forwards.")
         advice = "" if images else "To measure whether rewards rank alike, set `tail_transfer_prompts` to 16."

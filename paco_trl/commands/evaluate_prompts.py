@@ -22,7 +22,7 @@ from ..image_benchmarks.own_prompts import image_files, own_results, score_image
 from ..rewards.runner import RewardRunner, offloadable_models
 from ..rollout import family_of
 from ..rollout.loading import check_peft_config, load_pipeline, make_policy
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
@@ -56,7 +56,9 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared})
     dataset = load_train_prompts(script_args)
     settings = _settings(args)
-    rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
+    names = ("resolution_scale", "set_layout", "panel_template", "panel_generation")
+    defaults = {name: getattr(PaCoGRPOConfig, name) for name in names} | {"resolution_scale": 1.0}
+    rows = PromptRows(dataset, SimpleNamespace(**settings, **defaults), "the dataset")
     settings["prompts"] = digest(json.dumps([rows.content(number) for number in range(len(rows))], default=str))
     check_judged(script_args, dataset)
     rewards = RewardRunner(load_rewards(script_args))
@@ -139,8 +141,11 @@ def _generate(
 
     def generate(number: int) -> dict:
         with torch.no_grad():
-            generated = sampler.rollout(rows, [[number]], numbers, settings["num_generations"], key, sizes, **how)
-            return dict(zip(calls[number], next(generated).images, strict=True))
+            completions = Completions(rows, numbers, settings["num_generations"])
+            images = [[image] for image in completions.images_of(number)]
+            # The last image finishes a set
+            *_, generated = sampler.rollout(completions, images, key, sizes, is_collective=False, **how)
+            return dict(zip(calls[number], generated.images, strict=True))
 
     sizes_of_calls = [sizes[row] for row, _ in files]
     with sampler.ready():

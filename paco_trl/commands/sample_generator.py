@@ -58,7 +58,9 @@ class SampleGenerator:
 
         def with_policy(fetched: EncodedRows, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
             size, steps = (self.height, self.width), self.args.num_inference_steps
-            return self.sampler.generate(fetched, [self.number] * count, noise_keys, size, steps, sde=sde)
+            return self.sampler.generate(
+                fetched, [self.rows.calls_of[self.number][0]] * count, noise_keys, size, steps, sde=sde
+            )
 
         return self._generate(count, with_policy)
 

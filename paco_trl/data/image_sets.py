@@ -2,7 +2,8 @@
 """
 Image-set prompts: one text that asks for a grid of images which belong together.
 
-Columns: `prompt`, `rows`, `cols`, `panels` and, where known, `theme`, `criteria`, `height`, `width` and `id`.
+Columns: `prompt`, `rows`, `cols`, `panels` and, where known, `theme`, `criteria`, `height`, `width` and `id`. A set of
+separate images has `layout: "separate"`, `theme` and `panels`; `prompt`, `rows` (1) and `cols` are filled in.
 """
 
 import itertools
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 
+# Layout of a set whose panels are images of their own
+SEPARATE = "separate"
 CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 _GRID_COLUMNS = ["rows", "cols", "panels"]
 _NEEDED_COLUMNS = ["prompt", *_GRID_COLUMNS]
@@ -45,6 +48,10 @@ _T2IS_PANEL = 512  # pixels, in the README of the benchmark's code
 
 _LAYOUT = re.compile(r"(\d+)\s*[xX×]\s*(\d+)")
 _LAYOUT_PHRASE = re.compile(_LAYOUT.pattern + r"[\s-]+grid\s+layout", re.IGNORECASE)
+# What a theme says of its grid
+_GRID_INTRODUCTION = re.compile(
+    rf"(?:[\w-]+-PANEL\s+images?\s+with\s+(?:an?\s+)?)?{_LAYOUT_PHRASE.pattern}(?:\s*:|\s+of\b)?\s*", re.IGNORECASE
+)
 _GRID_PHRASE = re.compile(_LAYOUT.pattern + r"[\s-]+grid\b", re.IGNORECASE)
 
 # "[LEFT]:", "[TOP]-[MIDDLE-LEFT]:" or "PANEL-3:"
@@ -337,9 +344,7 @@ def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]
     elif not texts or type(count) is not int or count < 1:
         raise ValueError(f"it has no prompt of a grid, or no instruction with `output_image_count`: {list(case)}.")
     else:
-        # The layouts of the prompts in the PaCo-RL code: 1x2, 1x3, 2x2, 1x5, 2x3, 1x7, 2x4
-        rows = 2 if count % 2 == 0 and count > 2 else 1
-        parsed = ImageSetPrompt(texts[0], rows, count // rows, [])
+        parsed = ImageSetPrompt(texts[0], *_usual_grid(count), [])
     rows, cols = parsed.rows, parsed.cols
     if count is not None and count != rows * cols:
         raise ValueError(f"`output_image_count` is {count!r}, but its prompt asks for a {rows}x{cols} grid.")
@@ -347,6 +352,12 @@ def _convert_t2is_case(name: str, case: dict[str, Any], criteria: dict[str, Any]
     columns |= {"prompt": grid or parsed.theme, "height": _T2IS_PANEL * rows, "width": _T2IS_PANEL * cols}
     columns["subcategory"] = str(case.get("task_name_case_id", "")).rpartition("_")[0] or None
     return columns | parsed._asdict()
+
+
+def _usual_grid(count: int) -> tuple[int, int]:
+    # The layouts of the prompts in the PaCo-RL code: 1x2, 1x3, 2x2, 1x5, 2x3, 1x7, 2x4
+    rows = 2 if count % 2 == 0 and count > 2 else 1
+    return rows, count // rows
 
 
 def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, Any]]") -> None:
@@ -366,7 +377,7 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
 
     if isinstance(dataset_or_rows, Dataset):
         names = dataset_or_rows.column_names
-        rows = list(_columns_of(dataset_or_rows, [*_NEEDED_COLUMNS, *_SIZE_COLUMNS]))
+        rows = list(_columns_of(dataset_or_rows, [*_NEEDED_COLUMNS, *_SIZE_COLUMNS, "layout"]))
     else:
         rows = list(dataset_or_rows)
         names = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
@@ -380,7 +391,8 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
         raise ValueError(f"Image-set prompts need the columns {missing}, but there are only {names}. {remedy}")
     for index, row in enumerate(rows):
         check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
-        _check_grid_of_prompt(index, row["prompt"], row["rows"], row["cols"])
+        if row.get("layout") != SEPARATE:
+            _check_grid_of_prompt(index, row["prompt"], row["rows"], row["cols"])
         for name in _SIZE_COLUMNS:
             value = row.get(name)
             if value is not None and (type(value) is not int or value < 1):
@@ -424,8 +436,11 @@ def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None
 
 def _complete_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """Read what a row leaves out from its prompt: the layout and the panels, or the theme alone."""
+    if row.get("layout") == SEPARATE:
+        return _complete_separate_row(index, row)
     is_bare = all(row.get(name) is None for name in _GRID_COLUMNS)
-    if "prompt" not in row or is_bare and not {"layout", "image", "images"}.isdisjoint(row):
+    is_other = row.get("layout") is not None or not {"image", "images"}.isdisjoint(row)
+    if "prompt" not in row or is_bare and is_other:
         return dict(row)  # of another format, which the check reports
     prompt = row["prompt"]
     _check_prompt(index, prompt)
@@ -444,6 +459,62 @@ def _complete_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **{name: part for name, part in parts.items() if row.get(name) is None}}
 
 
+def _complete_separate_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the prompt and the layout of a set of separate images: its panels side by side."""
+    theme, panels = row.get("theme"), row.get("panels")
+    if not is_text(theme):
+        needs = "A set of separate images needs a text of what all of them show."
+        raise ValueError(f"`theme` of row {index} is {shorten(theme)}. {needs}")
+    count = len(panels) if isinstance(panels, list | tuple) else 1  # the check reports others
+    prompt = row.get("prompt") or " ".join(map(str, [theme, *(panels or ())]))
+    return {**row, "prompt": prompt, "rows": 1, "cols": count}
+
+
+def arrange_sets(dataset: "Dataset", layout: str | None) -> "Dataset":
+    """
+    Let all sets of completed prompts be separate images, or grids; `None` leaves them as their rows say.
+
+    A row that is arranged anew loses its `height` and `width`, which are of what it was. A grid's theme becomes the text
+    that its prompt has for all panels, without the layout. A grid is that of T2IS: 1x2, 1x3, 2x2, 1x5, 2x3, 1x7, 2x4.
+    """
+    if layout is None:
+        return dataset
+    rows = list(_columns_of(dataset, [*_NEEDED_COLUMNS, "theme", *_SIZE_COLUMNS, "layout"]))
+    return _with_columns(dataset, rows, [_arrange_row(index, row, layout) for index, row in enumerate(rows)])
+
+
+def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]:
+    count, is_separate = row["rows"] * row["cols"], row.get("layout") == SEPARATE
+    if count == 1 or is_separate == (layout == SEPARATE):
+        return row
+    theme, prompt, own_sizes = row.get("theme") or "", row["prompt"], dict.fromkeys(_SIZE_COLUMNS)
+    if layout == SEPARATE:
+        if _LAYOUT_PHRASE.search(prompt) is not None and _find_markers(prompt):
+            theme = prompt[: _find_markers(prompt)[0].start()]
+        theme = _GRID_INTRODUCTION.sub("", theme).strip()
+        return {**row, **own_sizes, "layout": SEPARATE, "theme": theme, "rows": 1, "cols": count}
+    grid = _usual_grid(count)
+    try:
+        prompt = format_image_set_prompt(_as_sentence(theme), *grid, [_as_sentence(text) for text in row["panels"]])
+    except ValueError as error:
+        raise ValueError(f"Row {index} cannot become a grid. {error}") from error
+    return {**row, **own_sizes, "layout": None, "prompt": prompt, **dict(zip(("rows", "cols"), grid, strict=True))}
+
+
+def _as_sentence(text: str) -> str:
+    return text if ends_sentence(text) else f"{text}."
+
+
+def _with_columns(dataset: "Dataset", before: list[dict[str, Any]], after: list[dict[str, Any]]) -> "Dataset":
+    """Replace the columns of a dataset that differ between its rows and new ones."""
+    for name in [*_NEEDED_COLUMNS, "theme", "layout", *_SIZE_COLUMNS]:
+        column = [row.get(name) for row in after]
+        if column != [row.get(name) for row in before]:
+            known = dataset.remove_columns(name) if name in dataset.column_names else dataset
+            dataset = known.add_column(name, column)
+    return dataset
+
+
 def complete_image_sets(dataset: "Dataset") -> "Dataset":
     """
     Complete and check image-set prompts, whichever way they were loaded.
@@ -456,14 +527,9 @@ def complete_image_sets(dataset: "Dataset") -> "Dataset":
     for name in _SIZE_COLUMNS:  # pandas has no integers next to missing values
         if dataset.features.get(name) in (Value("float32"), Value("float64")):
             dataset = dataset.cast_column(name, Value("int64"))
-    marks = {name: None for name in ("layout", "image", "images") if name in dataset.column_names}
-    rows = list(_columns_of(dataset, [*_NEEDED_COLUMNS, "theme", *_SIZE_COLUMNS]))
-    completed = [_complete_row(index, {**row, **marks}) for index, row in enumerate(rows)]
-    for name in [*_GRID_COLUMNS, "theme"]:
-        column = [row.get(name) for row in completed]
-        if column != [row.get(name) for row in rows]:
-            known = dataset.remove_columns(name) if name in dataset.column_names else dataset
-            dataset = known.add_column(name, column)
+    marks = {name: None for name in ("image", "images") if name in dataset.column_names}
+    rows = [{**row, **marks} for row in _columns_of(dataset, [*_NEEDED_COLUMNS, "theme", *_SIZE_COLUMNS, "layout"])]
+    dataset = _with_columns(dataset, rows, [_complete_row(index, row) for index, row in enumerate(rows)])
     check_image_set_columns(dataset)
     return check_references(dataset)
 
@@ -497,7 +563,8 @@ def load_image_set_prompts(
 
     A row with a `prompt` and without `rows`, `cols` and `panels` is completed: a text that names an `RxC grid layout` is
     parsed by [`parse_image_set_prompt`], any other is a single image (`rows = cols = 1`). A missing `theme` is parsed
-    too. The trainers complete a dataset that you pass them in the same way.
+    too. A row with `layout: "separate"`, `theme` and `panels` is a set of separate images, one for each panel, of its
+    `height` and `width`. The trainers complete a dataset that you pass them in the same way.
 
     Args:
         path_or_id (`str` or `Path`):

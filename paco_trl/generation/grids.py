@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.columns import typed_dataset
-from ..data.image_sets import check_image_set_columns
+from ..data.image_sets import SEPARATE, check_image_set_columns
 from ..utils.files import file_name
 from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
@@ -85,6 +85,9 @@ def generate_grids(
     from accelerate import PartialState
 
     check_image_set_columns(prompts)
+    if "layout" in prompts.column_names and SEPARATE in prompts["layout"]:
+        row = prompts["layout"].index(SEPARATE)
+        raise ValueError(f"Row {row} is a set of separate images (`layout`), which is no grid. Leave such rows out.")
     ids, seeds = name_prompts(prompts, "grids"), list(seeds)
     if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) <= LARGEST_SEED:
         raise ValueError(f"`seeds` is {seeds}, but must be different ints from 0 to {LARGEST_SEED}.")

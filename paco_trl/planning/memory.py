@@ -401,7 +401,8 @@ class ImageRun:
         """Encode the prompt and the negative prompt: zeros of the real shapes, batch dimension 1."""
         images = self.rows.images(self.number) if self.family.prompt_sees_images else []
         where = (torch.device("cpu"), images, self.scales[is_full])
-        found = dict(self.family.encode_prompt(self.pipeline, self.rows.prompts[self.number], *where))
+        prompt = self.rows.calls[self.rows.calls_of[self.number][0]].prompt
+        found = dict(self.family.encode_prompt(self.pipeline, prompt, *where))
         if self.negative_prompt is not None:
             negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *where)
             found |= {f"negative_{name}": tensor for name, tensor in negative.items()}
@@ -545,7 +546,7 @@ class ImageRun:
         }
         if args.embeddings_dir is None:
             size = sum(tensor.nbytes for tensor in self.embeddings().values())
-            host["embeddings"] = len(set(self.rows.prompts)) * size // layout.num_processes
+            host["embeddings"] = len({call.prompt for call in self.rows.calls}) * size // layout.num_processes
         loaded = {**host, "transformer": weights_bytes(self.model)}
         return [
             Phase("load", {}, loaded),

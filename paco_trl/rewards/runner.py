@@ -190,7 +190,7 @@ class RewardRunner:
         arguments = [
             (number, {**row, "completions": image}) for number, row, image in zip(numbers, rows, images, strict=True)
         ]
-        if self._async:
+        if self._async and arguments:
             self._submit(self._async, arguments, state)
         if self._sync:
             self._waiting.extend(arguments)

@@ -120,6 +120,7 @@ class PipelinePolicy:
         record_last_step: bool = False,
         sources: Sequence[EncodedImage] = (),
         callback_on_step_end: Callable | None = None,
+        initial_keys: list[tuple[int, ...]] | None = None,
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """
         Generate a batch of images of `height` x `width` pixels.
@@ -138,6 +139,8 @@ class PipelinePolicy:
                 Source images, the same for all images of the batch.
             callback_on_step_end (`Callable`, *optional*):
                 The pipeline's own argument of this name, such as the callback of [`hybrid_inference`].
+            initial_keys (`list[tuple[int, ...]]`, *optional*):
+                Key of each image's initial noise, if it is another.
 
         Returns:
             `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images in RGB, transparency on white, and the recorded steps in order.
@@ -182,7 +185,8 @@ class PipelinePolicy:
             height, width, guidance_scale, prepared
         )
         arguments |= {} if callback_on_step_end is None else {"callback_on_step_end": callback_on_step_end}
-        first_of_branch = [noise_keys[image // branch_size * branch_size] for image in range(len(noise_keys))]
+        initial_keys = initial_keys or noise_keys
+        first_of_branch = [initial_keys[image // branch_size * branch_size] for image in range(len(noise_keys))]
         generators = [keyed_generator(*key, 0) for key in first_of_branch]
         with ExitStack() as stack:
             stack.enter_context(self._recording(recorded, sde, noise_keys, on_step))

@@ -1,27 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a dataset, prepared for generation: layout, sizes, source images."""
+"""The rows of a dataset, prepared for generation: layout, sizes, source images, and the images of each."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from datasets import Dataset
 from PIL import Image
 
-from ..data import SourceImages, check_edit_columns, has_source_images
-from ..data.image_sets import complete_image_sets
+from ..data import SourceImages, check_edit_columns, has_source_images, join_grid
+from ..data.image_sets import SEPARATE, arrange_sets, complete_image_sets
 from . import Family
 from .resolution import check_inference_size, training_size
 
 
-class Sizes(Protocol):
-    """Settings for rows without a size of their own."""
+# How the separate images of a set are generated
+PANEL_GENERATIONS = ("independent", "shared_noise")
+
+
+class RowSettings(Protocol):
+    """Settings for rows without a size of their own, and for sets of separate images."""
 
     height: int
     width: int
     resolution_scale: float
+    set_layout: str | None
+    panel_template: str
+    panel_generation: str
+
+
+class Call(NamedTuple):
+    """A call of the pipeline: the row whose image it generates, and the prompt."""
+
+    row: int
+    prompt: str
 
 
 @dataclass(frozen=True)
@@ -36,20 +54,34 @@ class PromptKey:
 class PromptRows:
     """Rows of image-set prompts, or of editing prompts with source images; `where` names the dataset in messages."""
 
-    def __init__(self, dataset: Dataset, args: Sizes, where: str):
+    def __init__(self, dataset: Dataset, args: RowSettings, where: str):
         self.given, self.args, self.where = dataset, args, where
         self.sources: SourceImages | None = None
         if has_source_images(dataset):
             check_edit_columns(dataset, where)
             self.sources = SourceImages(dataset, where)
+            if args.set_layout is not None:
+                raise ValueError(f"`set_layout` is {args.set_layout!r}, but {where} has edits, not sets. Unset it.")
         else:
-            dataset = complete_image_sets(dataset)
+            dataset = arrange_sets(complete_image_sets(dataset), args.set_layout)
         self.references = SourceImages(dataset, where, "references") if "references" in dataset.column_names else None
         self.dataset = dataset
         self.prompts: list[str] = list(dataset["prompt"])
         self.layouts = list(zip(self._column("rows", 1), self._column("cols", 1), strict=True))
         self.own_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
-        for number, ((rows, cols), (height, width)) in enumerate(zip(self.layouts, self.own_sizes, strict=True)):
+        # A row has one image, or one for each panel, each by a call of its own
+        self.calls: list[Call] = []
+        self.calls_of: list[range] = []
+        self.image_layouts = list(self.layouts)  # of one image
+        columns = zip(self._column("layout"), self._column("theme", ""), self._column("panels"), strict=True)
+        for number, (layout, theme, panels) in enumerate(columns):
+            prompts = [self.prompts[number]]
+            if layout == SEPARATE and self.sources is None:
+                prompts = [args.panel_template.format(theme=theme, panel=panel).strip() for panel in panels]
+                self.image_layouts[number] = (1, 1)
+            self.calls_of.append(range(len(self.calls), len(self.calls) + len(prompts)))
+            self.calls += [Call(number, prompt) for prompt in prompts]
+        for number, ((rows, cols), (height, width)) in enumerate(zip(self.image_layouts, self.own_sizes, strict=True)):
             if self.sources is not None and (height is None or width is None):
                 continue  # the source image decides
             where_row = f"row {number} of {where}"
@@ -70,13 +102,13 @@ class PromptRows:
         return "single images" if set(self.layouts) <= {(1, 1)} else "sets"
 
     def measure(self, pipeline, family: Family) -> "PromptRows":
-        """Compute height and width of each row, for inference and training, and check them against the pipeline."""
+        """Compute the size of each row's images, for inference and training, and check it against the pipeline."""
         if self.sources is None and family.max_images > 1:
             self.sources = self.references
         self._check_source_images(pipeline, family)
         args, multiple = self.args, family.size_multiple(pipeline)
         self.inference_sizes = []
-        for number, ((rows, cols), (height, width)) in enumerate(zip(self.layouts, self.own_sizes, strict=True)):
+        for number, ((rows, cols), (height, width)) in enumerate(zip(self.image_layouts, self.own_sizes, strict=True)):
             if self.sources not in (None, self.references) and (height is None or width is None):
                 edited = family.edited_size(pipeline, self.sources.sizes(number), args.height * args.width)
                 # The panels of an edited set must divide evenly too
@@ -89,7 +121,7 @@ class PromptRows:
             self.inference_sizes.append((height, width))
         self.training_sizes = [
             training_size(*size, *layout, args.resolution_scale, multiple)
-            for size, layout in zip(self.inference_sizes, self.layouts, strict=True)
+            for size, layout in zip(self.inference_sizes, self.image_layouts, strict=True)
         ]
         return self
 
@@ -119,11 +151,25 @@ class PromptRows:
             return None
         return {place: self.sources.load(number) for place, number in enumerate(numbers[:count])}
 
-    def prompt_key(self, number: int, scale: float) -> PromptKey:
-        """Return what a row's images are generated from, its source images read at `scale` per side."""
+    @property
+    def lengths(self) -> list[int]:
+        """Number of images of each row."""
+        return list(map(len, self.calls_of))
+
+    def calls_in(self, numbers: list[int]) -> list[int]:
+        """Return the numbers of the calls of some rows, in order."""
+        return [call for number in numbers for call in self.calls_of[number]]
+
+    def initial_noise(self, call: int) -> int:
+        """Return the call whose initial noise a call has: with `shared_noise`, the first of its row."""
+        return self.calls_of[self.calls[call].row][0] if self.args.panel_generation == "shared_noise" else call
+
+    def prompt_key(self, call: int, scale: float) -> PromptKey:
+        """Return what the images of a call are generated from, the row's source images read at `scale` per side."""
+        row, prompt = self.calls[call]
         if self.sources is None:
-            return PromptKey(self.prompts[number])
-        return PromptKey(self.prompts[number], self.sources.digests(number), scale)
+            return PromptKey(prompt)
+        return PromptKey(prompt, self.sources.digests(row), scale)
 
     @contextmanager
     def add_row_to_errors(self, number: int) -> Iterator[None]:
@@ -165,3 +211,69 @@ class PromptRows:
             with self.add_row_to_errors(number):
                 for width, height in self.sources.sizes(number):
                     family.check_image_size(width, height)
+
+
+class Completions:
+    """
+    The images that are generated for some rows, and the completions that they make up.
+
+    Images are numbered by call, `num_generations` for each. Completions are numbered by row, in the same way: one is an
+    image, or a set of one image of each call of its row, whose panels it shows side by side. With `num_calls` the calls
+    are repeated up to as many: their images belong to no completion.
+    """
+
+    def __init__(self, rows: PromptRows, numbers: list[int], num_generations: int, num_calls: int | None = None):
+        self.rows, self.numbers, self.num_generations = rows, numbers, num_generations
+        self.places = [place for place, number in enumerate(numbers) for _ in rows.calls_of[number]]  # of each call
+        calls = rows.calls_in(numbers)
+        self.calls = list(itertools.islice(itertools.cycle(calls), num_calls or len(calls)))
+        self._images: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by call
+
+    def of_images(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the completion of each image, and its share of it, 0 for an image of none: (calls * generations,)."""
+        padding, lengths = len(self.calls) - len(self.places), self.rows.lengths
+        places = torch.tensor(self.places + [0] * padding)
+        shares = torch.tensor([1 / lengths[self.numbers[place]] for place in self.places] + [0.0] * padding)
+        completions = places[:, None] * self.num_generations + torch.arange(self.num_generations)
+        return completions.flatten(), shares.repeat_interleave(self.num_generations)
+
+    def row(self, completion: int) -> int:
+        """Return the row of a completion."""
+        return self.numbers[completion // self.num_generations]
+
+    def images_of(self, completion: int) -> list[int]:
+        """Return the numbers of a completion's images, in the order of its panels."""
+        place, generation = divmod(completion, self.num_generations)
+        return [call * self.num_generations + generation for call, owner in enumerate(self.places) if owner == place]
+
+    def add(self, numbers: list[int], images: list[Image.Image]) -> dict[int, Image.Image]:
+        """Return the completions, by number, that are finished with some images."""
+        finished: dict[int, Image.Image] = {}
+        for number, image in zip(numbers, images, strict=True):
+            call, generation = divmod(number, self.num_generations)
+            if call < len(self.places):
+                completion = self.places[call] * self.num_generations + generation
+                self._images.setdefault(completion, {})[self.calls[call]] = image
+                finished |= self._finish(completion, self._images[completion])
+        return finished
+
+    def exchange(self, accelerator: Accelerator) -> dict[int, Image.Image]:
+        """Return this process's part of the sets that several processes have images of. Collective: call on all ranks."""
+        processes = accelerator.num_processes
+        finished: dict[int, Image.Image] = {}
+        numbers = sorted(set(gather_object(list(self._images))))
+        for first in range(0, len(numbers), processes):  # a set for each process at a time, which bounds the memory
+            block = numbers[first : first + processes]
+            parts = gather_object([(number, self._images.get(number, {})) for number in block])
+            for number in block[accelerator.process_index :][:1]:
+                images = {call: image for other, part in parts if other == number for call, image in part.items()}
+                finished |= self._finish(number, images)  # not if another process has repeated one of its images
+        return finished
+
+    def _finish(self, completion: int, images: dict[int, Image.Image]) -> dict[int, Image.Image]:
+        calls = self.rows.calls_of[self.row(completion)]
+        if len(images) < len(calls):
+            return {}
+        self._images.pop(completion, None)
+        panels = [images[call] for call in calls]
+        return {completion: panels[0] if len(panels) == 1 else join_grid(panels, 1, len(panels))}

@@ -34,7 +34,7 @@ from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 from . import Family
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
-from .prompt_rows import PromptKey, PromptRows
+from .prompt_rows import Completions, PromptKey, PromptRows
 
 
 logger = get_logger(__name__)
@@ -85,8 +85,8 @@ class PromptEncoder:
             self._read_digests(rows, numbers)
         prompts: dict[PromptKey, int] = {}  # -> a row with its source images
         images: dict[tuple[str, float], tuple[int, int]] = {}  # -> a row and the place in it
-        for number in dict.fromkeys(numbers):
-            condition = rows.prompt_key(number, scale)
+        for call in rows.calls_in(list(dict.fromkeys(numbers))):
+            condition, number = rows.prompt_key(call, scale), rows.calls[call].row
             for distinct in self._prompt_keys(condition):
                 if distinct not in self._encoded:
                     prompts.setdefault(distinct, number)
@@ -101,17 +101,17 @@ class PromptEncoder:
             wait_for_all()  # all files exist
 
     def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, PromptEmbeddings]:
-        """Return the embeddings of some encoded rows, on the CPU, by number."""
-        conditions = {number: rows.prompt_key(number, scale) for number in numbers}
+        """Return the embeddings of some encoded rows, on the CPU, by call."""
+        conditions = {call: rows.prompt_key(call, scale) for call in rows.calls_in(numbers)}
         distinct = dict.fromkeys(each for condition in conditions.values() for each in self._prompt_keys(condition))
         digests = dict.fromkeys((digest, scale) for condition in conditions.values() for digest in condition.images)
         keys: list[PromptKey | tuple[str, float]] = [*distinct, *digests]
         encoded: Any = {key: dict(self._read(key)) for key in keys}
         embeddings = {}
-        for number, condition in conditions.items():
+        for call, condition in conditions.items():
             prompt, *negative = [encoded[each] for each in self._prompt_keys(condition)]
             latents = [encoded[digest, scale]["latents"] for digest in condition.images]
-            embeddings[number] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
+            embeddings[call] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
         return embeddings
 
     def _read_digests(self, rows: PromptRows, numbers: list[int]) -> None:
@@ -274,13 +274,12 @@ class EncodedRows:
         read = functools.lru_cache(8)(rows.row)  # decodes source images, which may be large
         self.read = read
         # Not `self.read`: a reference cycle would keep embeddings on the accelerator until garbage collection
-        self.source_images = functools.cache(
-            lambda number: [] if rows.sources is None else [prepare(image) for image in rows.images_in(read(number))]
-        )
+        source_images = functools.cache(lambda number: [prepare(image) for image in rows.images_in(read(number))])
+        self.source_images = lambda call: [] if rows.sources is None else source_images(rows.calls[call].row)
 
 
 class Generated(NamedTuple):
-    """A batch of generated images, by their numbers, with their rows for rewards and what was recorded."""
+    """The completions that a batch has finished, by their numbers, with their rows for rewards; and its records."""
 
     numbers: list[int]
     rows: list[dict[str, Any]]
@@ -328,25 +327,25 @@ class RolloutSampler:
             yield
 
     def inputs(
-        self, fetched: EncodedRows, numbers: list[int]
+        self, fetched: EncodedRows, calls: list[int]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[EncodedImage]]:
         """Return a batch's prompts on the accelerator, the stored tensors behind them, and its source images."""
         device = self.accelerator.device
-        encoded = [fetched.encoded[number] for number in numbers]
+        encoded = [fetched.encoded[call] for call in calls]
         embeddings = [each.place("cpu" if self.offload_embeddings else device) for each in encoded]
         if all(each is encoded[0] for each in encoded):
             kept = {name: tensor.expand(len(encoded), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
         else:
             kept = {name: torch.cat([each[name] for each in embeddings]) for name in embeddings[0]}  # (B, ...)
         latents = [to_device(each, device) for each in encoded[0].image_latents]
-        images = fetched.source_images(numbers[0])
+        images = fetched.source_images(calls[0])
         sources = [EncodedImage(image, each) for image, each in zip(images, latents, strict=True)]
         return {name: to_device(tensor, device) for name, tensor in kept.items()}, kept, sources
 
     def generate(
         self,
         fetched: EncodedRows,
-        numbers: list[int],
+        calls: list[int],
         noise_keys: list[tuple[int, ...]],
         size: tuple[int, int],
         num_inference_steps: int,
@@ -354,7 +353,7 @@ class RolloutSampler:
         **recording,
     ) -> tuple[list[Image.Image], list]:
         """Generate a batch within `ready`; `finish` gets its noise and steps while prompts are on the accelerator."""
-        arguments, kept, sources = self.inputs(fetched, numbers)
+        arguments, kept, sources = self.inputs(fetched, calls)
         images, records = self.policy.generate(
             arguments, *size, num_inference_steps, self.guidance_scale, noise_keys, sources=sources, **recording
         )
@@ -366,31 +365,41 @@ class RolloutSampler:
 
     def rollout(
         self,
-        rows: PromptRows,
+        completions: Completions,
         batches: list[list[int]],
-        prompts: list[int],
-        num_generations: int,
         key: tuple[int, int, int],
         sizes: list[tuple[int, int]],
         num_inference_steps: int,
         scale: float = 1.0,
         fetched: EncodedRows | None = None,
         progress: str | None = None,
+        is_collective: bool = True,
         **recording,
     ) -> Iterator[Generated]:
         """
-        Generate batches of images within `ready`, where image i is of the row `prompts[i // num_generations]`.
+        Generate batches of the images of some rows, by their numbers in `completions`, within `ready`.
 
-        The key of its noise is `key` (seed, stream, round), the row and its place among the images of the row. With
-        `fetched` the embeddings of all rows are in memory, otherwise those of a batch.
+        The key of an image's noise is `key` (seed, stream, round), its call and its place among the images of the call.
+        With `fetched` the embeddings of all rows are in memory, otherwise those of a batch. `is_collective` tells that all
+        processes call this, and that a set of separate images may be of several.
         """
-        for image_numbers in tqdm(batches, progress, disable=progress is None, leave=False):
-            row_numbers = [prompts[image // num_generations] for image in image_numbers]
-            noise_keys: list[tuple[int, ...]] = [
-                (*key, row, image % num_generations) for row, image in zip(row_numbers, image_numbers, strict=True)
-            ]
+        rows, generations = completions.rows, completions.num_generations
+        for numbers in tqdm(batches, progress, disable=progress is None, leave=False):
+            calls = [completions.calls[image // generations] for image in numbers]
+            row_numbers = [rows.calls[call].row for call in calls]
+            keyed = list(zip(calls, numbers, strict=True))
+            noise_keys: list[tuple[int, ...]] = [(*key, call, image % generations) for call, image in keyed]
+            initial_keys = [(*key, rows.initial_noise(call), image % generations) for call, image in keyed]
             encoded = fetched or self.fetch(rows, row_numbers, scale)
             images, records = self.generate(
-                encoded, row_numbers, noise_keys, sizes[row_numbers[0]], num_inference_steps, **recording
-            )
-            yield Generated(image_numbers, [encoded.read(row) for row in row_numbers], images, records)
+                encoded, calls, noise_keys, sizes[row_numbers[0]], num_inference_steps, initial_keys=initial_keys,
+                **recording,
+            )  # fmt: skip
+            finished = completions.add(numbers, images)
+            read = [encoded.read(completions.row(number)) for number in finished]
+            yield Generated([*finished], read, [*finished.values()], records)
+        has_sets = len(completions.places) > len(completions.numbers)
+        if is_collective and has_sets and self.accelerator.num_processes > 1:
+            finished = completions.exchange(self.accelerator)
+            read = [rows.row(completions.row(number)) for number in finished]
+            yield Generated([*finished], read, [*finished.values()], [])

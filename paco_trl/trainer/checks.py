@@ -35,11 +35,14 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
     """Read the training prompts, and check that they fill a round and fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
     rows, layout = PromptRows(dataset, args, "the dataset"), args.round_plan
-    if len(dataset) < layout.num_prompts:
+    if (count := len(rows.calls)) < layout.num_prompts:
         raise ValueError(
-            f"The dataset has {len(dataset)} prompt{'s' * (len(dataset) != 1)}, but a round takes {layout.num_prompts} different ones: "
-            f"{layout.describe()} Set `num_prompts_per_generation` to at most {len(dataset)}, or add prompts."
+            f"The dataset has {count} prompt{'s' * (count != 1)}, but a round takes {layout.num_prompts} different ones: "
+            f"{layout.describe()} Set `num_prompts_per_generation` to at most {count}, or add prompts."
         )
+    if args.panel_generation != "independent" and len(rows.calls) == len(rows):
+        problem = f"`panel_generation` is {args.panel_generation!r}, but the dataset has no set of separate images"
+        raise ValueError(f"{problem}. Unset it, or set `set_layout='separate'`.")
     rewards.check_dataset(rows.dataset, "the dataset")
     # An instruction is often repeated, with other source images or references
     if rows.sources is rows.references is None and (repeated := describe_repeated(rows.prompts)) is not None:

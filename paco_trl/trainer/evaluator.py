@@ -28,7 +28,7 @@ from ..plots.scored_sheets import ScoredImages
 from ..rewards.image_statistics import measure_image, statistics_of_prompts
 from ..rewards.runner import RewardRunner
 from ..rollout import SDESettings, hybrid_inference
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import RolloutSampler
 from ..rollout.sde import STREAMS
 from ..utils.files import scratch_folder
@@ -104,10 +104,11 @@ class Evaluator:
 
         # A batch crosses prompts where one call of the pipeline can generate it
         crosses = family.has_fixed_length and rows.sources is None
+        completions = Completions(rows, numbers, generations)
         groups: dict[Any, list[int]] = defaultdict(list)
-        for image in range(len(numbers) * generations):
-            place = image // generations
-            groups[sizes[numbers[place]] if crosses else place].append(image)
+        for place, call in enumerate(completions.calls):
+            images = range(place * generations, (place + 1) * generations)
+            groups[sizes[rows.calls[call].row] if crosses else place].extend(images)
         batches = sorted(group[i : i + batch] for group in groups.values() for i in range(0, len(group), batch))
         # ZeRO-3 requires the same number of batches on each process; the padding counts once
         processes = accelerator.num_processes
@@ -119,7 +120,7 @@ class Evaluator:
         self.rewards.start(generations)
         with sampler.ready():
             for generated in sampler.rollout(
-                rows, local, numbers, generations, key, sizes, num_steps, scale, progress=progress, **recording
+                completions, local, key, sizes, num_steps, scale, progress=progress, **recording
             ):
                 self.rewards.add(generated.numbers, generated.rows, generated.images, state)
                 for image, row, picture in zip(generated.numbers, generated.rows, generated.images, strict=True):

@@ -15,6 +15,7 @@ from trl import GRPOConfig
 from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.hybrid_inference import check_adapter_fraction
 from ..rollout.loading import check_attention_backend, quantization_text
+from ..rollout.prompt_rows import PANEL_GENERATIONS
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
@@ -38,6 +39,8 @@ _CHOICES = {
     "scale_rewards": ("group", "batch", "none", True, False),
     "reference": ("initial", "base"),
     "quantization": (None, *QUANTIZATIONS),
+    "set_layout": (None, "grid", "separate"),
+    "panel_generation": PANEL_GENERATIONS,
 }
 _COUNTS = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
@@ -92,6 +95,18 @@ class PaCoGRPOConfig(GRPOConfig):
             Factor per side from the inference size to the training size, at which images are generated, scored and
             trained. Sizes are rounded to multiples that the pipeline and the panels require.
 
+        > Parameters that control the image sets
+
+        set_layout (`str`, *optional*):
+            What an image set is: `"grid"`, one image with all panels, or `"separate"`, an image of its own for each panel.
+            If `None`, what its row says. A row that says the other loses its own `height` and `width`; as separate images,
+            its theme is what its prompt says of all panels.
+        panel_template (`str`, *optional*, defaults to `"{theme} {panel}"`):
+            Prompt of a separate image, with the `theme` of its set and the text of its `panel` (our choice).
+        panel_generation (`str`, *optional*, defaults to `"independent"`):
+            How the separate images of a set are generated: `"independent"`, or `"shared_noise"`, from the same initial
+            noise. The noise of the stochastic steps is always their own, since their log-probabilities are added.
+
         > Parameters that control the sampler
 
         num_inference_steps (`int`, *optional*, defaults to `10`):
@@ -123,9 +138,10 @@ class PaCoGRPOConfig(GRPOConfig):
         > Parameters that control the round
 
         num_generations (`int`, *optional*, defaults to `16`):
-            Images generated per prompt, the group whose rewards are compared.
+            Images, or sets of separate images, generated per prompt, the group whose rewards are compared.
         num_prompts_per_generation (`int`, *optional*):
-            Prompts of a round, rounded up to a number that divides. If `None`, 42 (paper), or derived from
+            Prompts of a round, rounded up to a number that divides. Each separate image of a set counts, as in the other
+            sizes of a round: it has as many whole sets as always fit, and the rest is repeated without weight. If `None`, 42 (paper), or derived from
             `generation_batch_size` or `steps_per_generation`; set along with them or `gradient_accumulation_steps`,
             it must fit.
         optimizer_steps_per_generation (`int`, *optional*):
@@ -287,6 +303,11 @@ class PaCoGRPOConfig(GRPOConfig):
     height: int = 1024
     width: int = 1024
     resolution_scale: float = 0.5
+
+    # Parameters that control the image sets
+    set_layout: str | None = None
+    panel_template: str = "{theme} {panel}"
+    panel_generation: str = "independent"
 
     # Parameters that control the sampler
     num_inference_steps: int = 10
@@ -531,6 +552,15 @@ class PaCoGRPOConfig(GRPOConfig):
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
+        try:
+            is_good = self.panel_template.format(theme="", panel="a panel") != self.panel_template.format(
+                theme="", panel=""
+            )
+        except (AttributeError, IndexError, KeyError, ValueError):
+            is_good = False
+        if not is_good:
+            needs = "a text with `{panel}`, and `{theme}` where the text of the set belongs"
+            raise ValueError(f"`panel_template` is {self.panel_template!r}; it must be {needs}.")
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "

@@ -71,7 +71,7 @@ from ..rollout.loading import (
     read_peft_config,
 )
 from ..rollout.policy import score_step, split_record
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import EncodedRows, PromptEncoder, RolloutSampler
 from ..rollout.sde import STREAMS
 from ..utils.deepspeed import gathered_weights, partition
@@ -157,7 +157,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             safetensors files are read), or a loaded pipeline, which is frozen and cast to the compute dtype.
         reward_funcs (`Callable` or `list[Callable]`):
             Rewards: callables `(prompts, completions, **columns) -> list[float | None]`, sync or async. `completions`
-            are PIL images; the columns are those of the dataset and `panel_images`, each image cut into its panels.
+            are PIL images, of a set of separate images one that shows them side by side; the columns are those of the
+            dataset and `panel_images`, each image cut into its panels.
             An image with `None` is left out of its group's statistics and of the loss. Rewards are computed in
             batches of 16 images while the next ones are generated.
         args ([`PaCoGRPOConfig`], *optional*):
@@ -167,7 +168,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
             - Image sets: the columns `prompt`, `rows`, `cols` and `panels`, optionally `height` and `width`. With
               `prompt` alone they are read from it, and a text without a layout is a single image. See
-              [`~paco_trl.data.load_image_set_prompts`]. Pipelines of several images get `references` as sources.
+              [`~paco_trl.data.load_image_set_prompts`]. Pipelines of several images get `references` as sources. A set
+              with `layout: "separate"`, `theme` and `panels` has an image for each panel (`set_layout`).
             - Edits: `prompt`, the instruction, and the source `image` (or `images` for several), optionally `height`
               and `width`. See [`~paco_trl.data.load_edit_prompts`].
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
@@ -235,7 +237,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.round_plan = args.round_plan
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
-        self.schedule = RoundSchedule(args, len(self.train_rows))
+        self.schedule = RoundSchedule(args, self.train_rows.lengths)
         if isinstance(model, str):
             check_adapter_layers(peft_config, model, args.model_init_kwargs or {})
         self._open_run(args, model, peft_config)
@@ -332,7 +334,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if args.log_completions:
             warn_of_blind_trackers(args.report_to)
         if self.accelerator.is_main_process and not args.disable_tqdm:
-            tqdm.write(self.round_plan.describe())  # logs at level info are hidden
+            rows = self.schedule.rows_per_round
+            sets = f" Its prompts are of {rows} rows." if rows < self.round_plan.num_prompts else ""
+            tqdm.write(self.round_plan.describe() + sets)  # logs at level info are hidden
 
     def _check_family(self) -> None:
         """Check that the family supports the method; every family supports GRPO."""
@@ -547,7 +551,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
         # 1. Encode the round's prompts, and assign its images to the processes
         row_numbers = self.schedule.rows(round_index)
-        sizes = [self.train_rows.training_sizes[number] for number in row_numbers]
+        completions = self._completions(row_numbers)
+        sizes = [self.train_rows.training_sizes[self.train_rows.calls[call].row] for call in completions.calls]
         assignment = plan.assign(sizes, (args.seed, STREAMS["batches"], round_index))
         mine = assignment[self.accelerator.process_index]  # (batches, rollout_batch_size)
         self.prompt_encoder.encode(self.train_rows, row_numbers, args.resolution_scale)  # what `_encode_run` has not
@@ -557,7 +562,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         # 2. Generate, and score at the same time, except with `offload_rewards`
         started, sde = time.perf_counter(), self.schedule.sde(round_index)
         self.rewards.start(generations)
-        images, records = self._generate_round(round_index, mine, row_numbers, fetched, sde)
+        images, records = self._generate_round(round_index, mine, completions, fetched, sde)
         rollout_time = time.perf_counter() - started
 
         # 3. Gather all rewards on every process, prompt-major
@@ -577,6 +582,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.rewards.check_round(scores.rewards, is_valid, args, round_index)
         is_informative = self._is_informative(scores.rewards)
         is_trained = is_valid & is_informative.repeat_interleave(generations)
+        completion_of, shares = completions.of_images()
 
         # 5. Metrics that are logged with each optimizer step of the round
         metrics = {
@@ -594,15 +600,13 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             "time/reward_hidden": scores.hidden,
             "rollout_images_per_second": plan.num_images / rollout_time,
         }
-        measured = [
-            (number, measure_image(image)) for number, image in zip(mine.flatten().tolist(), images, strict=True)
-        ]
+        measured = [(number, measure_image(image)) for number, image in images.items()]
         by_prompt = statistics_of_prompts(measured, generations)
         metrics |= self.drift_alarm.compare(by_prompt, metrics.get("reward", math.nan))
         if args.log_completions:
             shown = ScoredImages.collect(
-                self.accelerator, mine.flatten().tolist(), images, generations, self.reward_func_names,
-                scores.rewards, scores.extra, advantages,
+                self.accelerator, [*images], [*images.values()], generations, self.reward_func_names, scores.rewards,
+                scores.extra, advantages,
             )  # fmt: skip
             title = f"Round {round_index}, step {self.state.global_step}{describe_drift(metrics)}"
             self._save_sheet(f"round_{round_index:05d}", title, self.train_rows, row_numbers, shown)
@@ -615,29 +619,31 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             micro_batches,
             self.accelerator.process_index,
             records,
-            advantages,
-            is_trained,
+            advantages[completion_of],
+            is_trained[completion_of] * shares,
             self.accelerator.device,
         )
         return buffer
 
+    def _completions(self, row_numbers: list[int]) -> Completions:
+        return Completions(self.train_rows, row_numbers, self.num_generations, self.round_plan.num_prompts)
+
     def _generate_round(
-        self, round_index: int, mine: np.ndarray, row_numbers: list[int], fetched: EncodedRows, sde: SDESettings
-    ) -> tuple[list[Image.Image], list[list[RecordedStep]]]:
-        """Generate this process's images of a round, and record the trained steps of each micro-batch."""
+        self, round_index: int, mine: np.ndarray, completions: Completions, fetched: EncodedRows, sde: SDESettings
+    ) -> tuple[dict[int, Image.Image], list[list[RecordedStep]]]:
+        """Generate this process's images of a round; return its completions, and the trained steps of each micro-batch."""
         args, rows, merged = self.args, self.train_rows, self.round_plan.num_merged_batches
-        images: list[Image.Image] = []
+        images: dict[int, Image.Image] = {}
         records: list[list[RecordedStep]] = []
         is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
         key = (args.seed, STREAMS["training"], round_index)
         with self.sampler.ready():
             for generated in self.sampler.rollout(
-                rows, mine.tolist(), row_numbers, self.num_generations, key, rows.training_sizes,
-                args.num_inference_steps, fetched=fetched,
+                completions, mine.tolist(), key, rows.training_sizes, args.num_inference_steps, fetched=fetched,
                 progress=None if is_hidden else f"Round {round_index}: generating", **self._recording(sde),
             ):  # fmt: skip
                 self.rewards.add(generated.numbers, generated.rows, generated.images, self.state)
-                images.extend(generated.images)
+                images |= zip(generated.numbers, generated.images, strict=True)
                 # [step][micro-batch] -> [micro-batch][step]
                 split = [split_record(record, merged, self.family) for record in generated.records]
                 records.extend(map(list, zip(*split, strict=True)))
@@ -655,7 +661,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         assignment: np.ndarray,
         row_numbers: list[int],
         sde: SDESettings,
-        images: list[Image.Image],
+        images: dict[int, Image.Image],
         records: list[list[RecordedStep]],
         scores: Scores,
     ) -> int:
@@ -663,12 +669,12 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if not self.args.max_resample_times:
             return 0
         plan, generations, rank = self.round_plan, self.num_generations, self.accelerator.process_index
-        sizes, scale = self.train_rows.training_sizes, self.args.resolution_scale
+        sizes = list(zip(self.train_rows.training_sizes, self.schedule.lengths.tolist(), strict=True))
         others, count = self.schedule.other_rows(round_index), 0
         for _ in range(self.args.max_resample_times):
             places = []
             # One that lacks rewards stays: failures are counted, and may stop the run
-            is_missing = torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(plan.num_prompts, -1).any(dim=1)
+            is_missing = torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(len(row_numbers), -1).any(dim=1)
             for place in (~self._is_informative(scores.rewards) & ~is_missing).nonzero().flatten().tolist():
                 if row := [row for row in others if sizes[row] == sizes[row_numbers[place]]][:1]:
                     others.remove(row[0])
@@ -677,20 +683,24 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             if not places:
                 break
             count += len(places)
-            is_new = np.isin(assignment[:, :, 0] // generations, places)  # (processes, batches)
+            completions = self._completions(row_numbers)
+            calls = np.flatnonzero(np.isin(completions.places, places))
+            is_new = np.isin(assignment[:, :, 0] // generations, calls)  # (processes, batches)
             own = np.flatnonzero(is_new[rank])
             # Every process generates as many batches: one that has fewer repeats another's, which then counts once
             spare = np.repeat(assignment[is_new][:1], is_new.sum(axis=1).max() - len(own), axis=0)
             batches = np.concatenate([assignment[rank][own], spare])
-            fetched = self.sampler.fetch(self.train_rows, row_numbers, scale)
+            fetched = self.sampler.fetch(self.train_rows, row_numbers, self.args.resolution_scale)
             self.rewards.start(generations)
-            new_images, new_records = self._generate_round(round_index, batches, row_numbers, fetched, sde)
+            new_images, new_records = self._generate_round(round_index, batches, completions, fetched, sde)
             new = self.rewards.finish(self.state)
-            size, merged = plan.rollout_batch_size, plan.num_merged_batches
+            merged = plan.num_merged_batches
             for i, batch in enumerate(own):
-                images[batch * size : (batch + 1) * size] = new_images[i * size : (i + 1) * size]
                 records[batch * merged : (batch + 1) * merged] = new_records[i * merged : (i + 1) * merged]
-            numbers = np.unique(assignment[is_new])
+            numbers = [place * generations + each for place in places for each in range(generations)]
+            for number in numbers:
+                images.pop(number, None)  # which another process may have now
+            images |= new_images
             scores.rewards[numbers] = new.rewards[numbers]
             for column in scores.extra | new.extra:
                 cells = scores.extra.setdefault(column, [None] * len(scores.rewards))
@@ -1041,8 +1051,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             transformer_class=type(self.policy.pipeline.transformer).__name__,
             dtype=str(self.compute_dtype).removeprefix("torch."),
             device=self.accelerator.device.type,
-            prompt=prompts.prompts[0],
-            layout=list(prompts.layouts[0]),
+            prompt=prompts.calls[0].prompt,
+            layout=list(prompts.image_layouts[0]),
             call=pipeline_call(self.pipeline, family, args, prompts),
             trained_on=prompts.kind,
             method=self._name,

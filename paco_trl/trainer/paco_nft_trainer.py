@@ -146,12 +146,12 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             self.old_policy.decay = self._ema_decays()[OLD_POLICY_WEIGHTS]
             self.old_policy.step()
 
-    def _generate_round(self, *args, **kwargs) -> tuple[list[Image.Image], list]:
+    def _generate_round(self, *args, **kwargs) -> tuple[dict[int, Image.Image], list]:
         """Generate a round with the old policy, or in AWM with the trained weights, and predict its velocities."""
         if self.args.loss_type == "nft":
             with use_weights(self.model, self.old_policy.average, self.zero_stage):
                 return super()._generate_round(*args, **kwargs)
-        generated: tuple[list[Image.Image], list[list[Any]]] = super()._generate_round(*args, **kwargs)
+        generated: tuple[dict[int, Image.Image], list[list[Any]]] = super()._generate_round(*args, **kwargs)
         if self.args.keeps_old_policy:
             # It stays the same until the end of the round
             old_policy = use_weights(self.model, self.old_policy.average, self.zero_stage)

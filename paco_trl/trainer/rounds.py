@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -166,22 +167,50 @@ def nearest_multiples(value: int, multiple: int) -> str:
     return f"Nearest values that work: {below} or {below + multiple}."
 
 
-class RoundSchedule:
-    """The rounds of a run; nothing depends on processes, workers or where a run was resumed."""
+def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:
+    """Return the largest number of rows, of these numbers of prompts, that fit a round whichever they are; 0 if none do."""
+    longest = np.sort(lengths)[::-1]
+    for count in range(min(len(longest), num_prompts), 0, -1):
+        # `RoundSchedule.rows` gives a round one row of each stretch of as many rows as there are rounds
+        rounds = len(longest) // count
+        if longest[: count * rounds : rounds].sum() <= num_prompts:
+            return count
+    return 0
 
-    def __init__(self, args: Any, num_rows: int):  # PaCoGRPOConfig, which imports this module
-        self.args, self.plan, self.num_rows = args, args.round_plan, num_rows
-        self.rounds_per_epoch = num_rows // self.plan.num_prompts
+
+class RoundSchedule:
+    """
+    The rounds of a run; nothing depends on processes, workers or where a run was resumed.
+
+    `lengths` has the number of prompts of each row: of a set of separate images, one for each panel.
+    """
+
+    def __init__(self, args: Any, lengths: Sequence[int]):  # PaCoGRPOConfig, which imports this module
+        self.args, self.plan, self.lengths, self.num_rows = args, args.round_plan, np.array(lengths), len(lengths)
+        self.rows_per_round = rows_per_round(self.lengths, self.plan.num_prompts)
+        if not self.rows_per_round:
+            longest = int(self.lengths.argmax())
+            raise ValueError(
+                f"Row {longest} of the dataset is a set of {max(lengths)} separate images, but a round has "
+                f"{self.plan.num_prompts} prompts, one for each image: {self.plan.describe()} Set "
+                f"`num_prompts_per_generation` to at least {max(lengths)}, or leave the row out."
+            )
+        self.rounds_per_epoch = self.num_rows // self.rows_per_round
         self.micro_steps_per_round = self.plan.steps_per_generation * args.num_iterations
         self.optimizer_steps_per_round = self.plan.num_optimizer_steps * args.num_iterations
 
     def rows(self, round_index: int) -> list[int]:
-        """Return the row numbers of a round: a slice of a permutation that changes with each epoch."""
+        """Return the row numbers of a round: part of a permutation that changes with each epoch."""
         epoch, position = divmod(round_index, self.rounds_per_epoch)
+        rounds, count = self.rounds_per_epoch, self.rows_per_round
         order = np.arange(self.num_rows)
         if self.args.shuffle_dataset:
             order = np.random.default_rng((self.args.seed, STREAMS["prompts"], epoch)).permutation(order)
-        return order[position * self.plan.num_prompts : (position + 1) * self.plan.num_prompts].tolist()
+        # All first rows of the rounds, all second ones, and so on. Sorted by length, they make rounds of about as many
+        # images, and slices of the permutation where rows have one length
+        dealt = order[: rounds * count].reshape(rounds, count).T.flatten()
+        dealt = dealt[np.argsort(-self.lengths[dealt], kind="stable")]
+        return dealt.reshape(count, rounds)[:, position].tolist()
 
     def other_rows(self, round_index: int) -> list[int]:
         """Return the rows that are not in a round, in the order in which they take the place of some that are."""
@@ -229,19 +258,24 @@ class RoundBuffer:
         process_index: int,
         records: list[list[RecordedStep]],
         advantages: torch.Tensor,
-        is_trained: torch.Tensor,
+        shares: torch.Tensor,
         device: torch.device,
     ) -> None:
-        """Add an entry for each micro-step, whose weights make the loss a mean over images and trained steps."""
+        """
+        Add an entry for each micro-step, whose weights make the loss a mean over completions and trained steps.
+
+        `shares` `(images,)` is what each image is of its completion: 1, or 1 / n in a set of n separate images, or 0 if it
+        is not trained.
+        """
         batches_per_step = layout.micro_batches_per_process // layout.num_optimizer_steps
         for position, (micro_batch, recorded) in enumerate(zip(assignment[process_index], records, strict=True)):
             step = position // batches_per_step
             images_of_step = assignment[:, step * batches_per_step : (step + 1) * batches_per_step].reshape(-1)
-            num_trained = is_trained[torch.from_numpy(images_of_step)].sum().item()
-            denominator = max(num_trained * layout.num_trained_steps, 1)  # without one all weights are 0
+            num_trained = shares[torch.from_numpy(images_of_step)].sum().item()
+            denominator = num_trained * layout.num_trained_steps or 1  # without one all weights are 0
             batch = torch.from_numpy(micro_batch)
             for record in recorded:
-                weights = to_device(is_trained[batch] / denominator, device)  # (B,)
+                weights = to_device(shares[batch] / denominator, device)  # (B,)
                 entry = {"record": record, "advantages": to_device(advantages[batch], device), "weights": weights}
                 self.entries.append(entry)
 

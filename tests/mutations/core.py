@@ -12,6 +12,7 @@ REWARDS, CALLS, SCORING = (f"tests/test_{name}.py" for name in ("rewards", "rewa
 ROLLOUT, FAMILIES, HYBRID = (f"tests/test_{name}.py" for name in ("rollout", "families", "hybrid_inference"))
 RESOLUTION, PREEMPTION, CONTRACT = (f"tests/test_{name}.py" for name in ("resolution", "preemption", "contract"))
 UNLISTED, RESAMPLING = "tests/test_unlisted_pipelines.py", "tests/test_resampling.py -m 'not slow'"
+SETS = "tests/test_separate_sets.py"
 
 
 def family(test: str, *cases: str) -> str:
@@ -120,12 +121,12 @@ MUTANTS = [
     (T + "rounds.py", "images % num_generations or images % (batch * steps)", "images % (batch * steps)", ROUNDS),
     (T + "rounds.py", "step = position // batches_per_step", "step = position % batches_per_step", ROUNDS),
     (T + "rounds.py", "assignment[:, step * batches_per_step :", "assignment[process_index, step * batches_per_step :", ROUNDS),
-    (T + "rounds.py", "num_trained = is_trained[torch.from_numpy(images_of_step)].sum().item()", "num_trained = len(images_of_step)", ROUNDS),
-    (T + "rounds.py", "max(num_trained * layout.num_trained_steps, 1)", "max(num_trained, 1)", ROUNDS),
-    (T + "rounds.py", "to_device(is_trained[batch] / denominator, device)", "to_device(torch.ones(len(batch)) / denominator, device)", ROUNDS),
+    (T + "rounds.py", "num_trained = shares[torch.from_numpy(images_of_step)].sum().item()", "num_trained = len(images_of_step)", ROUNDS),
+    (T + "rounds.py", "num_trained * layout.num_trained_steps or 1", "num_trained or 1", ROUNDS),
+    (T + "rounds.py", "to_device(shares[batch] / denominator, device)", "to_device(torch.ones(len(batch)) / denominator, device)", ROUNDS),
     (T + "rounds.py", "to_device(advantages[batch], device)", "to_device(advantages[: len(batch)], device)", ROUNDS),
     (T + "rounds.py", 'STREAMS["prompts"], epoch)', 'STREAMS["prompts"], 0)', GRPO + "::TestSteps::test_order_of_prompts_depends_on_the_seed_only"),
-    (T + "rounds.py", "order[position * self.plan.num_prompts : (position + 1)", "order[position * self.plan.num_prompts : (position + 2)", GRPO + "::TestSteps::test_order_of_prompts_depends_on_the_seed_only"),
+    (T + "rounds.py", "dealt.reshape(count, rounds)[:, position]", "dealt.reshape(count, rounds)[:, position:].flatten()", GRPO + "::TestSteps::test_order_of_prompts_depends_on_the_seed_only"),
     (T + "rounds.py", 'STREAMS["sde steps"], round_index)', 'STREAMS["sde steps"], 0)', GRPO + "::TestSteps::test_a_random_subset_of_steps_is_common_to_a_round"),
     (T + "rounds.py", "self.entries[position % len(self.entries)]", "self.entries[position // len(self.entries)]", FULL + "::TestLossesOfRecordedMeans::test_the_log_ratio_is_the_mean_of_noise_times_shift"),
     # ---- Statistics of the ratio ----
@@ -162,7 +163,7 @@ MUTANTS = [
     (T + "paco_grpo_trainer.py", "if sizes[row] == sizes[row_numbers[place]]", "if True", RESAMPLING),
     (T + "paco_grpo_trainer.py", "scores.rewards[numbers] = new.rewards[numbers]", "pass", RESAMPLING),
     (T + "paco_grpo_trainer.py", "cells[number] = new.extra[column][number] if column in new.extra else None", "pass", RESAMPLING),
-    (T + "paco_grpo_trainer.py", "images[batch * size : (batch + 1) * size] = new_images[i * size : (i + 1) * size]", "pass", RESAMPLING),
+    (T + "paco_grpo_trainer.py", "images |= new_images", "pass", RESAMPLING),
     (T + "paco_grpo_trainer.py", "records[batch * merged : (batch + 1) * merged] = new_records[i * merged : (i + 1) * merged]", "pass", RESAMPLING),
     (T + "rounds.py", "if row not in taken]", "]", RESAMPLING),
     (T + "paco_grpo_trainer.py", "self.rewards.check_round(scores.rewards, is_valid, args, round_index)", "pass", SCORING + "::TestCeilings::test_nothing_is_trained_above_a_ceiling"),
@@ -206,7 +207,7 @@ MUTANTS = [
     # ---- Evaluation ----
     (T + "evaluator.py", "list(range(len(rows))), rows.inference_sizes", "list(range(len(rows))), rows.training_sizes", EVALUATE + "::TestDrawing::test_the_baseline_is_what_the_pipeline_draws_without_an_adapter"),
     (T + "evaluator.py", 'STREAMS["evaluation"], 0)', 'STREAMS["training"], 0)', EVALUATE + "::TestDrawing::test_the_baseline_is_what_the_pipeline_draws_without_an_adapter"),
-    (T + "evaluator.py", "groups[sizes[numbers[place]] if crosses else place]", "groups[0 if crosses else place]", EVALUATE + "::TestDrawing::test_batches"),
+    (T + "evaluator.py", "groups[sizes[rows.calls[call].row] if crosses else place]", "groups[0 if crosses else place]", EVALUATE + "::TestDrawing::test_batches"),
     (T + "evaluator.py", "self.rewards.check_scored(evaluation.rewards, self.args.max_excluded_images)", "pass", EVALUATE + "::TestMetrics::test_an_optional_reward_may_be_missing_for_all"),
     (T + "evaluator.py", "values - baseline, generations)", "baseline - values, generations)", EVALUATE + "::TestMetrics::test_means_and_intervals_are_those_of_the_images"),
     (T + "evaluator.py", "groups=[number // generations for number in range(len(values))]", "groups=list(range(len(values)))", EVALUATE + "::TestMetrics::test_means_and_intervals_are_those_of_the_images"),
@@ -274,7 +275,7 @@ MUTANTS = [
     (R + "runner.py", "by_prompt[number // self.num_generations].append", "by_prompt[number % self.num_generations].append", SCORING + "::TestGroups"),
     # ---- The policy ----
     (P + "policy.py", "keyed_generator(*key, index + 1) for key in noise_keys", "keyed_generator(*key, index) for key in noise_keys", ROLLOUT + " -k TestRecords"),
-    (P + "policy.py", "noise_keys[image // branch_size * branch_size]", "noise_keys[image // branch_size]", BRANCHES + "::TestFlux::test_branches_have_their_own_latents"),
+    (P + "policy.py", "initial_keys[image // branch_size * branch_size]", "initial_keys[image // branch_size]", BRANCHES + "::TestFlux::test_branches_have_their_own_latents"),
     (P + "policy.py", "len(noise_keys) % branch_size != 0):", "len(noise_keys) < branch_size):", BRANCHES + "::TestFlux"),
     (P + "policy.py", "rows[::branch_size].clone(), branch_size", "rows[: len(rows) // branch_size].clone(), branch_size", BRANCHES + "::TestEveryFamily::test_the_ratio_is_exactly_one[flux]"),
     (P + "policy.py", "call[name] = rows if isinstance(value, list) else rows.clone()", "call[name] = rows", BRANCHES + "::TestFlux::test_nothing_of_the_other_rows_is_kept"),
@@ -302,8 +303,17 @@ MUTANTS = [
     (P + "sampler.py", "rows.images(number)[place]", "rows.images(number)[0]", family(IMAGES, "flux2, editing")),
     (P + "sampler.py", "latent_dist.mode()", "latent_dist.sample()", family(IMAGES, "kontext")),
     (P + "sampler.py", "if all(each is encoded[0] for each in encoded):", "if any(each is encoded[0] for each in encoded):", EVALUATE + "::TestDrawing::test_batches"),
-    (P + "sampler.py", "prompts[image // num_generations] for image in image_numbers", "prompts[image % len(prompts)] for image in image_numbers", TAIL + "::TestReport::test_groups_are_scored_in_order"),
-    (P + "sampler.py", "(*key, row, image % num_generations)", "(*key, row, image)", NFT + "::TestLoss::test_what_is_trained_follows_from_keys_alone"),
+    (P + "prompt_rows.py", "[0.0] * padding", "[1.0] * padding", SETS + "::TestRounds"),
+    (P + "prompt_rows.py", "[1 / lengths[self.numbers[place]] for", "[1 for", SETS + "::test_sets_of_other_lengths_weigh_the_same"),
+    (P + "prompt_rows.py", "if call < len(self.places):", "if (call := call % len(self.places)) >= 0:", SETS + "::TestRounds"),
+    (P + "prompt_rows.py", '== "shared_noise" else call', '== "shared" else call', SETS + "::test_initial_noise"),
+    (P + "prompt_rows.py", 'self.args.panel_generation == "shared_noise"', "True", SETS + "::test_initial_noise"),
+    (P + "sampler.py", "initial_keys=initial_keys", "initial_keys=noise_keys", SETS + "::test_initial_noise"),
+    (T + "paco_grpo_trainer.py", "is_trained[completion_of] * shares", "shares", SETS + "::test_none_for_a_panel_leaves_out_the_set"),
+    (T + "rounds.py", "-self.lengths[dealt]", "0 * self.lengths[dealt]", SETS + "::TestRounds"),
+    (T + "paco_grpo_trainer.py", "calls = np.flatnonzero(np.isin(completions.places, places))", "calls = places", SETS + "::test_other_sets_take_the_place_of_dull_ones"),
+    (P + "sampler.py", "completions.calls[image // generations] for image in numbers", "completions.calls[image % len(completions.calls)] for image in numbers", TAIL + "::TestReport::test_groups_are_scored_in_order"),
+    (P + "sampler.py", "(*key, call, image % generations)", "(*key, call, image)", NFT + "::TestLoss::test_what_is_trained_follows_from_keys_alone"),
     (P + "sampler.py", "            parts.append(weights_fingerprint(component))\n", "            pass\n", "tests/test_embeddings.py::TestDirectory::test_what_another_model_or_half_a_file_has_is_encoded_again"),
     (P + "sampler.py", "        with safe_open(file, \"pt\"):\n", "        with file.open():\n", "tests/test_embeddings.py::TestDirectory::test_what_another_model_or_half_a_file_has_is_encoded_again"),
     (P + "sampler.py", "            weight.data = data\n            setattr(layer, name, weight)\n", "            pass\n", "tests/test_embeddings.py::TestPlacement::test_modules_come_back_to_the_memory_that_they_left"),

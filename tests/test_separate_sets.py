@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image sets whose panels are images of their own (`layout: "separate"`, `set_layout`)."""
+
+import json
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+
+from kill_runs import Run, copy_run, different, relative_difference
+from launching import fork_context
+from paco_trl import PaCoNFTTrainer
+from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
+from paco_trl.data.image_sets import arrange_sets, complete_image_sets
+from paco_trl.generation import generate_grids
+from paco_trl.rewards import redness_reward
+from paco_trl.rollout.prompt_rows import Completions, PromptRows
+from paco_trl.trainer.rounds import RoundSchedule
+from testing_utils import are_equal, logs_with, weights_of
+
+
+def row_of(number: int, length: int, **columns) -> dict:
+    panels = [f"{'abcdef'[panel]} {number}." for panel in range(length)]
+    return {"layout": "separate", "theme": f"Theme {number}.", "panels": panels, **columns}
+
+
+def sets(*lengths: int) -> Dataset:
+    return Dataset.from_list([row_of(number, length) for number, length in enumerate(lengths)])
+
+
+def panel_redness(prompts, panel_images, **kwargs):
+    """Mean redness of the panels, weighted so that their order counts."""
+    values = [redness_reward(None, panels) for panels in panel_images]
+    return [sum(value * (place + 1) for place, value in enumerate(row)) / len(row) for row in values]
+
+
+# Sets of two and of three images in each round of five prompts
+SETTINGS = {
+    "reward_funcs": panel_redness,
+    "train_dataset": sets(2, 3, 2, 3, 2, 3),
+    "num_prompts_per_generation": 5,
+    "optimizer_steps_per_generation": 1,
+    "sde_steps": [0],
+    "height": 64,
+    "width": 64,
+}
+
+
+def round_of(trainer):
+    trainer.state.max_steps = 2
+    trainer._encode_run()
+    trainer.buffer = trainer._generate_and_score_completions(0)
+    return trainer.buffer
+
+
+def images_of(buffer) -> list[tuple]:
+    """(advantage, weight, sample, noise of the step) of each image of a round."""
+    images = []
+    for entry in buffer.entries:
+        record = entry["record"]
+        noise = record.prev_sample - record.mean
+        columns = (entry["advantages"].tolist(), entry["weights"].tolist(), record.sample, noise)
+        images += zip(*columns, strict=True)
+    return images
+
+
+def by_set(buffer) -> dict[float, list[tuple]]:
+    """The images of each set, which no other shares its advantage with."""
+    found = defaultdict(list)
+    for image in images_of(buffer):
+        found[image[0]].append(image)
+    return found
+
+
+class TestData:
+    def test_a_file_of_both_kinds(self, tmp_path, prompts):
+        grid = prompts[0] | {"theme": "A theme."}
+        lines = [
+            row_of(0, 3),
+            {name: grid[name] for name in ("prompt", "rows", "cols", "panels")},
+            {"prompt": "A cat."},
+        ]
+        (tmp_path / "sets.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        dataset = load_image_set_prompts(tmp_path / "sets.jsonl")
+        assert (dataset["rows"][:], dataset["cols"][:]) == ([1, 2, 1], [3, 2, 1])
+        assert complete_image_sets(dataset).to_list() == dataset.to_list()
+        rows = PromptRows(dataset, settings(panel_template="{panel} In {theme}"), "it")
+        assert rows.lengths == [3, 1, 1] and rows.image_layouts == [(1, 1), (2, 2), (1, 1)]
+        assert [call.prompt for call in rows.calls] == [
+            "a 0. In Theme 0.", "b 0. In Theme 0.", "c 0. In Theme 0.", grid["prompt"], "A cat.",
+        ]  # fmt: skip
+
+    def test_one_option_makes_separate_sets_of_grids_and_back(self, prompts):
+        sized = prompts.map(lambda row: {"height": 64, "width": 32})
+        separate = arrange_sets(sized, "separate")
+        first, grid = separate[0], prompts[0]
+        shared = parse_image_set_prompt(grid["prompt"]).theme
+        assert "2x2" in shared and "grid" not in first["theme"] and shared.endswith(first["theme"])
+        assert (first["layout"], first["rows"], first["cols"]) == ("separate", 1, 4)
+        assert first["height"] is first["width"] is None  # those of the grid
+        assert complete_image_sets(separate).to_list() == separate.to_list()
+        back = arrange_sets(separate, "grid")
+        assert (back["rows"][:], back["cols"][:]) == ([2] * 12, [2] * 12) and set(back["layout"]) == {None}
+        for row, expected in zip(back, prompts, strict=True):
+            assert row["panels"] == expected["panels"] == parse_image_set_prompt(row["prompt"]).panels
+        assert arrange_sets(sized, "grid").to_list() == sized.to_list()
+        assert arrange_sets(sized, None) is sized
+
+    @pytest.mark.parametrize(
+        ("row", "word"),
+        [
+            (row_of(0, 2) | {"theme": None}, "theme"),
+            (row_of(0, 2) | {"panels": None}, "panels"),
+            (row_of(0, 2) | {"panels": ["One.", ""]}, "panels"),
+            (row_of(0, 2) | {"layout": "seperate"}, "rows"),
+        ],
+    )
+    def test_refused_rows(self, tmp_path, row, word):
+        (tmp_path / "sets.jsonl").write_text(json.dumps(row))
+        with pytest.raises(ValueError, match=word):
+            load_image_set_prompts(tmp_path / "sets.jsonl")
+
+    def test_grids_are_not_generated_of_them(self):
+        with pytest.raises(ValueError, match="layout"):
+            generate_grids(None, complete_image_sets(sets(2)), None)
+
+
+def settings(**changes) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{
+            "height": 64, "width": 64, "resolution_scale": 0.5, "set_layout": None, "panel_template": "{theme} {panel}",
+            "panel_generation": "independent", **changes,
+        }
+    )  # fmt: skip
+
+
+class TestRounds:
+    @pytest.mark.parametrize("seed", range(5))
+    def test_rounds_of_other_lengths_are_about_equal(self, seed):
+        generator = np.random.default_rng(seed)
+        lengths = generator.integers(2, 9, 50).tolist()
+        plan = SimpleNamespace(num_prompts=24, num_optimizer_steps=1, steps_per_generation=1, describe=lambda: "")
+        args = SimpleNamespace(round_plan=plan, num_iterations=1, seed=seed, shuffle_dataset=True)
+        schedule = RoundSchedule(args, lengths)
+        for epoch in range(3):
+            first = epoch * schedule.rounds_per_epoch
+            rounds = [schedule.rows(first + index) for index in range(schedule.rounds_per_epoch)]
+            counts = [sum(lengths[row] for row in rows) for rows in rounds]
+            assert len({row for rows in rounds for row in rows}) == sum(map(len, rounds))
+            assert max(counts) <= 24 and max(counts) - min(counts) <= 6
+        assert rounds != [schedule.rows(index) for index in range(schedule.rounds_per_epoch)]
+        # Rows of one length are slices of the permutation, as they were before there were sets
+        schedule = RoundSchedule(args, [1] * 50)
+        other = RoundSchedule(args, [2] * 50)
+        assert (schedule.rows_per_round, other.rows_per_round) == (24, 12)
+        taken = [row for index in range(2) for row in schedule.rows(index)]
+        assert taken == [row for index in range(4) for row in other.rows(index)]
+
+    def test_images_and_completions(self):
+        rows = PromptRows(sets(2, 3, 2), settings(), "it")
+        completions = Completions(rows, [1, 0], 2, 6)
+        assert completions.calls == [2, 3, 4, 0, 1, 2]
+        owners, shares = completions.of_images()
+        assert owners.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 0, 1]
+        assert shares.tolist() == pytest.approx([1 / 3] * 6 + [1 / 2] * 4 + [0] * 2)
+        assert completions.images_of(1) == [1, 3, 5] and completions.images_of(2) == [6, 8]
+        pictures = [Image.new("RGB", (4, 4), (number, 0, 0)) for number in range(12)]
+        order, finished = [11, 3, 0, 8, 6, 5, 2, 1, 4, 7, 9, 10], {}
+        for number in order:
+            finished |= completions.add([number], [pictures[number]])
+        assert list(finished) == [2, 1, 0, 3]
+        assert (finished[1].size, finished[2].size) == ((12, 4), (8, 4))
+        assert [panel.getpixel((0, 0))[0] for panel in split_grid(finished[1], 1, 3)] == [1, 3, 5]
+
+
+def test_sets_of_other_lengths_weigh_the_same(make_trainer):
+    seen = []
+
+    def reward(prompts, completions, panel_images, rows, cols, panels, **kwargs):
+        seen.extend(zip(rows, cols, panel_images, panels, strict=True))
+        return panel_redness(prompts, panel_images)
+
+    buffer = round_of(make_trainer(**SETTINGS | {"reward_funcs": reward}))
+    assert len(seen) == 8 and sorted(cols for _, cols, *_ in seen) == [2] * 4 + [3] * 4
+    for rows, cols, images, panels in seen:
+        assert rows == 1 and len(images) == len(panels) == cols and {image.size for image in images} == {(32, 32)}
+        assert len({image.tobytes() for image in images}) == cols
+    groups = by_set(buffer)
+    assert sorted(map(len, groups.values())) == [2] * 4 + [3] * 4
+    for images in groups.values():
+        assert sum(weight for _, weight, *_ in images) == pytest.approx(1 / 8)
+    # Twin: images of equal weight would let a set of three count more
+    assert len({weight for _, weight, *_ in images_of(buffer)}) == 2
+
+
+def test_none_for_a_panel_leaves_out_the_set(make_trainer):
+    def reward(prompts, panel_images, cols, **kwargs):
+        values: list = panel_redness(prompts, panel_images)
+        values[cols.index(3)] = None
+        return values
+
+    buffer = round_of(make_trainer(**SETTINGS | {"reward_funcs": reward, "max_reward_failures": 1.0}))
+    assert buffer.metrics["images_excluded"] == 1
+    groups = by_set(buffer)
+    assert [weight for _, weight, *_ in groups.pop(0.0)] == [0.0] * 3
+    assert sorted(map(len, groups.values())) == [2] * 4 + [3] * 3
+    for images in groups.values():
+        assert sum(weight for _, weight, *_ in images) == pytest.approx(1 / 7)
+
+
+@pytest.mark.parametrize("way", ["independent", "shared_noise"])
+def test_initial_noise(make_trainer, way):
+    groups = by_set(round_of(make_trainer(**SETTINGS, panel_generation=way)))
+    assert len(groups) == 8
+    for _, _, samples, noises in (zip(*images, strict=True) for images in groups.values()):
+        is_same = [torch.equal(samples[0], sample) for sample in samples[1:]]
+        assert all(is_same) if way == "shared_noise" else not any(is_same)
+        assert not any(torch.allclose(noises[0], noise, atol=1e-3) for noise in noises[1:])
+    # Other sets begin elsewhere
+    assert len({images[0][2].sum().item() for images in groups.values()}) == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"panel_generation": "shared_noise", "branch_size": 2, "per_device_train_batch_size": 2, "tail_steps": 1},
+        {"per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "num_prompts_per_generation": 6},
+        {"trainer_class": PaCoNFTTrainer},
+        {"trainer_class": PaCoNFTTrainer, "loss_type": "awm"},
+    ],
+    ids=["plain", "branches and tail", "merged and padded", "nft", "awm"],
+)
+def test_training(make_trainer, tmp_path, changes):
+    arguments = SETTINGS | {"eval_dataset": sets(3, 2), "eval_strategy": "steps", "eval_steps": 2} | changes
+    arguments |= {"num_inference_steps_eval": 2, "log_completions": True}
+    if "trainer_class" in changes:
+        del arguments["sde_steps"]
+    trainer = make_trainer(**arguments)
+    before = weights_of(trainer)
+    trainer.train()
+    deviations = logs_with(trainer, "ratio_deviation_on_policy/step_0")
+    assert len(deviations) == (0 if "trainer_class" in changes else 2) and max(deviations, default=0) < 1e-6
+    assert not are_equal(before, weights_of(trainer))
+    for name in ("round_00000", "eval_step_000002"):
+        lines = (tmp_path / "out" / "contact_sheets" / f"{name}.jsonl").read_text().splitlines()
+        assert len(lines) == (8 if name.startswith("round") else 2)
+    pictures = trainer.evaluator.shown(next(iter(trainer.evaluator._baselines.values()))).pictures
+    assert [pictures[number].size for number in (0, 1)] == [(192, 64), (128, 64)]
+
+
+def test_other_sets_take_the_place_of_dull_ones(make_trainer):
+    first = make_trainer(**SETTINGS).schedule.rows(0)
+    dull = [f"Theme {row}." for row in first]
+
+    def reward(prompts, panel_images, theme, **kwargs):
+        values = zip(theme, panel_redness(prompts, panel_images), strict=True)
+        return [0.5 if text in dull else value for text, value in values]
+
+    changes = {"reward_funcs": reward, "min_reward_std": 0.0, "max_resample_times": 1, "log_completions": True}
+    trainer, shown = make_trainer(**SETTINGS | changes), []
+    trainer._save_sheet = lambda name, title, rows, numbers, scored: shown.append((list(numbers), scored.pictures))
+    buffer = round_of(trainer)
+    (final, pictures), lengths = shown[0], trainer.train_rows.lengths
+    assert not set(first) & set(final) and [lengths[row] for row in first] == [lengths[row] for row in final]
+    assert {number: picture.width for number, picture in pictures.items()} == {
+        number: 32 * lengths[final[number // 4]] for number in range(8)
+    }
+    twin = make_trainer(**SETTINGS | {"reward_funcs": reward})
+    twin.schedule.rows = lambda round_index: final
+    assert buffer.metrics["prompts_resampled"] == 2
+    for entry, expected in zip(buffer.entries, round_of(twin).entries, strict=True):
+        assert torch.equal(entry["advantages"], expected["advantages"]) and expected["advantages"].any()
+        assert torch.equal(entry["weights"], expected["weights"])
+        assert torch.equal(entry["record"].prev_sample, expected["record"].prev_sample)
+
+
+class TestOneFile:
+    def test_a_grid_run_is_not_changed(self, make_trainer, tmp_path):
+        plain, grid = make_trainer(), make_trainer(set_layout="grid", output_dir=str(tmp_path / "grid"))
+        assert plain._identity == grid._identity
+        for trainer in (plain, grid):
+            trainer.train()
+        assert are_equal(weights_of(plain), weights_of(grid))
+
+    def test_or_separate_sets_are_trained(self, make_trainer, prompts):
+        trainer = make_trainer(set_layout="separate", num_prompts_per_generation=8, reward_funcs=panel_redness)
+        assert trainer.schedule.rows_per_round == 2 and trainer.train_rows.lengths == [4] * 12
+        trainer.train()
+        assert trainer._identity != make_trainer()._identity
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"num_prompts_per_generation": 2}, "num_prompts_per_generation"),
+        ({"num_prompts_per_generation": 16}, "num_prompts_per_generation"),
+        ({"set_layout": "grid", "width": 192, "panel_generation": "shared_noise"}, "panel_generation"),
+        ({"panel_template": "{theme}"}, "panel_template"),
+        ({"panel_template": "{theme} {panel} {other}"}, "panel_template"),
+        ({"set_layout": "row"}, "set_layout"),
+        ({"panel_generation": "shared"}, "panel_generation"),
+    ],
+)
+def test_refused(make_trainer, changes, word):
+    with pytest.raises(ValueError, match=word):
+        make_trainer(**SETTINGS | changes)
+
+
+@pytest.mark.slow
+class TestRuns:
+    # Six prompts, of which two sets have five: an image of each process is of no set
+    SETTINGS = {
+        "reward_funcs": panel_redness, "train_dataset": SETTINGS["train_dataset"], "eval_dataset": sets(3, 2),
+        "num_prompts_per_generation": 6, "optimizer_steps_per_generation": 2, "max_steps": 4, "eval_steps": 2,
+        "per_device_train_batch_size": 2, "panel_generation": "shared_noise",
+    }  # fmt: skip
+
+    @pytest.fixture(scope="class")
+    def alone(self, tiny_flux, tmp_path_factory):
+        run = Run(fork_context(), tiny_flux, tmp_path_factory.mktemp("alone") / "out", **self.SETTINGS)
+        assert run.state()["global_step"] == 4
+        return run
+
+    def test_resuming_in_the_middle_of_a_round_is_exact(self, alone, tiny_flux, tmp_path):
+        assert (alone.output / "checkpoint-3" / "rollout_0.pt").exists()
+        output = copy_run(alone.output, tmp_path / "out", [3])
+        resumed = Run(fork_context(), tiny_flux, output, resume=True, **self.SETTINGS)
+        assert not different(alone.state(), resumed.state())
+        assert "again" not in resumed.output_text()
+
+    @pytest.mark.parametrize("zero3", [False, True])
+    def test_two_processes_equal_one(self, alone, tiny_flux, tmp_path, zero3):
+        run = Run(fork_context(), tiny_flux, tmp_path / "out", processes=2, zero3=zero3, **self.SETTINGS)
+        one, two = alone.state(), run.state()
+        for name in ("rewards/panel_redness/mean", "eval_reward_baseline"):
+            values = [[entry[name] for entry in state["history"] if name in entry] for state in (one, two)]
+            assert values[0][0] == pytest.approx(values[1][0], rel=1e-5) and len(values[0]) == len(values[1])
+        assert relative_difference(one["adapter"], two["adapter"]) < 0.05
