@@ -32,6 +32,7 @@ from .questions import (
 )
 from .rankings import check_ranking_columns, load_consistency_rank, rankings_to_pairs
 from .source_images import SourceImages, has_source_images
+from .stories import load_stories
 from .swapping import swap_pairs
 
 
@@ -40,7 +41,7 @@ __all__ = [
     "check_ranking_columns", "convert_gedit_bench", "convert_sharegpt_4o_image", "convert_t2is", "criteria_dict",
     "criterion_question", "decision_of", "demo_prompts_path", "disjoint_from", "edit_consistency_question",
     "edit_following_question", "format_image_set_prompt", "has_source_images", "is_label_only", "join_grid",
-    "load_consistency_rank", "load_edit_prompts", "load_image_set_prompts", "load_paco_dataset", "make_pair",
-    "panel_size", "parse_image_set_prompt", "plain_question", "rankings_to_pairs", "shows_question", "split_grid",
+    "load_consistency_rank", "load_edit_prompts", "load_image_set_prompts", "load_paco_dataset", "load_stories",
+    "make_pair", "panel_size", "parse_image_set_prompt", "plain_question", "rankings_to_pairs", "shows_question", "split_grid",
     "swap_pairs", "t2is_bench_question", "theme_question", "validate_pairs",
 ]  # fmt: skip

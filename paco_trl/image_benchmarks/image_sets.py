@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
+# Method, mode, language and time of a run, in the directories of ViStoryBench
+_STORY_RUN = "paco_trl/base/en/20000101_000000"
 # Relative tolerance of the aspect ratio of a grid: sides are rounded
 _ASPECT_TOLERANCE = 0.02
 
@@ -165,7 +167,7 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
 
 
 def _layouts(benchmark: "Dataset") -> list[dict]:
-    names = ("id", "case_id", "rows", "cols", "height", "width")
+    names = ("id", "case_id", "rows", "cols", "height", "width", "shots")
     plain = benchmark.with_format(None)
     return list(plain.select_columns([name for name in names if name in benchmark.column_names]))
 
@@ -283,12 +285,16 @@ def load_image_file(path: Path, convert: Callable[["Image"], "Image"] | None = N
 
 
 def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> list[Path]:
-    """Write each panel under the name that the benchmark's own script expects, `<case id or id>_<number>.png`."""
+    """
+    Write each panel under the name that the benchmark's own script expects: `<case id or id>_<number>.png`, or, of stories,
+    `<id>/shots/shot_<number>.png` below what ViStoryBench asks for: method, mode, language and time.
+    """
     # What would leave the directory is written in another way, see `file_name`
     seeds = {one.seed for one in found.sets.values()}
     if len(seeds) > 1:
         raise ValueError(f"There are {len(seeds)} seeds, but names of panel files have no place for one. Use one.")
-    names = {row["id"]: row.get("case_id") or row["id"] for row in _layouts(benchmark)}
+    rows = {row["id"]: row for row in _layouts(benchmark)}
+    names = {name: row.get("case_id") or name for name, row in rows.items()}
     twice = [name for name, count in Counter(names[one.prompt_id] for one in found.sets.values()).items() if count > 1]
     if twice:
         raise ValueError(f"Several prompts have the `case_id` {twice[0]!r}: their panels would overwrite one another.")
@@ -296,6 +302,13 @@ def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Pa
     for one in found.sets.values():
         for number, panel in enumerate(one.panels()):
             if panel is not None:
-                written.append(Path(folder) / f"{file_name(names[one.prompt_id])}_{number:04}.png")
+                name, shots = file_name(names[one.prompt_id]), rows[one.prompt_id].get("shots")
+                # The time is that of no run: the same call writes the same files
+                path = (
+                    f"{name}_{number:04}.png"
+                    if shots is None
+                    else f"{_STORY_RUN}/{name}/shots/shot_{shots[number]:02}.png"
+                )
+                written.append(Path(folder) / path)
                 write_atomically(written[-1], to_png(panel))
     return written

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ViStoryBench's stories as sets of separate images."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .dataset_files import dataset_of_rows, find_dataset_folder
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+# What a shot shows, in the order of the benchmark's own prompts; characters and scene follow
+_OF_SHOT = ("Shot Perspective Design", "Plot Correspondence", "Static Shot Description")
+_SCENE, _APPEARING = "Setting Description", "Characters Appearing"
+_IMAGES = (".png", ".jpg", ".jpeg")
+
+
+def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language: str = "en") -> "Dataset":
+    """
+    Load the stories of [ViStoryBench](https://huggingface.co/papers/2505.24862) as sets of separate images.
+
+    Args:
+        path_or_id (`str` or `Path`, *optional*, defaults to `"ViStoryBench/ViStoryBench"`):
+            Directory of the stories (`01/story.json`, `01/image/<character>/`, ...), or one that has it; or their Hub id.
+        language (`str`, *optional*, defaults to `"en"`):
+            `"en"` or `"ch"`.
+
+    Returns:
+        [`~datasets.Dataset`]: a row per story: `id`, `layout` (`"separate"`), `theme` (the kind of story and its
+        characters), `panels` (a shot each: camera, plot, what it shows, its characters, scene), `shots` (their numbers)
+        and, if each story has images of characters, `references` (the first of each character).
+
+    Raises:
+        FileNotFoundError: If there is no `story.json`.
+        ValueError: If a story or a shot lacks a text in this language.
+    """
+    found = find_dataset_folder(path_or_id, ["*/story.json", "*/image/**"])
+    files = sorted(found.glob("*/story.json")) or sorted(found.glob("*/*/story.json"))
+    if not files:
+        raise FileNotFoundError(f"There is no directory with a story.json in {found}. Check the path.")
+    rows = []
+    for file in files:
+        try:
+            rows.append(_read_story(file, language))
+        except KeyError as error:
+            raise ValueError(f"{file} has no {error} in the language {language!r}. Check the file.") from error
+    if not all(row["references"] for row in rows):
+        for row in rows:
+            del row["references"]
+    return dataset_of_rows(rows, ("references",))
+
+
+def _read_story(file: Path, language: str) -> dict[str, Any]:
+    story = json.loads(file.read_text(encoding="utf-8-sig"))
+    names = {key: each[f"name_{language}"] for key, each in story["Characters"].items()}
+    texts = {key: f"{names[key]} is {each[f'prompt_{language}']}" for key, each in story["Characters"].items()}
+    panels = []
+    for shot in story["Shots"]:
+        # Keys are the English names
+        characters = [texts[key.strip()] for key in shot[_APPEARING]["en"]]
+        panels.append("; ".join([*(shot[name][language] for name in _OF_SHOT), *characters, shot[_SCENE][language]]))
+    images = (sorted((file.parent / "image" / key).glob("*")) for key in names)
+    references = [[str(path) for path in of_one if path.suffix.lower() in _IMAGES][:1] for of_one in images]
+    return {
+        "id": file.parent.name,
+        "layout": "separate",
+        "theme": "; ".join([story["Story_type"][language], *texts.values()]),
+        "panels": panels,
+        "shots": [int(shot["index"]) for shot in story["Shots"]],
+        "references": sum(references, []),
+    }
