@@ -268,6 +268,19 @@ class TestT2IS:
             script.main([*words, "--adapter_fraction", "1.0"])
 
     @pytest.mark.slow
+    def test_separate_images(self, workspace, options, tmp_path):
+        words = ["--set_layout", "separate", "--output_dir", str(tmp_path / "base")]
+        script.main(["generate", *options["generate"], *words, "--height", "32", "--width", "32"])
+        with pytest.raises(ValueError, match="other prompts"):  # of grids
+            script.main(["score", *options["score"], "--output_dir", str(tmp_path / "base")])
+        script.main(["score", *options["score"], *words])
+        report = ["--set_layout", "separate", "--base", str(tmp_path / "base"), "--output_dir", str(tmp_path / "report")]
+        script.main(["report", *options["report"], *report])
+        results = json.loads((tmp_path / "report" / "results.json").read_text())
+        found = means(results)
+        assert {"consistency", "alignment", "aesthetics"} <= found.keys() and None not in found.values()
+
+    @pytest.mark.slow
     def test_an_adapter_that_has_changed(self, evaluated, workspace, options):
         words = ["generate", *options["generate"], "--output_dir", str(workspace / "tuned"), "--adapter"]
         script.main([*words, str(workspace / "adapter")])

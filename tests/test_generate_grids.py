@@ -20,6 +20,8 @@ from diffusers import (
 )
 from PIL import Image
 
+from paco_trl.data import split_grid
+from paco_trl.data.image_sets import complete_image_sets
 from paco_trl.generation import load_pipeline
 from paco_trl.generation.grids import generate_grids, plan_batches
 from paco_trl.generation.image_files import is_flat, own_arguments
@@ -151,6 +153,26 @@ class TestGrids:
         assert folder.report == {"prompts": 4, "seeds": [5, 3], "grids": 8, "flat grids": [], **sizes}
         with Image.open(path / "sample.png") as sheet:
             assert min(sheet.size) > 300
+
+    @pytest.mark.parametrize("batch_size", [1, 4])
+    def test_separate_images(self, flux, tmp_path, batch_size):
+        row = {"layout": "separate", "theme": "A fox.", "panels": ["It runs.", "It runs."], "height": 32, "width": 48}
+        longer = row | {"theme": "A hare.", "panels": ["It runs.", "It sits.", "It eats."]}
+        prompts = complete_image_sets(Dataset.from_list([row | {"id": "a"}, longer | {"id": "b"}]))
+        how = {"seeds": [5, 3], "batch_size": batch_size, "panel_template": "{panel} {theme}"}
+        sets = {
+            each: draw(flux, prompts, tmp_path / each, panel_generation=each, **how)
+            for each in ("independent", "shared_noise")
+        }
+        assert [image.size for image in sets["independent"]["image"]] == [(96, 32)] * 2 + [(144, 32)] * 2
+        assert sets["independent"]["cols"] == [2, 2, 3, 3]
+        own, shared = (split_grid(each["image"][1], 1, 2) for each in sets.values())
+        generator = torch.Generator().manual_seed(3)
+        call = {"prompt": "It runs. A fox.", "height": 32, "width": 48, "num_inference_steps": 1}
+        expected = np.asarray(flux(**call, generator=generator).images[0]).astype(int)
+        # One prompt and one noise are one image; a batch may round differently
+        assert all(abs(np.asarray(image).astype(int) - expected).max() <= 2 for image in (own[0], *shared))
+        assert abs(np.asarray(own[1]).astype(int) - expected).max() > 20
 
     def test_arguments_replace_columns_and_reach_the_pipeline(self, flux, tmp_path):
         with Calls(flux.transformer) as calls:

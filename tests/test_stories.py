@@ -6,8 +6,8 @@ import json
 import pytest
 from PIL import Image
 
-from paco_trl.data import load_stories
-from paco_trl.image_benchmarks.image_sets import find_image_sets, write_panel_files
+from paco_trl.commands import evaluate
+from paco_trl.data import load_stories, split_grid
 
 
 def _shot(index, characters, word):
@@ -75,18 +75,24 @@ def test_what_is_missing_is_named(stories, tmp_path):
         load_stories(stories / "ViStory" / "01" / "image")
 
 
-def test_panels_are_written_as_the_evaluator_reads_them(stories, tmp_path):
-    data = load_stories(stories)
-    counts = [len(panels) for panels in data["panels"]]
-    data = data.add_column("rows", [1, 1]).add_column("cols", counts)
-    for story, count in zip(("01", "02"), counts, strict=True):
-        for panel in range(count):
-            Image.new("RGB", (8, 8), (panel, 0, 0)).save(tmp_path / f"{story}_{panel}.png")
-    written = write_panel_files(find_image_sets(tmp_path, data), data, tmp_path / "out")
-    (run,) = (tmp_path / "out").glob("*/base/en/*")
-    names = [str(path.relative_to(run)) for path in written]
-    assert names == [
+def test_stories_are_generated_and_written_as_the_evaluator_reads_them(stories, tiny_flux, tmp_path):
+    words = ["generate", "--benchmark", "stories", "--dataset_name", str(stories), "--panel_files", "True"]
+    words += ["--model_name_or_path", str(tiny_flux), "--dtype", "float32", "--num_inference_steps", "1"]
+    words += ["--height", "32", "--width", "48", "--output_dir", str(tmp_path / "out")]
+    evaluate.main(words)
+    (run,) = (tmp_path / "out" / "panels").glob("*/base/en/*")
+    written = sorted(run.rglob("*.png"))
+    assert [str(path.relative_to(run)) for path in written] == [
         "01/shots/shot_01.png", "01/shots/shot_02.png",
         "02/shots/shot_01.png", "02/shots/shot_02.png", "02/shots/shot_04.png",
     ]  # fmt: skip
-    assert Image.open(written[-1]).getpixel((0, 0)) == (2, 0, 0)
+    grid = Image.open(tmp_path / "out/images/02/0.png")
+    panels = [Image.open(path) for path in written[2:]]
+    assert grid.size == (144, 32) and [image.tobytes() for image in split_grid(grid, 1, 3)] == [
+        image.tobytes() for image in panels
+    ]
+
+
+def test_other_steps_refuse_stories(stories):
+    with pytest.raises(ValueError, match="evaluator"):
+        evaluate.main(["score", "--benchmark", "stories", "--dataset_name", str(stories)])

@@ -41,7 +41,8 @@ from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
 
-from ..data import load_edit_prompts, load_image_set_prompts
+from ..data import load_edit_prompts, load_image_set_prompts, load_stories
+from ..data.image_sets import arrange_sets, complete_image_sets
 from ..evaluation import AestheticScorer
 from ..generation import generate_edits, generate_grids, load_pipeline
 from ..generation.edits import edit_keys
@@ -117,7 +118,11 @@ def _free_memory() -> None:
 
 def _load_benchmark(args) -> Dataset:
     if args.benchmark == "t2is":
-        return load_t2is_bench(args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None))
+        sets = load_t2is_bench(args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None))
+        return arrange_sets(sets, args.set_layout)
+    refuse_unused(args, ("set_layout",), f"with `--benchmark {args.benchmark}`")
+    if args.benchmark == "stories":
+        return complete_image_sets(load_stories(args.dataset_name))
     # The source that the published script shows its judge is not the one that is edited
     source = "input_image" if getattr(args, "protocol", None) == "published" else None
     remote = args.allow_remote_images
@@ -125,7 +130,7 @@ def _load_benchmark(args) -> Dataset:
 
 
 def _digest_of(benchmark: Dataset) -> str:
-    columns = ("id", "language", "prompt", "rows", "cols", "height", "width")
+    columns = ("id", "language", "prompt", "rows", "cols", "height", "width", "layout")
     return digest(benchmark.select_columns([name for name in columns if name in benchmark.column_names])[:])
 
 
@@ -144,7 +149,8 @@ def _settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
 def generate(args: GenerateArguments) -> Step:
     """Generate the images of one system."""
     if args.benchmark == "gedit":
-        refuse_unused(args, ("panel_files", "batch_size"), "with `--benchmark gedit`")
+        unused = ("panel_files", "batch_size", "panel_template", "panel_generation")
+        refuse_unused(args, unused, "with `--benchmark gedit`")
     if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
         raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
     check_positive(args, "num_inference_steps", "batch_size")
@@ -162,6 +168,9 @@ def generate(args: GenerateArguments) -> Step:
         settings["adapter_weights"] = adapter_weights_digest(args.adapter)
     if args.adapter_fraction < 1:
         settings["adapter_fraction"] = args.adapter_fraction
+    separate = {name: getattr(args, name) for name in ("panel_template", "panel_generation")}
+    if "layout" in benchmark.column_names and "separate" in benchmark["layout"]:
+        settings |= separate
     with sole_writer(args.output_dir, "images"):
         folder = StageFolder(args.output_dir, settings)
         yield
@@ -172,8 +181,8 @@ def generate(args: GenerateArguments) -> Step:
                 call |= {name: getattr(args, name) for name in ("height", "width") if getattr(args, name) is not None}
                 generate_edits(pipeline, benchmark, folder, args.seeds[0], **call)
             else:
-                sides = (args.height, args.width)
-                generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, *sides, **call)
+                call |= separate | {"height": args.height, "width": args.width}
+                generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, **call)
         if PartialState().is_main_process:
             if args.panel_files:
                 found = find_generated_sets(folder.images, benchmark, args.seeds, args.height, args.width)

@@ -102,16 +102,27 @@ class PromptsArguments(RewardOptions, PromptDataArguments):
 class BenchmarkArguments:
     """Benchmark of image models."""
 
-    benchmark: str = option("t2is", "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).")
+    benchmark: str = option(
+        "t2is", "`t2is` (T2IS-Bench), `gedit` (GEdit-Bench), or to `generate` alone `stories` (ViStoryBench)."
+    )
     dataset_name: str | None = option(
         None, "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted."
+    )
+    set_layout: str | None = option(
+        None,
+        "What a set of `t2is` is: a `grid`, or `separate` images. If `None`, what its row says.",
+        choices=(None, "grid", "separate"),
     )
     dataset_split: str = option("train", "Split of the dataset.")
     allow_remote_images: bool = option(False, REMOTE_IMAGES)
 
     def __post_init__(self):
-        if self.benchmark not in ("t2is", "gedit"):  # not `choices`, which a word without its option would pass
-            raise ValueError(f"`--benchmark` is {self.benchmark!r}, but must be t2is or gedit.")
+        if self.benchmark not in (
+            "t2is",
+            "gedit",
+            "stories",
+        ):  # not `choices`, which a word without its option would pass
+            raise ValueError(f"`--benchmark` is {self.benchmark!r}, but must be t2is, gedit or stories.")
         if self.dataset_name is None:
             raise ValueError("`--dataset_name` is missing: the prompts of the benchmark.")
 
@@ -128,6 +139,14 @@ class ScoredArguments(BenchmarkArguments):
         "default", "`default`, or `published` as its own script does (`t2is`: in `report` only).", choices=PROTOCOLS
     )
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.benchmark == "stories":
+            raise ValueError(
+                "`--benchmark stories` is scored by ViStoryBench's own evaluator: `paco-trl evaluate generate` with "
+                "`--panel_files True` writes what it reads."
+            )
+
 
 @dataclass
 class GenerationOptions(PipelineArguments, BenchmarkArguments):
@@ -137,7 +156,15 @@ class GenerationOptions(PipelineArguments, BenchmarkArguments):
     adapter_fraction: float = option(1.0, "Fraction of the denoising steps that use it, from the first.")
     seeds: list[int] = option([0], "Seeds for each prompt; only one with `gedit`.")
     batch_size: int = option(1, "Images per call of the pipeline; not for `gedit`.")
-    panel_files: bool = option(False, "Whether to also write the panels as files for the script of T2IS-Bench.")
+    panel_template: str = option("{theme} {panel}", "Prompt of a separate image.")
+    panel_generation: str = option(
+        "independent",
+        "Noise of separate images: `independent`, or the `shared_noise` of a set.",
+        choices=("independent", "shared_noise"),
+    )
+    panel_files: bool = option(
+        False, "Whether to also write the panels as files for the script of T2IS-Bench or ViStoryBench."
+    )
 
 
 @dataclass

@@ -470,6 +470,13 @@ def _complete_separate_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]
     return {**row, "prompt": prompt, "rows": 1, "cols": count}
 
 
+def prompts_of_row(row: Mapping[str, Any], panel_template: str) -> list[str]:
+    """Return the prompts of a row's images: its own, or one for each panel of separate images."""
+    if row.get("layout") != SEPARATE:
+        return [row["prompt"]]
+    return [panel_template.format(theme=row["theme"], panel=panel).strip() for panel in row["panels"]]
+
+
 def arrange_sets(dataset: "Dataset", layout: str | None) -> "Dataset":
     """
     Let all sets of completed prompts be separate images, or grids; `None` leaves them as their rows say.

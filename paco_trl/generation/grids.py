@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.columns import typed_dataset
-from ..data.image_sets import SEPARATE, check_image_set_columns
+from ..data.grids import join_grid
+from ..data.image_sets import SEPARATE, check_image_set_columns, prompts_of_row
 from ..utils.files import file_name
 from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
@@ -22,20 +23,21 @@ if TYPE_CHECKING:
 
 
 class GridBatch(NamedTuple):
-    """One call of the pipeline: each of its prompts with each of its seeds."""
+    """One call of the pipeline, or one for each separate image: each of its prompts with each of its seeds."""
 
     rows: list[int]
     seeds: list[int]
-    height: int
+    height: int  # of an image of the pipeline
     width: int
+    num_images: int = 1  # of a set
 
 
-def plan_batches(sizes: Sequence[tuple[int, int]], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
-    """Plan the calls that generate all prompts with all seeds."""
+def plan_batches(sizes: Sequence[tuple[int, ...]], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
+    """Plan the calls that generate all prompts with all seeds, of sizes and, if not 1, numbers of images."""
     # By the arguments alone: the last bits of an image depend on its batch, and a resumed run must make the same calls
     chunks = [list(seeds[start : start + batch_size]) for start in range(0, len(seeds), batch_size)]
     step = max(batch_size // len(seeds), 1)
-    rows_by_size: dict[tuple[int, int], list[int]] = {}
+    rows_by_size: dict[tuple[int, ...], list[int]] = {}
     for row, size in enumerate(sizes):
         rows_by_size.setdefault(size, []).append(row)
     return [
@@ -54,10 +56,13 @@ def generate_grids(
     batch_size: int = 1,
     height: int | None = None,
     width: int | None = None,
+    panel_template: str = "{theme} {panel}",
+    panel_generation: str = "independent",
     **call_arguments: Any,
 ) -> "Dataset":
     """
-    Generate a grid for each prompt with each seed, on one process or several (`accelerate launch`).
+    Generate a grid for each prompt with each seed, on one process or several (`accelerate launch`). Of a set of separate
+    images the grid shows them side by side.
 
     An image starts from the noise of its seed, sampled on the CPU, so that a seed gives the same noise on any device.
     Interrupted runs resume automatically: a call is repeated if one of its images is missing or cannot be read.
@@ -75,6 +80,8 @@ def generate_grids(
             Largest number of images of a call. With a multiple of the number of seeds, each prompt is encoded once.
         height (`int`, *optional*), width (`int`, *optional*):
             Size of the images in pixels; that of the prompt's row if `None`.
+        panel_template (`str`, *optional*, defaults to `"{theme} {panel}"`), panel_generation (`str`, *optional*, defaults to `"independent"`):
+            Of separate images, as in [`~paco_trl.PaCoGRPOConfig`].
         **call_arguments:
             Further arguments of the pipeline's call, such as `num_inference_steps` or `guidance_scale`.
 
@@ -85,9 +92,6 @@ def generate_grids(
     from accelerate import PartialState
 
     check_image_set_columns(prompts)
-    if "layout" in prompts.column_names and SEPARATE in prompts["layout"]:
-        row = prompts["layout"].index(SEPARATE)
-        raise ValueError(f"Row {row} is a set of separate images (`layout`), which is no grid. Leave such rows out.")
     ids, seeds = name_prompts(prompts, "grids"), list(seeds)
     if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) <= LARGEST_SEED:
         raise ValueError(f"`seeds` is {seeds}, but must be different ints from 0 to {LARGEST_SEED}.")
@@ -95,20 +99,33 @@ def generate_grids(
         raise ValueError(f"`batch_size` is {batch_size}. It must be at least 1.")
     arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
     check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
+    if panel_generation not in ("independent", "shared_noise"):
+        raise ValueError(f"`panel_generation` is {panel_generation!r}, but must be 'independent' or 'shared_noise'.")
     sizes = _sizes(prompts, ids, height, width, _size_multiple(pipeline))
 
     batches = plan_batches(sizes, seeds, batch_size)
     files = {f"{name}/{seed}": folder.images / file_name(name) / f"{seed}.png" for name in ids for seed in seeds}
     names = [[f"{ids[row]}/{seed}" for row in batch.rows for seed in batch.seeds] for batch in batches]
     columns = prompts.with_format(None).select_columns(["prompt", "rows", "cols"])[:]
+    known = [name for name in ("prompt", "layout", "theme", "panels") if name in prompts.column_names]
+    texts = [prompts_of_row(row, panel_template) for row in prompts.with_format(None).select_columns(known)]
     call_arguments |= own_arguments(pipeline)
 
     def generate(number: int) -> dict[str, "Image"]:
-        images = _generate(pipeline, columns["prompt"], batches[number], call_arguments)
-        return dict(zip(names[number], images, strict=True))
+        batch = batches[number]
+        panels = [
+            _generate(pipeline, of_panel, batch, number if panel_generation == "independent" else 0, call_arguments)
+            for number, of_panel in enumerate(zip(*(texts[row] for row in batch.rows), strict=True))
+        ]
+        return {
+            name: images[0] if len(images) == 1 else join_grid(images, 1, len(images))
+            for name, *images in zip(names[number], *panels, strict=True)
+        }
 
     calls = [{name: files[name] for name in of_call} for of_call in names]
-    flat = generate_missing(pipeline, calls, generate, "grids", [(batch.height, batch.width) for batch in batches])
+    flat = generate_missing(
+        pipeline, calls, generate, "grids", [(batch.height, batch.width * batch.num_images) for batch in batches]
+    )
     rows = [
         (f"{name}/{seed}", name, seed, *layout, str(files[f"{name}/{seed}"]))
         for name, *layout in zip(ids, columns["rows"], columns["cols"], strict=True)
@@ -118,7 +135,7 @@ def generate_grids(
     dataset = typed_dataset(rows, id="string", prompt_id="string", **numbers, image="image")
     if PartialState().is_main_process:
         grids_sheet(dataset, prompts, folder.path / "sample.png")
-        counts = Counter(f"{height}x{width}" for height, width in sizes)
+        counts = Counter(f"{height}x{width}" for height, width, _ in sizes)
         report = {
             "prompts": len(prompts),
             "seeds": seeds,
@@ -144,36 +161,45 @@ def _size_multiple(pipeline: "DiffusionPipeline") -> int:
 
 def _sizes(
     prompts: "Dataset", ids: list[str], height: int | None, width: int | None, multiple: int
-) -> list[tuple[int, int]]:
+) -> list[tuple[int, int, int]]:
+    """Return the height and the width of each row's images, and their number."""
     from ..rollout.resolution import check_inference_size
 
-    names = [name for name in ("rows", "cols", "height", "width") if name in prompts.column_names]
+    names = [name for name in ("rows", "cols", "height", "width", "layout") if name in prompts.column_names]
     sizes = []
     for name, row in zip(ids, prompts.with_format(None).select_columns(names), strict=True):
         size = (row.get("height") if height is None else height, row.get("width") if width is None else width)
         where = f"the prompt {name!r}"
         if not all(type(value) is int for value in size):
             raise ValueError(f"The height and width of {where} are {size}. Give them as columns or arguments.")
-        check_inference_size(*size, row["rows"], row["cols"], multiple, where)
-        sizes.append(size)
+        is_separate = row.get("layout") == SEPARATE
+        rows, cols = (1, 1) if is_separate else (row["rows"], row["cols"])
+        check_inference_size(*size, rows, cols, multiple, where)
+        sizes.append((*size, row["cols"] if is_separate else 1))
     return sizes
 
 
 def _generate(
-    pipeline: "DiffusionPipeline", texts: list[str], batch: GridBatch, call_arguments: dict[str, Any]
+    pipeline: "DiffusionPipeline", texts: Sequence[str], batch: GridBatch, panel: int, call_arguments: dict[str, Any]
 ) -> list["Image"]:
-    """Call the pipeline once; return the images, prompt by prompt."""
+    """Call the pipeline once; return the images, prompt by prompt. The noise is that of a seed and a panel."""
     import torch
+
+    from ..rollout import keyed_generator
 
     arguments = dict(call_arguments)
     if isinstance(arguments.get("negative_prompt"), str):  # some pipelines do not repeat it themselves
         arguments["negative_prompt"] = [arguments["negative_prompt"]] * len(batch.rows)
     images = pipeline(
-        prompt=[texts[row] for row in batch.rows],
+        prompt=list(texts),
         height=batch.height,
         width=batch.width,
         num_images_per_prompt=len(batch.seeds),
-        generator=[torch.Generator().manual_seed(seed) for _ in batch.rows for seed in batch.seeds],
+        generator=[
+            keyed_generator(seed, panel) if panel else torch.Generator().manual_seed(seed)
+            for _ in batch.rows
+            for seed in batch.seeds
+        ],
         **arguments,
     ).images
     for image in images:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data.grids import panel_size, split_grid
+from ..data.image_sets import SEPARATE
 from ..utils.files import file_name, to_png, write_atomically
 from ..utils.images import to_rgb
 from ..utils.text import some_of
@@ -167,7 +168,7 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
 
 
 def _layouts(benchmark: "Dataset") -> list[dict]:
-    names = ("id", "case_id", "rows", "cols", "height", "width", "shots")
+    names = ("id", "case_id", "rows", "cols", "height", "width", "layout", "shots")
     plain = benchmark.with_format(None)
     return list(plain.select_columns([name for name in names if name in benchmark.column_names]))
 
@@ -230,6 +231,10 @@ def _checked(
 ) -> FoundImages:
     """Check the sizes in the headers: a wrong file is found before hours of scoring."""
     sizes_of = {row["id"]: (height or row.get("height"), width or row.get("width")) for row in _layouts(benchmark)}
+    # Of separate images a row has the size of one, and the file shows them side by side
+    for row in _layouts(benchmark):
+        if row.get("layout") == SEPARATE and None not in sizes_of[row["id"]]:
+            sizes_of[row["id"]] = (sizes_of[row["id"]][0], sizes_of[row["id"]][1] * row["cols"])
     for key, one in found.sets.items():
         sizes = {file: image_file_size(file) for file in one.files if file is not None}  # (height, width)
         if not one.is_grid:

@@ -15,7 +15,7 @@ from datasets import Dataset
 from PIL import Image
 
 from ..data import SourceImages, check_edit_columns, has_source_images, join_grid
-from ..data.image_sets import SEPARATE, arrange_sets, complete_image_sets
+from ..data.image_sets import SEPARATE, arrange_sets, complete_image_sets, prompts_of_row
 from . import Family
 from .resolution import check_inference_size, training_size
 
@@ -77,7 +77,7 @@ class PromptRows:
         for number, (layout, theme, panels) in enumerate(columns):
             prompts = [self.prompts[number]]
             if layout == SEPARATE and self.sources is None:
-                prompts = [args.panel_template.format(theme=theme, panel=panel).strip() for panel in panels]
+                prompts = prompts_of_row({"layout": layout, "theme": theme, "panels": panels}, args.panel_template)
                 self.image_layouts[number] = (1, 1)
             self.calls_of.append(range(len(self.calls), len(self.calls) + len(prompts)))
             self.calls += [Call(number, prompt) for prompt in prompts]
