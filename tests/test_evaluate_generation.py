@@ -274,7 +274,14 @@ class TestT2IS:
         with pytest.raises(ValueError, match="other prompts"):  # of grids
             script.main(["score", *options["score"], "--output_dir", str(tmp_path / "base")])
         script.main(["score", *options["score"], *words])
-        report = ["--set_layout", "separate", "--base", str(tmp_path / "base"), "--output_dir", str(tmp_path / "report")]
+        report = [
+            "--set_layout",
+            "separate",
+            "--base",
+            str(tmp_path / "base"),
+            "--output_dir",
+            str(tmp_path / "report"),
+        ]
         script.main(["report", *options["report"], *report])
         results = json.loads((tmp_path / "report" / "results.json").read_text())
         found = means(results)

@@ -61,7 +61,7 @@ def test_the_papers_settings_are_the_defaults(script, monkeypatch):
     assert {name: defaults[name] for name in PAPER[script]} == {name: str(v) for name, v in PAPER[script].items()}
 
 
-def launch(folder: Path, script: str, start=launching.launch, config=CPU_DDP, **settings) -> Path:
+def launch(folder: Path, script: str, start=launching.launch, config=CPU_ZERO3, **settings) -> Path:
     """Train by the script, with the settings in a file; return the directory of the adapter."""
     (folder / "settings.yaml").write_text(yaml.safe_dump(COMMON | {"dataset_name": str(folder / "data")} | settings))
     command = [f"examples/{script}.py", "--config", folder / "settings.yaml", "--output_dir", folder / "out"]
@@ -102,8 +102,7 @@ def test_edits(script, tiny_qwen, tmp_path):
     models = {"model_name_or_path": str(model), "judge_model": str(tiny_qwen)}
     # The pipelines read sources at about a megapixel times this scale squared
     size = {"height": 1024, "width": 1024, "resolution_scale": 1 / 16}
-    forked = {"start": launching.check_run, "config": CPU_ZERO3}
-    check_adapter(model, launch(tmp_path, script, **forked, **models, **IMAGES, **size))
+    check_adapter(model, launch(tmp_path, script, launching.check_run, **models, **IMAGES, **size))
 
 
 @pytest.mark.slow
@@ -120,7 +119,8 @@ def test_judge(tiny_qwen, tmp_path):
             records.append({"conversations": turns, "images": images})
         (tmp_path / "data" / f"{name}.json").write_text(json.dumps(records))
     evaluation = {"eval_file": "held_out", "eval_strategy": "steps", "eval_steps": 2}
-    output = launch(tmp_path, "train_reward", model_name_or_path=str(tiny_qwen), dtype="float32", **evaluation)
+    settings = {"model_name_or_path": str(tiny_qwen), "dtype": "float32", **evaluation}
+    output = launch(tmp_path, "train_reward", config=CPU_DDP, **settings)
     pair = [(plain(0, (56, 56)), plain(200, (56, 56)))]
     base, judge = (PaCoReward.from_pretrained(each, device="cpu") for each in (tiny_qwen, output))
     assert judge.score(pair, ["Same color?"]) != pytest.approx(base.score(pair, ["Same color?"]), abs=1e-3)
