@@ -46,7 +46,8 @@ def trainer_images(trainer) -> list[Image.Image]:
     trainer.rewards.add = lambda *args: None  # nothing is scored
     fetched = trainer.sampler.fetch(trainer.train_rows, range(6), trainer.args.resolution_scale)
     micro_batches = np.arange(48).reshape(6, 8)
-    trainer._generate_round(99, micro_batches, list(range(6)), fetched, trainer.schedule.sde(99))
+    completions = trainer._completions(list(range(6)))
+    trainer._generate_round(99, micro_batches, completions, fetched, trainer.schedule.sde(99))
     trainer.policy.generate = draw
     return drawn
 

