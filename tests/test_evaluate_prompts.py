@@ -232,7 +232,12 @@ def test_the_images_of_a_set_are_shown_side_by_side(tiny_flux, tmp_path):
     words = ["--dataset_name", tmp_path / "sets.jsonl", "--num_generations", 2]
     results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out")["base"]
     assert [each["panels"] for each in results["sets"]] == [[1, 3], [1, 3], [1, 1], [1, 1]]
-    images = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "out" / "base" / "images").rglob("*.png"))]
+    files = sorted((tmp_path / "out" / "base" / "images").rglob("*.png"))
+    written = [path.stat().st_mtime_ns for path in files[1:]]
+    files[0].unlink()
+    evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
+    assert written == [path.stat().st_mtime_ns for path in files[1:]]  # only what is missing is generated again
+    images = [np.asarray(Image.open(path)) for path in files]
     assert sorted(image.shape[1] for image in images) == [32, 32, 96, 96]
     (first, second) = (image for image in images if image.shape[1] == 96)
     panels = [image[:, left : left + 32].tobytes() for image in (first, second) for left in (0, 32, 64)]

@@ -16,7 +16,6 @@ from launching import fork_context
 from paco_trl import PaCoNFTTrainer
 from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
 from paco_trl.data.image_sets import arrange_sets, complete_image_sets
-from paco_trl.generation import generate_grids
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout.prompt_rows import Completions, PromptRows
 from paco_trl.trainer.rounds import RoundSchedule
@@ -101,6 +100,7 @@ class TestData:
         shared = parse_image_set_prompt(grid["prompt"]).theme
         assert "2x2" in shared and "grid" not in first["theme"] and shared.endswith(first["theme"])
         assert (first["layout"], first["rows"], first["cols"]) == ("separate", 1, 4)
+        assert first["prompt"] == " ".join([first["theme"], *first["panels"]])  # which rewards read
         assert first["height"] is first["width"] is None  # those of the grid
         assert complete_image_sets(separate).to_list() == separate.to_list()
         back = arrange_sets(separate, "grid")
@@ -124,9 +124,12 @@ class TestData:
         with pytest.raises(ValueError, match=word):
             load_image_set_prompts(tmp_path / "sets.jsonl")
 
-    def test_grids_are_not_generated_of_them(self):
-        with pytest.raises(ValueError, match="layout"):
-            generate_grids(None, complete_image_sets(sets(2)), None)
+    def test_a_set_without_a_shared_text_stays_a_grid(self):
+        row = {"prompt": "Photos of a red cat.", "rows": 1, "cols": 2, "panels": ["It sleeps.", "It eats."]}
+        grids = Dataset.from_list([row])
+        assert arrange_sets(grids, "grid").to_list() == grids.to_list()
+        with pytest.raises(ValueError, match="theme"):
+            arrange_sets(grids, "separate")
 
 
 def settings(**changes) -> SimpleNamespace:
@@ -292,6 +295,9 @@ class TestOneFile:
         assert trainer.schedule.rows_per_round == 2 and trainer.train_rows.lengths == [4] * 12
         trainer.train()
         assert trainer._identity != make_trainer()._identity
+        other = make_trainer(set_layout="separate", num_prompts_per_generation=8, panel_template="{panel}")
+        changed = {name for name, value in trainer._identity.items() if other._identity[name] != value}
+        assert changed == {"panels"}
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def _load_benchmark(args) -> Dataset:
 
 
 def _digest_of(benchmark: Dataset) -> str:
-    columns = ("id", "language", "prompt", "rows", "cols", "height", "width", "layout")
+    columns = ["id", "language", "prompt", "rows", "cols", "height", "width", "layout"]
+    columns += ["theme", "panels"] * ("layout" in benchmark.column_names)
     return digest(benchmark.select_columns([name for name in columns if name in benchmark.column_names])[:])
 
 

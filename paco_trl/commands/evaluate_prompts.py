@@ -147,7 +147,8 @@ def _generate(
             *_, generated = sampler.rollout(completions, images, key, sizes, is_collective=False, **how)
             return dict(zip(calls[number], generated.images, strict=True))
 
-    sizes_of_calls = [sizes[row] for row, _ in files]
+    # Separate images are stored side by side
+    sizes_of_calls = [(sizes[row][0], sizes[row][1] * rows.lengths[row]) for row, _ in files]
     with sampler.ready():
         generate_missing(pipeline, calls, generate, f"images of {public_name(adapter or model)}", sizes_of_calls)
     accelerator.wait_for_everyone()

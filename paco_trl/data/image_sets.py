@@ -499,7 +499,11 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
         if _LAYOUT_PHRASE.search(prompt) is not None and _find_markers(prompt):
             theme = prompt[: _find_markers(prompt)[0].start()]
         theme = _GRID_INTRODUCTION.sub("", theme).strip()
-        return {**row, **own_sizes, "layout": SEPARATE, "theme": theme, "rows": 1, "cols": count}
+        if not theme:
+            needs = "Separate images would not show what they share. Add it, or leave the row a grid"
+            raise ValueError(f"Row {index} has no `theme`, and its prompt tells none: {shorten(prompt)}. {needs}.")
+        prompt = " ".join([theme, *row["panels"]])
+        return {**row, **own_sizes, "layout": SEPARATE, "theme": theme, "prompt": prompt, "rows": 1, "cols": count}
     grid = _usual_grid(count)
     try:
         prompt = format_image_set_prompt(_as_sentence(theme), *grid, [_as_sentence(text) for text in row["panels"]])

@@ -268,6 +268,7 @@ class Completions:
             for number in block[accelerator.process_index :][:1]:
                 images = {call: image for other, part in parts if other == number for call, image in part.items()}
                 finished |= self._finish(number, images)  # not if another process has repeated one of its images
+        self._images.clear()  # of what other processes have finished
         return finished
 
     def _finish(self, completion: int, images: dict[int, Image.Image]) -> dict[int, Image.Image]:

@@ -13,7 +13,7 @@ from ..checkpointing.checkpoints import dataset_digest
 from ..rewards.runner import RewardRunner
 from ..rollout.loading import adapter_digest, quantization_text
 from ..rollout.prompt_rows import PromptRows
-from ..utils.files import adapter_weights_digest
+from ..utils.files import adapter_weights_digest, digest
 from ..utils.fingerprint import weights_fingerprint
 from .config_utils import REFUSED_GRPO_FIELDS
 from .paco_grpo_config import PaCoGRPOConfig
@@ -118,6 +118,8 @@ def run_identity(
         "adapter": adapter_digest(adapter),
         "dataset_size": len(rows),
         "dataset": dataset_digest(rows.dataset, *rows.image_columns),
+        # Of separate images, whose prompts are made of the theme, the panels and the template
+        **({"panels": digest(rows.calls)} if len(rows.calls) > len(rows) else {}),
         **{name: settings[name] for name in _IDENTITY},
     }
 
