@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 # Pages outside docs/, by their path on the site
 OUTSIDE = {
     "index.md": "README.md",
-    "examples.md": "examples/README.md",
     "benchmarks.md": "benchmarks/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",

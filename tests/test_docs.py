@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
-        *(ROOT / name / "README.md" for name in ("examples", "benchmarks")),
+        ROOT / "benchmarks" / "README.md",
         *(ROOT / "docs").glob("*.md"),
     ]
 )
