@@ -31,18 +31,35 @@ ROOT = BENCHMARKS.parent
 
 # Minutes of each step, 30 together, and its command line. A step may also use what those before it left of theirs
 STEPS = {
+    # tests/test_gpu.py: the ratio in bf16 for each family, attention backends, compiled blocks, quantized weights,
+    # offloading, a reward on the GPU, evaluation, resuming
     "tests": (3.5, "gpu_tests.py"),
+    # rounds of FLUX.1-dev by per_device_train_batch_size and per_device_rollout_batch_size: times, fraction of the
+    # card's peak, memory of each phase, deviation of the ratio in two rounds
     "flux-512": (2.5, "gpu_rounds.py --sweep flux-512"),
+    # the same by attention_backend and with compile_repeated_blocks
     "flux-512-kernels": (3.5, "gpu_rounds.py --sweep flux-512-kernels"),
+    # the same without gradient checkpointing, with text encoders of the real depth (elsewhere one layer), and with
+    # quantized weights
     "flux-512-memory": (3.5, "gpu_rounds.py --sweep flux-512-memory"),
+    # ten rounds at 256 pixels and full model size for redder images, and ten for the opposite
     "training": (2.5, "gpu_rounds.py --sweep training"),
+    # rounds with branch_size and tail_steps
     "flux-512-branches": (1.5, "gpu_rounds.py --sweep flux-512-branches"),
+    # rounds with and without a 7B judge in the process, and with CLIP-T, also beside cuDNN's attention
     "flux-512-rewards": (3.5, "gpu_rounds.py --sweep flux-512-rewards"),
+    # rounds at 1024 pixels by batch size, and without gradient checkpointing
     "flux-1024": (2, "gpu_rounds.py --sweep flux-1024"),
+    # rounds of FLUX.1-Kontext at 384 x 384, by batch size
     "kontext-384": (1, "gpu_rounds.py --sweep kontext-384"),
+    # the same of Qwen-Image-Edit, one image at a time, with and without gradient checkpointing
     "qwen-image-edit-384": (2, "gpu_rounds.py --sweep qwen-image-edit-384"),
+    # a judge of the size of Qwen2.5-VL-7B: pairs per second, compared with the published usage
     "judge-scoring": (1.5, "gpu_judge.py --part scoring"),
+    # its LoRA step, compared with the logits of every position, with a differentiated vision tower, without cuDNN's
+    # attention, and with flash-attn
     "judge-training": (2, "gpu_judge.py --part training"),
+    # its scoring of sets of new and of known sizes, by attention: PyTorch's choice, without cuDNN's, flash-attn
     "judge-attention": (1, "gpu_judge.py --part attention"),
 }
 
