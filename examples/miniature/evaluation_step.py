@@ -26,10 +26,18 @@ Truths = Mapping[Unit, SetTruth]  # by prompt id and seed
 
 
 def generate_and_read(
-    folder: Path, adapter: Path | None, prompts: "Dataset", settings: MiniatureSettings, adapter_fraction: float = 1.0
+    folder: Path,
+    adapter: Path | None,
+    prompts: "Dataset",
+    settings: MiniatureSettings,
+    adapter_fraction: float = 1.0,
+    model: Path | None = None,
+    **options: Any,
 ) -> Truths:
     """Generate sets of the test prompts at full resolution, and read from the pixels what they show."""
-    pipeline = load_pipeline(str(toy_flux_path()), torch.float32, None if adapter is None else str(adapter), "cpu")
+    pipeline = load_pipeline(
+        str(model or toy_flux_path()), torch.float32, None if adapter is None else str(adapter), "cpu"
+    )
     with hybrid_inference(pipeline, adapter_fraction) as callback:
         grids = generate_grids(
             pipeline,
@@ -40,6 +48,7 @@ def generate_and_read(
             num_inference_steps=settings.num_inference_steps,
             max_sequence_length=pipeline.tokenizer_2.model_max_length,  # the only text length that the toy knows
             callback_on_step_end=callback,
+            **options,
         )
     rows = {row["id"]: row for row in prompts.with_format(None)}
     truths = {}

@@ -30,6 +30,7 @@ def train_generator(
     trainer_class: type[PaCoGRPOTrainer] = PaCoGRPOTrainer,
     config_class: type[PaCoGRPOConfig] = PaCoGRPOConfig,
     extra_rewards: Sequence[Callable] = (),
+    model: Path | None = None,
     **options: Any,
 ) -> PaCoGRPOTrainer:
     """Train a LoRA of the toy FLUX on the judge's score and CLIP-T, resuming from the last checkpoint."""
@@ -56,7 +57,7 @@ def train_generator(
     }
     rewards: list[Callable] = [ConsistencyReward(judge, batch_size=128), ClipTReward(toy_clip_path(), batch_size=128)]
     trainer = trainer_class(
-        model=str(toy_flux_path()),
+        model=str(model or toy_flux_path()),
         reward_funcs=[*rewards, *extra_rewards],
         args=config_class(str(folder), **(usual | options)),
         train_dataset=prompts,
