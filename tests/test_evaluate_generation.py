@@ -23,6 +23,7 @@ from paco_trl import PaCoReward
 from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path, split_grid, t2is_bench_question
 from paco_trl.generation import load_pipeline
+from paco_trl.hub.settings import ImageModelCard, ImageSettings, save_settings
 from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
 from paco_trl.utils.chat import EndpointUnavailableError
 from paco_trl.utils.files import file_name
@@ -181,6 +182,26 @@ class TestT2IS:
         monkeypatch.setattr(PaCoReward, "score", None)
         script.main(words)  # what is there is not made again
 
+    @pytest.mark.slow
+    def test_both_systems_are_generated_as_in_the_training_run(self, workspace, options, tiny_qwen, tmp_path):
+        shutil.copytree(workspace / "adapter", tmp_path / "adapter")
+        panels = {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}
+        run = ImageSettings(set_layout="separate", **panels)
+        save_settings(ImageModelCard("it", "it", options["generate"][3], settings=run), tmp_path / "adapter")
+        words = ["images", "t2is", *options["generate"], "--judges", str(tiny_qwen), "--device", "cpu"]
+        words += ["--adapter", str(tmp_path / "adapter"), "--height", "32", "--width", "48"]
+        other = panels | {"panel_generation": "independent"}
+        for name, given, expected in (
+            ("run", [], panels),
+            ("given", ["--panel_generation", "independent"], other),
+            ("grid", ["--set_layout", "grid"], {}),
+        ):
+            script.main([*words, "--output_dir", str(tmp_path / name), *given])
+            for role in ("base", "tuned"):
+                settings = json.loads((tmp_path / name / role / "settings.json").read_text())
+                assert {option: settings[option] for option in panels if option in settings} == expected
+            assert means(json.loads((tmp_path / name / "report" / "results.json").read_text()))["consistency"]
+
     @pytest.mark.parametrize(
         "changed, message",
         [
@@ -193,6 +214,9 @@ class TestT2IS:
             (["--adapter", "nowhere"], "nowhere"),
             (["--model_name_or_path", "other/model"], "was made for"),
             (["--missing", "none"], "'none'"),
+            (["--set_layout", "separate"], "height and width"),
+            (["--set_layout", "separate", "--panel_template", "{theme}"], "panel_template"),
+            (["--panel_generation", "shared_noise"], "`--panel_generation` would do nothing"),
         ],
     )
     def test_what_would_fail_after_hours_is_found_before(self, workspace, options, tmp_path, changed, message):

@@ -2,6 +2,7 @@
 """`paco-trl evaluate prompts`: base model against adapters on prompts of the user."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ from PIL import Image
 
 import launching
 from paco_trl.commands import evaluate as script
+from paco_trl.commands.evaluate_arguments import PANEL_OPTIONS
 from paco_trl.data import demo_prompts_path
+from paco_trl.hub.settings import ImageModelCard, ImageSettings, save_settings
 from paco_trl.tiny import build_tiny_flux2_klein, build_tiny_flux_kontext
 from test_evaluate_generation import make_adapter
 
@@ -223,6 +226,35 @@ def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, 
         words = ["--dataset_name", files / "single.txt", "--adapter", checkpoint / name]
         (results,) = evaluate(*words, model=tiny_flux, folder=tmp_path / "eval" / name).values()
         assert [each["settings"]["guidance_scale"] for each in results["systems"]] == [scale, scale]
+
+
+def test_sets_are_generated_as_in_the_training_run(adapters, files, tiny_flux, tmp_path):
+    run = ImageSettings(
+        num_inference_steps=2, guidance_scale=3.5, precision="float32", set_layout="separate",
+        panel_template="{panel} {theme}", panel_generation="shared_noise",
+    )  # fmt: skip
+    shutil.copytree(adapters["moved"], tmp_path / "moved")
+    call = {"num_inference_steps": 2}
+    save_settings(ImageModelCard("moved", "moved", str(tiny_flux), call=call, settings=run), tmp_path / "moved")
+    (tmp_path / "one.jsonl").write_text((files / "sets.jsonl").read_text().splitlines()[0])
+    words = ["--dataset_name", tmp_path / "one.jsonl", "--adapter", tmp_path / "moved"]
+
+    def of(name, *given):
+        (results,) = evaluate(*words, *given, model=tiny_flux, folder=tmp_path / name).values()
+        settings = {name: results["systems"][0]["settings"].get(name) for name in PANEL_OPTIONS}
+        return results["sets"][0]["panels"], settings, (tmp_path / name / "base/images/0/0.png").read_bytes()
+
+    layout, settings, shared = of("run")
+    assert layout == [1, 4] and settings == {name: getattr(run, name) for name in PANEL_OPTIONS}
+    layout, settings, independent = of("given", "--panel_generation", "independent")
+    assert layout == [1, 4] and settings["panel_template"] == run.panel_template and independent != shared
+    layout, settings, _ = of("grid", "--set_layout", "grid")
+    assert layout == [2, 2] and set(settings.values()) == {None}
+    with pytest.raises(ValueError, match="panel_generation"):
+        of("refused", "--set_layout", "grid", "--panel_generation", "independent")
+    with pytest.raises(ValueError, match="panel_template"):
+        of("refused", "--panel_template", "{theme}")
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.slow

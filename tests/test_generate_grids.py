@@ -356,6 +356,25 @@ class TestFlatImages:
         draw(flux, prompts, tmp_path, seeds=[4, 8], batch_size=2)  # nothing is generated, and they are still named
         assert StageFolder(tmp_path).report["flat grids"] == flat
 
+    def test_one_image_of_a_set_is_enough(self, flux, tmp_path):
+        calls = []
+
+        def spoil(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+            calls.append(output)
+            return output * torch.nan if len(calls) == 2 else output
+
+        row = {"layout": "separate", "theme": "A fox.", "panels": ["It runs.", "It sits."], "height": 32, "width": 32}
+        prompts = complete_image_sets(Dataset.from_list([row | {"id": "a"}, row | {"id": "b"}]))
+        handle = flux.vae.decoder.register_forward_hook(spoil)
+        try:
+            with pytest.warns(RuntimeWarning, match="invalid value"):
+                draw(flux, prompts, tmp_path, seeds=[4])
+        finally:
+            handle.remove()
+        assert len(calls) == 4 and StageFolder(tmp_path).report["flat grids"] == ["a/4"]
+        draw(flux, prompts, tmp_path, seeds=[4])
+        assert StageFolder(tmp_path).report["flat grids"] == ["a/4"]
+
     def test_one_grey_value_more_is_not_flat(self):
         image = Image.new("RGB", (8, 8), (7, 7, 7))
         assert is_flat(image) and is_flat(image.convert("L"))

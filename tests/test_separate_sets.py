@@ -15,8 +15,8 @@ from kill_runs import Run, copy_run, different, relative_difference
 from launching import fork_context
 from paco_trl import PaCoNFTTrainer
 from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
-from paco_trl.data.image_sets import arrange_sets, complete_image_sets
-from paco_trl.rewards import redness_reward
+from paco_trl.data.image_sets import arrange_sets, check_image_set_columns, complete_image_sets
+from paco_trl.rewards import LayoutReward, redness_reward
 from paco_trl.rollout.prompt_rows import Completions, PromptRows
 from paco_trl.trainer.rounds import RoundSchedule
 from testing_utils import are_equal, logs_with, weights_of
@@ -117,12 +117,27 @@ class TestData:
             (row_of(0, 2) | {"panels": None}, "panels"),
             (row_of(0, 2) | {"panels": ["One.", ""]}, "panels"),
             (row_of(0, 2) | {"layout": "seperate"}, "rows"),
+            (row_of(0, 4) | {"rows": 2, "cols": 2}, "rows=2"),
         ],
     )
     def test_refused_rows(self, tmp_path, row, word):
         (tmp_path / "sets.jsonl").write_text(json.dumps(row))
         with pytest.raises(ValueError, match=word):
             load_image_set_prompts(tmp_path / "sets.jsonl")
+
+    def test_rows_that_were_not_completed_are_checked_too(self):
+        rows = complete_image_sets(sets(4)).to_list()
+        check_image_set_columns(rows)
+        for changed, word in (({"rows": 2, "cols": 2}, "rows=2"), ({"theme": None}, "theme"), ({"cols": 3}, "panels")):
+            with pytest.raises(ValueError, match=word):
+                check_image_set_columns([rows[0] | changed])
+
+    def test_edits_are_no_sets(self):
+        image = Image.new("RGB", (64, 64))
+        rows = [{"prompt": "Red.", "image": image, "layout": layout} for layout in (None, "separate")]
+        assert PromptRows(Dataset.from_list(rows[:1]), settings(), "it").kind == "edits"
+        with pytest.raises(ValueError, match="Row 1 .*separate"):
+            PromptRows(Dataset.from_list(rows), settings(), "it")
 
     def test_a_set_without_a_shared_text_stays_a_grid(self):
         row = {"prompt": "Photos of a red cat.", "rows": 1, "cols": 2, "panels": ["It sleeps.", "It eats."]}
@@ -300,14 +315,24 @@ class TestOneFile:
         assert changed == {"panels"}
 
 
+def test_what_is_generated_in_vain_is_told(make_trainer, caplog):
+    make_trainer(**SETTINGS)
+    assert "not trained" not in caplog.text
+    make_trainer(**SETTINGS | {"train_dataset": sets(3, 3)})
+    assert "about 2 are generated and not trained" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
+        ({"reward_funcs": LayoutReward()}, "'layout'"),
         ({"num_prompts_per_generation": 2}, "num_prompts_per_generation"),
         ({"num_prompts_per_generation": 16}, "num_prompts_per_generation"),
         ({"set_layout": "grid", "width": 192, "panel_generation": "shared_noise"}, "panel_generation"),
         ({"panel_template": "{theme}"}, "panel_template"),
         ({"panel_template": "{theme} {panel} {other}"}, "panel_template"),
+        ({"panel_template": "{panel[a]}"}, "panel_template"),
+        ({"set_layout": "grid", "width": 192, "panel_template": "{panel}"}, "panel_template"),
         ({"set_layout": "row"}, "set_layout"),
         ({"panel_generation": "shared"}, "panel_generation"),
     ],
@@ -315,6 +340,28 @@ class TestOneFile:
 def test_refused(make_trainer, changes, word):
     with pytest.raises(ValueError, match=word):
         make_trainer(**SETTINGS | changes)
+
+
+class TestCard:
+    def test_names_how_the_sets_are_generated(self, make_trainer):
+        card = make_trainer(
+            **SETTINGS, panel_template="{panel} {theme}", panel_generation="shared_noise"
+        )._model_card()
+        run = card.settings
+        assert (run.set_layout, run.panel_generation) == ("separate", "shared_noise")
+        assert card.prompt.endswith(" Theme 0.") and card.layout == [1, 1]
+        (text,) = [value for name, value in run.rows(None) if "separate" in name]
+        assert "shared_noise" in text and "{panel} {theme}" in text
+        grid = {"layout": None, "prompt": "Two.", "rows": 1, "cols": 2, "panels": ["One.", "Two."]}
+        mixed = [grid, *(row_of(number, 2, **{"prompt": None, "rows": 1, "cols": 2}) for number in range(2))]
+        mixed = [{"theme": None, **row} for row in mixed]
+        run = make_trainer(**SETTINGS | {"train_dataset": Dataset.from_list(mixed)})._model_card().settings
+        assert (run.set_layout, run.panel_template) == (None, "{theme} {panel}")  # what their rows say
+
+    def test_of_grids_says_nothing(self, make_trainer):
+        run = make_trainer()._model_card().settings
+        assert run.set_layout is run.panel_template is run.panel_generation is None
+        assert not [name for name, _ in run.rows(None) if "separate" in name]
 
 
 @pytest.mark.slow

@@ -42,10 +42,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..data import load_edit_prompts, load_image_set_prompts, load_stories
-from ..data.image_sets import arrange_sets, complete_image_sets
+from ..data.image_sets import SEPARATE, arrange_sets, check_panel_template, complete_image_sets
 from ..evaluation import AestheticScorer
 from ..generation import generate_edits, generate_grids, load_pipeline
 from ..generation.edits import edit_keys
+from ..generation.grids import image_sizes
 from ..generation.loading import check_adapter
 from ..image_benchmarks import (
     System,
@@ -69,11 +70,13 @@ from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import edit_protocol
 from ..image_benchmarks.image_sets import find_generated_sets, write_panel_files
 from ..rollout.hybrid_inference import check_adapter_fraction, hybrid_inference
+from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
 from ..utils.files import adapter_weights_digest, digest, sole_writer, write_atomically
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import (
+    PANEL_OPTIONS,
     SERVED_ONLY,
     GenerateArguments,
     ImagesArguments,
@@ -85,7 +88,7 @@ from .evaluate_arguments import (
     refuse_unused,
 )
 from .evaluate_judge import JudgeArguments, evaluate
-from .evaluate_prompts import evaluate_prompts
+from .evaluate_prompts import evaluate_prompts, load_run_card
 from .options import judge_options
 from .parser import run_stage
 
@@ -135,6 +138,10 @@ def _digest_of(benchmark: Dataset) -> str:
     return digest(benchmark.select_columns([name for name in columns if name in benchmark.column_names])[:])
 
 
+def _has_separate(benchmark: Dataset) -> bool:
+    return "layout" in benchmark.column_names and SEPARATE in benchmark["layout"]
+
+
 def _settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
     """Read how the images of a system were generated; `None` for those from elsewhere."""
     file = Path(folder) / "settings.json"
@@ -150,8 +157,7 @@ def _settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
 def generate(args: GenerateArguments) -> Step:
     """Generate the images of one system."""
     if args.benchmark == "gedit":
-        unused = ("panel_files", "batch_size", "panel_template", "panel_generation")
-        refuse_unused(args, unused, "with `--benchmark gedit`")
+        refuse_unused(args, ("panel_files", "batch_size", *PANEL_OPTIONS), "with `--benchmark gedit`")
     if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
         raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
     check_positive(args, "num_inference_steps", "batch_size")
@@ -169,9 +175,16 @@ def generate(args: GenerateArguments) -> Step:
         settings["adapter_weights"] = adapter_weights_digest(args.adapter)
     if args.adapter_fraction < 1:
         settings["adapter_fraction"] = args.adapter_fraction
-    separate = {name: getattr(args, name) for name in ("panel_template", "panel_generation")}
-    if "layout" in benchmark.column_names and "separate" in benchmark["layout"]:
-        settings |= separate
+    panels = {}
+    if _has_separate(benchmark):
+        given = {name: getattr(args, name) for name in PANEL_OPTIONS}
+        panels = {name: getattr(PaCoGRPOConfig, name) if each is None else each for name, each in given.items()}
+        check_panel_template(panels["panel_template"])
+    else:
+        refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
+    settings |= panels
+    if args.benchmark != "gedit":
+        image_sizes(benchmark, args.height, args.width)
     with sole_writer(args.output_dir, "images"):
         folder = StageFolder(args.output_dir, settings)
         yield
@@ -182,7 +195,7 @@ def generate(args: GenerateArguments) -> Step:
                 call |= {name: getattr(args, name) for name in ("height", "width") if getattr(args, name) is not None}
                 generate_edits(pipeline, benchmark, folder, args.seeds[0], **call)
             else:
-                call |= separate | {"height": args.height, "width": args.width}
+                call |= panels | {"height": args.height, "width": args.width}
                 generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, **call)
         if PartialState().is_main_process:
             if args.panel_files:
@@ -374,6 +387,13 @@ def images(args: ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter; what is there is not made again."""
     if not args.judges:
         raise ValueError("`--judges` is missing: without one there is nothing to report.")
+    if args.benchmark != "gedit" and (card := load_run_card(args.adapter)) is not None:
+        # The base model gets them as well
+        args.set_layout = args.set_layout or card.settings.set_layout
+        if _has_separate(_load_benchmark(args)):
+            for name in PANEL_OPTIONS:
+                if getattr(args, name) is None:
+                    setattr(args, name, getattr(card.settings, name))
     roles, folder = ["base"] if args.adapter is None else ["base", "tuned"], Path(args.output_dir)
 
     def of(kind: type, role: str, **changed: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..evaluation.runs import PROTOCOLS
+from ..rollout.prompt_rows import PANEL_GENERATIONS
 from .build_arguments import DTYPES, PipelineArguments, RequestArguments
 from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 from .script_arguments import PromptDataArguments, RewardOptions
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ..rewards.paco_reward import PaCoReward
 
 
+# Of sets of separate images
+PANEL_OPTIONS = ("panel_template", "panel_generation")
 # What only a judge on a server has
 SERVED_ONLY = ("api_key_variable", "max_concurrency")
 
@@ -67,7 +70,34 @@ def load_judge(args: JudgeOptions, name: str, url: str | None) -> "PaCoReward | 
 
 
 @dataclass
-class PromptsArguments(RewardOptions, PromptDataArguments):
+class SetOptions:
+    """What an image set is."""
+
+    set_layout: str | None = option(
+        None,
+        "What an image set is: a `grid`, or `separate` images. If `None`, as in the adapter's training run (`prompts`, "
+        "`images`), or what its row says.",
+        choices=(None, "grid", "separate"),
+    )
+
+
+@dataclass
+class PanelOptions(SetOptions):
+    """What an image set is, and how separate images are generated."""
+
+    panel_template: str | None = option(
+        None, "Prompt of a separate image. If `None`, that of the run (`prompts`, `images`), or `{theme} {panel}`."
+    )
+    panel_generation: str | None = option(
+        None,
+        "Noise of separate images: `independent`, or the `shared_noise` of a set. If `None`, that of the run (`prompts`, "
+        "`images`), or `independent`.",
+        choices=(None, *PANEL_GENERATIONS),
+    )
+
+
+@dataclass
+class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
     """Your own prompts: the base model against adapters, by any rewards, on a page with the images side by side."""
 
     adapter: list[str] | None = option(
@@ -99,7 +129,7 @@ class PromptsArguments(RewardOptions, PromptDataArguments):
 
 
 @dataclass
-class BenchmarkArguments:
+class BenchmarkArguments(SetOptions):
     """Benchmark of image models."""
 
     benchmark: str = option(
@@ -107,11 +137,6 @@ class BenchmarkArguments:
     )
     dataset_name: str | None = option(
         None, "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted."
-    )
-    set_layout: str | None = option(
-        None,
-        "What a set of `t2is` is: a `grid`, or `separate` images. If `None`, what its row says.",
-        choices=(None, "grid", "separate"),
     )
     dataset_split: str = option("train", "Split of the dataset.")
     allow_remote_images: bool = option(False, REMOTE_IMAGES)
@@ -149,19 +174,13 @@ class ScoredArguments(BenchmarkArguments):
 
 
 @dataclass
-class GenerationOptions(PipelineArguments, BenchmarkArguments):
+class GenerationOptions(PipelineArguments, PanelOptions, BenchmarkArguments):
     """How images are generated: by a pipeline, with or without an adapter."""
 
     adapter: str | None = option(None, "Hub id, directory or LoRA file of an adapter. If `None`, the untouched model.")
     adapter_fraction: float = option(1.0, "Fraction of the denoising steps that use it, from the first.")
     seeds: list[int] = option([0], "Seeds for each prompt; only one with `gedit`.")
     batch_size: int = option(1, "Images per call of the pipeline; not for `gedit`.")
-    panel_template: str = option("{theme} {panel}", "Prompt of a separate image.")
-    panel_generation: str = option(
-        "independent",
-        "Noise of separate images: `independent`, or the `shared_noise` of a set.",
-        choices=("independent", "shared_noise"),
-    )
     panel_files: bool = option(
         False, "Whether to also write the panels as files for the script of T2IS-Bench or ViStoryBench."
     )

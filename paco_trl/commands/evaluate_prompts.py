@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.markup import escape
 
+from ..data.image_sets import check_panel_template
 from ..generation.image_files import generate_missing
 from ..hub.settings import ImageModelCard, load_settings
 from ..image_benchmarks import print_report, save_generation_report
@@ -29,7 +30,7 @@ from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
-from .evaluate_arguments import PromptsArguments, check_positive
+from .evaluate_arguments import PANEL_OPTIONS, PromptsArguments, check_positive, refuse_unused
 from .script_arguments import (
     PromptDataArguments,
     RewardOptions,
@@ -56,9 +57,12 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared})
     dataset = load_train_prompts(script_args)
     settings = _settings(args)
-    names = ("resolution_scale", "set_layout", "panel_template", "panel_generation")
-    defaults = {name: getattr(PaCoGRPOConfig, name) for name in names} | {"resolution_scale": 1.0}
-    rows = PromptRows(dataset, SimpleNamespace(**settings, **defaults), "the dataset")
+    check_panel_template(settings["panel_template"])
+    rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
+    del settings["set_layout"]  # the rows have it
+    if not rows.has_separate:
+        refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
+        settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
     settings["prompts"] = digest(json.dumps([rows.content(number) for number in range(len(rows))], default=str))
     check_judged(script_args, dataset)
     rewards = RewardRunner(load_rewards(script_args))
@@ -101,19 +105,27 @@ def evaluate_prompts(args: PromptsArguments) -> None:
             console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
 
 
+def load_run_card(adapter: str | None) -> Any:
+    """Load the card of an adapter's training run, which has `settings`; `None` for an adapter without, and for none."""
+    folder = peft_folder(adapter) if adapter else None
+    card = load_settings(folder) if folder else None
+    return card if isinstance(card, ImageModelCard) and card.settings is not None else None
+
+
 def _settings(args: PromptsArguments) -> dict[str, Any]:
     """Return what all images depend on: options, or else the settings of the first adapter's run, or else the defaults."""
+    names = ("height", "width", "guidance_scale", "negative_prompt", "set_layout", *PANEL_OPTIONS)
     settings: dict[str, Any] = {
-        **{name: getattr(PaCoGRPOConfig, name) for name in ("height", "width", "guidance_scale", "negative_prompt")},
+        **{name: getattr(PaCoGRPOConfig, name) for name in names},
         "num_inference_steps": PaCoGRPOConfig.num_inference_steps_eval,
         "bf16": True,
     }
-    folder = peft_folder(args.adapter[0]) if args.adapter else None
-    card = load_settings(folder) if folder else None
-    if isinstance(card, ImageModelCard) and card.settings is not None:
+    if (card := load_run_card(args.adapter[0] if args.adapter else None)) is not None:
         run = card.settings
         settings |= {"guidance_scale": run.guidance_scale, "negative_prompt": run.negative_prompt}
         settings |= {"num_inference_steps": card.call["num_inference_steps"], "bf16": run.precision == "bfloat16"}
+        settings["set_layout"] = None if args.edits else run.set_layout
+        settings |= {name: value for name in PANEL_OPTIONS if (value := getattr(run, name)) is not None}
         if run.inference_size is not None:
             settings |= dict(zip(("height", "width"), run.inference_size, strict=True))
     settings |= {name: value for name in settings if (value := getattr(args, name)) is not None}
@@ -147,8 +159,7 @@ def _generate(
             *_, generated = sampler.rollout(completions, images, key, sizes, is_collective=False, **how)
             return dict(zip(calls[number], generated.images, strict=True))
 
-    # Separate images are stored side by side
-    sizes_of_calls = [(sizes[row][0], sizes[row][1] * rows.lengths[row]) for row, _ in files]
+    sizes_of_calls = [(*sizes[row], rows.lengths[row]) for row, _ in files]
     with sampler.ready():
         generate_missing(pipeline, calls, generate, f"images of {public_name(adapter or model)}", sizes_of_calls)
     accelerator.wait_for_everyone()

@@ -18,7 +18,7 @@ from ..utils.text import shorten
 from .columns import check_image_column, check_is_dataset, check_references, list_lengths, typed_dataset
 from .dataset_files import dataset_of_rows, find_image, find_prompts, has_rows_as_text, load_split, with_image_files
 from .grids import pixels_sha256
-from .image_sets import check_row, read_prompt_rows
+from .image_sets import SEPARATE, check_row, read_prompt_rows
 from .source_images import MANY_ROWS, SourceImages
 from .texts import is_text, normalized
 
@@ -76,6 +76,9 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
         if (height, width) != (None, None) and not all(type(side) is int and side > 0 for side in (height, width)):
             where = f"`height` and `width` of row {row} of `{name}`"
             raise ValueError(f"{where} are {height!r} and {width!r}. Give both, as positive ints, or neither.")
+    if "layout" in names and SEPARATE in plain["layout"]:
+        problem = f"Row {plain['layout'].index(SEPARATE)} of `{name}` is a set of separate images, but edits one image"
+        raise ValueError(f"{problem}. Leave `layout` out, or name the images `references`.")
     missing = [column for column in _GRID_COLUMNS if column not in names]
     if len(missing) == len(_GRID_COLUMNS):
         return

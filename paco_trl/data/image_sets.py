@@ -377,7 +377,7 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
 
     if isinstance(dataset_or_rows, Dataset):
         names = dataset_or_rows.column_names
-        rows = list(_columns_of(dataset_or_rows, [*_NEEDED_COLUMNS, *_SIZE_COLUMNS, "layout"]))
+        rows = list(_columns_of(dataset_or_rows, [*_NEEDED_COLUMNS, *_SIZE_COLUMNS, "layout", "theme"]))
     else:
         rows = list(dataset_or_rows)
         names = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
@@ -393,6 +393,12 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
         check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
         if row.get("layout") != SEPARATE:
             _check_grid_of_prompt(index, row["prompt"], row["rows"], row["cols"])
+        elif row["rows"] != 1:
+            problem = f"Row {index} has rows={row['rows']}, but its images are separate, and shown side by side"
+            raise ValueError(f"{problem}. Leave `rows` and `cols` out.")
+        elif not is_text(row.get("theme")):
+            needs = "A set of separate images needs a text of what all of them show."
+            raise ValueError(f"`theme` of row {index} is {shorten(row.get('theme'))}. {needs}")
         for name in _SIZE_COLUMNS:
             value = row.get(name)
             if value is not None and (type(value) is not int or value < 1):
@@ -437,7 +443,7 @@ def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None
 def _complete_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """Read what a row leaves out from its prompt: the layout and the panels, or the theme alone."""
     if row.get("layout") == SEPARATE:
-        return _complete_separate_row(index, row)
+        return _complete_separate_row(row)
     is_bare = all(row.get(name) is None for name in _GRID_COLUMNS)
     is_other = row.get("layout") is not None or not {"image", "images"}.isdisjoint(row)
     if "prompt" not in row or is_bare and is_other:
@@ -459,15 +465,24 @@ def _complete_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **{name: part for name, part in parts.items() if row.get(name) is None}}
 
 
-def _complete_separate_row(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+def _complete_separate_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the prompt and the layout of a set of separate images: its panels side by side."""
     theme, panels = row.get("theme"), row.get("panels")
-    if not is_text(theme):
-        needs = "A set of separate images needs a text of what all of them show."
-        raise ValueError(f"`theme` of row {index} is {shorten(theme)}. {needs}")
     count = len(panels) if isinstance(panels, list | tuple) else 1  # the check reports others
-    prompt = row.get("prompt") or " ".join(map(str, [theme, *(panels or ())]))
-    return {**row, "prompt": prompt, "rows": 1, "cols": count}
+    prompt = " ".join(map(str, [theme, *(panels or ())]))
+    filled = {"prompt": prompt, "rows": 1, "cols": count}
+    return {**row, **{name: value for name, value in filled.items() if row.get(name) is None}}
+
+
+def check_panel_template(template: str) -> None:
+    """Check that a template gives each panel a prompt of its own."""
+    try:
+        prompts = {template.format(theme="", panel=panel) for panel in ("One panel.", "Another.")}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        prompts = set()
+    if len(prompts) < 2:
+        needs = "a text with `{panel}`, and `{theme}` where the text of the set belongs, and no other field"
+        raise ValueError(f"`panel_template` is {template!r}; it must be {needs}.")
 
 
 def prompts_of_row(row: Mapping[str, Any], panel_template: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.columns import typed_dataset
 from ..data.grids import join_grid
-from ..data.image_sets import SEPARATE, check_image_set_columns, prompts_of_row
+from ..data.image_sets import SEPARATE, check_image_set_columns, check_panel_template, prompts_of_row
 from ..utils.files import file_name
 from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
@@ -92,7 +92,7 @@ def generate_grids(
     from accelerate import PartialState
 
     check_image_set_columns(prompts)
-    ids, seeds = name_prompts(prompts, "grids"), list(seeds)
+    seeds = list(seeds)
     if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) <= LARGEST_SEED:
         raise ValueError(f"`seeds` is {seeds}, but must be different ints from 0 to {LARGEST_SEED}.")
     if batch_size < 1:
@@ -101,9 +101,10 @@ def generate_grids(
     check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
     if panel_generation not in ("independent", "shared_noise"):
         raise ValueError(f"`panel_generation` is {panel_generation!r}, but must be 'independent' or 'shared_noise'.")
-    sizes = _sizes(prompts, ids, height, width, _size_multiple(pipeline))
+    check_panel_template(panel_template)
+    sizes = image_sizes(prompts, height, width, _size_multiple(pipeline))
 
-    batches = plan_batches(sizes, seeds, batch_size)
+    ids, batches = list(sizes), plan_batches(list(sizes.values()), seeds, batch_size)
     files = {f"{name}/{seed}": folder.images / file_name(name) / f"{seed}.png" for name in ids for seed in seeds}
     names = [[f"{ids[row]}/{seed}" for row in batch.rows for seed in batch.seeds] for batch in batches]
     columns = prompts.with_format(None).select_columns(["prompt", "rows", "cols"])[:]
@@ -123,9 +124,8 @@ def generate_grids(
         }
 
     calls = [{name: files[name] for name in of_call} for of_call in names]
-    flat = generate_missing(
-        pipeline, calls, generate, "grids", [(batch.height, batch.width * batch.num_images) for batch in batches]
-    )
+    sizes_of_calls = [(batch.height, batch.width, batch.num_images) for batch in batches]
+    flat = generate_missing(pipeline, calls, generate, "grids", sizes_of_calls)
     rows = [
         (f"{name}/{seed}", name, seed, *layout, str(files[f"{name}/{seed}"]))
         for name, *layout in zip(ids, columns["rows"], columns["cols"], strict=True)
@@ -135,7 +135,7 @@ def generate_grids(
     dataset = typed_dataset(rows, id="string", prompt_id="string", **numbers, image="image")
     if PartialState().is_main_process:
         grids_sheet(dataset, prompts, folder.path / "sample.png")
-        counts = Counter(f"{height}x{width}" for height, width, _ in sizes)
+        counts = Counter(f"{height}x{width}" for height, width, _ in sizes.values())
         report = {
             "prompts": len(prompts),
             "seeds": seeds,
@@ -159,15 +159,15 @@ def _size_multiple(pipeline: "DiffusionPipeline") -> int:
     return processor.config.vae_scale_factor if processor is not None else getattr(pipeline, "vae_scale_factor", 1)
 
 
-def _sizes(
-    prompts: "Dataset", ids: list[str], height: int | None, width: int | None, multiple: int
-) -> list[tuple[int, int, int]]:
-    """Return the height and the width of each row's images, and their number."""
+def image_sizes(
+    prompts: "Dataset", height: int | None, width: int | None, multiple: int | None = None
+) -> dict[str, tuple[int, int, int]]:
+    """Check and return the height and width of each prompt's images, and their number; a `multiple` is the pipeline's."""
     from ..rollout.resolution import check_inference_size
 
     names = [name for name in ("rows", "cols", "height", "width", "layout") if name in prompts.column_names]
-    sizes = []
-    for name, row in zip(ids, prompts.with_format(None).select_columns(names), strict=True):
+    sizes = {}
+    for name, row in zip(name_prompts(prompts, "grids"), prompts.with_format(None).select_columns(names), strict=True):
         size = (row.get("height") if height is None else height, row.get("width") if width is None else width)
         where = f"the prompt {name!r}"
         if not all(type(value) is int for value in size):
@@ -175,7 +175,7 @@ def _sizes(
         is_separate = row.get("layout") == SEPARATE
         rows, cols = (1, 1) if is_separate else (row["rows"], row["cols"])
         check_inference_size(*size, rows, cols, multiple, where)
-        sizes.append((*size, row["cols"] if is_separate else 1))
+        sizes[name] = (*size, row["cols"] if is_separate else 1)
     return sizes
 
 

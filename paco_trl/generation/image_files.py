@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
+from ..data.grids import split_grid
 from ..utils.files import to_png, write_atomically
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
@@ -61,25 +62,27 @@ def generate_missing(
     calls: Sequence[Mapping[str, Path]],
     generate: Callable[[int], Mapping[str, "Image"]],
     what: str,
-    sizes: Sequence[tuple[int, int]] | None = None,
+    sizes: Sequence[tuple[int, int, int]] | None = None,
 ) -> list[str]:
     """
     Make the calls of a pipeline whose images are not all on the disk; return the names of flat images, and warn of them.
 
-    A call is given by the files of its images, by name, and by its height and width in `sizes`, if these are known.
+    A call is given by the files of its images, by name, and in `sizes`, if these are known, by height, width, and number
+    of the images that a file shows side by side.
     """
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
     # Each process reads a part of the existing files; then all of them divide the same list of calls
     state = PartialState()
+    count_of = lambda number: 1 if sizes is None else sizes[number][2]  # noqa: E731
     flat, missing = [], []
     for number in range(state.process_index, len(calls), state.num_processes):
         for name, path in calls[number].items():
             image = _read_image(path, None if sizes is None else sizes[number])
             if image is None:
                 missing.append((number, name))
-            elif is_flat(image):
+            elif is_flat(image, count_of(number)):
                 flat.append(name)
     wait_for_all()
     missing = sorted(gather_object(missing))
@@ -91,7 +94,7 @@ def generate_missing(
     order = [name for call in calls for name in call]
     is_quiet = not state.is_main_process
     with (
-        truncations_counted(pipeline, f"{len(names)} calls of {type(pipeline).__name__}"),
+        truncations_counted(pipeline, f"{sum(map(count_of, names))} calls of {type(pipeline).__name__}"),
         tqdm(
             total=len(order), initial=len(order) - len(waiting), desc=f"Generating {what}", unit="image",
             disable=is_quiet,
@@ -101,7 +104,7 @@ def generate_missing(
             images = generate(number)
             for name in names[number]:
                 write_atomically(calls[number][name], to_png(images[name]))
-                if is_flat(images[name]):
+                if is_flat(images[name], count_of(number)):
                     flat.append(name)
             if not is_quiet:  # images of other processes count too
                 still = [path for path in waiting if not path.exists()]
@@ -112,22 +115,24 @@ def generate_missing(
         bar.update(len(waiting))
     if flat and not is_quiet:
         logger.warning(
-            f"{len(flat)} of {len(order)} {what} are one flat color, the result of a safety checker or of non-finite numbers "
+            f"{len(flat)} of {len(order)} {what} are (or have an image of) one flat color, the result of a safety checker or of non-finite numbers "
             f"(try another `dtype`): {', '.join(flat[:20])}{', ...' * (len(flat) > 20)}. Leave their prompts out, or "
             "generate them with another seed."
         )
     return flat
 
 
-def _read_image(path: Path, size: tuple[int, int] | None) -> "Image | None":
+def _read_image(path: Path, size: tuple[int, int, int] | None) -> "Image | None":
     """Read an image if it is complete. Any other file is removed, so that the image is generated again."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             image.load()
-            if size is not None and (image.height, image.width) != size:
-                raise ValueError(f"it has {image.height}x{image.width} pixels instead of {size[0]}x{size[1]}")
+            if size is not None and (image.height, image.width) != (size[0], size[1] * size[2]):
+                raise ValueError(
+                    f"it has {image.height}x{image.width} pixels instead of {size[0]}x{size[1] * size[2]}"
+                )
             return image
     except FileNotFoundError:
         return None
@@ -137,8 +142,11 @@ def _read_image(path: Path, size: tuple[int, int] | None) -> "Image | None":
         return None
 
 
-def is_flat(image: "Image") -> bool:
-    """Tell whether an image has one flat color."""
-    extrema = image.getextrema()
-    bands = extrema if isinstance(extrema[0], tuple) else [extrema]
-    return all(low == high for low, high in bands)
+def is_flat(image: "Image", count: int = 1) -> bool:
+    """Tell whether an image, or one of `count` side by side, has one flat color."""
+    for panel in split_grid(image, 1, count):
+        extrema = panel.getextrema()
+        bands = extrema if isinstance(extrema[0], tuple) else [extrema]
+        if all(low == high for low, high in bands):
+            return True
+    return False

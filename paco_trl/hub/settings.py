@@ -52,6 +52,9 @@ class ImageSettings:
     training_size: list[int] | None = None  # height and width in pixels, where all images have the same size
     inference_size: list[int] | None = None
     resolution_scale: float | None = None
+    set_layout: str | None = None  # also where the rows of all sets say it
+    panel_template: str | None = None  # of separate images
+    panel_generation: str | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     negative_prompt: str | None = None
@@ -97,6 +100,8 @@ class ImageSettings:
             yield "resolution", f"{sizes[0]} in training, {sizes[1]} in inference"
         elif self.resolution_scale is not None:
             yield "resolution", f"{self.resolution_scale} of the inference size per side"
+        if self.panel_template is not None:
+            yield "separate images of a set", f"{self.panel_generation}, with the prompts `{self.panel_template}`"
         if self.num_inference_steps is not None:
             negative = ""
             if self.negative_prompt is not None:

@@ -51,6 +51,7 @@ class LayoutReward:
     """
 
     __name__ = "layout"  # names TRL's metrics, `rewards/layout/mean`
+    scores_grids = True
 
     def __call__(
         self,

@@ -37,6 +37,7 @@ from trl.trainer.utils import (
 )
 
 from ..data import split_grid
+from ..data.image_sets import SEPARATE
 from ..rollout.sampler import on_device
 from ..utils.fingerprint import describe_scorer
 from ..utils.stopping import Stopped, agree, stop_request
@@ -528,7 +529,7 @@ def check_reward_weights(weights: list[float] | None, names: list[str], aggregat
 
 
 def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:
-    """Check that a dataset has the columns (parameters, `needed_columns`) and panels (`min_panels`) of rewards."""
+    """Check that a dataset has the columns (parameters, `needed_columns`) and panels (`min_panels`, `scores_grids`) of rewards."""
     if taken := sorted(_FROM_TRAINER & set(dataset.column_names)):
         raise ValueError(
             f"{where[0].upper()}{where[1:]} has the column(s) {', '.join(taken)}, but rewards get these from the trainer: "
@@ -547,6 +548,12 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                     f"The reward '{name}' compares panels, at least {least}, but row {row} of {where} has "
                     f"{rows} x {cols}. Remove the row, or use another reward."
                 )
+        kinds = dataset["layout"] if "layout" in dataset.column_names else ()
+        if getattr(function, "scores_grids", False) and SEPARATE in kinds:
+            raise ValueError(
+                f"The reward '{name}' scores the lines of a grid, but row {kinds.index(SEPARATE)} of {where} is a set of "
+                "separate images. Leave the reward out."
+            )
         given = _ALWAYS_GIVEN | set(dataset.column_names)
         for each in _parameters(function):
             if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):

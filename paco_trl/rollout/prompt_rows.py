@@ -76,7 +76,7 @@ class PromptRows:
         columns = zip(self._column("layout"), self._column("theme", ""), self._column("panels"), strict=True)
         for number, (layout, theme, panels) in enumerate(columns):
             prompts = [self.prompts[number]]
-            if layout == SEPARATE and self.sources is None:
+            if layout == SEPARATE:
                 prompts = prompts_of_row({"layout": layout, "theme": theme, "panels": panels}, args.panel_template)
                 self.image_layouts[number] = (1, 1)
             self.calls_of.append(range(len(self.calls), len(self.calls) + len(prompts)))
@@ -100,6 +100,11 @@ class PromptRows:
         if self.sources not in (None, self.references):
             return "edits"
         return "single images" if set(self.layouts) <= {(1, 1)} else "sets"
+
+    @property
+    def has_separate(self) -> bool:
+        """Whether some rows are sets of separate images."""
+        return SEPARATE in self._column("layout")
 
     def measure(self, pipeline, family: Family) -> "PromptRows":
         """Compute the size of each row's images, for inference and training, and check it against the pipeline."""

@@ -40,9 +40,10 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
             f"The dataset has {count} prompt{'s' * (count != 1)}, but a round takes {layout.num_prompts} different ones: "
             f"{layout.describe()} Set `num_prompts_per_generation` to at most {count}, or add prompts."
         )
-    if args.panel_generation != "independent" and len(rows.calls) == len(rows):
-        problem = f"`panel_generation` is {args.panel_generation!r}, but the dataset has no set of separate images"
-        raise ValueError(f"{problem}. Unset it, or set `set_layout='separate'`.")
+    for name in ("panel_template", "panel_generation"):
+        if (value := getattr(args, name)) != getattr(PaCoGRPOConfig, name) and not rows.has_separate:
+            problem = f"`{name}` is {value!r}, but the dataset has no set of separate images"
+            raise ValueError(f"{problem}. Unset it, or set `set_layout='separate'`.")
     rewards.check_dataset(rows.dataset, "the dataset")
     # An instruction is often repeated, with other source images or references
     if rows.sources is rows.references is None and (repeated := describe_repeated(rows.prompts)) is not None:

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import nn
 from transformers import SchedulerType
 
+from ..data.image_sets import SEPARATE
 from ..hub.settings import Evaluation, ImageSettings, JudgeSettings, LoRA, Reward
 from ..plots.contact_sheet import CARD_PROMPTS
 from ..plots.scored_sheets import CARD
@@ -84,6 +85,8 @@ def image_settings(
         if not use_ema:
             saved_weights = f"those of the last step, not their {saved_weights}"
     training_sizes, inference_sizes = set(rows.training_sizes), set(rows.inference_sizes)
+    panels = ("panel_template", "panel_generation") if rows.has_separate else ()
+    is_all_separate = bool(panels) and set(rows.image_layouts) == {(1, 1)}
     has_one_size = len(training_sizes) == len(inference_sizes) == 1
     is_tamed, is_dppo = args.multi_objective_aggregation == "log_tamed", args.loss_type == "flow_dppo"
     same = (
@@ -98,6 +101,7 @@ def image_settings(
         optimizer_steps_per_generation=layout.num_optimizer_steps,
         training_size=list(*training_sizes) if has_one_size else None,
         inference_size=list(*inference_sizes) if has_one_size else None,
+        set_layout=SEPARATE if is_all_separate else args.set_layout,
         negative_prompt=negative_prompt,
         trained_weights=None if is_adapter else "all of the transformer",
         saved_weights=saved_weights,
@@ -107,7 +111,7 @@ def image_settings(
         divergence_threshold=args.divergence_threshold if is_dppo else None,
         log_tame_threshold=args.log_tame_threshold if is_tamed else None,
         precision="bfloat16" if args.bf16 else "float32",
-        **{name: getattr(args, name) for name in same},
+        **{name: getattr(args, name) for name in (*same, *panels)},
     )
 
 

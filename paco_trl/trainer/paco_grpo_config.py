@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig
 
+from ..data.image_sets import check_panel_template
 from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.hybrid_inference import check_adapter_fraction
 from ..rollout.loading import check_attention_backend, quantization_text
@@ -146,7 +147,8 @@ class PaCoGRPOConfig(GRPOConfig):
             it must fit.
         optimizer_steps_per_generation (`int`, *optional*):
             Optimizer steps per round. If `None`, 2 (paper), or derived from `gradient_accumulation_steps`; set along
-            with that, it must fit.
+            with that, it must fit. With several, the images of a separate set may be in different ones: a step weighs
+            sets right in expectation only.
         generation_batch_size (`int`, *optional*):
             Images of a round over all processes. If `None`, `num_prompts_per_generation * num_generations`.
         steps_per_generation (`int`, *optional*):
@@ -552,15 +554,7 @@ class PaCoGRPOConfig(GRPOConfig):
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
-        try:
-            is_good = self.panel_template.format(theme="", panel="a panel") != self.panel_template.format(
-                theme="", panel=""
-            )
-        except (AttributeError, IndexError, KeyError, ValueError):
-            is_good = False
-        if not is_good:
-            needs = "a text with `{panel}`, and `{theme}` where the text of the set belongs"
-            raise ValueError(f"`panel_template` is {self.panel_template!r}; it must be {needs}.")
+        check_panel_template(self.panel_template)
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "

@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 
 from ..rollout import RecordedStep, SDESettings
 from ..rollout.sde import STREAMS
 from ..utils.devices import to_device
+
+
+logger = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +198,14 @@ class RoundSchedule:
                 f"Row {longest} of the dataset is a set of {max(lengths)} separate images, but a round has "
                 f"{self.plan.num_prompts} prompts, one for each image: {self.plan.describe()} Set "
                 f"`num_prompts_per_generation` to at least {max(lengths)}, or leave the row out."
+            )
+        # Rounds are about equal, whatever the lengths
+        spare = self.plan.num_prompts - self.rows_per_round * self.lengths.mean()
+        if spare > self.plan.num_prompts / 4:
+            logger.warning(
+                f"Of the {self.plan.num_prompts} prompts of a round about {spare:.0f} are generated and not trained, since "
+                f"{self.rows_per_round} sets of up to {max(lengths)} separate images fill the rest. Set "
+                "`num_prompts_per_generation` to a multiple of the usual number of images."
             )
         self.rounds_per_epoch = self.num_rows // self.rows_per_round
         self.micro_steps_per_round = self.plan.steps_per_generation * args.num_iterations

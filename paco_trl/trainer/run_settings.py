@@ -119,7 +119,7 @@ def run_identity(
         "dataset_size": len(rows),
         "dataset": dataset_digest(rows.dataset, *rows.image_columns),
         # Of separate images, whose prompts are made of the theme, the panels and the template
-        **({"panels": digest(rows.calls)} if len(rows.calls) > len(rows) else {}),
+        **({"panels": digest(rows.calls)} if rows.has_separate else {}),
         **{name: settings[name] for name in _IDENTITY},
     }
 
