@@ -500,7 +500,23 @@ def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
     assert found.startswith("4 image(s), max |ratio - 1| before the first update ")
 
 
-def test_the_cost_of_reports_is_what_they_generate(examine):
+def test_rewards_get_whole_sets_of_separate_images(examine, monkeypatch, prompt_rows):
+    seen: list = []
+
+    def reward(prompts, completions, panel_images, cols, **kwargs):
+        seen.extend(zip(cols, panel_images, strict=True))
+        return list(range(len(completions)))
+
+    monkeypatch.setitem(script_arguments._REWARDS, "own", lambda args: reward)
+    changes = {"set_layout": "separate", "panel_template": "{panel} {theme}", "height": 64, "width": 64}
+    row = examine(rewards=["own"], **changes)["reward reward"]
+    assert row.verdict == "ok" and len(seen) == 2
+    for cols, panels in seen:
+        assert cols == len(prompt_rows[0]["panels"]) == len({panel.tobytes() for panel in panels})
+        assert {panel.size for panel in panels} == {(32, 32)}
+
+
+def test_the_cost_of_reports_is_what_they_generate(examine, prompt_rows):
     def row(**changes) -> doctor.Row:
         return examine("reports before training", **changes)["reports before training"]
 
@@ -511,3 +527,11 @@ def test_the_cost_of_reports_is_what_they_generate(examine):
     # There are 15 prompts
     assert found.verdict == "ok" and found.finding == "`resolution_transfer_prompts`: 60 images in 300 forwards."
     assert row().finding == "None."
+    # Each panel is an image
+    count = 4 * sum(len(each["panels"]) for each in prompt_rows)
+    found = row(
+        resolution_transfer_prompts=20, num_generations_eval=2, num_inference_steps_eval=5, set_layout="separate"
+    )
+    assert count > 60 and f"{count} images in {5 * count} forwards" in found.finding
+    found = row(tail_steps=1, num_inference_steps=6, tail_transfer_prompts=20, set_layout="separate")
+    assert f"{2 * count} images in up to {10 * count} forwards" in found.finding

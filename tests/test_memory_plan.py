@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from diffusers import FluxTransformer2DModel
 from peft import LoraConfig
 from safetensors.torch import save_file
@@ -233,6 +234,14 @@ def test_the_smallest_change_is_the_one_that_is_needed(make_plan):
     assert plan.smallest_change(1) is None
     assert [plan.largest_batch(limit) for limit in (plan.peak - 1, plan.peak)] == [0, 1]
     assert plan.largest_batch(replace(plan, batch_size=4).peak) == 4
+
+
+def test_the_longest_prompt_is_that_of_an_image(make_trainer, tiny_flux):
+    rows = [("A fox.", ["It runs."] * 4), ("A hare.", ["It sits.", "It eats slowly."])]
+    sets = [{"layout": "separate", "theme": theme, "panels": panels} for theme, panels in rows]
+    assert len(" ".join(rows[0][1])) > len(" ".join(rows[1][1]))
+    plan = plan_memory(str(tiny_flux), make_trainer().args, Dataset.from_list(sets), LORA)
+    assert plan.run.call.prompt == "A hare. It eats slowly."
 
 
 def test_all_weights_and_the_reference(make_plan):

@@ -32,7 +32,7 @@ from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.export import save_adapter
 from ..checkpointing.weights import gather_weights, trained_parameters
-from ..data import split_grid
+from ..data import join_grid, split_grid
 from ..hub.account import check_base_model, check_repository
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
@@ -43,6 +43,7 @@ from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_train_dataset
 from ..trainer.rounds import RoundSchedule
+from ..trainer.transfer_report import compared_rows
 from . import reward
 from .env import VERSIONS, version_of
 from .grpo import parser_of
@@ -245,9 +246,10 @@ def _describe_prompts(rows: PromptRows, args: PaCoGRPOConfig) -> str:
     sizes = Counter((h or args.height, w or args.width) for h, w in rows.own_sizes if rows.sources is None or h and w)
     own = [_listed(sizes)] if sizes else []
     own += [f"that of the source image for {len(rows) - sizes.total()}"] if len(rows) > sizes.total() else []
+    sets = f" of {len(rows.calls)} images" if rows.has_separate else ""
     sources = "" if rows.sources is None else f"; up to {rows.sources.max_count} source image(s) each"
     return (
-        f"{len(rows)} prompts (columns: {', '.join(rows.dataset.column_names)}){sources}; panels "
+        f"{len(rows)} prompts{sets} (columns: {', '.join(rows.dataset.column_names)}){sources}; panels "
         f"{_listed(Counter(rows.layouts))}; sizes {', '.join(own)}, generated in training at "
         f"{args.resolution_scale:g} of it."
     )
@@ -255,13 +257,18 @@ def _describe_prompts(rows: PromptRows, args: PaCoGRPOConfig) -> str:
 
 def check_transfer(state: DoctorState) -> Row:
     """Describe what the reports before training generate, and warn of a short tail without one."""
-    args, prompts, found, advice = state.args, len(state.train_dataset), [], ""
-    if count := min(args.resolution_transfer_prompts, prompts):
+    args, found, advice = state.args, [], ""
+    rows = PromptRows(state.train_dataset, args, "the dataset")
+
+    def calls_of(name: str) -> int:
+        return len(rows.calls_in(compared_rows(args, name, rows)))
+
+    if count := calls_of("resolution_transfer"):
         images, steps = 2 * count * args.num_generations_eval, args.num_inference_steps_eval
         found.append(f"`resolution_transfer_prompts`: {images} images in {images * steps} forwards.")
     if args.tail_steps is not None:
-        full, images = args.num_inference_steps, args.num_generations * min(args.tail_transfer_prompts, prompts)
-        short = RoundSchedule(args, [1] * prompts).sde(round_index=0).num_steps(full)
+        full, images = args.num_inference_steps, args.num_generations * calls_of("tail_transfer")
+        short = RoundSchedule(args, rows.lengths).sde(round_index=0).num_steps(full)
         found.append(f"`tail_steps`: images of round 0 take {short} denoising steps in place of {full}.")
         found.append(f"`tail_transfer_prompts`: {2 * images} images in up to {images * (short + full)} forwards.")
         advice = "" if images else "To measure whether rewards rank alike, set `tail_transfer_prompts` to 16."
@@ -483,7 +490,12 @@ def check_round_trip(state: DoctorState) -> Row:
 
 def check_reward_values(state: DoctorState) -> list[Row]:
     """Check each reward on the generated images."""
-    row, images, trainer = state.generator.row, state.images, state.trainer
+    generator, images, trainer = state.generator, state.images, state.trainer
+    row, count = generator.row, len(generator.rows.calls_of[generator.number])
+    if count > 1:  # those of the first panel are there
+        images = images[-state.args.round_plan.rollout_batch_size :]
+        others = [generator.generate(len(images), panel=panel).images for panel in range(1, count)]
+        images = [join_grid(panels, 1, count) for panels in zip(images, *others, strict=True)]
     # As in training: the columns of the dataset, the panels, and TRL's hooks
     arguments: dict[str, Any] = {name: [value] * len(images) for name, value in row.items() if name != "prompt"}
     arguments |= {

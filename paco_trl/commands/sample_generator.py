@@ -53,13 +53,13 @@ class SampleGenerator:
         self.sampler.prompt_encoder.encode(self.rows, [self.number], scale)
         return self.sampler.fetch(self.rows, [self.number], scale)
 
-    def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:
-        """Generate images of the prompt with the policy."""
+    def generate(self, count: int = 1, sde: SDESettings | None = None, panel: int = 0) -> Generation:
+        """Generate images of the prompt, or of another panel of its set, with the policy."""
 
         def with_policy(fetched: EncodedRows, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
             size, steps = (self.height, self.width), self.args.num_inference_steps
             return self.sampler.generate(
-                fetched, [self.rows.calls_of[self.number][0]] * count, noise_keys, size, steps, sde=sde
+                fetched, [self.rows.calls_of[self.number][panel]] * count, noise_keys, size, steps, sde=sde
             )
 
         return self._generate(count, with_policy)

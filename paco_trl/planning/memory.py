@@ -369,7 +369,8 @@ class ImageRun:
         guidance = (args.guidance_scale, args.negative_prompt)
         self.negative_prompt = self.family.resolve_negative_prompt(pipeline, *guidance)
         rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
-        self.number = max(range(len(rows)), key=lambda i: (math.prod(rows.training_sizes[i]), len(rows.prompts[i])))
+        self.call = max(rows.calls, key=lambda call: (math.prod(rows.training_sizes[call.row]), len(call.prompt)))
+        self.number = self.call.row
         # By `is_full`, the inference size
         self.sizes = rows.training_sizes[self.number], rows.inference_sizes[self.number]
         self.scales, self.size = (args.resolution_scale, 1.0), "{} x {}".format(*self.sizes[0])
@@ -401,8 +402,7 @@ class ImageRun:
         """Encode the prompt and the negative prompt: zeros of the real shapes, batch dimension 1."""
         images = self.rows.images(self.number) if self.family.prompt_sees_images else []
         where = (torch.device("cpu"), images, self.scales[is_full])
-        prompt = self.rows.calls[self.rows.calls_of[self.number][0]].prompt
-        found = dict(self.family.encode_prompt(self.pipeline, prompt, *where))
+        found = dict(self.family.encode_prompt(self.pipeline, self.call.prompt, *where))
         if self.negative_prompt is not None:
             negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *where)
             found |= {f"negative_{name}": tensor for name, tensor in negative.items()}
