@@ -145,6 +145,34 @@ class TestWrite:
         assert (found["negative_prompt"], found["guidance_scale"]) == (negative, 4.5)
         assert found["prompts"] == [PROMPT] and found["panel_size"] == (512, 512)
 
+    def test_separate_images(self, adapter, tmp_path):
+        copy, panels = tmp_path / "toy", {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}
+        shutil.copytree(adapter, copy)
+        settings = {
+            "num_inference_steps": 3,
+            "guidance_scale": 1.0,
+            "inference_size": [64, 32],
+            "set_layout": "separate",
+        }
+        save_settings(replace(card(**settings, **panels), gallery={"a.png": "A theme. A panel."}), copy)
+        found = arguments_of(write_space(SpaceArguments(str(copy), str(tmp_path / "trained"))))
+        assert {name: found[name] for name in panels} == panels and found["panel_size"] == (64, 32)
+        theme, *lines = found["prompts"][0].split("\n")
+        assert found["layout"] == (1, len(lines)) and "grid" not in theme and len(lines) > 1
+        # Of an adapter that was trained on grids, if the rows say so
+        row = {
+            "layout": "separate",
+            "theme": "One round figure.",
+            "panels": ["Meadow.", "Snow."],
+            "height": 32,
+            "width": 48,
+        }
+        (tmp_path / "sets.jsonl").write_text(json.dumps(row))
+        words = (str(adapter), str(tmp_path / "given"))
+        found = arguments_of(write_space(SpaceArguments(*words, dataset_name=str(tmp_path / "sets.jsonl"))))
+        assert found["prompts"] == ["One round figure.\nMeadow.\nSnow."] and found["layout"] == (1, 2)
+        assert (found["panel_template"], found["panel_size"]) == ("{theme} {panel}", (32, 48))
+
     def test_what_cannot_be_compared(self, adapter, tmp_path, capsys):
         copy = tmp_path / "toy"
         shutil.copytree(adapter, copy)
@@ -190,6 +218,30 @@ def test_the_same_noise_and_the_score_of_training(adapter):
     assert Comparison(pipeline, None, (64, 64), 1.0).score(PROMPT, sets) is None
     with pytest.raises(ValueError, match="height of the grid is 100: it must be a multiple of"):
         next(Comparison(pipeline, None, (50, 64), 1.0).generate(PROMPT, 2, 2, 0, 3))
+
+
+def test_each_separate_image_has_its_own_call(adapter):
+    pipeline = load_pipeline(str(FLUX), torch.float32, str(adapter), "cpu")
+    lines, sets = "one round figure\n\nmeadow red hat\nmeadow red hat\n", {}
+    for way in ("independent", "shared_noise"):
+        comparison = Comparison(pipeline, None, (64, 64), 1.0, None, "{panel} {theme}", way)
+        assert comparison.parse(lines)[1:] == (1, 2, ["meadow red hat"] * 2)
+        sets[way] = list(comparison.generate(lines, 1, 2, 7, 3))
+    (base, tuned), (shared, _) = sets.values()
+    assert not np.array_equal(*base) and np.array_equal(*shared) and np.array_equal(base[0], shared[0])
+    assert not np.array_equal(base[0], tuned[0])
+    untouched = load_pipeline(str(FLUX), torch.float32, device="cpu")
+    image = untouched(
+        prompt="meadow red hat one round figure", height=64, width=64, guidance_scale=1.0, num_inference_steps=3,
+        max_sequence_length=untouched.tokenizer_2.model_max_length, generator=torch.Generator().manual_seed(7),
+    ).images[0]  # fmt: skip
+    np.testing.assert_array_equal(image, base[0])
+    compare, page = compare_of(comparison, (1, 2), (lines,))
+    assert "first line" in page and "first line" not in compare_of(Comparison(pipeline, None, (64, 64), 1.0))[1]
+    with pytest.raises(gradio.Error, match="a line of its own"):
+        next(compare("one round figure", 1, 2, 7, 3))
+    with pytest.raises(ValueError, match="panel_generation"):
+        Comparison(pipeline, None, (64, 64), 1.0, None, "{panel}", "else")
 
 
 def test_a_pipeline_that_takes_no_callback(tmp_path, monkeypatch):

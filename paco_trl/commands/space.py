@@ -16,6 +16,7 @@ import jinja2
 import yaml
 
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
+from ..data.image_sets import SEPARATE, arrange_sets, prompt_texts
 from ..hub.licenses import License
 from ..hub.settings import ImageModelCard, ImageSettings, JudgeCard, load_settings
 from ..utils.files import find_model_file, new_folder, write_atomically
@@ -114,19 +115,23 @@ def _settings(args: SpaceArguments, adapter: str, config: dict, card: ImageModel
         if "/" not in public_name(name):
             say("space", f"'{name}' is on this machine only: the app runs here, but not on the Hub.")
     trained = card.settings or ImageSettings()
+    is_separate, prompts = _prompts(args.dataset_name, card)
     found = {
         "num_inference_steps": card.call.get("num_inference_steps", trained.num_inference_steps),  # of an evaluation
         "guidance_scale": trained.guidance_scale,
         "negative_prompt": trained.negative_prompt,
         "dtype": trained.precision,
     }
+    if is_separate:
+        found["panel_template"] = trained.panel_template or "{theme} {panel}"
+        found["panel_generation"] = trained.panel_generation
     return {
         "model": _usable(model),
         "adapter": adapter,
         "judge": judge and _usable(judge),
         "title": card.title,
         **{name: value for name, value in found.items() if value is not None},
-        **_prompts(args.dataset_name, card),
+        **prompts,
     }
 
 
@@ -136,13 +141,14 @@ def _usable(name: str) -> str:
     return os.path.abspath(name) if is_local(name) and "/" not in shared else shared
 
 
-def _prompts(dataset_name: str | None, card: ImageModelCard) -> dict[str, Any]:
-    """Return prompts to choose from with the layout of the first one, and the size of its panels."""
+def _prompts(dataset_name: str | None, card: ImageModelCard) -> tuple[bool, dict[str, Any]]:
+    """Return whether sets are separate images, and prompts, with the layout of the first and the size of its panels."""
+    is_separate = card.settings is not None and card.settings.set_layout == SEPARATE
     is_single, first = card.trained_on == "single images", {"rows": 1, "cols": 1}
     size: list = (card.settings and card.settings.inference_size) or [
         card.call.get(side) for side in ("height", "width")
     ]
-    if dataset_name is None and (card.gallery or is_single):
+    if dataset_name is None and (card.gallery or is_single) and not is_separate:
         prompts = list(card.gallery.values()) or _SINGLE_PROMPTS
         if not is_single:
             first = {"rows": card.layout[0], "cols": card.layout[1]}
@@ -150,12 +156,17 @@ def _prompts(dataset_name: str | None, card: ImageModelCard) -> dict[str, Any]:
                 first = parse_image_set_prompt(prompts[0])._asdict()
     else:
         dataset = load_image_set_prompts(dataset_name or demo_prompts_path())
-        prompts, first = dataset["prompt"][:NUM_PROMPTS], dataset[0]
-        if dataset_name is not None:
+        is_separate = is_separate or dataset[0].get("layout") == SEPARATE
+        dataset = arrange_sets(
+            dataset.select(range(min(NUM_PROMPTS, len(dataset)))), SEPARATE if is_separate else "grid"
+        )
+        prompts, first = prompt_texts(dataset), dataset[0]
+        if dataset_name is not None and not (is_separate and first.get("height") is None):
             size = [first.get("height"), first.get("width")]
     layout = (first["rows"], first["cols"])
-    panel_size = tuple(side // count if side else _PANEL for side, count in zip(size, layout, strict=True))
-    return {"prompts": prompts[:NUM_PROMPTS], "layout": layout, "panel_size": panel_size}
+    of_image = (1, 1) if is_separate else layout
+    panel_size = tuple(side // count if side else _PANEL for side, count in zip(size, of_image, strict=True))
+    return is_separate, {"prompts": prompts[:NUM_PROMPTS], "layout": layout, "panel_size": panel_size}
 
 
 def _front_matter(settings: dict[str, Any], card: ImageModelCard, gradio_version: str) -> str:

@@ -505,6 +505,16 @@ def arrange_sets(dataset: "Dataset", layout: str | None) -> "Dataset":
     return _with_columns(dataset, rows, [_arrange_row(index, row, layout) for index, row in enumerate(rows)])
 
 
+def prompt_texts(dataset: "Dataset") -> list[str]:
+    """Return the prompts of image sets as `paco-trl space` shows them: of separate images the theme, and a line for each panel."""
+    return [
+        "\n".join(" ".join(text.split()) for text in [row["theme"], *row["panels"]])
+        if row.get("layout") == SEPARATE
+        else row["prompt"]
+        for row in dataset
+    ]
+
+
 def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]:
     count, is_separate = row["rows"] * row["cols"], row.get("layout") == SEPARATE
     if count == 1 or is_separate == (layout == SEPARATE):

@@ -20,10 +20,12 @@ from ..data import (
     split_grid,
     theme_question,
 )
+from ..data.image_sets import SEPARATE, arrange_sets, check_panel_template, prompt_texts, prompts_of_row
 from ..generation import load_pipeline
 from ..rollout.families import family_of
 from ..rollout.hybrid_inference import hybrid_inference
 from ..rollout.resolution import check_inference_size
+from ..rollout.sde import keyed_generator
 from ..utils.files import read_template
 from ..utils.images import data_url, to_rgb
 from ..utils.names import public_name
@@ -58,6 +60,8 @@ class Comparison:
         panel_size: tuple[int, int],  # height and width
         guidance_scale: float,
         negative_prompt: str | None = None,
+        panel_template: str | None = None,  # of separate images; if `None`, a set is a grid
+        panel_generation: str = "independent",
     ):
         self.pipeline, self.judge, self.panel_size = pipeline, judge, panel_size
         self.family, self.guidance_scale = family_of(pipeline), guidance_scale
@@ -65,9 +69,36 @@ class Comparison:
             name = type(pipeline).__name__
             raise ValueError(f"{name} edits a source image, but this app compares image sets generated from text.")
         self.negative_prompt = self.family.resolve_negative_prompt(pipeline, guidance_scale, negative_prompt)
+        self.panel_template, self.panel_generation = panel_template, panel_generation
+        if panel_template is not None:
+            check_panel_template(panel_template)
+        if panel_generation not in ("independent", "shared_noise"):
+            problem = f"`panel_generation` is {panel_generation!r}, which this app does not know"
+            raise ValueError(f"{problem}. It compares independent images, or those of a shared noise.")
+
+    def parse(self, prompt: str) -> ImageSetPrompt | None:
+        """Read the panels that a prompt names: of separate images its lines, after a first for all of them."""
+        if len(prompt) > MAX_CHARACTERS:
+            return None
+        if self.panel_template is not None:
+            theme, *panels = [line for line in map(str.strip, prompt.split("\n")) if line] or [""]
+            return ImageSetPrompt(theme, 1, len(panels), panels)
+        try:
+            return parse_image_set_prompt(prompt)
+        except ValueError:  # a format of the user's own
+            return None
+
+    def _image(self, rows: int, cols: int) -> tuple[int, int, int, int]:
+        """Return the height, the width and the layout of an image of the pipeline."""
+        rows, cols = (rows, cols) if self.panel_template is None else (1, 1)
+        return rows * self.panel_size[0], cols * self.panel_size[1], rows, cols
 
     def check(self, prompt: str, rows: int, cols: int, seed: int, steps: int) -> None:
         """Refuse what would take the device or the page down."""
+        if self.panel_template is not None and cols == 0:
+            raise ValueError(
+                "Write what all images show in the first line, and choose a line of its own for each image."
+            )
         for what, number, least, most in (
             ("the seed", seed, 0, _LARGEST_SEED),
             ("the number of steps", steps, 1, MAX_STEPS),
@@ -84,29 +115,34 @@ class Comparison:
         ):
             if asked > most:
                 raise ValueError(f"{asked:,} {what} are too many for this app: choose at most {most:,}.")
-        check_inference_size(height, width, rows, cols, self.family.size_multiple(self.pipeline), "the grid")
+        where = "the grid" if self.panel_template is None else "a panel"
+        check_inference_size(*self._image(rows, cols), self.family.size_multiple(self.pipeline), where)
 
     @torch.no_grad()
     def generate(self, prompt: str, rows: int, cols: int, seed: int, steps: int) -> Iterator[list["Image"]]:
         """Yield the panels of the base model, then those with the adapter."""
         self.check(prompt, rows, cols, seed, steps)
-        pipeline, family = self.pipeline, self.family
-        height, width = rows * self.panel_size[0], cols * self.panel_size[1]
+        pipeline, family, texts = self.pipeline, self.family, [prompt]
+        if self.panel_template is not None and (parsed := self.parse(prompt)) is not None:
+            texts = prompts_of_row({"layout": SEPARATE, **parsed._asdict()}, self.panel_template)
+        height, width, *layout = self._image(rows, cols)
         # Encoded as in training, and once for both
         device = pipeline.transformer.device
-        encoded = family.encode_prompt(pipeline, prompt, device)
+        encoded = [family.encode_prompt(pipeline, text, device) for text in texts]
+        shared = family.call_arguments(height, width, self.guidance_scale, []) | {"num_inference_steps": steps}
         if self.negative_prompt is not None:
             negative = family.encode_prompt(pipeline, self.negative_prompt, device)
-            encoded |= {f"negative_{name}": tensor for name, tensor in negative.items()}
-        arguments = family.batch_arguments(encoded) | family.call_arguments(height, width, self.guidance_scale, [])
+            encoded = [each | {f"negative_{name}": tensor for name, tensor in negative.items()} for each in encoded]
         for adapter_fraction in (0.0, 1.0):
+            panels = []
             with hybrid_inference(pipeline, adapter_fraction), family.generation_context(pipeline, []):
-                image = pipeline(
-                    **arguments,
-                    num_inference_steps=steps,
-                    generator=torch.Generator().manual_seed(seed),  # of the CPU: the same noise on any device
-                ).images[0]
-            yield split_grid(to_rgb(image, "The generated image"), rows, cols)
+                for number, arguments in enumerate(map(family.batch_arguments, encoded)):
+                    noise = number if self.panel_generation == "independent" else 0
+                    # Of the CPU: the same noise on any device
+                    generator = keyed_generator(seed, noise) if noise else torch.Generator().manual_seed(seed)
+                    image = pipeline(**arguments, **shared, generator=generator).images[0]
+                    panels += split_grid(to_rgb(image, "The generated image"), *layout)
+            yield panels
 
     def score(self, prompt: str, sets: Sequence[list["Image"]]) -> list[list[float]] | None:
         """Return P(Yes) of each pair of panels, for each set; `None` without a judge, or for a single panel."""
@@ -114,18 +150,9 @@ class Comparison:
         if self.judge is None or count < 2:
             return None
         pairs: list = [pair for panels in sets for pair in combinations(panels, 2)]
-        scores = self.judge.score(pairs, theme_question(parsed.theme if (parsed := _parse(prompt)) else prompt))
+        scores = self.judge.score(pairs, theme_question(parsed.theme if (parsed := self.parse(prompt)) else prompt))
         per_set = len(pairs) // len(sets)
         return [scores[start : start + per_set] for start in range(0, len(pairs), per_set)]
-
-
-def _parse(prompt: str) -> ImageSetPrompt | None:
-    if len(prompt) > MAX_CHARACTERS:
-        return None
-    try:
-        return parse_image_set_prompt(prompt)
-    except ValueError:  # a format of the user's own
-        return None
 
 
 def _on_gpu(function: Callable) -> Callable:
@@ -137,9 +164,8 @@ def _on_gpu(function: Callable) -> Callable:
     return spaces.GPU(duration=_ZERO_GPU_SECONDS)(function)
 
 
-def _label(prompt: str) -> str:
+def _label(prompt: str, parsed: ImageSetPrompt | None) -> str:
     """Return a short name of a prompt: its subject and its first panel."""
-    parsed = _parse(prompt)
     if parsed is not None:
         subject = parsed.theme.split("grid layout")[-1].removeprefix(" of").strip(" :").split(". ")[0]
         prompt = f"{subject} – {parsed.panels[0]}"
@@ -182,15 +208,15 @@ def make_app(
         return f"{sure} Copies score high too, so look at the images."
 
     def follow(prompt: str) -> list[Any]:
-        parsed = _parse(prompt)
-        return [gr.skip()] * 2 if parsed is None else [parsed.rows, parsed.cols]
+        parsed = comparison.parse(prompt)
+        return [gr.skip()] * 2 if parsed is None or is_separate else [parsed.rows, parsed.cols]
 
     @_on_gpu
     def compare(prompt: str, rows: int, cols: int, seed: int, steps: int) -> Iterator[dict[str, Any]]:
         sets: list = []
         panels: list = []
         try:
-            if (parsed := _parse(prompt)) is not None:
+            if (parsed := comparison.parse(prompt)) is not None:
                 rows, cols = parsed.rows, parsed.cols
             comparison.check(prompt, rows, cols, seed, steps)
             page = (names, rows, cols, note(rows, cols))
@@ -209,8 +235,8 @@ def make_app(
             kind = type(error).__name__
             raise gr.Error(f"The comparison failed ({kind}). Try again; the app's log has the details.") from error
 
-    rows, cols = layout if (first := _parse(prompts[0])) is None else (first.rows, first.cols)
-    is_set = rows * cols > 1
+    rows, cols = layout if (first := comparison.parse(prompts[0])) is None else (first.rows, first.cols)
+    is_set, is_separate = rows * cols > 1, comparison.panel_template is not None
     base, adapter = (html.escape(name) for name in names)
     with gr.Blocks(title=title, analytics_enabled=False) as app:
         gr.Markdown(
@@ -222,14 +248,15 @@ def make_app(
         )
         with gr.Group():
             prompt = gr.Textbox(
-                prompts[0], label="Prompt", lines=3, max_lines=8, max_length=MAX_CHARACTERS, elem_id="prompt"
-            )
+                prompts[0], label="Prompt", lines=3, max_lines=8, max_length=MAX_CHARACTERS, elem_id="prompt",
+                info="What all images show in the first line, then a line for each image" if is_separate else None,
+            )  # fmt: skip
             with gr.Row():
                 number: dict[str, Any] = {"precision": 0, "minimum": 1, "min_width": 60}
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=_LARGEST_SEED, min_width=60)
                 steps = gr.Number(num_inference_steps, label="Steps", maximum=MAX_STEPS, **number)
                 rows_, cols_ = (
-                    gr.Number(value, label=label, maximum=MAX_PANELS, visible=is_set, **number)
+                    gr.Number(value, label=label, maximum=MAX_PANELS, visible=is_set and not is_separate, **number)
                     for value, label in ((rows, "Rows"), (cols, "Columns"))
                 )
         with gr.Row():
@@ -243,9 +270,8 @@ def make_app(
             apply_default_css=False,
         )
         if len(prompts) > 1:
-            gr.Examples(
-                [[text] for text in prompts], prompt, example_labels=[*map(_label, prompts)], label="Other prompts"
-            )
+            labels = [_label(text, comparison.parse(text)) for text in prompts]
+            gr.Examples([[text] for text in prompts], prompt, example_labels=labels, label="Other prompts")
         options: dict[str, Any] = {"api_visibility": "private"}
         prompt.change(follow, prompt, [rows_, cols_], show_progress="hidden", **options)
         inputs = [prompt, rows_, cols_, seed, steps]
@@ -266,6 +292,8 @@ def serve_comparison(
     num_inference_steps: int = 20,
     guidance_scale: float = 3.5,
     negative_prompt: str | None = None,
+    panel_template: str | None = None,
+    panel_generation: str = "independent",
     dtype: str = "bfloat16",
     title: str | None = None,
     prevent_thread_lock: bool = False,
@@ -293,6 +321,9 @@ def serve_comparison(
             Denoising steps.
         guidance_scale (`float`, *optional*, defaults to `3.5`), negative_prompt (`str`, *optional*):
             Guidance of training.
+        panel_template (`str`, *optional*), panel_generation (`str`, *optional*, defaults to `"independent"`):
+            Of separate images, as in [`PaCoGRPOConfig`]: a line of a prompt for all of them comes before a line for each.
+            If `None`, a set is a grid.
         dtype (`str`, *optional*, defaults to `"bfloat16"`):
             Compute dtype of the pipeline and the judge.
         title (`str`, *optional*):
@@ -312,10 +343,13 @@ def serve_comparison(
     adapter = str(adapter)
     if judge is not None:
         PaCoReward.load_processor(judge)  # what is wrong with it is found before gigabytes are read
-    prompts = list(prompts) or load_image_set_prompts(demo_prompts_path())["prompt"][:NUM_EXAMPLES]
+    if not prompts:
+        demo = arrange_sets(load_image_set_prompts(demo_prompts_path()), panel_template and SEPARATE)
+        prompts = prompt_texts(demo.select(range(NUM_EXAMPLES)))
     pipeline = load_pipeline(model, getattr(torch, dtype), adapter)
     scorer = None if judge is None else PaCoReward.from_pretrained(judge, dtype=dtype)
-    comparison = Comparison(pipeline, scorer, panel_size, guidance_scale, negative_prompt)
+    how = (guidance_scale, negative_prompt, panel_template, panel_generation)
+    comparison = Comparison(pipeline, scorer, panel_size, *how)
     title = title or public_name(adapter)
     names = (public_name(model), title if Path(adapter).is_dir() else public_name(adapter))
     app = make_app(comparison, names, prompts, title, layout, num_inference_steps)
