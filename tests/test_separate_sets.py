@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image sets whose panels are images of their own (`layout: "separate"`, `set_layout`)."""
 
+import functools
 import json
 from collections import defaultdict
 from types import SimpleNamespace
@@ -9,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from kill_runs import Run, copy_run, different, relative_difference
 from launching import fork_context
-from paco_trl import PaCoNFTTrainer
+from paco_trl import PaCoNFTTrainer, tiny
 from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
 from paco_trl.data.image_sets import arrange_sets, check_image_set_columns, complete_image_sets
 from paco_trl.rewards import LayoutReward, redness_reward
+from paco_trl.rollout import keyed_generator
 from paco_trl.rollout.prompt_rows import Completions, PromptRows
+from paco_trl.rollout.sde import STREAMS
 from paco_trl.trainer.rounds import RoundSchedule
 from testing_utils import are_equal, logs_with, weights_of
 
@@ -297,6 +301,125 @@ def test_other_sets_take_the_place_of_dull_ones(make_trainer):
         assert torch.equal(entry["record"].prev_sample, expected["record"].prev_sample)
 
 
+ANCHORED = SETTINGS | {
+    "panel_generation": "anchored", "per_device_train_batch_size": 1, "num_generations": 2, "resolution_scale": 1.0,
+    "num_inference_steps_eval": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    return functools.cache(
+        lambda name: str(getattr(tiny, f"build_tiny_{name}")(tmp_path_factory.mktemp("models") / name))
+    )
+
+
+class TestAnchored:
+    @pytest.fixture
+    def make(self, make_trainer, folder_of):
+        def make(model="flux_kontext", **changes):
+            settings = ANCHORED | {"model": folder_of(model)} | changes
+            if "trainer_class" in changes:
+                del settings["sde_steps"]
+            return make_trainer(**settings)
+
+        return make
+
+    @pytest.mark.parametrize("model", ["flux_kontext", "flux2_klein"])
+    def test_generates_the_images_of_a_users_calls(self, make, folder_of, model):
+        # Beside its image, Kontext would generate from one of a megapixel at another size than its own
+        own = {"max_area": 64 * 64, "max_sequence_length": 32} if model == "flux_kontext" else {}
+        resizes = {"_auto_resize": False} if own else {}
+        found = {}
+        for way in ("anchored", "independent"):
+
+            def reward(prompts, theme, panel_images, way=way, **kwargs):
+                found[way] = dict(zip(theme, panel_images, strict=True))
+                return [0.0] * len(prompts)
+
+            trainer = make(model, panel_generation=way, reward_funcs=reward, eval_dataset=sets(2, 3))
+            trainer.evaluate()
+        plain = DiffusionPipeline.from_pretrained(folder_of(model))
+        rows = trainer.evaluator.rows_of(trainer.eval_dataset)
+        for row, theme in enumerate(("Theme 0.", "Theme 1.")):
+            images = []
+            for call in rows.calls_of[row]:
+                source = {"image": images[0], **resizes} if images else {}
+                noise = keyed_generator(trainer.args.seed, STREAMS["evaluation"], 0, call, 0, 0)
+                images += plain(
+                    prompt=rows.calls[call].prompt, height=64, width=64, num_inference_steps=2, guidance_scale=3.5,
+                    generator=noise, **own, **source,
+                ).images  # fmt: skip
+            same = [a.tobytes() == b.tobytes() for a, b in zip(images, found["anchored"][theme], strict=True)]
+            assert all(same)
+            # Twin: the first is that of its text
+            same = [a.tobytes() == b.tobytes() for a, b in zip(images, found["independent"][theme], strict=True)]
+            assert same == [True] + [False] * (len(images) - 1)
+
+    def test_each_image_of_a_set_has_its_own_first_panel_as_source(self, make):
+        tokens = defaultdict(list)
+        for entry in round_of(make()).entries:
+            record = entry["record"]
+            source = record.calls[0]["hidden_states"][:, record.sample.shape[1] :]
+            tokens[entry["advantages"].item()].append(source)
+        assert sorted(map(len, tokens.values())) == [2] * 2 + [3] * 2
+        sources = []
+        for of_set in tokens.values():
+            others = [each for each in of_set if each.shape[1]]  # all but one
+            assert (
+                others[0].shape == record.sample.shape
+                and len(others) == len(of_set) - 1
+                and all(torch.equal(others[0], other) for other in others)
+            )
+            sources.append(others[0])
+        assert len({source.sum().item() for source in sources}) == 4
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"tail_steps": 1, "num_sde_steps": 1, "sde_steps": [0, 1]},
+            {"model": "flux2_klein", "trainer_class": PaCoNFTTrainer},
+            {"trainer_class": PaCoNFTTrainer, "loss_type": "awm", "resolution_scale": 0.5},
+        ],
+        ids=["tail", "nft of klein", "awm at half size"],
+    )
+    def test_training(self, make, changes):
+        trainer = make(**changes)
+        before = weights_of(trainer)
+        trainer.train()
+        deviations = logs_with(trainer, "ratio_deviation_on_policy/step_0")
+        assert len(deviations) == (0 if "trainer_class" in changes else 2) and max(deviations, default=0) < 1e-6
+        assert not are_equal(before, weights_of(trainer))
+
+    @pytest.mark.parametrize(
+        ("changes", "word"),
+        [
+            ({"per_device_train_batch_size": 2}, "per_device_train_batch_size"),
+            ({"per_device_rollout_batch_size": 2}, "per_device_rollout_batch_size"),
+            ({"per_device_eval_batch_size": 2}, "per_device_eval_batch_size"),
+            ({"branch_size": 2}, "branch_size"),
+            ({"model": "flux"}, "FluxPipeline takes no source"),
+            ({"model": "qwen_image_edit", "guidance_scale": 1.0}, "QwenImageEditPipeline generates none"),
+            ({"model": "qwen_image_21", "guidance_scale": 1.0}, "QwenImage21Pipeline reads"),
+        ],
+    )
+    def test_refused(self, make, changes, word):
+        with pytest.raises(ValueError, match=word):
+            make(**changes)
+
+    def test_references_are_sources_too(self, make):
+        def of(count: int) -> Dataset:
+            images = [Image.new("RGB", (64, 64), "red")] * count
+            return Dataset.from_list([row_of(number, 2 + number % 2, references=images) for number in range(6)])
+
+        model = {"model": "flux2_klein", "train_dataset": of(3)}
+        records = [entry["record"] for entry in round_of(make(**model)).entries]
+        lengths = [record.calls[0]["hidden_states"].shape[1] / record.sample.shape[1] for record in records]
+        assert sorted(lengths) == [4] * 4 + [5] * 6
+        with pytest.raises(ValueError, match="first panel"):
+            make(**model | {"train_dataset": of(4)})
+
+
 class TestOneFile:
     def test_a_grid_run_is_not_changed(self, make_trainer, tmp_path):
         plain, grid = make_trainer(), make_trainer(set_layout="grid", output_dir=str(tmp_path / "grid"))
@@ -394,3 +517,16 @@ class TestRuns:
             values = [[entry[name] for entry in state["history"] if name in entry] for state in (one, two)]
             assert values[0][0] == pytest.approx(values[1][0], rel=1e-5) and len(values[0]) == len(values[1])
         assert relative_difference(one["adapter"], two["adapter"]) < 0.05
+
+
+@pytest.mark.slow
+class TestAnchoredRuns(TestRuns):
+    # Two sets have five of seven images: those of no set are a first panel and another
+    SETTINGS = TestRuns.SETTINGS | {
+        "panel_generation": "anchored", "per_device_train_batch_size": 1, "num_prompts_per_generation": 7,
+        "num_generations": 4, "resolution_scale": 1.0, "ds3_gather_for_generation": False,
+    }  # fmt: skip
+
+    @pytest.fixture(scope="class")
+    def tiny_flux(self, folder_of):
+        return folder_of("flux_kontext")

@@ -3,7 +3,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +21,7 @@ from .resolution import check_inference_size, training_size
 
 
 # How the separate images of a set are generated
-PANEL_GENERATIONS = ("independent", "shared_noise")
+PANEL_GENERATIONS = ("independent", "shared_noise", "anchored")
 
 
 class RowSettings(Protocol):
@@ -56,6 +56,7 @@ class PromptRows:
 
     def __init__(self, dataset: Dataset, args: RowSettings, where: str):
         self.given, self.args, self.where = dataset, args, where
+        self.is_anchored = args.panel_generation == "anchored"
         self.sources: SourceImages | None = None
         if has_source_images(dataset):
             check_edit_columns(dataset, where)
@@ -128,6 +129,10 @@ class PromptRows:
             training_size(*size, *layout, args.resolution_scale, multiple)
             for size, layout in zip(self.inference_sizes, self.image_layouts, strict=True)
         ]
+        for number, sizes in enumerate(zip(self.inference_sizes, self.training_sizes, strict=True)):
+            with self.add_row_to_errors(number):
+                for height, width in sizes * self.is_anchored:
+                    family.check_image_size(width, height)
         return self
 
     def row(self, number: int) -> dict[str, Any]:
@@ -198,6 +203,8 @@ class PromptRows:
 
     def _check_source_images(self, pipeline, family: Family) -> None:
         name = type(pipeline).__name__
+        if self.is_anchored:
+            check_anchored(name, family)
         if self.sources is None:
             if family.needs_images:
                 raise ValueError(
@@ -205,17 +212,33 @@ class PromptRows:
                     "`images`, for several), or choose a text-to-image pipeline."
                 )
             return
-        if self.sources.max_count > family.max_images:
+        if self.sources.max_count + self.is_anchored > family.max_images:
             taken = f"at most {family.max_images}" if family.max_images else "none"
             other = "" if self.sources is self.references else " Images for a reward alone need another column name."
             raise ValueError(
-                f"Row {self.sources.row_with_most} of {self.where} has {self.sources.max_count} source image(s), but "
-                f"{name} takes {taken}. Leave images out, or choose another pipeline.{other}"
+                f"Row {self.sources.row_with_most} of {self.where} has {self.sources.max_count} source image(s)"
+                f"{' besides its first panel' * self.is_anchored}, but {name} takes {taken}. Leave images out, or choose another pipeline.{other}"
             )
         for number in range(len(self)):
             with self.add_row_to_errors(number):
                 for width, height in self.sources.sizes(number):
                     family.check_image_size(width, height)
+
+
+def check_anchored(name: str, family: Family) -> None:
+    """Check that a pipeline can generate an image from a text alone, and others from it (`panel_generation="anchored"`)."""
+    if family.max_images == 0:
+        reason = "takes no source image"
+    elif family.needs_images:
+        reason = "generates none without a source image"
+    elif family.prompt_sees_images:
+        reason = "reads source images with its text encoder, before the first panel is generated"
+    else:
+        return
+    raise ValueError(
+        f"`panel_generation` is 'anchored', but {name} {reason}. Choose FLUX.1-Kontext or FLUX.2, or another "
+        "`panel_generation`: sets that show what is in their `references` are anchored too."
+    )
 
 
 class Completions:
@@ -233,6 +256,7 @@ class Completions:
         calls = rows.calls_in(numbers)
         self.calls = list(itertools.islice(itertools.cycle(calls), num_calls or len(calls)))
         self._images: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by call
+        self.anchors: dict[int, Image.Image] = {}  # by image, of those that this process generates from them
 
     def of_images(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the completion of each image, and its share of it, 0 for an image of none: (calls * generations,)."""
@@ -250,6 +274,39 @@ class Completions:
         """Return the numbers of a completion's images, in the order of its panels."""
         place, generation = divmod(completion, self.num_generations)
         return [call * self.num_generations + generation for call, owner in enumerate(self.places) if owner == place]
+
+    def anchor_of(self, image: int) -> int | None:
+        """Return the first panel from which an image is generated; `None` for one that is generated from text alone."""
+        call, generation = divmod(image, self.num_generations)
+        call %= len(self.places)
+        first = self.places.index(self.places[call])
+        return first * self.num_generations + generation if self.rows.is_anchored and call != first else None
+
+    def in_order(self, batches: list[list[int]], gather: Callable[[list], list]) -> Iterator[tuple[int, list[int]]]:
+        """
+        Yield batches with their places: before those that have an anchor, all others, then as many on each process.
+
+        `gather` gathers a list from all processes. The batches that make up the numbers have a place behind the others.
+        """
+        if not self.rows.is_anchored:
+            yield from enumerate(batches)
+            return
+        parts: tuple[list, list] = ([], [])  # of batches without and with an anchor
+        for place, batch in enumerate(batches):
+            parts[self.anchor_of(batch[0]) is not None].append((place, batch))
+        for part in parts:
+            spare = (len(batches), [0])  # image 0 has no anchor, and counts once
+            yield from part + [spare] * (max(gather([len(part)])) - len(part))
+            if part is parts[0]:
+                self._gather_anchors({self.anchor_of(batch[0]) for _, batch in parts[1]}, gather)
+
+    def _gather_anchors(self, needed: set[int | None], gather: Callable[[list], list]) -> None:
+        # Each unfinished set has its first panel alone
+        found = [
+            (self.images_of(each)[0], panel) for each, images in self._images.items() for panel in images.values()
+        ]
+        for place in range(max(gather([len(found)]))):  # one of each process at a time, which bounds the memory
+            self.anchors |= {image: panel for image, panel in gather(found[place : place + 1]) if image in needed}
 
     def add(self, numbers: list[int], images: list[Image.Image]) -> dict[int, Image.Image]:
         """Return the completions, by number, that are finished with some images."""

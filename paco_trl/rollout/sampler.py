@@ -8,7 +8,7 @@ Each distinct prompt and source image is encoded once, with text encoders and VA
 import functools
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -184,16 +184,21 @@ class PromptEncoder:
         )
 
     def _encode_images(self, rows: PromptRows, new: dict[tuple[str, float], tuple[int, int]]) -> None:
-        vae, device = self.pipeline.vae, self.accelerator.device
         mine = self._local_part(new)
-        with self._placed(("vae",) if mine else ()), _untiled(vae):
+        with self._placed(("vae",) if mine else ()):
             for (digest, scale), (number, place) in self._progress(mine, "Encoding source images"):
                 with rows.add_row_to_errors(number):
                     image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
-                    pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
-                    latents = vae.encode(pixels).latent_dist.mode().float().cpu()
-                    self._keep((digest, scale), {"latents": latents})
+                    self._keep((digest, scale), {"latents": self.encode_image(image).latents.cpu()})
         self._remember(new)
+
+    @torch.no_grad()
+    def encode_image(self, image: Image.Image) -> EncodedImage:
+        """Encode a prepared source image, with the VAE on the accelerator."""
+        vae, device = self.pipeline.vae, self.accelerator.device
+        with _untiled(vae), torch.autocast(device.type, enabled=False):  # as the pipeline does
+            pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
+            return EncodedImage(image, vae.encode(pixels).latent_dist.mode().float())
 
     def _remember(self, new: dict) -> None:
         if self._folder is not None:
@@ -279,8 +284,13 @@ class EncodedRows:
 
 
 class Generated(NamedTuple):
-    """The completions that a batch has finished, by their numbers, with their rows for rewards; and its records."""
+    """
+    The completions that a batch has finished, by their numbers, with their rows for rewards; and its records.
 
+    `place` is that of the batch among those that were given, or behind them.
+    """
+
+    place: int
     numbers: list[int]
     rows: list[dict[str, Any]]
     images: list[Image.Image]
@@ -350,12 +360,23 @@ class RolloutSampler:
         size: tuple[int, int],
         num_inference_steps: int,
         finish: Callable[[list[tuple[int, ...]], list[RecordedStep]], list] | None = None,
+        anchors: Sequence[EncodedImage] = (),
         **recording,
     ) -> tuple[list[Image.Image], list]:
-        """Generate a batch within `ready`; `finish` gets its noise and steps while prompts are on the accelerator."""
+        """
+        Generate a batch within `ready`, with `anchors` as further source images.
+
+        `finish` gets its noise and steps while prompts are on the accelerator.
+        """
         arguments, kept, sources = self.inputs(fetched, calls)
         images, records = self.policy.generate(
-            arguments, *size, num_inference_steps, self.guidance_scale, noise_keys, sources=sources, **recording
+            arguments,
+            *size,
+            num_inference_steps,
+            self.guidance_scale,
+            noise_keys,
+            sources=[*sources, *anchors],
+            **recording,
         )
         if finish is not None:
             records = finish(noise_keys, records)
@@ -384,22 +405,28 @@ class RolloutSampler:
         processes call this, and that a set of separate images may be of several.
         """
         rows, generations = completions.rows, completions.num_generations
-        for numbers in tqdm(batches, progress, disable=progress is None, leave=False):
+        ordered = completions.in_order(batches, gather_object if is_collective else list)
+        family, pipeline = self.policy.family, self.policy.pipeline
+        encode = functools.cache(
+            lambda image: self.prompt_encoder.encode_image(family.prepare_panel(pipeline, completions.anchors[image]))
+        )
+        for place, numbers in tqdm(ordered, progress, len(batches), disable=progress is None, leave=False):
             calls = [completions.calls[image // generations] for image in numbers]
             row_numbers = [rows.calls[call].row for call in calls]
             keyed = list(zip(calls, numbers, strict=True))
             noise_keys: list[tuple[int, ...]] = [(*key, call, image % generations) for call, image in keyed]
             initial_keys = [(*key, rows.initial_noise(call), image % generations) for call, image in keyed]
             encoded = fetched or self.fetch(rows, row_numbers, scale)
+            anchor = completions.anchor_of(numbers[0])
             images, records = self.generate(
                 encoded, calls, noise_keys, sizes[row_numbers[0]], num_inference_steps, initial_keys=initial_keys,
-                **recording,
+                anchors=[] if anchor is None else [encode(anchor)], **recording,
             )  # fmt: skip
             finished = completions.add(numbers, images)
             read = [encoded.read(completions.row(number)) for number in finished]
-            yield Generated([*finished], read, [*finished.values()], records)
+            yield Generated(place, [*finished], read, [*finished.values()], records)
         has_sets = len(completions.places) > len(completions.numbers)
         if is_collective and has_sets and self.accelerator.num_processes > 1:
             finished = completions.exchange(self.accelerator)
             read = [rows.row(completions.row(number)) for number in finished]
-            yield Generated([*finished], read, [*finished.values()], [])
+            yield Generated(len(batches), [*finished], read, [*finished.values()], [])

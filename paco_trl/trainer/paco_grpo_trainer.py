@@ -634,7 +634,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Generate this process's images of a round; return its completions, and the trained steps of each micro-batch."""
         args, rows, merged = self.args, self.train_rows, self.round_plan.num_merged_batches
         images: dict[int, Image.Image] = {}
-        records: list[list[RecordedStep]] = []
+        records: dict[int, list[list[RecordedStep]]] = {}  # of each batch
         is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
         key = (args.seed, STREAMS["training"], round_index)
         with self.sampler.ready():
@@ -646,8 +646,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 images |= zip(generated.numbers, generated.images, strict=True)
                 # [step][micro-batch] -> [micro-batch][step]
                 split = [split_record(record, merged, self.family) for record in generated.records]
-                records.extend(map(list, zip(*split, strict=True)))
-        return images, records
+                records[generated.place] = list(map(list, zip(*split, strict=True)))
+        return images, [each for place in range(len(mine)) for each in records[place]]
 
     def _is_informative(self, rewards: torch.Tensor) -> torch.Tensor:
         """Tell which prompts of a round are trained, of their rewards `(images, rewards)`."""

@@ -161,6 +161,10 @@ class Family(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} takes no source images.")
 
+    def prepare_panel(self, pipeline, image: Image.Image) -> Image.Image:
+        """Return a generated image as the source of others: as [`prepare_image`] does, at its own size if it can be."""
+        return self.prepare_image(pipeline, image, 1.0)
+
     def image_pixels(self, pipeline, image: Image.Image) -> torch.Tensor:
         """Return the VAE's input for an image from [`prepare_image`]: `(1, 3, ...)`, in [-1, 1]."""
         return pipeline.image_processor.preprocess(image, image.height, image.width)  # (1, 3, H, W)

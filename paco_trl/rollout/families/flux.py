@@ -67,6 +67,9 @@ class FluxKontextFamily(FluxFamily):
             image, max(1, round(height // step * scale)) * step, max(1, round(width // step * scale)) * step
         )
 
+    def prepare_panel(self, pipeline, image: Image.Image) -> Image.Image:
+        return image
+
 
 def _preferred_resolution(width: int, height: int, step: int) -> tuple[int, int]:
     """Return the width and height among Kontext's training sizes with the closest aspect ratio, as its pipeline does."""
