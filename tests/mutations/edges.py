@@ -838,4 +838,60 @@ DATASET_BUILDING = [
     ),
 ]
 
-MUTANTS = [*REWARDS, *TRAINING, *HUB, *DATA, *EVALUATION, *BENCHMARKS, *DATASET_BUILDING]
+_SETS = "test_separate_sets.py::"
+SEPARATE_SETS = [
+    *_mutants(
+        "data/image_sets.py",
+        f"{_SETS}TestData {_SETS}test_refused",
+        ('        elif row["rows"] != 1:', "        elif False:"),
+        ('        elif not is_text(row.get("theme")):', "        elif False:"),
+        ("    if len(prompts) < 2:", "    if False:"),
+    ),
+    *_mutants("data/edit_prompts.py", f"{_SETS}TestData", ('SEPARATE in plain["layout"]', "False")),
+    *_mutants("rewards/runner.py", f"{_SETS}test_refused", ("and SEPARATE in kinds:", "and False:")),
+    *_mutants(
+        "generation/image_files.py",
+        "test_generate_grids.py::TestFlatImages",
+        ("split_grid(image, 1, count)", "[image]"),
+    ),
+    *_mutants(
+        "commands/evaluate_prompts.py",
+        "test_evaluate_prompts.py::test_sets_are_generated_as_in_the_training_run",
+        ('settings["set_layout"] = None if args.edits else run.set_layout', 'settings["set_layout"] = None'),
+        ("(value := getattr(run, name)) is not None}", "(value := None) is not None}"),
+        ("    check_panel_template(settings", "    str(settings"),
+    ),
+    *_mutants(
+        "commands/evaluate.py",
+        "test_evaluate_generation.py -k 'as_in_the_training_run or fail_after_hours'",
+        ("        args.set_layout = args.set_layout or card.settings.set_layout\n", ""),
+        ("                if getattr(args, name) is None:\n", "                if True:\n"),
+        ("        image_sizes(benchmark, args.height, args.width)", "        pass"),
+    ),
+    *_mutants(
+        "planning/memory.py",
+        "test_memory_plan.py::test_the_longest_prompt_is_that_of_an_image",
+        ("len(call.prompt)))", "len(rows.prompts[call.row])))"),
+    ),
+    *_mutants(
+        "commands/doctor.py",
+        "test_doctor.py::test_rewards_get_whole_sets_of_separate_images "
+        "test_doctor.py::test_the_cost_of_reports_is_what_they_generate",
+        ("panel=panel).images", "panel=0).images"),
+        ("len(rows.calls_in(compared_rows(args, name, rows)))", "len(compared_rows(args, name, rows))"),
+    ),
+    *_mutants(
+        "image_benchmarks/comparison_app.py",
+        "test_space.py::test_each_separate_image_has_its_own_call",
+        ('noise = number if self.panel_generation == "independent" else 0', "noise = number"),
+        ("rows, cols = (rows, cols) if self.panel_template is None else (1, 1)", "pass"),
+    ),
+    *_mutants(
+        "commands/space.py",
+        "test_space.py::TestWrite",
+        (' or dataset[0].get("layout") == SEPARATE', ""),
+        ("(1, 1) if is_separate else layout", "layout"),
+    ),
+]
+
+MUTANTS = [*SEPARATE_SETS, *REWARDS, *TRAINING, *HUB, *DATA, *EVALUATION, *BENCHMARKS, *DATASET_BUILDING]
