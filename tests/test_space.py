@@ -29,7 +29,8 @@ from paco_trl.data import format_image_set_prompt, split_grid
 from paco_trl.generation import load_pipeline
 from paco_trl.hub.settings import ImageModelCard, ImageSettings, LoRA, Reward, load_settings, save_settings
 from paco_trl.rewards import ConsistencyReward
-from paco_trl.tiny import build_tiny_longcat_image
+from paco_trl.rollout import keyed_generator
+from paco_trl.tiny import build_tiny_flux_kontext, build_tiny_longcat_image
 from test_annotation_app import free_port
 from testing_utils import CHROMIUM, CHROMIUM_ARGUMENTS
 
@@ -242,6 +243,23 @@ def test_each_separate_image_has_its_own_call(adapter):
         next(compare("one round figure", 1, 2, 7, 3))
     with pytest.raises(ValueError, match="panel_generation"):
         Comparison(pipeline, None, (64, 64), 1.0, None, "{panel}", "else")
+
+
+def test_the_first_panel_is_the_source_of_the_others(tmp_path):
+    pipeline = load_pipeline(str(build_tiny_flux_kontext(tmp_path)), torch.float32, device="cpu")
+    pipeline.transformer.add_adapter(LoraConfig(target_modules=["to_q"], init_lora_weights=False))
+    sets = {}
+    for way in ("independent", "anchored"):
+        comparison = Comparison(pipeline, None, (32, 32), 2.5, None, "{panel} {theme}", way)
+        sets[way] = list(comparison.generate("a hat\nred\nblue", 1, 2, 7, 2))
+    for alone, anchored in zip(*sets.values(), strict=True):
+        assert np.array_equal(alone[0], anchored[0]) and not np.array_equal(alone[1], anchored[1])
+    second = pipeline(
+        image=sets["anchored"][1][0], prompt="blue a hat", height=32, width=32, guidance_scale=2.5, _auto_resize=False,
+        num_inference_steps=2, max_area=32 * 32, max_sequence_length=pipeline.tokenizer_2.model_max_length,
+        generator=keyed_generator(7, 1),
+    ).images[0]  # fmt: skip
+    np.testing.assert_array_equal(second, sets["anchored"][1][1])
 
 
 def test_a_pipeline_that_takes_no_callback(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from ..data.image_sets import SEPARATE, arrange_sets, check_panel_template, prom
 from ..generation import load_pipeline
 from ..rollout.families import family_of
 from ..rollout.hybrid_inference import hybrid_inference
+from ..rollout.prompt_rows import PANEL_GENERATIONS, check_anchored
 from ..rollout.resolution import check_inference_size
 from ..rollout.sde import keyed_generator
 from ..utils.files import read_template
@@ -72,9 +73,11 @@ class Comparison:
         self.panel_template, self.panel_generation = panel_template, panel_generation
         if panel_template is not None:
             check_panel_template(panel_template)
-        if panel_generation not in ("independent", "shared_noise"):
-            problem = f"`panel_generation` is {panel_generation!r}, which this app does not know"
-            raise ValueError(f"{problem}. It compares independent images, or those of a shared noise.")
+        if panel_generation not in PANEL_GENERATIONS:
+            ways = ", ".join(map(repr, PANEL_GENERATIONS))
+            raise ValueError(f"`panel_generation` is {panel_generation!r}; it must be one of {ways}.")
+        if panel_generation == "anchored":
+            check_anchored(type(pipeline).__name__, self.family)
 
     def parse(self, prompt: str) -> ImageSetPrompt | None:
         """Read the panels that a prompt names: of separate images its lines, after a first for all of them."""
@@ -129,18 +132,21 @@ class Comparison:
         # Encoded as in training, and once for both
         device = pipeline.transformer.device
         encoded = [family.encode_prompt(pipeline, text, device) for text in texts]
-        shared = family.call_arguments(height, width, self.guidance_scale, []) | {"num_inference_steps": steps}
         if self.negative_prompt is not None:
             negative = family.encode_prompt(pipeline, self.negative_prompt, device)
             encoded = [each | {f"negative_{name}": tensor for name, tensor in negative.items()} for each in encoded]
         for adapter_fraction in (0.0, 1.0):
-            panels = []
-            with hybrid_inference(pipeline, adapter_fraction), family.generation_context(pipeline, []):
+            panels: list[Image] = []
+            with hybrid_inference(pipeline, adapter_fraction):
                 for number, arguments in enumerate(map(family.batch_arguments, encoded)):
-                    noise = number if self.panel_generation == "independent" else 0
+                    is_anchored = self.panel_generation == "anchored" and number > 0
+                    sources = [family.prepare_panel(pipeline, panels[0])] if is_anchored else []
+                    call = arguments | family.call_arguments(height, width, self.guidance_scale, sources)
+                    noise = 0 if self.panel_generation == "shared_noise" else number
                     # Of the CPU: the same noise on any device
                     generator = keyed_generator(seed, noise) if noise else torch.Generator().manual_seed(seed)
-                    image = pipeline(**arguments, **shared, generator=generator).images[0]
+                    with family.generation_context(pipeline, sources):
+                        image = pipeline(**call, num_inference_steps=steps, generator=generator).images[0]
                     panels += split_grid(to_rgb(image, "The generated image"), *layout)
             yield panels
 

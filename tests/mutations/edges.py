@@ -882,8 +882,9 @@ SEPARATE_SETS = [
     ),
     *_mutants(
         "image_benchmarks/comparison_app.py",
-        "test_space.py::test_each_separate_image_has_its_own_call",
-        ('noise = number if self.panel_generation == "independent" else 0', "noise = number"),
+        "test_space.py::test_each_separate_image_has_its_own_call test_space.py::test_the_first_panel_is_the_source_of_the_others",
+        ('noise = 0 if self.panel_generation == "shared_noise" else number', "noise = number"),
+        ("[family.prepare_panel(pipeline, panels[0])]", "[]"),
         ("rows, cols = (rows, cols) if self.panel_template is None else (1, 1)", "pass"),
     ),
     *_mutants(
