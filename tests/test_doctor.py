@@ -516,6 +516,15 @@ def test_rewards_get_whole_sets_of_separate_images(examine, monkeypatch, prompt_
         assert {panel.size for panel in panels} == {(32, 32)}
 
 
+def test_the_smallest_image_may_be_behind_a_set_of_separate_images(examine):
+    # Rows and images have other numbers then
+    sets = [
+        {"layout": "separate", "theme": "A fox.", "panels": ["It eats.", "It runs."], "height": 96, "width": 96}
+    ] * 2
+    rows = [*sets, *({"prompt": f"{count} foxes.", "height": 64, "width": 64} for count in range(4))]
+    assert examine("noise-free image", rows=rows)["noise-free image"].finding.startswith("32 x 32 pixels")
+
+
 def test_the_cost_of_reports_is_what_they_generate(examine, prompt_rows):
     def row(**changes) -> doctor.Row:
         return examine("reports before training", **changes)["reports before training"]

@@ -78,7 +78,7 @@ class SampleGenerator:
         )
 
         def with_own_scheduler(fetched: EncodedRows, noise_keys: list) -> tuple[list[Image.Image], list]:
-            arguments, _, sources = self.sampler.inputs(fetched, [self.number])
+            arguments, _, sources = self.sampler.inputs(fetched, [self.rows.calls_of[self.number][0]])
             images = [source.image for source in sources]
             with self.family.generation_context(self.pipeline, images):
                 generated = self.pipeline(
