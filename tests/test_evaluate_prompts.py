@@ -12,7 +12,7 @@ from PIL import Image
 import launching
 from paco_trl.commands import evaluate as script
 from paco_trl.commands.evaluate_arguments import PANEL_OPTIONS
-from paco_trl.data import demo_prompts_path
+from paco_trl.data import demo_prompts_path, split_grid
 from paco_trl.hub.settings import ImageModelCard, ImageSettings, save_settings
 from paco_trl.tiny import build_tiny_flux2_klein, build_tiny_flux_kontext
 from test_evaluate_generation import make_adapter
@@ -255,6 +255,19 @@ def test_sets_are_generated_as_in_the_training_run(adapters, files, tiny_flux, t
     with pytest.raises(ValueError, match="panel_template"):
         of("refused", "--panel_template", "{theme}")
     assert not (tmp_path / "refused").exists()
+
+
+def test_the_first_image_of_a_set_is_the_source_of_the_others(tmp_path):
+    row = {"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs."]}
+    (tmp_path / "sets.jsonl").write_text(json.dumps(row))
+    words, model = ["--dataset_name", tmp_path / "sets.jsonl", "--height", 64, "--width", 64], tmp_path / "model"
+    build_tiny_flux2_klein(model)
+    sets = []
+    for way in ("independent", "anchored"):
+        evaluate(*words, "--panel_generation", way, model=model, folder=tmp_path / way)
+        with Image.open(tmp_path / way / "base/images/0/0.png") as image:
+            sets.append(split_grid(image, 1, 2))
+    assert [first.tobytes() == second.tobytes() for first, second in zip(*sets, strict=True)] == [True, False]
 
 
 @pytest.mark.slow

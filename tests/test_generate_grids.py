@@ -25,6 +25,8 @@ from paco_trl.data.image_sets import complete_image_sets
 from paco_trl.generation import load_pipeline
 from paco_trl.generation.grids import generate_grids, plan_batches
 from paco_trl.generation.image_files import is_flat, own_arguments
+from paco_trl.rollout import keyed_generator
+from paco_trl.tiny import build_tiny_flux2_klein, build_tiny_flux_kontext
 from paco_trl.utils.stage_folder import StageFolder
 
 
@@ -173,6 +175,30 @@ class TestGrids:
         # One prompt and one noise are one image; a batch may round differently
         assert all(abs(np.asarray(image).astype(int) - expected).max() <= 2 for image in (own[0], *shared))
         assert abs(np.asarray(own[1]).astype(int) - expected).max() > 20
+
+    @pytest.mark.parametrize("build", [build_tiny_flux_kontext, build_tiny_flux2_klein])
+    def test_the_first_image_of_a_set_is_the_source_of_the_others(self, build, flux, tmp_path):
+        pipeline = load_pipeline(str(build(tmp_path / "model")), torch.float32, device="cpu")
+        row = {"id": "a", "layout": "separate", "theme": "A fox.", "panels": ["Runs.", "Sits.", "Eats."]}
+        prompts = complete_image_sets(Dataset.from_list([row | {"height": 64, "width": 64}]))
+        sets, own = {}, {"max_sequence_length": 32}
+        for way in ("independent", "anchored"):
+            grids = draw(pipeline, prompts, tmp_path / way, seeds=[0, 5], panel_generation=way, **own)
+            sets[way] = [split_grid(image, 1, 3) for image in grids["image"]]
+        if build is build_tiny_flux_kontext:
+            own |= {"_auto_resize": False, "max_area": 64**2}
+        for seed, independent, anchored in zip((0, 5), *sets.values(), strict=True):
+            is_same = [np.array_equal(*panels) for panels in zip(independent, anchored, strict=True)]
+            assert is_same == [True, False, False]
+            image = pipeline(
+                prompt="A fox. Eats.", image=anchored[0], height=64, width=64, num_inference_steps=1,
+                generator=keyed_generator(seed, 2), **own,
+            ).images[0]  # fmt: skip
+            assert np.array_equal(image, anchored[2])
+        with pytest.raises(ValueError, match="batch_size"):
+            draw(pipeline, prompts, tmp_path / "refused", batch_size=2, panel_generation="anchored")
+        with pytest.raises(ValueError, match="takes no source"):
+            draw(flux, prompts, tmp_path / "refused", panel_generation="anchored")
 
     def test_arguments_replace_columns_and_reach_the_pipeline(self, flux, tmp_path):
         with Calls(flux.transformer) as calls:

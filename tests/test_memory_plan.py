@@ -244,6 +244,18 @@ def test_the_longest_prompt_is_that_of_an_image(make_trainer, tiny_flux):
     assert plan.run.call.prompt == "A hare. It eats slowly."
 
 
+def test_a_first_panel_is_a_source(make_trainer, tmp_path):
+    model, args = (
+        str(tiny.build_tiny_flux_kontext(tmp_path / "model")),
+        make_trainer(per_device_train_batch_size=1).args,
+    )
+    sets = Dataset.from_list([{"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs."]}] * 4)
+    alone = plan_memory(model, args, sets, LORA)
+    anchored = plan_memory(model, replace(args, panel_generation="anchored"), sets, LORA)
+    tokens, doubled = (plan.run.calls(1)[0]["hidden_states"].shape[1] for plan in (alone, anchored))
+    assert doubled == 2 * tokens and sum(device_of(anchored).values()) > sum(device_of(alone).values())
+
+
 def test_all_weights_and_the_reference(make_plan):
     plan = make_plan(peft_config=None, ema_decay=0.9, norm_penalty=0.01)
     weights = weights_bytes(plan.run.model, trainable=True)

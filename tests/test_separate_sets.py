@@ -356,6 +356,12 @@ class TestAnchored:
             same = [a.tobytes() == b.tobytes() for a, b in zip(images, found["independent"][theme], strict=True)]
             assert same == [True] + [False] * (len(images) - 1)
 
+    def test_anchor_of_each_image(self):
+        rows = PromptRows(sets(2, 3, 2), settings(panel_generation="anchored"), "it")
+        completions = Completions(rows, [1, 0], 2, 7)  # the last two calls are the first two again
+        found = [completions.anchor_of(image) for image in range(14)]
+        assert found == [None, None, 0, 1, 0, 1, None, None, 6, 7, None, None, 0, 1]
+
     def test_each_image_of_a_set_has_its_own_first_panel_as_source(self, make):
         tokens = defaultdict(list)
         for entry in round_of(make()).entries:

@@ -90,8 +90,8 @@ class PanelOptions(SetOptions):
     )
     panel_generation: str | None = option(
         None,
-        "Noise of separate images: `independent`, or the `shared_noise` of a set. If `None`, that of the run (`prompts`, "
-        "`images`), or `independent`.",
+        "How separate images are generated: `independent`, from a set's `shared_noise`, or `anchored` in its first as "
+        "source. If `None`, that of the run (`prompts`, `images`), or `independent`.",
         choices=(None, *PANEL_GENERATIONS),
     )
 

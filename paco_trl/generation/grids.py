@@ -91,6 +91,9 @@ def generate_grids(
     """
     from accelerate import PartialState
 
+    from ..rollout import FAMILIES, Family
+    from ..rollout.prompt_rows import check_panel_generation
+
     check_image_set_columns(prompts)
     seeds = list(seeds)
     if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) <= LARGEST_SEED:
@@ -99,8 +102,11 @@ def generate_grids(
         raise ValueError(f"`batch_size` is {batch_size}. It must be at least 1.")
     arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
     check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
-    if panel_generation not in ("independent", "shared_noise"):
-        raise ValueError(f"`panel_generation` is {panel_generation!r}, but must be 'independent' or 'shared_noise'.")
+    name, is_anchored = type(pipeline).__name__, panel_generation == "anchored"
+    check_panel_generation(panel_generation, name, FAMILIES.get(name, Family))
+    if is_anchored and batch_size > 1:
+        reason = "a call shares its source images, but the first panel is that of one set alone"
+        raise ValueError(f"`batch_size` is {batch_size} and `panel_generation` 'anchored': {reason}. Set it to 1.")
     check_panel_template(panel_template)
     sizes = image_sizes(prompts, height, width, _size_multiple(pipeline))
 
@@ -114,10 +120,11 @@ def generate_grids(
 
     def generate(number: int) -> dict[str, "Image"]:
         batch = batches[number]
-        panels = [
-            _generate(pipeline, of_panel, batch, number if panel_generation == "independent" else 0, call_arguments)
-            for number, of_panel in enumerate(zip(*(texts[row] for row in batch.rows), strict=True))
-        ]
+        panels: list[list[Image]] = []
+        for panel, of_panel in enumerate(zip(*(texts[row] for row in batch.rows), strict=True)):
+            own = _own_arguments(pipeline, batch, panels[0] if is_anchored and panel else [])
+            noise = 0 if panel_generation == "shared_noise" else panel
+            panels.append(_generate(pipeline, of_panel, batch, noise, own | call_arguments))
         return {
             name: images[0] if len(images) == 1 else join_grid(images, 1, len(images))
             for name, *images in zip(names[number], *panels, strict=True)
@@ -177,6 +184,17 @@ def image_sizes(
         check_inference_size(*size, rows, cols, multiple, where)
         sizes[name] = (*size, row["cols"] if is_separate else 1)
     return sizes
+
+
+def _own_arguments(pipeline: "DiffusionPipeline", batch: GridBatch, sources: list["Image"]) -> dict[str, Any]:
+    """Return the further arguments that a pipeline takes for the size of a batch and its source images."""
+    from ..rollout import FAMILIES
+
+    if (family := FAMILIES.get(type(pipeline).__name__)) is None:
+        return {}
+    images = [family().prepare_panel(pipeline, image) for image in sources]
+    arguments = family().call_arguments(batch.height, batch.width, 0.0, images)
+    return {name: arguments[name] for name in ("max_area", "image", "_auto_resize") if name in arguments}
 
 
 def _generate(

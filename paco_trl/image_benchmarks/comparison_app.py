@@ -24,7 +24,7 @@ from ..data.image_sets import SEPARATE, arrange_sets, check_panel_template, prom
 from ..generation import load_pipeline
 from ..rollout.families import family_of
 from ..rollout.hybrid_inference import hybrid_inference
-from ..rollout.prompt_rows import PANEL_GENERATIONS, check_anchored
+from ..rollout.prompt_rows import check_panel_generation
 from ..rollout.resolution import check_inference_size
 from ..rollout.sde import keyed_generator
 from ..utils.files import read_template
@@ -73,11 +73,7 @@ class Comparison:
         self.panel_template, self.panel_generation = panel_template, panel_generation
         if panel_template is not None:
             check_panel_template(panel_template)
-        if panel_generation not in PANEL_GENERATIONS:
-            ways = ", ".join(map(repr, PANEL_GENERATIONS))
-            raise ValueError(f"`panel_generation` is {panel_generation!r}; it must be one of {ways}.")
-        if panel_generation == "anchored":
-            check_anchored(type(pipeline).__name__, self.family)
+        check_panel_generation(panel_generation, type(pipeline).__name__, self.family)
 
     def parse(self, prompt: str) -> ImageSetPrompt | None:
         """Read the panels that a prompt names: of separate images its lines, after a first for all of them."""

@@ -20,6 +20,7 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from peft import LoraConfig, PeftModel, get_peft_model
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -420,8 +421,12 @@ class ImageRun:
                 raise _TransformerReachedError
 
         sources = []
-        for image in self.rows.images(self.number):
-            prepared = self.family.prepare_image(self.pipeline, image, self.scales[is_full])
+        images = self.rows.images(self.number)
+        found = [self.family.prepare_image(self.pipeline, image, self.scales[is_full]) for image in images]
+        if self.rows.is_anchored:
+            panel = Image.new("RGB", self.sizes[is_full][::-1])
+            found.append(self.family.prepare_panel(self.pipeline, panel))
+        for prepared in found:
             pixels = self.family.image_pixels(self.pipeline, prepared).to(self.vae.dtype)
             with self.mode:
                 latents = self.vae.encode(self.mode.from_tensor(pixels)).latent_dist.mode()
@@ -506,7 +511,7 @@ class ImageRun:
         prompt = sum(tensor.numel() for tensor in self.embeddings().values())
         latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[0]) * self.channels
         once, kept = (2, 3) if is_nft else (0, 3)
-        kept += 2 * bool(self.rows.sources)
+        kept += 2 * bool(self.rows.sources or self.rows.is_anchored)
         kept += has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
         embeddings = _FLOAT32 * prompts * prompt
         always["round"] = _FLOAT32 * (once + kept * layout.num_trained_steps) * images * latent

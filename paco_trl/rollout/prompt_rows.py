@@ -203,8 +203,7 @@ class PromptRows:
 
     def _check_source_images(self, pipeline, family: Family) -> None:
         name = type(pipeline).__name__
-        if self.is_anchored:
-            check_anchored(name, family)
+        check_panel_generation(self.args.panel_generation, name, family)
         if self.sources is None:
             if family.needs_images:
                 raise ValueError(
@@ -225,8 +224,11 @@ class PromptRows:
                     family.check_image_size(width, height)
 
 
-def check_anchored(name: str, family: Family) -> None:
-    """Check that a pipeline can generate an image from a text alone, and others from it (`panel_generation="anchored"`)."""
+def check_panel_generation(panel_generation: str, name: str, family: Family | type[Family]) -> None:
+    """Check that there is this way to generate separate images, and that a pipeline with this name and family can."""
+    if panel_generation not in PANEL_GENERATIONS:
+        choices = ", ".join(map(repr, PANEL_GENERATIONS))
+        raise ValueError(f"`panel_generation` is {panel_generation!r}; it must be one of {choices}.")
     if family.max_images == 0:
         reason = "takes no source image"
     elif family.needs_images:
@@ -235,10 +237,11 @@ def check_anchored(name: str, family: Family) -> None:
         reason = "reads source images with its text encoder, before the first panel is generated"
     else:
         return
-    raise ValueError(
-        f"`panel_generation` is 'anchored', but {name} {reason}. Choose FLUX.1-Kontext or FLUX.2, or another "
-        "`panel_generation`: sets that show what is in their `references` are anchored too."
-    )
+    if panel_generation == "anchored":
+        raise ValueError(
+            f"`panel_generation` is 'anchored', but {name} {reason}. Choose FLUX.1-Kontext or FLUX.2, or another "
+            "`panel_generation`: sets that show what is in their `references` are anchored too."
+        )
 
 
 class Completions:
