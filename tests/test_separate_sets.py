@@ -380,12 +380,31 @@ class TestAnchored:
             sources.append(others[0])
         assert len({source.sum().item() for source in sources}) == 4
 
+    def test_images_of_a_batch_have_their_own_sources(self, make):
+        found = {1: [], 2: []}
+        for size, made in found.items():
+
+            def reward(prompts, panel_images, made=made, **kwargs):
+                made += [np.stack([np.asarray(panel).astype(int) for panel in panels]) for panels in panel_images]
+                return [0.0] * len(prompts)
+
+            round_of(make(per_device_train_batch_size=size, reward_funcs=reward))
+        assert len(found[1]) == 4
+        for one in found[1]:
+            distances = [np.abs(one - other).max() for other in found[2] if other.shape == one.shape]
+            assert sorted(distance <= 1 for distance in distances) == [False, True]  # the same, and another noise's
+
     @pytest.mark.parametrize(
         "changes",
         [
-            {"tail_steps": 1, "num_sde_steps": 1, "sde_steps": [0, 1]},
+            {"tail_steps": 1, "num_sde_steps": 1, "sde_steps": [0, 1], "per_device_train_batch_size": 2},
             {"model": "flux2_klein", "trainer_class": PaCoNFTTrainer},
-            {"trainer_class": PaCoNFTTrainer, "loss_type": "awm", "resolution_scale": 0.5},
+            {
+                "trainer_class": PaCoNFTTrainer,
+                "loss_type": "awm",
+                "resolution_scale": 0.5,
+                "per_device_train_batch_size": 2,
+            },
         ],
         ids=["tail", "nft of klein", "awm at half size"],
     )
@@ -400,8 +419,9 @@ class TestAnchored:
     @pytest.mark.parametrize(
         ("changes", "word"),
         [
-            ({"per_device_train_batch_size": 2}, "per_device_train_batch_size"),
-            ({"per_device_rollout_batch_size": 2}, "per_device_rollout_batch_size"),
+            ({"model": "flux2_klein", "per_device_train_batch_size": 2}, "`per_device_train_batch_size` is 2"),
+            ({"model": "flux2_klein", "per_device_rollout_batch_size": 2}, "`per_device_rollout_batch_size` is 2"),
+            ({"per_device_train_batch_size": 4}, "divide `num_generations`"),
             ({"per_device_eval_batch_size": 2}, "per_device_eval_batch_size"),
             ({"branch_size": 2}, "branch_size"),
             ({"model": "flux"}, "FluxPipeline takes no source"),

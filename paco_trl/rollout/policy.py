@@ -136,7 +136,7 @@ class PipelinePolicy:
             record_last_step (`bool`):
                 Whether to record the last step, which has no noise: its `prev_sample` is the images' latents.
             sources (`list[EncodedImage]`, *optional*):
-                Source images, the same for all images of the batch.
+                Source images, the same for all images of the batch; or the first one of it, with the latents of all.
             callback_on_step_end (`Callable`, *optional*):
                 The pipeline's own argument of this name, such as the callback of [`hybrid_inference`].
             initial_keys (`list[tuple[int, ...]]`, *optional*):

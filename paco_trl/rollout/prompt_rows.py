@@ -301,7 +301,7 @@ class Completions:
             spare = (len(batches), [0])  # image 0 has no anchor, and counts once
             yield from part + [spare] * (max(gather([len(part)])) - len(part))
             if part is parts[0]:
-                self._gather_anchors({self.anchor_of(batch[0]) for _, batch in parts[1]}, gather)
+                self._gather_anchors({self.anchor_of(image) for _, batch in parts[1] for image in batch}, gather)
 
     def _gather_anchors(self, needed: set[int | None], gather: Callable[[list], list]) -> None:
         # Each unfinished set has its first panel alone

@@ -417,10 +417,12 @@ class RolloutSampler:
             noise_keys: list[tuple[int, ...]] = [(*key, call, image % generations) for call, image in keyed]
             initial_keys = [(*key, rows.initial_noise(call), image % generations) for call, image in keyed]
             encoded = fetched or self.fetch(rows, row_numbers, scale)
-            anchor = completions.anchor_of(numbers[0])
+            anchors = [encode(anchor) for image in numbers if (anchor := completions.anchor_of(image)) is not None]
+            if anchors:
+                anchors = [EncodedImage(anchors[0].image, torch.cat([anchor.latents for anchor in anchors]))]
             images, records = self.generate(
                 encoded, calls, noise_keys, sizes[row_numbers[0]], num_inference_steps, initial_keys=initial_keys,
-                anchors=[] if anchor is None else [encode(anchor)], **recording,
+                anchors=anchors, **recording,
             )  # fmt: skip
             finished = completions.add(numbers, images)
             read = [encoded.read(completions.row(number)) for number in finished]

@@ -526,10 +526,9 @@ class PaCoGRPOConfig(GRPOConfig):
                 if not fits:
                     raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
         check_arguments(self)
-        batches = (f"per_device_{name}_batch_size" for name in ("train", "rollout", "eval"))
-        for name in ("branch_size", *batches) if self.panel_generation == "anchored" else ():
+        for name in ("branch_size", "per_device_eval_batch_size") if self.panel_generation == "anchored" else ():
             if (value := getattr(self, name)) not in (None, 1):
-                reason = "a batch shares its source images, but the first panel is that of one set alone"
+                reason = "its images share their source images, but the first panel is that of one set alone"
                 raise ValueError(f"`{name}` is {value} and `panel_generation` 'anchored': {reason}. Set it to 1.")
         branch, micro_batch = self.branch_size, self.per_device_train_batch_size
         shared = f"the {branch} images of a branch (`branch_size`) share a batch and a group"

@@ -44,6 +44,9 @@ class Family(ABC):
     needs_images: bool = False
     """Whether the pipeline requires a source image."""
 
+    batches_sources: bool = False
+    """Whether the images of a batch may have different source images."""
+
     prompt_sees_images: bool = False
     """Whether the text encoder sees the source images. A prompt is then encoded once with each of them."""
 

@@ -40,6 +40,7 @@ class FluxKontextFamily(FluxFamily):
     """[`~diffusers.FluxKontextPipeline`]: the tokens of a source image follow those of the image."""
 
     max_images = 1
+    batches_sources = True
     # Paper, Part 3; that one reward is not tamed is the published code's
     training_defaults = {
         "edits": True, "max_source_images": 1, "rewards": ["edit"], "multi_objective_aggregation": "sum_then_normalize",
