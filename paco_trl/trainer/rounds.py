@@ -2,6 +2,7 @@
 """A round: its sizes, the order of its prompts and images, its stochastic steps, and the buffer of its records."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 
 from ..rollout import RecordedStep, SDESettings
@@ -18,7 +18,7 @@ from ..rollout.sde import STREAMS
 from ..utils.devices import to_device
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)

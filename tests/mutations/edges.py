@@ -863,7 +863,8 @@ SEPARATE_SETS = [
     ),
     *_mutants(
         "commands/evaluate.py",
-        "test_evaluate_generation.py -k 'as_in_the_training_run or fail_after_hours'",
+        "test_evaluate_generation.py::TestT2IS::test_both_systems_are_generated_as_in_the_training_run "
+        "test_evaluate_generation.py::TestT2IS::test_what_would_fail_after_hours_is_found_before",
         ("        args.set_layout = args.set_layout or card.settings.set_layout\n", ""),
         ("                if getattr(args, name) is None:\n", "                if True:\n"),
         ("        image_sizes(benchmark, args.height, args.width)", "        pass"),
