@@ -70,6 +70,17 @@ QWEN_IMAGE = {
     "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128,
     "num_attention_heads": 24, "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56],
 }  # fmt: skip
+FLUX2_KLEIN_4B = {
+    "patch_size": 1, "in_channels": 128, "num_layers": 5, "num_single_layers": 20, "attention_head_dim": 128,
+    "num_attention_heads": 24, "joint_attention_dim": 7680, "mlp_ratio": 3.0, "axes_dims_rope": [32] * 4,
+    "rope_theta": 2000,
+}  # fmt: skip
+QWEN3_4B = {
+    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_window_layers": 36,
+    "layer_types": ["full_attention"] * 36,
+}  # fmt: skip
+FLUX2_VAE = {**VAE, "latent_channels": 32}
 QWEN_VL_7B = {
     "text_config": {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -108,6 +119,10 @@ MODELS = {
         {"transformer": SD3_MEDIUM, "text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL,
          "vae": VAE},
         {"guidance_scale": 4.5},
+    ),
+    "FLUX.2-klein-base-4B": (
+        "build_tiny_flux2_klein",
+        {"transformer": FLUX2_KLEIN_4B, "text_encoder": QWEN3_4B, "vae": FLUX2_VAE}, {"guidance_scale": 4.0},
     ),
     "Qwen-Image": (
         "build_tiny_qwen_image", {"transformer": QWEN_IMAGE, "text_encoder": QWEN_VL_7B, "vae": QWEN_VAE},

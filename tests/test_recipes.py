@@ -131,6 +131,11 @@ PRESETS = {
         "gradient_checkpointing": True, "offload_embeddings": True, "offload_rewards": True,
         "ema_offload": True, "embeddings_dir": "flux.1-dev-embeddings",
     },
+    "flux.2-klein-4b-stories": {
+        "model_name_or_path": "black-forest-labs/FLUX.2-klein-base-4B", "set_layout": "separate",
+        "panel_generation": "anchored", "num_inference_steps": 16, "num_inference_steps_eval": 28, "guidance_scale": 4.0,
+        "epsilon": 1e-6, "gradient_checkpointing": True, "output_dir": "flux.2-klein-4b-stories",
+    },
 }  # fmt: skip
 
 
