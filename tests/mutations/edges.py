@@ -867,6 +867,10 @@ SEPARATE_SETS = [
         "test_evaluate_generation.py::TestT2IS::test_what_would_fail_after_hours_is_found_before",
         ("        args.set_layout = args.set_layout or card.settings.set_layout\n", ""),
         ("                if getattr(args, name) is None:\n", "                if True:\n"),
+    ),
+    *_mutants(
+        "commands/evaluate.py",
+        "test_evaluate_generation.py::TestOptions",
         ("        image_sizes(benchmark, args.height, args.width)", "        pass"),
     ),
     *_mutants(
