@@ -313,7 +313,7 @@ MUTANTS = [
     (P + "prompt_rows.py", "elif family.prompt_sees_images:", "elif False:", SETS + " -k 'TestAnchored and refused'"),
     (P + "prompt_rows.py", "self.sources.max_count + self.is_anchored >", "self.sources.max_count >", SETS + " -k references_are_sources"),
     (P + "prompt_rows.py", "        call %= len(self.places)\n", "", SETS + " -k anchor_of_each"),
-    (P + "sampler.py", "anchors=[] if anchor is None else [encode(anchor)]", "anchors=[]", SETS + " -k users_calls"),
+    (P + "sampler.py", "anchors=anchors, **recording", "anchors=[], **recording", SETS + " -k users_calls"),
     (F + "flux.py", "        return image\n", "        return self.prepare_image(pipeline, image, 1.0)\n", SETS + " -k 'users_calls and kontext'"),
     (T + "paco_grpo_trainer.py", "records[generated.place] =", "records[len(records)] =", SETS + " -k own_first_panel"),
     (T + "paco_grpo_config.py", "not in (None, 1):", "is None:", SETS + " -k 'TestAnchored and refused'"),
