@@ -394,6 +394,37 @@ class TestAnchored:
             distances = [np.abs(one - other).max() for other in found[2] if other.shape == one.shape]
             assert sorted(distance <= 1 for distance in distances) == [False, True]  # the same, and another noise's
 
+    def test_an_evaluation_in_batches(self, make):
+        found = {}
+        for size in (1, 2):
+
+            def reward(prompts, theme, panel_images, size=size, **kwargs):
+                found[size] = {
+                    name: np.stack(panels).astype(int) for name, panels in zip(theme, panel_images, strict=True)
+                }
+                return [0.0] * len(prompts)
+
+            evaluation = {"eval_dataset": sets(2, 3), "num_generations_eval": 2, "per_device_eval_batch_size": size}
+            make(reward_funcs=reward, **evaluation).evaluate()
+        assert found[1].keys() == found[2].keys() == {"Theme 0.", "Theme 1."}
+        for name, panels in found[1].items():
+            assert np.abs(panels - found[2][name]).max() <= 1 < np.abs(panels[0] - panels[1]).max()
+
+    def test_what_makes_up_the_numbers_finishes_nothing(self, make, monkeypatch):
+        # As on a process with a batch less than another, of each kind
+        monkeypatch.setattr(
+            "paco_trl.rollout.sampler.gather_object",
+            lambda values: [*values, values[0] + 1] if values and isinstance(values[0], int) else values,
+        )
+        trainer = make(train_dataset=sets(1, 2, 3, 2, 3, 2))
+        rows = trainer.train_rows
+        trainer.sampler.prompt_encoder.encode(rows, [0, 1], 1.0)
+        completions = Completions(rows, [0, 1], 1)
+        with trainer.sampler.ready():
+            found = list(trainer.sampler.rollout(completions, [[0], [1], [2]], (0, 3, 0), rows.training_sizes, 2))
+        assert [generated.place for generated in found] == [0, 1, 3, 2, 3]
+        assert [generated.numbers for generated in found] == [[0], [], [], [1], []]
+
     @pytest.mark.parametrize(
         "changes",
         [
@@ -422,7 +453,7 @@ class TestAnchored:
             ({"model": "flux2_klein", "per_device_train_batch_size": 2}, "`per_device_train_batch_size` is 2"),
             ({"model": "flux2_klein", "per_device_rollout_batch_size": 2}, "`per_device_rollout_batch_size` is 2"),
             ({"per_device_train_batch_size": 4}, "divide `num_generations`"),
-            ({"per_device_eval_batch_size": 2}, "per_device_eval_batch_size"),
+            ({"model": "flux2_klein", "per_device_eval_batch_size": 2}, "per_device_eval_batch_size"),
             ({"branch_size": 2}, "branch_size"),
             ({"model": "flux"}, "FluxPipeline takes no source"),
             ({"model": "qwen_image_edit", "guidance_scale": 1.0}, "QwenImageEditPipeline generates none"),
@@ -444,6 +475,10 @@ class TestAnchored:
         assert sorted(lengths) == [4] * 4 + [5] * 6
         with pytest.raises(ValueError, match="first panel"):
             make(**model | {"train_dataset": of(4)})
+        # A single image has none, and so one reference more
+        images = [Image.new("RGB", (64, 64), "red")] * 4
+        mixed = [row_of(number, 2, references=images[:3]) for number in range(5)] + [row_of(5, 1, references=images)]
+        make(**model | {"train_dataset": Dataset.from_list(mixed)})
 
 
 class TestOneFile:

@@ -129,9 +129,9 @@ class PromptRows:
             training_size(*size, *layout, args.resolution_scale, multiple)
             for size, layout in zip(self.inference_sizes, self.image_layouts, strict=True)
         ]
-        for number, sizes in enumerate(zip(self.inference_sizes, self.training_sizes, strict=True)):
+        for number in filter(self._has_first_panel, range(len(self))):
             with self.add_row_to_errors(number):
-                for height, width in sizes * self.is_anchored:
+                for height, width in (self.inference_sizes[number], self.training_sizes[number]):
                     family.check_image_size(width, height)
         return self
 
@@ -211,17 +211,27 @@ class PromptRows:
                     "`images`, for several), or choose a text-to-image pipeline."
                 )
             return
-        if self.sources.max_count + self.is_anchored > family.max_images:
-            taken = f"at most {family.max_images}" if family.max_images else "none"
-            other = "" if self.sources is self.references else " Images for a reward alone need another column name."
-            raise ValueError(
-                f"Row {self.sources.row_with_most} of {self.where} has {self.sources.max_count} source image(s)"
-                f"{' besides its first panel' * self.is_anchored}, but {name} takes {taken}. Leave images out, or choose another pipeline.{other}"
-            )
         for number in range(len(self)):
+            sizes = self.sources.sizes(number)
+            count, besides = (
+                (len(sizes) + 1, ", with its first panel") if self._has_first_panel(number) else (len(sizes), "")
+            )
+            if count > family.max_images:
+                taken = f"at most {family.max_images}" if family.max_images else "none"
+                other = (
+                    "" if self.sources is self.references else " Images for a reward alone need another column name."
+                )
+                raise ValueError(
+                    f"Row {number} of {self.where} has {count} source image(s){besides}, but {name} takes {taken}. Leave "
+                    f"images out, or choose another pipeline.{other}"
+                )
             with self.add_row_to_errors(number):
-                for width, height in self.sources.sizes(number):
+                for width, height in sizes:
                     family.check_image_size(width, height)
+
+    def _has_first_panel(self, number: int) -> bool:
+        """Tell whether the first image of a row is the source of its others."""
+        return self.is_anchored and len(self.calls_of[number]) > 1
 
 
 def check_panel_generation(panel_generation: str, name: str, family: Family | type[Family]) -> None:
@@ -289,7 +299,8 @@ class Completions:
         """
         Yield batches with their places: before those that have an anchor, all others, then as many on each process.
 
-        `gather` gathers a list from all processes. The batches that make up the numbers have a place behind the others.
+        `gather` gathers a list from all processes. The batches that make up the numbers have a place behind the others, and
+        finish nothing.
         """
         if not self.rows.is_anchored:
             yield from enumerate(batches)
@@ -298,7 +309,7 @@ class Completions:
         for place, batch in enumerate(batches):
             parts[self.anchor_of(batch[0]) is not None].append((place, batch))
         for part in parts:
-            spare = (len(batches), [0])  # image 0 has no anchor, and counts once
+            spare = (len(batches), [0])  # image 0 has no anchor
             yield from part + [spare] * (max(gather([len(part)])) - len(part))
             if part is parts[0]:
                 self._gather_anchors({self.anchor_of(image) for _, batch in parts[1] for image in batch}, gather)

@@ -424,7 +424,7 @@ class RolloutSampler:
                 encoded, calls, noise_keys, sizes[row_numbers[0]], num_inference_steps, initial_keys=initial_keys,
                 anchors=anchors, **recording,
             )  # fmt: skip
-            finished = completions.add(numbers, images)
+            finished = completions.add(numbers, images) if place < len(batches) else {}
             read = [encoded.read(completions.row(number)) for number in finished]
             yield Generated(place, [*finished], read, [*finished.values()], records)
         has_sets = len(completions.places) > len(completions.numbers)

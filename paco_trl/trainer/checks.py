@@ -111,12 +111,14 @@ def _check_settings(args: PaCoGRPOConfig, pipeline, family: Family, negative_pro
 def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
     """Check that a batch crosses prompts only where one call of the pipeline can generate it."""
     layout, sizes = args.round_plan, set(rows.training_sizes)
-    if rows.is_anchored and not family.batches_sources and layout.rollout_batch_size > 1:
-        raise ValueError(
-            f"`{layout.rollout_batch_option}` is {layout.rollout_batch_size} and `panel_generation` 'anchored': with "
-            f"{type(pipeline).__name__} the images of a batch share their source images, but the first panel is that of "
-            "one set alone. Set it to 1."
-        )
+    batches = {layout.rollout_batch_option: layout.rollout_batch_size}
+    batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
+    for option, size in batches.items() if rows.is_anchored and not family.batches_sources else ():
+        if size > 1:
+            raise ValueError(
+                f"`{option}` is {size} and `panel_generation` 'anchored': with {type(pipeline).__name__} the images of a "
+                "batch share their source images, but the first panel is that of one set alone. Set it to 1."
+            )
     if args.num_generations % layout.rollout_batch_size == 0:
         return
     if len(sizes) > 1:

@@ -103,7 +103,7 @@ class Evaluator:
         sampler.prompt_encoder.encode(rows, numbers, scale)
 
         # A batch crosses prompts where one call of the pipeline can generate it
-        crosses = family.has_fixed_length and rows.sources is None
+        crosses = family.has_fixed_length and rows.sources is None and not rows.is_anchored
         completions = Completions(rows, numbers, generations)
         groups: dict[Any, list[int]] = defaultdict(list)
         for place, call in enumerate(completions.calls):

@@ -106,8 +106,8 @@ class PaCoGRPOConfig(GRPOConfig):
             Prompt of a separate image, with the `theme` of its set and the text of its `panel` (our choice).
         panel_generation (`str`, *optional*, defaults to `"independent"`):
             How the separate images of a set are generated: `"independent"`; `"shared_noise"`, from the same initial noise;
-            or `"anchored"`, the first from its text, and then the others with it as a source image, at its size (FLUX.1
-            Kontext, FLUX.2). The noise of the stochastic steps is always their own, since log-probabilities are added.
+            or `"anchored"`, the first from its text, and then the others with it as a source image (FLUX.1 Kontext,
+            FLUX.2). The noise of the stochastic steps is always their own, since log-probabilities are added.
 
         > Parameters that control the sampler
 
@@ -526,10 +526,11 @@ class PaCoGRPOConfig(GRPOConfig):
                 if not fits:
                     raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
         check_arguments(self)
-        for name in ("branch_size", "per_device_eval_batch_size") if self.panel_generation == "anchored" else ():
-            if (value := getattr(self, name)) not in (None, 1):
-                reason = "its images share their source images, but the first panel is that of one set alone"
-                raise ValueError(f"`{name}` is {value} and `panel_generation` 'anchored': {reason}. Set it to 1.")
+        if self.panel_generation == "anchored" and self.branch_size > 1:
+            raise ValueError(
+                f"`branch_size` is {self.branch_size} and `panel_generation` 'anchored': the images of a branch share their "
+                "beginning, but each has a first panel of its own as source. Set `branch_size` to 1."
+            )
         branch, micro_batch = self.branch_size, self.per_device_train_batch_size
         shared = f"the {branch} images of a branch (`branch_size`) share a batch and a group"
         trained = f"it is trained in micro-batches of {micro_batch} images (`per_device_train_batch_size`)"
