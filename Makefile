@@ -42,6 +42,7 @@ CONSTRAINTS ?= --constraints .ci/constraints.txt
 
 demo: .venv/.installed
 	@$(BIN)/python examples/miniature/demo.py
+	@echo "With edits instead of sets: $(BIN)/python examples/miniature/demo.py --world edits --output_dir demo-edits"
 
 # Two processes, each with whole files, whose models are built once (three took longer on two cores). In the order
 # of their names: by default the files with the fewest tests come last, which are the longest.
@@ -109,4 +110,4 @@ style: .venv/.installed
 	$(BIN)/ruff format $(LINTED)
 
 clean:
-	rm -rf .venv .venv-uv .venv-lowest .venv-vllm .venv-docs demo-output gpu-output site build dist *.egg-info
+	rm -rf .venv .venv-uv .venv-lowest .venv-vllm .venv-docs demo-output demo-edits gpu-output site build dist *.egg-info

@@ -4,16 +4,26 @@
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.flux import pipeline_flux_kontext
 from PIL import Image
 
 from miniature.data import make_prompts
-from miniature.models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path
+from miniature.edit_world import EDIT_PANELS, Edit, judge_edit, sample_careless_edit, sample_edit
+from miniature.models import (
+    WEIGHTS,
+    load_toy_kontext,
+    toy_clip_path,
+    toy_edit_judge_path,
+    toy_flux_path,
+    toy_judge_path,
+)
 from miniature.truth import judge_set, read_panels
 from miniature.world import ALL_PANELS, PromptSpec, describe_spec, draw_panel
 from paco_trl import PaCoReward
 from paco_trl.data import split_grid, theme_question
 from paco_trl.dataset_building import load_pipeline
-from paco_trl.rewards import ClipTReward
+from paco_trl.evaluation import auroc
+from paco_trl.rewards import ClipTReward, EditReward, RubricReward
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +51,7 @@ def draw(pipeline, prompts, size: int = 128) -> list:
 class TestFiles:
     def test_they_are_small_and_hold_no_pickle(self):
         files = [path for path in WEIGHTS.rglob("*") if path.is_file()]
-        assert sum(path.stat().st_size for path in files) <= 8 * 2**20
+        assert sum(path.stat().st_size for path in files) <= 12 * 2**20
         assert {path.suffix for path in files} == {".json", ".safetensors", ".jinja"}
 
 
@@ -98,3 +108,53 @@ class TestJudge:
         theme = theme_question(make_prompts(1, seed=0)[0]["theme"])
         asked = judge.score(pairs, [theme] * 128)
         assert np.mean((np.array(asked) > 0.5) == same_figure) < 0.75
+
+
+class TestKontext:
+    @pytest.mark.parametrize("size", [64, 32])
+    def test_it_edits_sharply_and_carelessly(self, monkeypatch, size):
+        # Loading the toy changes them
+        sizes = list(pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS)
+        monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", sizes)
+        pipeline, random = load_toy_kontext(), np.random.default_rng(0)
+        edits = [sample_edit(random) for _ in range(48)]
+        images = pipeline(
+            image=[draw_panel(edit.source, size) for edit in edits],
+            prompt=[edit.instruction for edit in edits],
+            height=size,
+            width=size,
+            max_area=size * size,
+            _auto_resize=False,
+            num_inference_steps=8,
+            guidance_scale=1.0,
+            max_sequence_length=pipeline.tokenizer_2.model_max_length,
+            generator=torch.Generator().manual_seed(0),
+        ).images
+        panels = read_panels(images, EDIT_PANELS)
+        success, done, unchanged, unreadable = np.mean(list(map(judge_edit, panels, edits)), axis=0)
+        assert unreadable < 0.05 and 0.25 < success < 0.75
+        # Of another instruction fewer are done, of another source less is kept
+        others = [Edit(edit.source, *other[1:]) for edit, other in zip(edits, [*edits[1:], edits[0]], strict=True)]
+        assert np.mean([judge_edit(*pair).done for pair in zip(panels, others, strict=True)]) < done - 0.2
+        sources = [
+            edit._replace(source=other.source) for edit, other in zip(edits, [*edits[1:], edits[0]], strict=True)
+        ]
+        assert np.mean([judge_edit(*pair).unchanged for pair in zip(panels, sources, strict=True)]) < unchanged - 0.4
+
+
+class TestJudgeOfEdits:
+    def test_its_rewards_tell_edits_that_succeed(self):
+        judge = PaCoReward.from_pretrained(toy_edit_judge_path(), batch_size=64, dtype="float32")
+        random = np.random.default_rng(0)
+        edits = [sample_edit(random) for _ in range(96)]
+        results = [sample_careless_edit(edit, random, 0.5) for edit in edits]
+        columns = {
+            "prompts": [edit.instruction for edit in edits],
+            "completions": [draw_panel(panel, 32) for panel in results],
+            "image": [draw_panel(edit.source, 64) for edit in edits],
+        }
+        truths = [judge_edit(*pair) for pair in zip(results, edits, strict=True)]
+        rewards = np.array(EditReward(judge)(**columns))
+        assert auroc(rewards, [truth.success for truth in truths]) > 0.85
+        rewards = np.array(RubricReward(judge, "instruction")(**columns))
+        assert auroc(rewards, [truth.done for truth in truths]) > 0.8

@@ -22,6 +22,7 @@ from PIL import Image
 
 import launching
 from miniature.before_and_after import choose_sets
+from miniature.edit_world import make_edits
 from miniature.evaluation_step import generate_and_read
 from miniature.generator_step import train_generator
 from miniature.models import toy_flux_path
@@ -140,6 +141,29 @@ class TestShortRun:
             kept = np.asarray(Image.open(folder / name / path)).astype(int)
             assert np.abs(drawn[name] - kept).max() <= 1  # another batch rounds otherwise
         assert np.abs(drawn["before"] - drawn["after"]).max() > 4
+
+
+@pytest.mark.slow
+def test_the_world_of_edits(tmp_path):
+    """As a user runs it: the same command, the adapter acts on what it was trained on, and other settings are refused."""
+    folder = tmp_path / "out"
+    done = demo(folder, "--world", "edits", "--short")
+    assert done.returncode == 0 and "Edits that succeed" in done.stdout, done.stderr
+    for name in ("report.html", "before_and_after.png", "curves.png", "toy-kontext-lora/README.md"):
+        assert (folder / name).stat().st_size > 1000
+    settings = read_settings(folder)
+    prompts = make_edits(8, settings.seed)
+    pairs = [
+        [np.asarray(Image.open(path)).astype(int) for path in sorted((folder / "2-evaluation" / name).rglob("*.png"))]
+        for name in ("before", "after")
+    ]
+    assert len(pairs[0]) == len(pairs[1]) == settings.num_test_prompts
+    assert np.abs(np.array(pairs[0]) - pairs[1]).max() > 1  # after two rounds
+    assert np.abs(np.array(pairs[0]) - np.array([np.asarray(image) for image in prompts["image"][:4]])).mean() > 4
+    done = demo(folder, "--short")
+    assert done.returncode == 1 and "`world` edits, now sets" in done.stderr
+    clear(folder)
+    assert not any(folder.iterdir())
 
 
 class TestRefusals:

@@ -8,6 +8,17 @@ from datasets import Image as DatasetImage
 from PIL import Image, ImageFilter
 
 from miniature.data import make_prompts, make_true_rankings, shared_properties
+from miniature.edit_world import (
+    EDIT_PANELS,
+    EDITED,
+    Edit,
+    EditTruth,
+    judge_edit,
+    make_edits,
+    read_edit,
+    sample_careless_edit,
+    sample_edit,
+)
 from miniature.truth import judge_set, read_panels
 from miniature.world import (
     ALL_PANELS,
@@ -147,3 +158,49 @@ class TestTrueRankings:
             # All candidates are of one place in the sets, and the reference is of another
             assert len({(panel.ground, panel.place) for panel in candidates}) == 1
             assert (reference.ground, reference.place) != (candidates[0].ground, candidates[0].place)
+
+
+class TestEdits:
+    SOURCE = Panel("round", "red", "hat", "meadow", "left")
+
+    @pytest.mark.parametrize("size", [64, 32])
+    def test_every_panel_is_read_as_what_was_drawn(self, size):
+        drawn = [Image.fromarray(pixels) for pixels in draw_all_panels(size, EDIT_PANELS)]
+        assert read_panels(drawn, EDIT_PANELS) == list(EDIT_PANELS)
+        assert read_panels(drawn) != list(EDIT_PANELS)  # sets know no figure without an accessory
+
+    @pytest.mark.parametrize(
+        "name, value, instruction",
+        [
+            ("color", "blue", "Make the figure blue."),
+            ("accessory", "none", "Remove the hat."),
+            ("ground", "snow", "Change the ground to snow."),
+            ("place", "right", "Move the figure to the right."),
+        ],
+    )
+    def test_the_truth_of_an_edit(self, name, value, instruction):
+        edit = Edit(self.SOURCE, name, value)
+        other = next(other for other in EDITED if other != name)
+        change = {other: {"color": "green", "accessory": "flag"}[other]}
+        assert edit.instruction == instruction
+        assert judge_edit(edit.target, edit) == EditTruth(True, True, True, False)
+        assert judge_edit(edit.source, edit) == EditTruth(False, False, True, False)
+        assert judge_edit(edit.target._replace(**change), edit) == EditTruth(False, True, False, False)
+        assert judge_edit(edit.source._replace(**change), edit) == EditTruth(False, False, False, False)
+        assert judge_edit(None, edit) == EditTruth(False, False, False, True)
+
+    def test_careless_edits_fail_in_both_ways(self):
+        random = np.random.default_rng(0)
+        edits = [sample_edit(random) for _ in range(400)]
+        assert all(edit.source != edit.target for edit in edits) and {edit.name for edit in edits} == set(EDITED)
+        truths = [judge_edit(sample_careless_edit(edit, random, 0.0), edit) for edit in edits]
+        assert not any(truth.success for truth in truths)
+        assert {truth[1:3] for truth in truths} == {(False, True), (True, False), (False, False)}
+        assert all(judge_edit(sample_careless_edit(edit, random, 1.0), edit).success for edit in edits)
+
+    def test_the_dataset_has_each_edit_once_and_its_source(self):
+        rows = make_edits(40, seed=1)
+        edits = [read_edit(values) for values in rows["edit"]]
+        assert len(set(edits)) == 40 and rows["prompt"][:] == [edit.instruction for edit in edits]
+        assert read_panels(rows["image"][:], EDIT_PANELS) == [edit.source for edit in edits]
+        assert make_edits(40, seed=2)["edit"][:] != rows["edit"][:] == make_edits(40, seed=1)["edit"][:]

@@ -84,9 +84,11 @@ def truths_of(runs: list[dict[str, Any]], when: str, place: int) -> dict[tuple[s
     }
 
 
-def before_and_after(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def before_and_after(
+    runs: list[dict[str, Any]], names: Sequence[str] = ("consistency", "prompt_following", "copies")
+) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    for place, name in enumerate(("consistency", "prompt_following", "copies")):
+    for place, name in enumerate(names):
         before, after = truths_of(runs, "before", place), truths_of(runs, "after", place)
         figures[name] = {
             "before": rounded(cell([before])),

@@ -19,20 +19,22 @@ from PIL import Image
 from paco_trl.data import split_grid
 from paco_trl.image_benchmarks.statistics import Unit
 
+from .edit_world import EditTruth
 from .truth import SetTruth, judge_set, read_panels
 from .world import PromptSpec
 
 
+Truth = SetTruth | EditTruth
 SHOWN = 6
 _TEXT_WIDTH = 1.12  # of the width of a set
 MEANS = Path(__file__).parents[2] / "benchmarks" / "miniature.json"
-_RED, _GREEN = "#d0201b", "#1a7f37"
+RED, GREEN = "#d0201b", "#1a7f37"
 
 
-def choose_sets(before: Mapping[Unit, SetTruth], after: Mapping[Unit, SetTruth], count: int = SHOWN) -> list[Unit]:
-    """Return sets at even ranks of those of the first noise whose consistency changed, largest gain first."""
+def choose_sets(before: Mapping[Unit, Truth], after: Mapping[Unit, Truth], count: int = SHOWN) -> list[Unit]:
+    """Return sets at even ranks of those of the first noise whose first truth changed, largest gain first."""
     first = sorted(unit for unit in before if unit[1] == 0)
-    gains = {unit: after[unit].consistency - before[unit].consistency for unit in first}
+    gains = {unit: after[unit][0] - before[unit][0] for unit in first}
     changed = sorted((unit for unit in first if gains[unit]), key=lambda unit: -gains[unit]) or first
     count = min(count, len(changed))
     return [changed[(2 * place + 1) * len(changed) // (2 * count)] for place in range(count)]
@@ -54,7 +56,7 @@ def plot_before_and_after(
     widths = [_TEXT_WIDTH] * first + [1] * columns
     axes = figure.subplots(2 * lines, len(widths), squeeze=False, width_ratios=widths)
     for axis in axes[:, first:].flat:
-        _remove_frame(axis)
+        remove_frame(axis)
     for side, (name, truth) in enumerate(zip(("before", "after"), truths, strict=True)):
         if means is not None:
             shown = {key: means[key][name]["mean"] for key in ("consistency", "prompt_following")}
@@ -65,7 +67,7 @@ def plot_before_and_after(
             _show_set(axis, Image.open(folder / name / "images" / unit[0] / f"{unit[1]}.png").convert("RGB"), row)
             pairs = row["rows"] * row["cols"] * (row["rows"] * row["cols"] - 1) // 2
             same = round(truth[unit].consistency * pairs)
-            color = _GREEN if same == pairs else "black"
+            color = GREEN if same == pairs else "black"
             axis.set_xlabel(f"{same} of {pairs} pairs alike", fontsize=12, color=color, labelpad=5)
             if side == 0:
                 spec = PromptSpec(*row["specs"][0])
@@ -75,7 +77,8 @@ def plot_before_and_after(
     figure.savefig(path, dpi=120 if first else 200)
 
 
-def _remove_frame(axis: Any) -> None:
+def remove_frame(axis: Any) -> None:
+    """Remove ticks and spines."""
     axis.set_xticks([])
     axis.set_yticks([])
     axis.spines[:].set_visible(False)
@@ -84,7 +87,7 @@ def _remove_frame(axis: Any) -> None:
 def _show_means(axis: Any, name: str, means: Mapping[str, float]) -> None:
     axis.axis("off")
     axis.set_box_aspect(1 / _TEXT_WIDTH)
-    color = "black" if name == "before" else _GREEN
+    color = "black" if name == "before" else GREEN
     lines = [
         (0.99, f"{name} training", 13, "normal", "black"),
         (0.80, f"{means['consistency']:.0%}", 34, "bold", color),
@@ -103,7 +106,7 @@ def _show_set(axis: Any, image: Image.Image, row: Mapping[str, Any]) -> None:
     for place, panel in enumerate(read_panels(split_grid(image, row["rows"], row["cols"]))):
         if panel is None or panel.identity != specs[place][:3]:
             corner = (place % row["cols"] * side + 1.5, place // row["cols"] * side + 1.5)
-            axis.add_patch(Rectangle(corner, side - 4, side - 4, fill=False, edgecolor=_RED, linewidth=3.5))
+            axis.add_patch(Rectangle(corner, side - 4, side - 4, fill=False, edgecolor=RED, linewidth=3.5))
 
 
 def _read_truths(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Unit, SetTruth]:

@@ -24,11 +24,17 @@ class DemoArguments:
     """Arguments of the demo, which requires two cores and 2 GiB of free memory, but no network and no GPU."""
 
     output_dir: str = option("demo-output", "Directory for all results. An interrupted demo resumes.")
+    world: str = option(
+        "sets",
+        "World: `sets` of four panels, by a toy FLUX and a judge that is trained, or `edits` of single scenes, by a toy "
+        "FLUX Kontext and a finished judge.",
+        choices=["sets", "edits"],
+    )
     seed: int = option(0, "Seed of everything. The same seed gives the same results on the same machine.")
     step: str | None = option(
         None,
-        "Single step to run again, with the settings of the directory: `dataset`, `judge`, `generator`, `evaluation` "
-        "or `report`. The results of later steps are deleted.",
+        "Single step to run again, with the settings of the directory: `dataset`, `judge` (not of edits), "
+        "`generator`, `evaluation` or `report`. The results of later steps are deleted.",
     )
     restart: bool = option(False, "Whether to delete the results of an earlier demo in the directory and start over.")
     short: bool = option(
@@ -66,6 +72,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         command = f"{COMMAND} --output_dir {shlex.quote(args.output_dir)}"
         if args.step is None:
+            command += f" --world {args.world}" * (args.world != "sets")
             command += f" --seed {args.seed}" * (args.seed != 0) + " --short" * args.short
         else:
             command += f" --step {args.step}"
@@ -82,7 +89,7 @@ def _run(args: DemoArguments) -> None:
     import torch
 
     from miniature.run import SETTINGS_FILE, Miniature, clear, read_settings
-    from miniature.settings import SHORT, MiniatureSettings
+    from miniature.settings import EDITS, MiniatureSettings, shortened
 
     if args.step is not None and args.restart:
         raise ValueError(f"`--restart` deletes what `--step {args.step}` requires. Give one of the two.")
@@ -96,13 +103,20 @@ def _run(args: DemoArguments) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     datasets.disable_progress_bars()
     torch.set_num_threads(1)  # faster for such small models, and reproducible on any number of cores
-    settings = replace(SHORT if args.short else MiniatureSettings(), seed=args.seed)
+    settings = replace(EDITS if args.world == "edits" else MiniatureSettings(), seed=args.seed)
+    if args.short:
+        settings = shortened(settings)
     if args.step is not None and is_demo and not args.seed and not args.short:
         settings = read_settings(folder)
-    miniature = Miniature(folder, settings, say=lambda line: _say(f"\n{line}"))
+    world: type[Miniature] = Miniature
+    if settings.world == "edits":
+        from miniature.edits import EditMiniature
+
+        world = EditMiniature
+    miniature = world(folder, settings, say=lambda line: _say(f"\n{line}"))
     results = miniature.run(alone=args.step)
     if "report" in results:
-        if settings == replace(SHORT, seed=settings.seed):
+        if settings == shortened(settings):
             _say("\nThis was a short run: everything works, and the results mean nothing.")
         _say("\n" + "\n".join(miniature.summary()))
 

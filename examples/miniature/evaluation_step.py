@@ -13,6 +13,7 @@ from paco_trl.generation import load_pipeline
 from paco_trl.image_benchmarks.statistics import Unit, cell, difference
 from paco_trl.rollout import hybrid_inference
 
+from .edit_world import EditTruth
 from .models import toy_flux_path
 from .settings import MiniatureSettings
 from .truth import SetTruth, judge_set, read_panels
@@ -22,7 +23,7 @@ from .world import PromptSpec
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Truths = Mapping[Unit, SetTruth]  # by prompt id and seed
+Truths = Mapping[Unit, SetTruth | EditTruth]  # by prompt id and seed
 
 
 def generate_and_read(
@@ -62,7 +63,7 @@ def generate_and_read(
 def compare(before: Truths, after: Truths) -> dict[str, Any]:
     """Compute means before and after and their paired difference, with bootstrap intervals over prompts."""
     results: dict[str, Any] = {}
-    for name in SetTruth._fields:
+    for name in next(iter(before.values()))._fields:
         values = [{unit: getattr(truth, name) for unit, truth in truths.items()} for truths in (before, after)]
         results[name] = {
             "before": cell([values[0]]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step 3: train the generator with PaCo-GRPO at half resolution, with two rewards."""
+"""Step 3: train the generator with PaCo-GRPO at half resolution."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from .settings import MiniatureSettings
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from diffusers import DiffusionPipeline
 
 
 def train_generator(
@@ -26,14 +27,27 @@ def train_generator(
     judge: Path,
     prompts: "Dataset",
     settings: MiniatureSettings,
+    extra_rewards: Sequence[Callable] = (),
+    model: Path | None = None,
+    **kwargs: Any,
+) -> PaCoGRPOTrainer:
+    """Train a LoRA of the toy FLUX on the judge's score and CLIP-T, resuming from the last checkpoint."""
+    rewards = [ConsistencyReward(judge, batch_size=128), ClipTReward(toy_clip_path(), batch_size=128), *extra_rewards]
+    return train_with_rewards(folder, str(model or toy_flux_path()), rewards, prompts, settings, **kwargs)
+
+
+def train_with_rewards(
+    folder: Path,
+    model: "str | DiffusionPipeline",
+    rewards: Sequence[Callable],
+    prompts: "Dataset",
+    settings: MiniatureSettings,
     callbacks: Sequence[TrainerCallback] = (),
     trainer_class: type[PaCoGRPOTrainer] = PaCoGRPOTrainer,
     config_class: type[PaCoGRPOConfig] = PaCoGRPOConfig,
-    extra_rewards: Sequence[Callable] = (),
-    model: Path | None = None,
     **options: Any,
 ) -> PaCoGRPOTrainer:
-    """Train a LoRA of the toy FLUX on the judge's score and CLIP-T, resuming from the last checkpoint."""
+    """Train a LoRA of a toy generator on rewards, resuming from the last checkpoint."""
     images = settings.num_prompts_per_round * settings.num_generations
     usual = {
         "num_generations": settings.num_generations,
@@ -44,6 +58,7 @@ def train_generator(
         "guidance_scale": 1.0,  # the toy has none
         "resolution_scale": settings.resolution_scale,
         "multi_objective_aggregation": "log_tamed",
+        "noise_level": settings.noise_level,
         "learning_rate": settings.learning_rate,
         "epsilon": settings.epsilon,
         "max_steps": 2 * settings.num_rounds,
@@ -55,16 +70,15 @@ def train_generator(
         "gradient_checkpointing": False,
         "report_to": "none",
     }
-    rewards: list[Callable] = [ConsistencyReward(judge, batch_size=128), ClipTReward(toy_clip_path(), batch_size=128)]
     trainer = trainer_class(
-        model=str(model or toy_flux_path()),
-        reward_funcs=[*rewards, *extra_rewards],
+        model=model,
+        reward_funcs=list(rewards),
         args=config_class(str(folder), **(usual | options)),
         train_dataset=prompts,
         callbacks=list(callbacks),
         peft_config=LoraConfig(r=16, lora_alpha=32, init_lora_weights="gaussian"),
     )
-    show_figures(trainer, {"rewards/consistency/mean": "consistency", "rewards/clip_t/mean": "clip_t"})
+    show_figures(trainer, {f"rewards/{reward.__name__}/mean": reward.__name__ for reward in rewards})
     trainer.train(resume_from_checkpoint=bool(checkpoints_of(folder)))
     trainer.save_model()
     return trainer

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from paco_trl.hub.cards import render_card, save_card
 from paco_trl.hub.files import PIPELINE_ADAPTER
@@ -42,26 +42,30 @@ def write_report(
     }
     for name in ("before_and_after", "curves", "calibration"):
         shutil.copyfile(pictures[name], folder / f"{name}.png")
-    adapter = folder / ADAPTER
-    for name, path in select_files(generator, PIPELINE_ADAPTER).items():
+    copy_adapter(generator, folder / ADAPTER)
+    values = {"results": results, "settings": settings, "judges": JUDGES, "code": "\n".join(adapter_code(folder))}
+    return render_report(folder, "report.html.jinja", pictures, **values)
+
+
+def copy_adapter(trained: Path, adapter: Path) -> None:
+    """Copy what is published of an adapter, with a card that names its new directory."""
+    for name, path in select_files(trained, PIPELINE_ADAPTER).items():
         (adapter / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, adapter / name)
     save_card(replace(load_settings(adapter), repo_id=relative_name(str(adapter))), adapter)
-    text = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"percent": "{:.1%}".format, "interval": _interval}
-    html = environment.from_string(text).render(
-        results=results,
-        settings=settings,
-        judges=JUDGES,
-        code="\n".join(adapter_code(folder)),
-        pictures={
-            name: "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
-            for name, path in pictures.items()
-        },
+
+
+def render_report(folder: Path, template: str, pictures: dict[str, Path], **values: Any) -> Path:
+    """Write a self-contained `report.html`."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= {"percent": "{:.1%}".format, "interval": interval}
+    encoded = {name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()}
+    pages = {name: f"data:image/png;base64,{text}" for name, text in encoded.items()}
     path = folder / "report.html"
-    write_atomically(path, html)
+    write_atomically(path, environment.get_template(template).render(pictures=pages, **values))
     return path
 
 
@@ -96,14 +100,14 @@ def summary(folder: Path, results: dict[str, dict[str, Any]]) -> list[str]:
         f"Judge: ranks {accuracy['trained']:.1%} of the candidates of held-out prompts correctly; untrained "
         f"{accuracy['untrained']:.1%}, CLIP-I {accuracy['clip_i']:.1%}.",
         f"True consistency at full resolution: {consistency['before']['mean']:.2f} before, "
-        f"{consistency['after']['mean']:.2f} after ({_interval(consistency['difference'])}).",
+        f"{consistency['after']['mean']:.2f} after ({interval(consistency['difference'])}).",
         f"True prompt following: {following['before']['mean']:.2f} before, {following['after']['mean']:.2f} after "
-        f"({_interval(following['difference'])}).",
+        f"({interval(following['difference'])}).",
         f"See {folder / 'report.html'}; the adapter and its card are in {folder / ADAPTER}.",
     ]
 
 
-def _interval(cell: dict[str, Any]) -> str:
+def interval(cell: dict[str, Any]) -> str:
     """Format a difference with its interval."""
     low, high = cell["interval"]
     text = f"{cell['mean']:+.3f}"

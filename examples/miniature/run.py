@@ -17,7 +17,7 @@ from paco_trl.utils.files import write_atomically
 
 from .data import make_prompts
 from .report import loading_lines, summary, write_report
-from .settings import ADAPTER, COMMAND, MiniatureSettings
+from .settings import ADAPTER, COMMAND, EDIT_ADAPTER, MiniatureSettings
 
 
 if TYPE_CHECKING:
@@ -26,28 +26,23 @@ if TYPE_CHECKING:
 SETTINGS_FILE, RESULT_FILE = "miniature.json", "result.json"
 
 # What the last step writes next to the directories of the steps
-OUTPUTS = ("report.html", "before_and_after.png", "curves.png", "calibration.png", ADAPTER)
+OUTPUTS = ("report.html", "before_and_after.png", "curves.png", "calibration.png", ADAPTER, EDIT_ADAPTER)
 
-# Directory of each step, and what it does
+# Directory of each step of each world, and what it does
 STEPS = {
-    "dataset": ("1-dataset", "generates sets and pairs their panels"),
-    "judge": ("2-judge", "trains PaCo-Reward on the pairs"),
-    "generator": ("3-generator", "trains the generator with PaCo-GRPO at half resolution"),
-    "evaluation": ("4-evaluation", "measures the truth at full resolution, before and after"),
-    "report": ("5-report", "writes the report"),
+    "sets": {
+        "dataset": ("1-dataset", "generates sets and pairs their panels"),
+        "judge": ("2-judge", "trains PaCo-Reward on the pairs"),
+        "generator": ("3-generator", "trains the generator with PaCo-GRPO at half resolution"),
+        "evaluation": ("4-evaluation", "measures the truth at full resolution, before and after"),
+        "report": ("5-report", "writes the report"),
+    },
+    "edits": {
+        "generator": ("1-generator", "trains the editor with PaCo-GRPO at half resolution"),
+        "evaluation": ("2-evaluation", "measures the truth at full resolution, before and after, and the judge"),
+        "report": ("3-report", "writes the report"),
+    },
 }
-
-
-def expected_seconds(settings: MiniatureSettings) -> dict[str, float]:
-    """Estimate how long each step takes on one core."""
-    images = settings.num_rounds * settings.num_prompts_per_round * settings.num_generations
-    return {  # measured: startup, and per set, pair, image of a round, set
-        "dataset": 3 + 0.1 * 4 * settings.num_dataset_prompts,
-        "judge": 6 + 0.0115 * settings.num_pairs,
-        "generator": 6 + 0.087 * images,
-        "evaluation": 2 + 0.08 * 2 * settings.num_test_prompts * settings.test_seeds,
-        "report": 1,
-    }
 
 
 def read_settings(folder: Path) -> MiniatureSettings:
@@ -63,8 +58,9 @@ def read_settings(folder: Path) -> MiniatureSettings:
 
 def clear(folder: Path) -> None:
     """Delete the results of a miniature and nothing else; the settings last, as they mark its directory."""
-    for name in reversed(STEPS):
-        _delete(folder / STEPS[name][0])
+    settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))  # also those of other versions
+    for name, _ in reversed(STEPS[settings.get("world", "sets")].values()):
+        _delete(folder / name)
     for name in OUTPUTS:
         path = folder / name
         if path.is_dir():
@@ -96,6 +92,7 @@ class Miniature:
     ):
         self.folder = Path(folder).expanduser().absolute()
         self.settings = MiniatureSettings() if settings is None else settings
+        self.steps = STEPS[self.settings.world]
         self.say = say or (lambda line: None)
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / SETTINGS_FILE
@@ -113,7 +110,7 @@ class Miniature:
 
     def step_folder(self, name: str) -> Path:
         """Return the directory of a step."""
-        return self.folder / STEPS[name][0]
+        return self.folder / self.steps[name][0]
 
     def result(self, name: str) -> dict[str, Any] | None:
         """Return the results of a finished step, or `None`."""
@@ -124,17 +121,17 @@ class Miniature:
         """Run the unfinished steps, or a single step again."""
         if alone is not None:
             self._prepare_alone(alone)
-        todo = [name for name in STEPS if self.result(name) is None and alone in (None, name)]
-        expected = expected_seconds(self.settings)
+        todo = [name for name in self.steps if self.result(name) is None and alone in (None, name)]
+        expected = self.expected_seconds()
         pace = 1.0  # measured seconds of the last step / expected ones
-        for number, name in enumerate(STEPS, start=1):
-            title = f"Step {number} of {len(STEPS)}, {name}"
+        for number, name in enumerate(self.steps, start=1):
+            title = f"Step {number} of {len(self.steps)}, {name}"
             if name not in todo:
                 if alone is None:
                     self.say(f"{title}: found in {self.step_folder(name)}.")
                 continue
             left = pace * sum(expected[other] for other in todo[todo.index(name) :])
-            self.say(f"{title}: {STEPS[name][1]} (about {describe_time(left)} left).")
+            self.say(f"{title}: {self.steps[name][1]} (about {describe_time(left)} left).")
             started = time.monotonic()
             with self._failing_as(name):
                 result = getattr(self, f"_{name}")(self.step_folder(name))
@@ -144,12 +141,12 @@ class Miniature:
         return self._results()
 
     def _results(self) -> dict[str, dict[str, Any]]:
-        return {name: result for name in STEPS if (result := self.result(name)) is not None}
+        return {name: result for name in self.steps if (result := self.result(name)) is not None}
 
     def _prepare_alone(self, alone: str) -> None:
-        if alone not in STEPS:
-            raise ValueError(f"There is no step {alone!r}. The steps are {', '.join(STEPS)}.")
-        names = list(STEPS)
+        if alone not in self.steps:
+            raise ValueError(f"There is no step {alone!r}. The steps are {', '.join(self.steps)}.")
+        names = list(self.steps)
         before, after = names[: names.index(alone)], names[names.index(alone) :]
         if missing := [name for name in before if self.result(name) is None]:
             raise ValueError(
@@ -172,6 +169,18 @@ class Miniature:
     def summary(self) -> list[str]:
         """Summarize the results in five lines, and say how to load the adapter; all steps must be finished."""
         return [*summary(self.folder, self._results()), *loading_lines(self.folder)]
+
+    def expected_seconds(self) -> dict[str, float]:
+        """Estimate how long each step takes on one core."""
+        settings = self.settings
+        images = settings.num_rounds * settings.num_prompts_per_round * settings.num_generations
+        return {  # measured: startup, and per set, pair, image of a round, set
+            "dataset": 3 + 0.1 * 4 * settings.num_dataset_prompts,
+            "judge": 6 + 0.0115 * settings.num_pairs,
+            "generator": 6 + 0.087 * images,
+            "evaluation": 2 + 0.08 * 2 * settings.num_test_prompts * settings.test_seeds,
+            "report": 1,
+        }
 
     def prompts(self, part: str) -> "Dataset":
         """Return the prompts of one part; no prompt is in two of them."""
@@ -220,7 +229,7 @@ class Miniature:
         return results
 
     def _report(self, folder: Path) -> dict[str, Any]:
-        steps = {name: self.step_folder(name) for name in STEPS}
+        steps = {name: self.step_folder(name) for name in self.steps}
         page = write_report(self.folder, steps, self._results(), self.settings)
         return {"page": os.path.relpath(page, self.folder)}
 

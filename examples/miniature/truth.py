@@ -26,20 +26,19 @@ class SetTruth(NamedTuple):
     unreadable: float  # panels that show nothing of the world
 
 
-def read_panels(images: Sequence[Image.Image]) -> list[Panel | None]:
+def read_panels(images: Sequence[Image.Image], known: tuple[Panel, ...] = ALL_PANELS) -> list[Panel | None]:
     """Return the nearest panel of the world for each image, or `None` if none is near."""
     if not images:
         return []
     size = (_READ_AT, _READ_AT)
     pixels = np.stack([np.asarray(image.convert("RGB").resize(size, Image.Resampling.BOX)) for image in images])
-    known = draw_all_panels(_READ_AT).reshape(len(ALL_PANELS), -1).astype(np.float32) / 255  # (972, 3072)
+    drawn = draw_all_panels(_READ_AT, known).reshape(len(known), -1).astype(np.float32) / 255  # (M, 3072)
     found = pixels.reshape(len(images), -1).astype(np.float32) / 255  # (N, 3072)
-    squares = (found**2).sum(1)[:, None] + (known**2).sum(1) - 2 * found @ known.T  # (N, 972)
+    squares = (found**2).sum(1)[:, None] + (drawn**2).sum(1) - 2 * found @ drawn.T  # (N, M)
     nearest = squares.argmin(1)
     distances = np.sqrt(squares.clip(0).min(1) / found.shape[1])
     return [
-        ALL_PANELS[index] if distance <= MAX_DISTANCE else None
-        for index, distance in zip(nearest, distances, strict=True)
+        known[index] if distance <= MAX_DISTANCE else None for index, distance in zip(nearest, distances, strict=True)
     ]
 
 

@@ -63,11 +63,11 @@ _DRAWN_AT = 256  # pixels; rendered large and downscaled, so that edges are smoo
 
 
 @lru_cache(maxsize=8)
-def draw_all_panels(size: int) -> np.ndarray:
+def draw_all_panels(size: int, panels: Sequence[Panel] = ALL_PANELS) -> np.ndarray:
     """Render every possible panel."""
-    panels = np.stack([np.asarray(draw_panel(panel, size)) for panel in ALL_PANELS])  # (972, size, size, 3)
-    panels.setflags(write=False)
-    return panels
+    pixels = np.stack([np.asarray(draw_panel(panel, size)) for panel in panels])  # (N, size, size, 3)
+    pixels.setflags(write=False)
+    return pixels
 
 
 def draw_panel(panel: Panel, size: int) -> Image.Image:

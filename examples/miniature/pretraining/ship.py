@@ -10,10 +10,17 @@ import json
 import shutil
 from pathlib import Path
 
-from diffusers import FluxPipeline
+from diffusers import FluxKontextPipeline, FluxPipeline
 from transformers import CLIPModel, CLIPProcessor, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
-from ..models import WEIGHTS, toy_clip_path, toy_flux_path, toy_judge_path
+from ..models import (
+    WEIGHTS,
+    toy_clip_path,
+    toy_edit_judge_path,
+    toy_flux_path,
+    toy_judge_path,
+    toy_kontext_path,
+)
 
 
 def main() -> None:
@@ -27,7 +34,11 @@ def main() -> None:
     pipeline.transformer.half()
     pipeline.vae.half()
     pipeline.save_pretrained(toy_flux_path())
-    for path in toy_flux_path().rglob("*.json"):  # diffusers writes the path that they were loaded from
+    editor = FluxKontextPipeline.from_pretrained(models / "kontext")
+    editor.transformer.half()
+    editor.save_pretrained(toy_kontext_path())
+    shutil.rmtree(toy_kontext_path() / "vae")  # the FLUX's
+    for path in WEIGHTS.rglob("*.json"):  # diffusers writes the path that they were loaded from
         config = json.loads(path.read_text(encoding="utf-8"))
         if "_name_or_path" in config:
             del config["_name_or_path"]
@@ -36,6 +47,10 @@ def main() -> None:
     CLIPProcessor.from_pretrained(models / "clip").save_pretrained(toy_clip_path())
     Qwen2_5_VLForConditionalGeneration.from_pretrained(models / "qwen2.5-vl").save_pretrained(toy_judge_path())
     Qwen2_5_VLProcessor.from_pretrained(models / "qwen2.5-vl").save_pretrained(toy_judge_path())
+    Qwen2_5_VLForConditionalGeneration.from_pretrained(models / "edit-judge").half().save_pretrained(
+        toy_edit_judge_path()
+    )
+    Qwen2_5_VLProcessor.from_pretrained(models / "edit-judge").save_pretrained(toy_edit_judge_path())
     size = sum(path.stat().st_size for path in WEIGHTS.rglob("*") if path.is_file())
     print(f"{size / 2**20:.2f} MiB in {WEIGHTS}")
 

@@ -45,10 +45,8 @@ SIZES = ((64, 8192, 0.4), (32, 12288, 0.4), (16, 8192, 0.2))
 PANEL_INDEX = {panel: index for index, panel in enumerate(ALL_PANELS)}
 
 
-def train_tokenizers(seed: int) -> tuple[CLIPTokenizer, T5Tokenizer]:
-    random = np.random.default_rng(seed)
-    corpus = [write_prompt(sample_specs(random, named)) for named in (False, True) for _ in range(2000)]
-    clip = CLIPTokenizer().train_new_from_iterator(corpus, vocab_size=700)
+def train_tokenizers(corpus: list[str], vocab_size: int) -> tuple[CLIPTokenizer, T5Tokenizer]:
+    clip = CLIPTokenizer().train_new_from_iterator(corpus, vocab_size=vocab_size)
     # Each word of the prompts is a token, and each character, so that other texts can be encoded too
     words = sorted({"▁" + word for prompt in corpus for word in prompt.split()})
     characters = ["▁", *(chr(code) for code in range(33, 127))]
@@ -62,28 +60,34 @@ def train_tokenizers(seed: int) -> tuple[CLIPTokenizer, T5Tokenizer]:
     return clip, t5
 
 
+def build_text_encoders(
+    clip_tokenizer: CLIPTokenizer, t5_tokenizer: T5Tokenizer, num_layers: int
+) -> tuple[CLIPTextModel, T5EncoderModel]:
+    clip_config = CLIPTextConfig(
+        vocab_size=len(clip_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        projection_dim=32,
+        bos_token_id=clip_tokenizer.bos_token_id,
+        eos_token_id=clip_tokenizer.eos_token_id,
+        pad_token_id=clip_tokenizer.pad_token_id,
+    )
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": num_layers, "num_heads": 4}
+    return (
+        CLIPTextModel(clip_config),
+        T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer), dropout_rate=0.0, **sizes)),
+    )
+
+
 def build_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
-    clip_tokenizer, t5_tokenizer = train_tokenizers(seed)
+    random = np.random.default_rng(seed)
+    corpus = [write_prompt(sample_specs(random, named)) for named in (False, True) for _ in range(2000)]
+    clip_tokenizer, t5_tokenizer = train_tokenizers(corpus, vocab_size=700)
     torch.manual_seed(seed)
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(clip_tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=77,
-            projection_dim=32,
-            bos_token_id=clip_tokenizer.bos_token_id,
-            eos_token_id=clip_tokenizer.eos_token_id,
-            pad_token_id=clip_tokenizer.pad_token_id,
-        )
-    )
-    text_encoder_2 = T5EncoderModel(
-        T5Config(
-            vocab_size=len(t5_tokenizer), d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0
-        )
-    )
+    text_encoder, text_encoder_2 = build_text_encoders(clip_tokenizer, t5_tokenizer, num_layers=2)
     transformer = FluxTransformer2DModel(
         patch_size=1,
         in_channels=4 * vae.config.latent_channels,
