@@ -186,10 +186,10 @@ class TestT2IS:
     def test_both_systems_are_generated_as_in_the_training_run(self, workspace, options, tiny_qwen, tmp_path):
         shutil.copytree(workspace / "adapter", tmp_path / "adapter")
         panels = {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}
-        run = ImageSettings(set_layout="separate", **panels)
+        run = ImageSettings(set_layout="separate", inference_size=[32, 48], **panels)
         save_settings(ImageModelCard("it", "it", options["generate"][3], settings=run), tmp_path / "adapter")
         words = ["images", "t2is", *options["generate"], "--judges", str(tiny_qwen), "--device", "cpu"]
-        words += ["--adapter", str(tmp_path / "adapter"), "--height", "32", "--width", "48"]
+        words += ["--adapter", str(tmp_path / "adapter")]
         other = panels | {"panel_generation": "independent"}
         for name, given, expected in (
             ("run", [], panels),
@@ -200,7 +200,23 @@ class TestT2IS:
             for role in ("base", "tuned"):
                 settings = json.loads((tmp_path / name / role / "settings.json").read_text())
                 assert {option: settings[option] for option in panels if option in settings} == expected
+                assert [settings["height"], settings["width"]] == ([32, 48] if expected else [None, None])
             assert means(json.loads((tmp_path / name / "report" / "results.json").read_text()))["consistency"]
+
+    def test_one_system_is_generated_as_in_the_training_run(self, workspace, options, tmp_path):
+        shutil.copytree(workspace / "adapter", tmp_path / "adapter")
+        panels = {"panel_template": "{panel}", "panel_generation": "shared_noise"}
+        run = ImageSettings(set_layout="separate", inference_size=[16, 32], **panels)
+        save_settings(ImageModelCard("it", "it", options["generate"][3], settings=run), tmp_path / "adapter")
+        script.main(
+            ["generate", *options["generate"], "--num_inference_steps", "1", "--output_dir", str(tmp_path / "out"),
+             "--adapter", str(tmp_path / "adapter"), "--height", "32"],
+        )  # fmt: skip
+        settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+        expected = panels | {"height": 32, "width": 32}
+        assert {option: settings[option] for option in expected} == expected
+        with pytest.raises(ValueError, match="set_layout"):
+            script.main(["score", *options["score"], "--output_dir", str(tmp_path / "out")])
 
     @pytest.mark.parametrize(
         "changed, message",
@@ -457,6 +473,10 @@ class TestOptions:
             (["score", "--judges", "a", "--judge_url", "http://a:1/v1", "--api_key_variable", "NO_SUCH"], "NO_SUCH"),
             (["score", "--judges", "a", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
             (["generate", "--set_layout", "separate", "--model_name_or_path", "nowhere"], "height and width"),
+            (
+                ["generate", "--set_layout", "separate", "--panel_generation", "anchored", "--batch_size", "4"],
+                "batch_size",
+            ),
             (["report", "--card", "adapter"], "tuned system"),
             (["report", "--card", "nowhere", "--tuned", "tuned"], "nowhere"),
         ],

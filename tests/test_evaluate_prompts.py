@@ -11,8 +11,8 @@ from PIL import Image
 
 import launching
 from paco_trl.commands import evaluate as script
-from paco_trl.commands.evaluate_arguments import PANEL_OPTIONS
 from paco_trl.data import demo_prompts_path, split_grid
+from paco_trl.data.image_sets import PANEL_OPTIONS
 from paco_trl.hub.settings import ImageModelCard, ImageSettings, save_settings
 from paco_trl.tiny import build_tiny_flux2_klein, build_tiny_flux_kontext
 from test_evaluate_generation import make_adapter
@@ -254,6 +254,8 @@ def test_sets_are_generated_as_in_the_training_run(adapters, files, tiny_flux, t
         of("refused", "--set_layout", "grid", "--panel_generation", "independent")
     with pytest.raises(ValueError, match="panel_template"):
         of("refused", "--panel_template", "{theme}")
+    with pytest.raises(ValueError, match="lines of a grid"):
+        evaluate(*words, model=tiny_flux, folder=tmp_path / "refused", rewards=["layout"])
     assert not (tmp_path / "refused").exists()
 
 

@@ -200,6 +200,35 @@ class TestGrids:
         with pytest.raises(ValueError, match="takes no source"):
             draw(flux, prompts, tmp_path / "refused", panel_generation="anchored")
 
+    def test_references_are_sources(self, flux, tmp_path):
+        pipeline = load_pipeline(str(build_tiny_flux2_klein(tmp_path / "model")), torch.float32, device="cpu")
+        images = [Image.new("RGB", (64, 96), color) for color in ("red", "blue")]
+        row = {"layout": "separate", "theme": "A fox.", "panels": ["Runs.", "Sits."], "height": 64, "width": 64}
+
+        def prompts(count):
+            rows = [row | {"id": str(number), "references": [image] * count} for number, image in enumerate(images)]
+            return complete_image_sets(Dataset.from_list(rows))
+
+        call = {
+            "prompt": "A fox. Sits.",
+            "height": 64,
+            "width": 64,
+            "num_inference_steps": 1,
+            "max_sequence_length": 32,
+        }
+        for way in ("independent", "anchored"):
+            how = {"panel_generation": way, "seeds": [0], "batch_size": 4 if way == "independent" else 1}
+            grids = draw(pipeline, prompts(1), tmp_path / way, **how, max_sequence_length=32)
+            for grid, image in zip(grids["image"], images, strict=True):
+                first, second = split_grid(grid, 1, 2)
+                sources = [image] if way == "independent" else [image, first]
+                expected = pipeline(image=sources, generator=keyed_generator(0, 1), **call).images[0]
+                assert np.array_equal(second, expected)
+        assert not np.array_equal(*grids["image"])
+        with pytest.raises(ValueError, match="4 source images besides its first panel"):
+            draw(pipeline, prompts(4), tmp_path / "refused", panel_generation="anchored")
+        draw(flux, prompts(1), tmp_path / "flux", seeds=[0])  # for rewards alone
+
     def test_arguments_replace_columns_and_reach_the_pipeline(self, flux, tmp_path):
         with Calls(flux.transformer) as calls:
             grids = draw(flux, FOUR.select([0]), tmp_path, seeds=[0], width=64, num_inference_steps=3)

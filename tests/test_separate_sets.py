@@ -18,6 +18,7 @@ from launching import fork_context
 from paco_trl import PaCoNFTTrainer, tiny
 from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
 from paco_trl.data.image_sets import arrange_sets, check_image_set_columns, complete_image_sets
+from paco_trl.hub.settings import ImageSettings
 from paco_trl.rewards import LayoutReward, redness_reward
 from paco_trl.rollout import keyed_generator
 from paco_trl.rollout.prompt_rows import Completions, PromptRows
@@ -515,7 +516,10 @@ def test_what_is_generated_in_vain_is_told(make_trainer, caplog):
         ({"set_layout": "grid", "width": 192, "panel_generation": "shared_noise"}, "panel_generation"),
         ({"panel_template": "{theme}"}, "panel_template"),
         ({"panel_template": "{theme} {panel} {other}"}, "panel_template"),
-        ({"panel_template": "{panel[a]}"}, "panel_template"),
+        ({"panel_template": "{panel[0]}"}, "panel_template"),
+        ({"panel_template": "{panel!r}"}, "panel_template"),
+        ({"panel_template": "{theme} {panel:>99}"}, "panel_template"),
+        ({"panel_template": "{theme} {{panel}}"}, "panel_template"),
         ({"set_layout": "grid", "width": 192, "panel_template": "{panel}"}, "panel_template"),
         ({"set_layout": "row"}, "set_layout"),
         ({"panel_generation": "shared"}, "panel_generation"),
@@ -526,7 +530,20 @@ def test_refused(make_trainer, changes, word):
         make_trainer(**SETTINGS | changes)
 
 
+def test_the_sets_of_an_evaluation_may_be_the_only_ones(make_trainer):
+    trainer = make_trainer(eval_dataset=sets(2, 3), panel_template="{panel} {theme}")
+    assert trainer.evaluator.rows_of(trainer.eval_dataset).calls[0].prompt == "a 0. Theme 0."
+
+
 class TestCard:
+    @pytest.mark.parametrize(
+        "wrong", [{"set_layout": "row"}, {"panel_template": "{panel.upper}"}, {"panel_generation": "shared"}]
+    )
+    def test_what_a_stranger_wrote_is_checked(self, wrong):
+        ImageSettings(set_layout="separate", panel_template="{panel}", panel_generation="anchored")
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ImageSettings(**wrong)
+
     def test_names_how_the_sets_are_generated(self, make_trainer):
         card = make_trainer(
             **SETTINGS, panel_template="{panel} {theme}", panel_generation="shared_noise"

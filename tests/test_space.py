@@ -160,6 +160,17 @@ class TestWrite:
         assert {name: found[name] for name in panels} == panels and found["panel_size"] == (64, 32)
         theme, *lines = found["prompts"][0].split("\n")
         assert found["layout"] == (1, len(lines)) and "grid" not in theme and len(lines) > 1
+        # What the app would refuse is not offered
+        one, two = ({"layout": "separate", "theme": theme, "panels": ["A hat."] * 2} for theme in ("One.", "Two."))
+        large, single = {"height": 2304, "width": 2304}, {"prompt": "A hat.", "height": 16, "width": 16}
+        rows = [single, two | large, two | {"panels": ["A hat."] * 17}, two | {"theme": "a" * 10_000}, one]
+        for name, written in (("some", rows), ("none", rows[:-1])):
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, written)))
+        words = [str(copy), str(tmp_path / "fitting")]
+        with pytest.raises(ValueError, match="None of the first 4 prompts"):
+            write_space(SpaceArguments(*words, dataset_name=str(tmp_path / "none.jsonl")))
+        found = arguments_of(write_space(SpaceArguments(*words, dataset_name=str(tmp_path / "some.jsonl"))))
+        assert found["prompts"] == ["One.\nA hat.\nA hat."] and found["panel_size"] == (64, 32)
         # Of an adapter that was trained on grids, if the rows say so
         row = {
             "layout": "separate",
@@ -239,6 +250,10 @@ def test_each_separate_image_has_its_own_call(adapter):
     np.testing.assert_array_equal(image, base[0])
     compare, page = compare_of(comparison, (1, 2), (lines,))
     assert "first line" in page and "first line" not in compare_of(Comparison(pipeline, None, (64, 64), 1.0))[1]
+    # A first example without a panel: the field for columns, which is not shown, has a number that Gradio accepts
+    page = json.loads(compare_of(comparison, (1, 2), ("one round figure", lines))[1])
+    (columns,) = [each["props"] for each in page["components"] if each["props"].get("label") == "Columns"]
+    assert columns["value"] == columns["minimum"] == 1
     with pytest.raises(gradio.Error, match="a line of its own"):
         next(compare("one round figure", 1, 2, 7, 3))
     with pytest.raises(ValueError, match="panel_generation"):

@@ -91,6 +91,9 @@ def test_stories_are_generated_and_written_as_the_evaluator_reads_them(stories, 
     assert grid.size == (144, 32) and [image.tobytes() for image in split_grid(grid, 1, 3)] == [
         image.tobytes() for image in panels
     ]
+    Image.new("RGB", (8, 8), "white").save(stories / "ViStory/01/image/Fox/00.jpg")
+    with pytest.raises(ValueError, match="other settings: `prompts`"):
+        evaluate.main(words)
 
 
 def test_other_steps_refuse_stories(stories):

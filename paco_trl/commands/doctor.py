@@ -41,7 +41,7 @@ from ..rewards.runner import RewardRunner
 from ..rollout.loading import load_lora
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
-from ..trainer.checks import check_eval_datasets, check_train_dataset
+from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
 from ..trainer.rounds import RoundSchedule
 from ..trainer.transfer_report import compared_rows
 from . import reward
@@ -229,8 +229,10 @@ def check_data(state: DoctorState) -> Row:
     schedule, findings = RoundSchedule(args, train_rows.lengths), [_describe_prompts(train_rows, args)]
     if state.eval_dataset is None:
         check_eval_datasets(None, args, RewardRunner([_no_reward]))
+        check_panels_used(args, train_rows)
     else:  # its metrics are known when the rewards are loaded
         rows = PromptRows(state.eval_dataset, args, "the evaluation dataset")
+        check_panels_used(args, train_rows, rows)
         findings.append(f"Evaluation: {_describe_prompts(rows, args)}")
     state.train_dataset = dataset
     rounds, steps_per_round = schedule.rounds_per_epoch, schedule.optimizer_steps_per_round

@@ -41,13 +41,14 @@ from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
 
-from ..data import load_edit_prompts, load_image_set_prompts, load_stories
-from ..data.image_sets import SEPARATE, arrange_sets, check_panel_template, complete_image_sets
+from ..data import SourceImages, load_edit_prompts, load_image_set_prompts, load_stories
+from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets, complete_image_sets
 from ..evaluation import AestheticScorer
 from ..generation import generate_edits, generate_grids, load_pipeline
 from ..generation.edits import edit_keys
-from ..generation.grids import image_sizes
+from ..generation.grids import check_panels, image_sizes
 from ..generation.loading import check_adapter
+from ..hub.settings import ImageSettings
 from ..image_benchmarks import (
     System,
     add_results_to_card,
@@ -76,7 +77,6 @@ from ..utils.files import adapter_weights_digest, digest, sole_writer, write_ato
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import (
-    PANEL_OPTIONS,
     SERVED_ONLY,
     GenerateArguments,
     ImagesArguments,
@@ -132,10 +132,32 @@ def _load_benchmark(args) -> Dataset:
     return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source, allow_remote_images=remote)
 
 
+def _load_as_trained(args: GenerateArguments | ImagesArguments) -> Dataset:
+    """Load the benchmark; of its sets, `args` gets what it leaves out from the adapter's training run, or the defaults."""
+    card = load_run_card(args.adapter) if args.benchmark != "gedit" else None
+    run = ImageSettings() if card is None else card.settings
+    if args.benchmark == "t2is":
+        args.set_layout = args.set_layout or run.set_layout
+    benchmark = _load_benchmark(args)
+    if _has_separate(benchmark):
+        found = {name: getattr(run, name) or getattr(PaCoGRPOConfig, name) for name in PANEL_OPTIONS}
+        has_sizes = "height" in benchmark.column_names and None not in benchmark["height"]
+        if run.set_layout == SEPARATE and run.inference_size is not None and not has_sizes:
+            found |= dict(zip(("height", "width"), run.inference_size, strict=True))
+        for name, value in found.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+    return benchmark
+
+
 def _digest_of(benchmark: Dataset) -> str:
     columns = ["id", "language", "prompt", "rows", "cols", "height", "width", "layout"]
     columns += ["theme", "panels"] * ("layout" in benchmark.column_names)
-    return digest(benchmark.select_columns([name for name in columns if name in benchmark.column_names])[:])
+    content = benchmark.select_columns([name for name in columns if name in benchmark.column_names])[:]
+    if "references" in benchmark.column_names:
+        references = SourceImages(benchmark, "the benchmark", "references")
+        content["references"] = [references.digests(row) for row in range(len(references))]
+    return digest(content)
 
 
 def _has_separate(benchmark: Dataset) -> bool:
@@ -147,7 +169,9 @@ def _settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
     file = Path(folder) / "settings.json"
     settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     if settings is not None and settings["prompts"] != _digest_of(benchmark):
-        raise ValueError(f"The images in {folder} were generated with other prompts than those of `--dataset_name`.")
+        raise ValueError(
+            f"The images in {folder} were generated with other prompts than those of `--dataset_name`, or another `--set_layout`."
+        )
     return settings
 
 
@@ -166,7 +190,7 @@ def generate(args: GenerateArguments) -> Step:
         raise ValueError(
             f"`--adapter_fraction` is {args.adapter_fraction}, but there is no `--adapter`. Leave it out."
         )
-    benchmark = _load_benchmark(args)
+    benchmark = _load_as_trained(args)
     names = ("benchmark", "adapter", "dtype", "seeds", "batch_size", "height", "width")
     settings = {name: getattr(args, name) for name in names} | args.call
     settings |= {"model": args.model_name_or_path, "prompts": _digest_of(benchmark)}
@@ -177,9 +201,8 @@ def generate(args: GenerateArguments) -> Step:
         settings["adapter_fraction"] = args.adapter_fraction
     panels = {}
     if _has_separate(benchmark):
-        given = {name: getattr(args, name) for name in PANEL_OPTIONS}
-        panels = {name: getattr(PaCoGRPOConfig, name) if each is None else each for name, each in given.items()}
-        check_panel_template(panels["panel_template"])
+        panels = {name: getattr(args, name) for name in PANEL_OPTIONS}
+        check_panels(**panels, batch_size=args.batch_size)
     else:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
     settings |= panels
@@ -387,13 +410,8 @@ def images(args: ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter; what is there is not made again."""
     if not args.judges:
         raise ValueError("`--judges` is missing: without one there is nothing to report.")
-    if args.benchmark != "gedit" and (card := load_run_card(args.adapter)) is not None:
-        # The base model gets them as well
-        args.set_layout = args.set_layout or card.settings.set_layout
-        if _has_separate(_load_benchmark(args)):
-            for name in PANEL_OPTIONS:
-                if getattr(args, name) is None:
-                    setattr(args, name, getattr(card.settings, name))
+    if args.benchmark == "t2is":
+        _load_as_trained(args)  # the base model gets what the adapter gets
     roles, folder = ["base"] if args.adapter is None else ["base", "tuned"], Path(args.output_dir)
 
     def of(kind: type, role: str, **changed: Any) -> Any:

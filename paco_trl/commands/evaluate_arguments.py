@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..data.image_sets import PANEL_GENERATIONS, SET_LAYOUTS
 from ..evaluation.runs import PROTOCOLS
-from ..rollout.prompt_rows import PANEL_GENERATIONS
 from .build_arguments import DTYPES, PipelineArguments, RequestArguments
 from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
 from .script_arguments import PromptDataArguments, RewardOptions
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..rewards.paco_reward import PaCoReward
 
 
-# Of sets of separate images
-PANEL_OPTIONS = ("panel_template", "panel_generation")
 # What only a judge on a server has
 SERVED_ONLY = ("api_key_variable", "max_concurrency")
 
@@ -75,9 +73,9 @@ class SetOptions:
 
     set_layout: str | None = option(
         None,
-        "What an image set is: a `grid`, or `separate` images. If `None`, as in the adapter's training run (`prompts`, "
-        "`images`), or what its row says.",
-        choices=(None, "grid", "separate"),
+        "What an image set is: a `grid`, or `separate` images. If `None`, where images are generated as in the adapter's "
+        "training run, or what its row says.",
+        choices=SET_LAYOUTS,
     )
 
 
@@ -86,12 +84,12 @@ class PanelOptions(SetOptions):
     """What an image set is, and how separate images are generated."""
 
     panel_template: str | None = option(
-        None, "Prompt of a separate image. If `None`, that of the run (`prompts`, `images`), or `{theme} {panel}`."
+        None, "Prompt of a separate image. If `None`, that of the adapter's training run, or `{theme} {panel}`."
     )
     panel_generation: str | None = option(
         None,
-        "How separate images are generated: `independent`, from a set's `shared_noise`, or `anchored` in its first as "
-        "source. If `None`, that of the run (`prompts`, `images`), or `independent`.",
+        "How separate images are generated: `independent`, from a set's `shared_noise`, or `anchored`: the first is the "
+        "source of the others. If `None`, as in the adapter's training run, or `independent`.",
         choices=(None, *PANEL_GENERATIONS),
     )
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.markup import escape
 
-from ..data.image_sets import check_panel_template
+from ..data.image_sets import PANEL_OPTIONS, check_panel_options
 from ..generation.image_files import generate_missing
 from ..hub.settings import ImageModelCard, load_settings
 from ..image_benchmarks import print_report, save_generation_report
@@ -30,7 +30,7 @@ from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
-from .evaluate_arguments import PANEL_OPTIONS, PromptsArguments, check_positive, refuse_unused
+from .evaluate_arguments import PromptsArguments, check_positive, refuse_unused
 from .script_arguments import (
     PromptDataArguments,
     RewardOptions,
@@ -57,16 +57,16 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared})
     dataset = load_train_prompts(script_args)
     settings = _settings(args)
-    check_panel_template(settings["panel_template"])
+    check_panel_options(*(settings[name] for name in PANEL_OPTIONS))
     rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
     del settings["set_layout"]  # the rows have it
     if not rows.has_separate:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
     settings["prompts"] = digest(json.dumps([rows.content(number) for number in range(len(rows))], default=str))
-    check_judged(script_args, dataset)
+    check_judged(script_args, rows.dataset)
     rewards = RewardRunner(load_rewards(script_args))
-    rewards.check_dataset(dataset, "the dataset")
+    rewards.check_dataset(rows.dataset, "the dataset")
 
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if settings["bf16"] else "no"

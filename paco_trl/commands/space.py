@@ -16,7 +16,7 @@ import jinja2
 import yaml
 
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
-from ..data.image_sets import SEPARATE, arrange_sets, prompt_texts
+from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, arrange_sets, prompt_texts
 from ..hub.licenses import License
 from ..hub.settings import ImageModelCard, ImageSettings, JudgeCard, load_settings
 from ..utils.files import find_model_file, new_folder, write_atomically
@@ -123,7 +123,7 @@ def _settings(args: SpaceArguments, adapter: str, config: dict, card: ImageModel
         "dtype": trained.precision,
     }
     if is_separate:
-        found["panel_template"] = trained.panel_template or "{theme} {panel}"
+        found["panel_template"] = trained.panel_template or PANEL_TEMPLATE
         found["panel_generation"] = trained.panel_generation
     return {
         "model": _usable(model),
@@ -157,16 +157,30 @@ def _prompts(dataset_name: str | None, card: ImageModelCard) -> tuple[bool, dict
     else:
         dataset = load_image_set_prompts(dataset_name or demo_prompts_path())
         is_separate = is_separate or dataset[0].get("layout") == SEPARATE
-        dataset = arrange_sets(
-            dataset.select(range(min(NUM_PROMPTS, len(dataset)))), SEPARATE if is_separate else "grid"
-        )
-        prompts, first = prompt_texts(dataset), dataset[0]
+        dataset = dataset.select(range(min(NUM_PROMPTS, len(dataset))))
+        sets = list(arrange_sets(dataset, SEPARATE if is_separate else "grid"))
+        if is_separate:
+            sets = [row for row in sets if _fits(row, size)]
+            if not sets:
+                raise ValueError(
+                    f"None of the first {len(dataset)} prompts is a set of separate images that fits the app."
+                )
+        prompts, first = prompt_texts(sets), sets[0]
         if dataset_name is not None and not (is_separate and first.get("height") is None):
             size = [first.get("height"), first.get("width")]
     layout = (first["rows"], first["cols"])
     of_image = (1, 1) if is_separate else layout
     panel_size = tuple(side // count if side else _PANEL for side, count in zip(size, of_image, strict=True))
     return is_separate, {"prompts": prompts[:NUM_PROMPTS], "layout": layout, "panel_size": panel_size}
+
+
+def _fits(row: dict[str, Any], size: list) -> bool:
+    """Tell whether a set of separate images, of `size` if its row has none, is within the limits of the app."""
+    from ..image_benchmarks.comparison_app import MAX_CHARACTERS, MAX_PANELS, MAX_PIXELS
+
+    height, width = (row.get(name) or side or _PANEL for name, side in zip(("height", "width"), size, strict=True))
+    most = min(MAX_PANELS, MAX_PIXELS // (height * width))
+    return row.get("layout") == SEPARATE and row["cols"] <= most and len(row["prompt"]) <= MAX_CHARACTERS
 
 
 def _front_matter(settings: dict[str, Any], card: ImageModelCard, gradio_version: str) -> str:

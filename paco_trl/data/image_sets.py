@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..utils.text import shorten
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 # Layout of a set whose panels are images of their own
 SEPARATE = "separate"
+SET_LAYOUTS = (None, "grid", SEPARATE)
+# Settings of separate images: the default prompt, and how they are generated
+PANEL_OPTIONS = ("panel_template", "panel_generation")
+PANEL_TEMPLATE = "{theme} {panel}"
+PANEL_GENERATIONS = ("independent", "shared_noise", "anchored")
 CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 _GRID_COLUMNS = ["rows", "cols", "panels"]
 _NEEDED_COLUMNS = ["prompt", *_GRID_COLUMNS]
@@ -474,15 +480,18 @@ def _complete_separate_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **{name: value for name, value in filled.items() if row.get(name) is None}}
 
 
-def check_panel_template(template: str) -> None:
-    """Check that a template gives each panel a prompt of its own."""
-    try:
-        prompts = {template.format(theme="", panel=panel) for panel in ("One panel.", "Another.")}
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        prompts = set()
-    if len(prompts) < 2:
+def check_panel_options(panel_template: str, panel_generation: str) -> None:
+    """Check that a template gives each panel a prompt of its own, and that there is this way to generate separate images."""
+    try:  # a name, a format and a conversion; no name after the last field
+        fields = {tuple(field) for _, *field in Formatter().parse(panel_template)} - {(None,) * 3}
+    except (TypeError, ValueError):
+        fields = set()
+    if ("panel", "", None) not in fields or not fields <= {("panel", "", None), ("theme", "", None)}:
         needs = "a text with `{panel}`, and `{theme}` where the text of the set belongs, and no other field"
-        raise ValueError(f"`panel_template` is {template!r}; it must be {needs}.")
+        raise ValueError(f"`panel_template` is {panel_template!r}; it must be {needs}.")
+    if panel_generation not in PANEL_GENERATIONS:
+        choices = ", ".join(map(repr, PANEL_GENERATIONS))
+        raise ValueError(f"`panel_generation` is {panel_generation!r}; it must be one of {choices}.")
 
 
 def prompts_of_row(row: Mapping[str, Any], panel_template: str) -> list[str]:

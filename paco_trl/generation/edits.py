@@ -74,7 +74,7 @@ def generate_edits(
         raise ValueError(f"`height` is {height} and `width` {width}. Give both, or neither for the row's or source's.")
     keys = edit_keys(prompts)
     sources = SourceImages(prompts, "the prompts")
-    _check_sources(pipeline, sources, keys)
+    check_sources(pipeline, sources, keys)
     names = [name for name in ("id", "language", "prompt", "height", "width") if name in prompts.column_names]
     rows = list(prompts.with_format(None).select_columns(names))
     has_language = "language" in names
@@ -101,16 +101,20 @@ def generate_edits(
     return dataset
 
 
-def _check_sources(pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str]) -> None:
+def check_sources(
+    pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str], is_anchored: bool = False
+) -> None:
+    """Check number and sizes of source images, to which an anchored set adds its first panel."""
     from ..rollout.families import FAMILIES
 
     name = type(pipeline).__name__
     family = FAMILIES[name]() if name in FAMILIES else None
     most = family.max_images if family is not None else None
-    if most is not None and sources.max_count > most:
+    if most is not None and sources.max_count + is_anchored > most:
         raise ValueError(
-            f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images, but {name} takes at most "
-            f"{most}: `load_edit_prompts(..., max_images={most})`."
+            f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images"
+            f"{' besides its first panel' * is_anchored}, but {name} takes at most {most}. Leave images out: of edits by "
+            f"`load_edit_prompts(..., max_images={most})`."
         )
     for row, key in enumerate(keys):
         sizes = sources.sizes(row)  # finds unreadable sources of any pipeline

@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.columns import typed_dataset
 from ..data.grids import join_grid
-from ..data.image_sets import SEPARATE, check_image_set_columns, check_panel_template, prompts_of_row
+from ..data.image_sets import (
+    PANEL_TEMPLATE,
+    SEPARATE,
+    check_image_set_columns,
+    check_panel_options,
+    prompts_of_row,
+)
+from ..data.source_images import SourceImages
 from ..utils.files import file_name
 from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
+from .edits import check_sources
 from .image_files import LARGEST_SEED, generate_missing, name_prompts, own_arguments
 from .sample_sheet import grids_sheet
 
@@ -56,7 +64,7 @@ def generate_grids(
     batch_size: int = 1,
     height: int | None = None,
     width: int | None = None,
-    panel_template: str = "{theme} {panel}",
+    panel_template: str = PANEL_TEMPLATE,
     panel_generation: str = "independent",
     **call_arguments: Any,
 ) -> "Dataset":
@@ -71,7 +79,7 @@ def generate_grids(
         pipeline ([`~diffusers.DiffusionPipeline`]):
             Any pipeline that generates images of a given size from text.
         prompts ([`~datasets.Dataset`]):
-            Image-set prompts with `id`.
+            Image-set prompts with `id`. Their `references` are sources of pipelines that take several, as in training.
         folder ([`StageFolder`]):
             Directory of the stage. Its settings should have all that the images depend on.
         seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2, 3)`):
@@ -102,15 +110,18 @@ def generate_grids(
         raise ValueError(f"`batch_size` is {batch_size}. It must be at least 1.")
     arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
     check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
+    check_panels(panel_template, panel_generation, batch_size)
     name, is_anchored = type(pipeline).__name__, panel_generation == "anchored"
-    check_panel_generation(panel_generation, name, FAMILIES.get(name, Family))
-    if is_anchored and batch_size > 1:
-        reason = "a call shares its source images, but the first panel is that of one set alone"
-        raise ValueError(f"`batch_size` is {batch_size} and `panel_generation` 'anchored': {reason}. Set it to 1.")
-    check_panel_template(panel_template)
+    family = FAMILIES.get(name, Family)
+    check_panel_generation(panel_generation, name, family)
     sizes = image_sizes(prompts, height, width, _size_multiple(pipeline))
 
-    ids, batches = list(sizes), plan_batches(list(sizes.values()), seeds, batch_size)
+    ids, references = list(sizes), None
+    if "references" in prompts.column_names and family.max_images > 1:  # as in training
+        references = SourceImages(prompts, "the prompts", "references")
+        check_sources(pipeline, references, ids, is_anchored)
+        batch_size = min(batch_size, len(seeds))  # a call shares its source images
+    batches = plan_batches(list(sizes.values()), seeds, batch_size)
     files = {f"{name}/{seed}": folder.images / file_name(name) / f"{seed}.png" for name in ids for seed in seeds}
     names = [[f"{ids[row]}/{seed}" for row in batch.rows for seed in batch.seeds] for batch in batches]
     columns = prompts.with_format(None).select_columns(["prompt", "rows", "cols"])[:]
@@ -122,7 +133,8 @@ def generate_grids(
         batch = batches[number]
         panels: list[list[Image]] = []
         for panel, of_panel in enumerate(zip(*(texts[row] for row in batch.rows), strict=True)):
-            own = _own_arguments(pipeline, batch, panels[0] if is_anchored and panel else [])
+            sources = [] if references is None else references.load(batch.rows[0])
+            own = _own_arguments(pipeline, batch, sources, panels[0] if is_anchored and panel else [])
             noise = 0 if panel_generation == "shared_noise" else panel
             panels.append(_generate(pipeline, of_panel, batch, noise, own | call_arguments))
         return {
@@ -153,6 +165,14 @@ def generate_grids(
         folder.finish(dataset, report)
     wait_for_all()
     return dataset
+
+
+def check_panels(panel_template: str, panel_generation: str, batch_size: int) -> None:
+    """Check settings of separate images, before a pipeline is loaded."""
+    check_panel_options(panel_template, panel_generation)
+    if panel_generation == "anchored" and batch_size > 1:
+        reason = "a call shares its source images, but the first panel is that of one set alone"
+        raise ValueError(f"`batch_size` is {batch_size} and `panel_generation` 'anchored': {reason}. Set it to 1.")
 
 
 def _size_multiple(pipeline: "DiffusionPipeline") -> int:
@@ -186,13 +206,15 @@ def image_sizes(
     return sizes
 
 
-def _own_arguments(pipeline: "DiffusionPipeline", batch: GridBatch, sources: list["Image"]) -> dict[str, Any]:
+def _own_arguments(
+    pipeline: "DiffusionPipeline", batch: GridBatch, references: list["Image"], anchors: list["Image"]
+) -> dict[str, Any]:
     """Return the further arguments that a pipeline takes for the size of a batch and its source images."""
     from ..rollout import FAMILIES
 
     if (family := FAMILIES.get(type(pipeline).__name__)) is None:
         return {}
-    images = [family().prepare_panel(pipeline, image) for image in sources]
+    images = references + [family().prepare_panel(pipeline, image) for image in anchors]
     arguments = family().call_arguments(batch.height, batch.width, 0.0, images)
     return {name: arguments[name] for name in ("max_area", "image", "_auto_resize") if name in arguments}
 

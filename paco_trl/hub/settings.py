@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ..data.image_sets import PANEL_TEMPLATE, SET_LAYOUTS, check_panel_options
 from ..utils.files import find_model_file
 from ..utils.names import public_name
 from ..utils.paper import PAPER
@@ -84,6 +85,11 @@ class ImageSettings:
     log_tame_threshold: float | str | None = None
     precision: str | None = None
     seed: int | None = None
+
+    def __post_init__(self):
+        if self.set_layout not in SET_LAYOUTS:
+            raise ValueError(f"`set_layout` is {self.set_layout!r}; it must be one of {SET_LAYOUTS}.")
+        check_panel_options(self.panel_template or PANEL_TEMPLATE, self.panel_generation or "independent")
 
     def rows(self, lora: LoRA | None) -> Iterator[tuple[str, str]]:
         """Yield the rows of the card's table: a setting and its value."""

@@ -20,7 +20,7 @@ from ..data import (
     split_grid,
     theme_question,
 )
-from ..data.image_sets import SEPARATE, arrange_sets, check_panel_template, prompt_texts, prompts_of_row
+from ..data.image_sets import SEPARATE, arrange_sets, check_panel_options, prompt_texts, prompts_of_row
 from ..generation import load_pipeline
 from ..rollout.families import family_of
 from ..rollout.hybrid_inference import hybrid_inference
@@ -72,7 +72,7 @@ class Comparison:
         self.negative_prompt = self.family.resolve_negative_prompt(pipeline, guidance_scale, negative_prompt)
         self.panel_template, self.panel_generation = panel_template, panel_generation
         if panel_template is not None:
-            check_panel_template(panel_template)
+            check_panel_options(panel_template, panel_generation)
         check_panel_generation(panel_generation, type(pipeline).__name__, self.family)
 
     def parse(self, prompt: str) -> ImageSetPrompt | None:
@@ -170,7 +170,7 @@ def _label(prompt: str, parsed: ImageSetPrompt | None) -> str:
     """Return a short name of a prompt: its subject and its first panel."""
     if parsed is not None:
         subject = parsed.theme.split("grid layout")[-1].removeprefix(" of").strip(" :").split(". ")[0]
-        prompt = f"{subject} – {parsed.panels[0]}"
+        prompt = " – ".join([subject, *parsed.panels[:1]])
     return textwrap.shorten(prompt, 60, placeholder=" …")
 
 
@@ -258,7 +258,13 @@ def make_app(
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=_LARGEST_SEED, min_width=60)
                 steps = gr.Number(num_inference_steps, label="Steps", maximum=MAX_STEPS, **number)
                 rows_, cols_ = (
-                    gr.Number(value, label=label, maximum=MAX_PANELS, visible=is_set and not is_separate, **number)
+                    gr.Number(
+                        max(1, min(value, MAX_PANELS)),
+                        label=label,
+                        maximum=MAX_PANELS,
+                        visible=is_set and not is_separate,
+                        **number,
+                    )
                     for value, label in ((rows, "Rows"), (cols, "Columns"))
                 )
         with gr.Row():

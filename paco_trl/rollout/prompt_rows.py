@@ -20,10 +20,6 @@ from . import Family
 from .resolution import check_inference_size, training_size
 
 
-# How the separate images of a set are generated
-PANEL_GENERATIONS = ("independent", "shared_noise", "anchored")
-
-
 class RowSettings(Protocol):
     """Settings for rows without a size of their own, and for sets of separate images."""
 
@@ -235,10 +231,7 @@ class PromptRows:
 
 
 def check_panel_generation(panel_generation: str, name: str, family: Family | type[Family]) -> None:
-    """Check that there is this way to generate separate images, and that a pipeline with this name and family can."""
-    if panel_generation not in PANEL_GENERATIONS:
-        choices = ", ".join(map(repr, PANEL_GENERATIONS))
-        raise ValueError(f"`panel_generation` is {panel_generation!r}; it must be one of {choices}.")
+    """Check that a pipeline with this name and family can generate separate images in a way."""
     if family.max_images == 0:
         reason = "takes no source image"
     elif family.needs_images:

@@ -13,6 +13,7 @@ from transformers import ProcessorMixin
 
 from ..data import decision_of, is_label_only
 from ..data.columns import check_is_dataset
+from ..data.image_sets import PANEL_OPTIONS
 from ..data.pairs import content_text, iter_texts
 from ..data.texts import describe_repeated
 from ..rewards.paco_reward import decision_token_ids
@@ -40,10 +41,6 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
             f"The dataset has {count} prompt{'s' * (count != 1)}, but a round takes {layout.num_prompts} different ones: "
             f"{layout.describe()} Set `num_prompts_per_generation` to at most {count}, or add prompts."
         )
-    for name in ("panel_template", "panel_generation"):
-        if (value := getattr(args, name)) != getattr(PaCoGRPOConfig, name) and not rows.has_separate:
-            problem = f"`{name}` is {value!r}, but the dataset has no set of separate images"
-            raise ValueError(f"{problem}. Unset it, or set `set_layout='separate'`.")
     rewards.check_dataset(rows.dataset, "the dataset")
     # An instruction is often repeated, with other source images or references
     if rows.sources is rows.references is None and (repeated := describe_repeated(rows.prompts)) is not None:
@@ -71,6 +68,14 @@ def check_eval_datasets(
         rows.append(PromptRows(dataset, args, f"the dataset '{name}'"))
         rewards.check_dataset(rows[-1].dataset, f"the dataset '{name}'")
     return rows
+
+
+def check_panels_used(args: PaCoGRPOConfig, *rows: PromptRows) -> None:
+    """Check that some dataset has the separate images that settings are for."""
+    for name in PANEL_OPTIONS:
+        if (value := getattr(args, name)) != getattr(PaCoGRPOConfig, name) and not any(r.has_separate for r in rows):
+            problem = f"`{name}` is {value!r}, but no dataset has a set of separate images"
+            raise ValueError(f"{problem}. Unset it, or set `set_layout='separate'`.")
 
 
 def check_prompts(

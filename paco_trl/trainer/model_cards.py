@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 from transformers import SchedulerType
 
-from ..data.image_sets import SEPARATE
+from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..hub.settings import Evaluation, ImageSettings, JudgeSettings, LoRA, Reward
 from ..plots.contact_sheet import CARD_PROMPTS
 from ..plots.scored_sheets import CARD
@@ -85,7 +85,7 @@ def image_settings(
         if not use_ema:
             saved_weights = f"those of the last step, not their {saved_weights}"
     training_sizes, inference_sizes = set(rows.training_sizes), set(rows.inference_sizes)
-    panels = ("panel_template", "panel_generation") if rows.has_separate else ()
+    panels = PANEL_OPTIONS if rows.has_separate else ()
     is_all_separate = bool(panels) and set(rows.image_layouts) == {(1, 1)}
     has_one_size = len(training_sizes) == len(inference_sizes) == 1
     is_tamed, is_dppo = args.multi_objective_aggregation == "log_tamed", args.loss_type == "flow_dppo"

@@ -12,11 +12,10 @@ from accelerate.logging import get_logger
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig
 
-from ..data.image_sets import check_panel_template
+from ..data.image_sets import PANEL_TEMPLATE, SET_LAYOUTS, check_panel_options
 from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.hybrid_inference import check_adapter_fraction
 from ..rollout.loading import check_attention_backend, quantization_text
-from ..rollout.prompt_rows import PANEL_GENERATIONS
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
 from ..utils.quantization import QUANTIZATIONS
@@ -40,8 +39,7 @@ _CHOICES = {
     "scale_rewards": ("group", "batch", "none", True, False),
     "reference": ("initial", "base"),
     "quantization": (None, *QUANTIZATIONS),
-    "set_layout": (None, "grid", "separate"),
-    "panel_generation": PANEL_GENERATIONS,
+    "set_layout": SET_LAYOUTS,
 }
 _COUNTS = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
@@ -309,7 +307,7 @@ class PaCoGRPOConfig(GRPOConfig):
 
     # Parameters that control the image sets
     set_layout: str | None = None
-    panel_template: str = "{theme} {panel}"
+    panel_template: str = PANEL_TEMPLATE
     panel_generation: str = "independent"
 
     # Parameters that control the sampler
@@ -560,7 +558,7 @@ class PaCoGRPOConfig(GRPOConfig):
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
-        check_panel_template(self.panel_template)
+        check_panel_options(self.panel_template, self.panel_generation)
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "

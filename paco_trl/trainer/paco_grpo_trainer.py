@@ -81,6 +81,7 @@ from ..utils.quantization import describe_quantization
 from .checks import (
     check_eval_datasets,
     check_evaluation_is_possible,
+    check_panels_used,
     check_prompts,
     check_quantization,
     check_train_dataset,
@@ -237,6 +238,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.round_plan = args.round_plan
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
+        check_panels_used(args, self.train_rows, *eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)
         if isinstance(model, str):
             check_adapter_layers(peft_config, model, args.model_init_kwargs or {})
