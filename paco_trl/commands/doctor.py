@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from logging.handlers import BufferingHandler
@@ -32,7 +32,7 @@ from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.export import save_adapter
 from ..checkpointing.weights import gather_weights, trained_parameters
-from ..data import join_grid, split_grid
+from ..data import split_grid
 from ..hub.account import check_base_model, check_repository
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
@@ -130,7 +130,6 @@ class DoctorState:
     eval_reward_funcs: list[Callable] | None = None
     trainer: PaCoGRPOTrainer = _MISSING
     generator: SampleGenerator = _MISSING
-    images: list[Image.Image] = field(default_factory=list)
 
 
 # ---- Checks: what the package logs as a warning meanwhile is a warning of the row ----
@@ -387,7 +386,6 @@ def check_noise_free(state: DoctorState) -> Row:
     generator = state.generator
     untouched = generator.generate_untouched()
     policy = generator.generate(sde=generator.sde_settings(noise_level=0.0))
-    state.images.extend(policy.images)
     difference = (policy.latents - untouched.latents).abs().max().item()
     scale = untouched.latents.abs().max().item()
     accepted = _NOISE_FREE_TOLERANCE[state.trainer.compute_dtype] * scale
@@ -405,27 +403,27 @@ def check_noise_free(state: DoctorState) -> Row:
 def check_ratio(state: DoctorState) -> Row:
     """Check that the replay gives the log-probabilities of the rollout, and a gradient."""
     generator, trainer, args = state.generator, state.trainer, state.args
-    device, layout, deviations = trainer.accelerator.device, args.round_plan, {}
+    device, layout, ratios = trainer.accelerator.device, args.round_plan, defaultdict(list)
     rng = torch.Generator().manual_seed(args.seed)
     for name, weight in trainer.model.named_parameters():
         if ".lora_B." in name and not weight.any():  # of a new adapter, which a rollout or replay might leave out
             weight.data.copy_(1e-3 * torch.randn(weight.shape, generator=rng))
-    generated = generator.generate(layout.rollout_batch_size, generator.sde_settings(args.noise_level))
-    state.images.extend(generated.images)
+    images, records = generator.rollout()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for batch in generated.records:
+    for batch in records:
         log_probs = []
         for record in split_record(batch, layout.num_merged_batches, trainer.family):
             log_prob = generator.replay(record)
             log_prob.mean().backward()
             log_probs.append(log_prob.detach())
-        deviations[batch.index] = (torch.exp(torch.cat(log_probs) - batch.log_prob) - 1).abs().max().item()
+        ratios[batch.index].append(torch.exp(torch.cat(log_probs) - batch.log_prob))
+    deviations = {index: (torch.cat(found) - 1).abs().max().item() for index, found in ratios.items()}
     has_gradient = any(p.grad is not None and p.grad.any() for p in trainer.model.parameters())
     trainer.model.zero_grad(set_to_none=True)
     steps = ", ".join(f"step {index}: {value:.3g}" for index, value in deviations.items())
     finding = (
-        f"{layout.rollout_batch_size} image(s), max |ratio - 1| before the first update "
+        f"{len(images) * len(generator.rows.calls_of[generator.number])} image(s), max |ratio - 1| before the first update "
         f"{max(deviations.values()):.3g} ({steps}); `ratio_tolerance` is {args.ratio_tolerance:.3g}."
     )
     if device.type == "cuda":
@@ -492,12 +490,8 @@ def check_round_trip(state: DoctorState) -> Row:
 
 def check_reward_values(state: DoctorState) -> list[Row]:
     """Check each reward on the generated images."""
-    generator, images, trainer = state.generator, state.images, state.trainer
-    row, count = generator.row, len(generator.rows.calls_of[generator.number])
-    if count > 1:  # those of the first panel are there
-        images = images[-state.args.round_plan.rollout_batch_size :]
-        others = [generator.generate(len(images), panel=panel).images for panel in range(1, count)]
-        images = [join_grid(panels, 1, count) for panels in zip(images, *others, strict=True)]
+    row, trainer = state.generator.row, state.trainer
+    images, _ = state.generator.rollout()
     # As in training: the columns of the dataset, the panels, and TRL's hooks
     arguments: dict[str, Any] = {name: [value] * len(images) for name, value in row.items() if name != "prompt"}
     arguments |= {
@@ -552,8 +546,8 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "memory": (check_memory, ("configuration", "data")),
     "noise-free image": (check_noise_free, ("model and adapter",)),
     "ratio": (check_ratio, ("model and adapter",)),
-    "saved files": (check_round_trip, ("model and adapter",)),
     "reward values": (check_reward_values, ("rewards", "noise-free image")),
+    "saved files": (check_round_trip, ("model and adapter",)),  # behind all that generate: it changes the adapter
 }
 
 

@@ -15,8 +15,9 @@ from torch import nn
 
 from .. import PaCoGRPOConfig
 from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import EncodedRows, RolloutSampler
+from ..rollout.sde import STREAMS
 from ..utils.images import to_rgb
 
 
@@ -53,16 +54,31 @@ class SampleGenerator:
         self.sampler.prompt_encoder.encode(self.rows, [self.number], scale)
         return self.sampler.fetch(self.rows, [self.number], scale)
 
-    def generate(self, count: int = 1, sde: SDESettings | None = None, panel: int = 0) -> Generation:
-        """Generate images of the prompt, or of another panel of its set, with the policy."""
+    def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:
+        """Generate images of the prompt, of a set's first one, with the policy."""
 
         def with_policy(fetched: EncodedRows, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
             size, steps = (self.height, self.width), self.args.num_inference_steps
             return self.sampler.generate(
-                fetched, [self.rows.calls_of[self.number][panel]] * count, noise_keys, size, steps, sde=sde
+                fetched, [self.rows.calls_of[self.number][0]] * count, noise_keys, size, steps, sde=sde
             )
 
         return self._generate(count, with_policy)
+
+    def rollout(self) -> tuple[list[Image.Image], list[RecordedStep]]:
+        """Generate a group of two or more for the row, with all panels of a set, and record it as a round does."""
+        size = self.args.round_plan.rollout_batch_size
+        completions = Completions(self.rows, [self.number], max(size, 2))
+        images = range(len(completions.calls) * completions.num_generations)
+        with self.sampler.ready():
+            generated = [*self.sampler.rollout(
+                completions, [[*images[first : first + size]] for first in images[::size]],
+                (self.args.seed, STREAMS["training"], 0), self.rows.training_sizes, self.args.num_inference_steps,
+                fetched=self.fetch(), is_collective=False, sde=self.sde_settings(self.args.noise_level),
+            )]  # fmt: skip
+        return [image for each in generated for image in each.images], [
+            record for each in generated for record in each.records
+        ]
 
     def generate_untouched(self) -> Generation:
         """Generate the prompt with the pipeline as it was loaded, with its own scheduler."""

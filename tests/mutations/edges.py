@@ -882,10 +882,13 @@ SEPARATE_SETS = [
         ("len(call.prompt)))", "len(rows.prompts[call.row])))"),
     ),
     *_mutants(
+        "commands/sample_generator.py",
+        "test_doctor.py::test_sets_are_generated_as_in_a_round",
+        ("max(size, 2)", "size"),
+    ),
+    *_mutants(
         "commands/doctor.py",
-        "test_doctor.py::test_rewards_get_whole_sets_of_separate_images "
         "test_doctor.py::test_the_cost_of_reports_is_what_they_generate",
-        ("panel=panel).images", "panel=0).images"),
         ("len(rows.calls_in(compared_rows(args, name, rows)))", "len(compared_rows(args, name, rows))"),
     ),
     *_mutants(
