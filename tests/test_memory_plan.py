@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from diffusers import FluxTransformer2DModel
+from diffusers import AutoencoderKL, FluxTransformer2DModel
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
@@ -254,6 +254,16 @@ def test_a_first_panel_is_a_source(make_trainer, tmp_path):
     anchored = plan_memory(model, replace(args, panel_generation="anchored"), sets, LORA)
     tokens, doubled = (plan.run.calls(1)[0]["hidden_states"].shape[1] for plan in (alone, anchored))
     assert doubled == 2 * tokens and sum(device_of(anchored).values()) > sum(device_of(alone).values())
+    # It is encoded without tiles, unlike what is decoded
+    args = replace(args, height=128, width=128, resolution_scale=1.0)
+    found = {}
+    for way in ("independent", "anchored"):
+        plan = replace(plan_memory(model, replace(args, panel_generation=way), sets, LORA), vae_tiling=True)
+        found[way] = [device_of(plan, name)["activations"] for name in ("generate", "evaluate")]
+    encoded = plan.run.peak("panel", 1, True)
+    vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
+    assert encoded == pytest.approx(allocated(lambda: vae.encode(torch.zeros(1, 3, 128, 128))), rel=0.2)
+    assert found["anchored"] == [encoded] * 2 and max(found["independent"]) < encoded
 
 
 def test_all_weights_and_the_reference(make_plan):

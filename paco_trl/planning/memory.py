@@ -409,6 +409,17 @@ class ImageRun:
             found |= {f"negative_{name}": tensor for name, tensor in negative.items()}
         return found
 
+    def panel(self, is_full: bool) -> Image.Image:
+        """Return a first panel as a source."""
+        return self.family.prepare_panel(self.pipeline, Image.new("RGB", self.sizes[is_full][::-1]))
+
+    def encode_image(self, image: Image.Image) -> torch.Tensor:
+        """Encode a prepared source image, which is never tiled."""
+        pixels = self.family.image_pixels(self.pipeline, image).to(self.vae.dtype)
+        self.vae.disable_tiling()
+        with self.mode:
+            return self.vae.encode(self.mode.from_tensor(pixels)).latent_dist.mode()
+
     @functools.cache  # noqa: B019
     def calls(self, batch_size: int, is_full: bool = False) -> list[dict]:
         """Return the arguments of the transformer's calls in a step, as tensors without data."""
@@ -424,13 +435,9 @@ class ImageRun:
         images = self.rows.images(self.number)
         found = [self.family.prepare_image(self.pipeline, image, self.scales[is_full]) for image in images]
         if self.rows.is_anchored:
-            panel = Image.new("RGB", self.sizes[is_full][::-1])
-            found.append(self.family.prepare_panel(self.pipeline, panel))
+            found.append(self.panel(is_full))
         for prepared in found:
-            pixels = self.family.image_pixels(self.pipeline, prepared).to(self.vae.dtype)
-            with self.mode:
-                latents = self.vae.encode(self.mode.from_tensor(pixels)).latent_dist.mode()
-            sources.append(EncodedImage(prepared, torch.zeros(latents.shape)))
+            sources.append(EncodedImage(prepared, torch.zeros(self.encode_image(prepared).shape)))
         arguments = {n: t.expand(batch_size, *t.shape[1:]) for n, t in self.embeddings(is_full).items()}
         arguments = {n: t.float() if t.is_floating_point() else t for n, t in arguments.items()}
         keys: list[tuple[int, ...]] = [(0, image) for image in range(batch_size)]
@@ -467,7 +474,9 @@ class ImageRun:
     def peak(
         self, kind: str, batch_size: int, is_full: bool = False, flag: bool = False, quantization: str | None = None
     ) -> int:
-        """Return the peak of "training" (`flag`: checkpointing), "generation" or "decoding" (`flag`: tiled)."""
+        """Return the peak of "training" (`flag`: checkpointing), "generation", "decoding" (`flag`: tiled) or "panel"."""
+        if kind == "panel":  # the encoding of a first one
+            return measure_peak(lambda: self.encode_image(self.panel(is_full)))
         if kind == "decoding":
             sides = [side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]]
             frames = [1] if "z_dim" in self.vae.config else []  # of a video
@@ -527,6 +536,8 @@ class ImageRun:
         batch, evaluated = plan.batch_size * layout.num_merged_batches, args.per_device_eval_batch_size
         step, decode = allocated("generation", batch), allocated("decoding", batch, flag=tiled)
         full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
+        if self.rows.is_anchored:  # which is encoded in between
+            step, full = max(step, self.peak("panel", 1)), max(full, self.peak("panel", 1, True))
         # A branch takes one row where only its stochastic step is trained
         shared = args.branch_size if layout.num_trained_steps == 1 else 1
         trained = allocated("training", -(-plan.batch_size // shared), flag=plan.gradient_checkpointing)

@@ -887,6 +887,11 @@ SEPARATE_SETS = [
         ("max(size, 2)", "size"),
     ),
     *_mutants(
+        "planning/memory.py",
+        "test_memory_plan.py::test_a_first_panel_is_a_source",
+        ('max(step, self.peak("panel", 1))', "step"),
+    ),
+    *_mutants(
         "commands/doctor.py",
         "test_doctor.py::test_the_cost_of_reports_is_what_they_generate",
         ("len(rows.calls_in(compared_rows(args, name, rows)))", "len(compared_rows(args, name, rows))"),
