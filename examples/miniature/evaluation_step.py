@@ -45,11 +45,10 @@ def generate_and_read(
             prompts,
             StageFolder(folder),
             seeds=range(settings.test_seeds),
-            batch_size=8 * settings.test_seeds,
             num_inference_steps=settings.num_inference_steps,
             max_sequence_length=pipeline.tokenizer_2.model_max_length,  # the only text length that the toy knows
             callback_on_step_end=callback,
-            **options,
+            **({"batch_size": 8 * settings.test_seeds} | options),
         )
     rows = {row["id"]: row for row in prompts.with_format(None)}
     truths = {}
