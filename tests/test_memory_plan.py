@@ -3,6 +3,7 @@
 """The memory plan: what it counts is what the allocator reports, and it knows what to change."""
 
 import gc
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -264,6 +265,16 @@ def test_a_first_panel_is_a_source(make_trainer, tmp_path):
     vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
     assert encoded == pytest.approx(allocated(lambda: vae.encode(torch.zeros(1, 3, 128, 128))), rel=0.2)
     assert found["anchored"] == [encoded] * 2 and max(found["independent"]) < encoded
+
+
+@pytest.mark.parametrize(("model", "is_one"), [("flux_kontext", False), ("flux2_klein", True)])
+def test_first_panels_may_need_micro_batches_of_one(make_trainer, tmp_path, model, is_one):
+    folder = str(getattr(tiny, f"build_tiny_{model}")(tmp_path / "model"))
+    sets = Dataset.from_list([{"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs."]}] * 4)
+    args = make_trainer(per_device_train_batch_size=1, resolution_scale=1.0).args
+    for way, most in (("independent", 1024), ("anchored", 1 if is_one else 1024)):
+        plan = plan_memory(folder, replace(args, panel_generation=way), sets, LORA)
+        assert [plan.largest_batch(limit) for limit in (plan.peak - 1, math.inf)] == [0, most]
 
 
 def test_all_weights_and_the_reference(make_plan):

@@ -3,7 +3,9 @@
 
 import functools
 import json
+import re
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -550,7 +552,7 @@ class TestCard:
         )._model_card()
         run = card.settings
         assert (run.set_layout, run.panel_generation) == ("separate", "shared_noise")
-        assert card.prompt.endswith(" Theme 0.") and card.layout == [1, 1]
+        assert card.prompt == ["a 0. Theme 0.", "b 0. Theme 0."] and card.layout == [1, 1]
         (text,) = [value for name, value in run.rows(None) if "separate" in name]
         assert "shared_noise" in text and "{panel} {theme}" in text
         grid = {"layout": None, "prompt": "Two.", "rows": 1, "cols": 2, "panels": ["One.", "Two."]}
@@ -558,6 +560,36 @@ class TestCard:
         mixed = [{"theme": None, **row} for row in mixed]
         run = make_trainer(**SETTINGS | {"train_dataset": Dataset.from_list(mixed)})._model_card().settings
         assert (run.set_layout, run.panel_template) == (None, "{theme} {panel}")  # what their rows say
+
+    @pytest.mark.parametrize("way", ["independent", "shared_noise", "anchored"])
+    def test_its_code_generates_a_set(self, make_trainer, folder_of, tmp_path, monkeypatch, way):
+        model = "flux_kontext" if way == "anchored" else "flux"
+        settings = ANCHORED | {"model": folder_of(model), "panel_generation": way, "train_dataset": sets(3, 2, 3)}
+        trainer = make_trainer(**settings)
+        trainer.save_model()
+        monkeypatch.chdir(Path(folder_of(model)).parent)
+        text = (Path(trainer.args.output_dir) / "README.md").read_text(encoding="utf-8")
+        load, _, code = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+        load, names = load.replace(f'"{Path(trainer.args.output_dir).name}"', f'"{trainer.args.output_dir}"'), {}
+        exec(load, names)
+        calls, pipe = [], names["pipe"]
+        names["pipe"] = lambda **arguments: calls.append(arguments) or pipe(**arguments)
+        exec(code, names)
+        assert names["prompts"] == [f"Theme 0. {panel} 0." for panel in "abc"] == [call["prompt"] for call in calls]
+        assert [image.size for image in names["images"]] == [(64, 64)] * 3
+        first = {"anchored": [None, *names["images"][:1] * 2]}.get(way, [None] * 3)
+        assert [call.get("image") for call in calls] == first
+        assert [call.get("_auto_resize") for call in calls] == [False if way == "anchored" else None] * 3
+        seeds = [call["generator"].initial_seed() for call in calls if "generator" in call]
+        assert seeds == [0] * 3 * (way == "shared_noise")
+
+    def test_no_strip_is_in_the_widget_with_a_prompt(self, make_trainer):
+        trainer = make_trainer(**SETTINGS, log_completions=True, max_steps=1)
+        trainer.train()
+        assert list(Path(trainer.args.output_dir).glob("contact_sheets/card/0_round_*.png"))
+        card = trainer._model_card()
+        assert "contact_sheet.png" in card.pictures and card.gallery == {}
+        assert not [name for name in card.pictures if name.startswith("images/")]
 
     def test_of_grids_says_nothing(self, make_trainer):
         run = make_trainer()._model_card().settings

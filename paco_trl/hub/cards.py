@@ -74,7 +74,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         ]
     else:
         shown["prompt"], shown["layout"], shown["call"] = _example(card)
-        shown["pipe_call"] = _pipe_call
+        shown["is_set"], shown["pipe_call"] = isinstance(card.prompt, list), _pipe_call
     data = metadata(card)
     rendered = ModelCard(template.render(data.to_dict() | {"card_data": data.to_yaml()} | shown))
     rendered.text = re.sub(r"\n{3,}", "\n\n", rendered.text).rstrip() + "\n"
@@ -165,15 +165,25 @@ def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
     given.append("prompt=prompt")
     for name, value in arguments.items():
         given.append(f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}")
+    texts = prompt if isinstance(prompt, list) else [prompt]
+    if texts is prompt and card.settings and card.settings.panel_generation == "shared_noise":
+        given.append("generator=torch.Generator().manual_seed(0)")
+    elif texts is prompt and card.settings and card.settings.panel_generation == "anchored":
+        given.append("image=images[0] if images else None")
     # Joined, the lines are the prompt
     wrapper = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
-    lines = [json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(prompt)]
-    return lines[0] if len(lines) == 1 else "\n    ".join(["(", *lines]) + "\n)", layout, ", ".join(given)
+    prompts = ["\n    ".join(json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(text)) for text in texts]
+    code = f"(\n    {prompts[0]}\n)" if "\n" in prompts[0] else prompts[0]
+    if texts is prompt:
+        code = "[\n    " + ",\n    ".join(prompts) + ",\n]"
+    return code, layout, ", ".join(given)
 
 
-def _pipe_call(arguments: str) -> str:
-    line = f"image = pipe({arguments}).images[0]"
-    return line if len(line) < 100 else f"image = pipe(\n    {arguments}\n).images[0]"
+def _pipe_call(arguments: str, is_set: bool) -> str:
+    start, end = ("images +=", ".images") if is_set else ("image =", ".images[0]")
+    line = f"{start} pipe({arguments}){end}"
+    call = line if len(line) < 100 else f"{start} pipe(\n    {arguments}\n){end}"
+    return "images = []\nfor prompt in prompts:\n" + textwrap.indent(call, "    ") if is_set else call
 
 
 def _results(card: ImageModelCard | JudgeCard) -> list[Result]:

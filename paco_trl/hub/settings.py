@@ -275,7 +275,7 @@ class ImageModelCard(_Card):
     transformer_class: str | None = None
     dtype: str = "bfloat16"
     device: str = "cuda"  # where the snippets run
-    prompt: str | None = None  # of the snippets; if `None`, a packaged one
+    prompt: str | list[str] | None = None  # of the snippets, or those of a set's images; if `None`, a packaged one
     layout: list[int] = field(default_factory=lambda: [1, 1])  # rows and columns of its image
     call: dict[str, Any] = field(default_factory=dict)  # arguments of the pipeline's call besides the prompt
     trained_on: str = "sets"  # or "single images" or "edits"

@@ -274,6 +274,8 @@ def affine(measure: Callable[[int], int], batch_size: int) -> int:
 class JudgeRun:
     """Training of a judge, or without `args` a judge as a reward; its vision tower is counted by its weights."""
 
+    max_batch_size = 1024
+
     def __init__(
         self, model: str, args: PaCoRewardConfig | None, peft_config: LoraConfig | None, quantization: str | None
     ):
@@ -372,6 +374,9 @@ class ImageRun:
         rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
         self.call = max(rows.calls, key=lambda call: (math.prod(rows.training_sizes[call.row]), len(call.prompt)))
         self.number = self.call.row
+        self.max_batch_size = (
+            1 if rows.is_anchored and not self.family.batches_sources else self.family.max_batch_size or 1024
+        )
         # By `is_full`, the inference size
         self.sizes = rows.training_sizes[self.number], rows.inference_sizes[self.number]
         self.scales, self.size = (args.resolution_scale, 1.0), "{} x {}".format(*self.sizes[0])
@@ -619,9 +624,9 @@ class MemoryPlan:
         return max(phase.total for phase in self.phases)
 
     def largest_batch(self, limit: float) -> int:
-        """Return the largest micro-batch that fits into `limit` bytes, a power of two; 0 if none does."""
+        """Return the largest micro-batch that can be and fits into `limit` bytes, a power of two; 0 if none does."""
         size = 1
-        while replace(self, batch_size=size).peak <= limit and size <= 1024:
+        while size <= self.run.max_batch_size and replace(self, batch_size=size).peak <= limit:
             size *= 2
         return size // 2
 

@@ -118,7 +118,8 @@ def image_settings(
 def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRows) -> dict[str, Any]:
     """Return the arguments with which a pipeline generates the first prompt as in an evaluation."""
     height, width = rows.inference_sizes[0]
-    images = [Image.new("RGB", (width, height))] * min(family.max_images, 1) if rows.sources is not None else []
+    has_images = rows.sources is not None or rows.is_anchored
+    images = [Image.new("RGB", (width, height))] * min(family.max_images, 1) if has_images else []
     arguments = family.call_arguments(height, width, args.guidance_scale, images)
     if rows.kind == "edits":  # the size is that of the source
         arguments = {

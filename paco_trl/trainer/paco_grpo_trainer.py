@@ -1021,9 +1021,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         save_card(self._model_card(use_ema=use_ema), folder, self._pictures(use_ema))
 
     def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
-        """Return the card's images."""
+        """Return the card's images; no single ones of separate images, which no prompt generates side by side."""
         self.figure_thread.wait()
-        return latest_pictures(self.args, self._card_step, use_ema)
+        pictures = latest_pictures(self.args, self._card_step, use_ema)
+        has_separate = self.train_rows.has_separate
+        return {name: path for name, path in pictures.items() if not (has_separate and name.startswith("images/"))}
 
     @property
     def _card_step(self) -> int:
@@ -1032,6 +1034,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
         """Fill in the current card of the averaged weights, or of those of the last step."""
         args, family, prompts = self.args, self.family, self.train_rows
+        first = [prompts.calls[call].prompt for call in prompts.calls_of[0]]
         step = self._card_step
         history = [entry for entry in self.state.log_history if entry["step"] <= step]
         # A pipeline that was built in memory has no name
@@ -1053,7 +1056,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             transformer_class=type(self.policy.pipeline.transformer).__name__,
             dtype=str(self.compute_dtype).removeprefix("torch."),
             device=self.accelerator.device.type,
-            prompt=prompts.calls[0].prompt,
+            prompt=first[0] if len(first) == 1 else first,
             layout=list(prompts.image_layouts[0]),
             call=pipeline_call(self.pipeline, family, args, prompts),
             trained_on=prompts.kind,

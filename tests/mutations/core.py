@@ -328,6 +328,8 @@ MUTANTS = [
     ("paco_trl/generation/edits.py", "sources.max_count + is_anchored >", "sources.max_count >", "tests/test_generate_grids.py -k references_are"),
     (T + "model_cards.py", "SEPARATE if is_all_separate else args.set_layout", "args.set_layout", SETS + "::TestCard"),
     (T + "model_cards.py", "set(rows.image_layouts) == {(1, 1)}", "True", SETS + "::TestCard"),
+    (T + "paco_grpo_trainer.py", "(has_separate and name", "(False and name", SETS + "::TestCard"),
+    ("paco_trl/hub/cards.py", "image=images[0] if images else None", "image=None", SETS + "::TestCard"),
     (T + "rounds.py", "-self.lengths[dealt]", "0 * self.lengths[dealt]", SETS + "::TestRounds"),
     (T + "paco_grpo_trainer.py", "calls = np.flatnonzero(np.isin(completions.places, places))", "calls = places", SETS + "::test_other_sets_take_the_place_of_dull_ones"),
     (P + "sampler.py", "completions.calls[image // generations] for image in numbers", "completions.calls[image % len(completions.calls)] for image in numbers", TAIL + "::TestReport::test_groups_are_scored_in_order"),
