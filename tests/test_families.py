@@ -981,7 +981,8 @@ class TestLongCatImageEdit:
     def test_sources_are_read_at_the_size_of_the_edited_image(self, setup_of, width, height, scale):
         setup = setup_of("longcat-edit")
         rows = rows_of([PROMPT], [(stripes(width, height, (255, 0, 0)),)])
-        rows.args = SimpleNamespace(height=1024, width=1024, resolution_scale=scale)
+        rows.args.height = rows.args.width = 1024
+        rows.args.resolution_scale = scale
         rows.measure(setup.policy.pipeline, setup.family)
         prepared = setup.family.prepare_image(setup.policy.pipeline, rows.images(0)[0], scale)
         assert prepared.size[::-1] == rows.training_sizes[0]
