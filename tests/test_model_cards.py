@@ -559,7 +559,7 @@ class TestUse:
             assert plain_score_of(folder) == pytest.approx(score_of(folder), abs=1e-6)
 
     def test_the_command_of_vllm(self, judge):
-        from paco_trl.commands.serve import ServeArguments, find_adapter, serve_command
+        from paco_trl.commands.serve import ServeArguments, serve_command
 
         folder = judge.args.output_dir
         *_, command = code_of(text_of(judge), "bash")
@@ -567,7 +567,7 @@ class TestUse:
         assert words[:2] == ["vllm", "serve"]
         assert words[words.index("--lora-modules") + 1] == "judge=judge"
         # The rest is what `paco-trl serve` gives to vLLM
-        ours = serve_command(ServeArguments(model_name_or_path=folder), "vllm", find_adapter(folder))
+        ours = serve_command(ServeArguments(model_name_or_path=folder), "vllm")
         flags = [word for word in words if word.startswith("--") and word not in ("--enable-lora", "--lora-modules")]
         assert {"--max-lora-rank", "--limit-mm-per-prompt", "--mm-processor-kwargs", "--max-model-len"} <= set(flags)
         for flag in flags:
