@@ -261,7 +261,6 @@ class TestValues:
             ({"per_device_eval_batch_size": 0}, "`per_device_eval_batch_size` is 0"),
             ({"ema_decay": 1.0}, "`ema_decay` is 1.0.*between 0 and 1"),
             ({"max_excluded_images": 1.5}, "`max_excluded_images` is 1.5.*from 0 to 1"),
-            ({"resolution_transfer_prompts": 2}, "`resolution_transfer_prompts` is 2.*at least 3"),
             ({"multi_objective_aggregation": "mean"}, "`multi_objective_aggregation` is 'mean'.*'log_tamed'"),
             ({"epsilon": 0.0}, "`epsilon` is 0.0.*above 0"),
             ({"ratio_tolerance": 0.0}, "`ratio_tolerance` is 0.0.*above 0"),

@@ -557,24 +557,3 @@ def test_the_smallest_image_may_be_behind_a_set_of_separate_images(examine):
     ] * 2
     rows = [*sets, *({"prompt": f"{count} foxes.", "height": 64, "width": 64} for count in range(4))]
     assert examine("noise-free image", rows=rows)["noise-free image"].finding.startswith("32 x 32 pixels")
-
-
-def test_the_cost_of_reports_is_what_they_generate(examine, prompt_rows):
-    def row(**changes) -> doctor.Row:
-        return examine("reports before training", **changes)["reports before training"]
-
-    found = row(tail_steps=1, num_inference_steps=6, tail_transfer_prompts=3)
-    # 3 prompts x 4 images with each tail, of 4 and of 6 steps
-    assert found.verdict == "ok" and "24 images in up to 120 forwards" in found.finding
-    found = row(resolution_transfer_prompts=20, num_generations_eval=2, num_inference_steps_eval=5)
-    # There are 15 prompts
-    assert found.verdict == "ok" and found.finding == "`resolution_transfer_prompts`: 60 images in 300 forwards."
-    assert row().finding == "None."
-    # Each panel is an image
-    count = 4 * sum(len(each["panels"]) for each in prompt_rows)
-    found = row(
-        resolution_transfer_prompts=20, num_generations_eval=2, num_inference_steps_eval=5, set_layout="separate"
-    )
-    assert count > 60 and f"{count} images in {5 * count} forwards" in found.finding
-    found = row(tail_steps=1, num_inference_steps=6, tail_transfer_prompts=20, set_layout="separate")
-    assert f"{2 * count} images in up to {10 * count} forwards" in found.finding

@@ -46,14 +46,14 @@ class TestPlacement:
     def test_all_prompts_of_a_run_are_encoded_before_the_model_is_placed(self, make_trainer, prompts, events):
         trainer = make_trainer(
             **SHORT, eval_dataset=prompts.select([5]), eval_strategy="steps", eval_steps=1, num_generations_eval=2,
-            num_inference_steps_eval=2, tail_steps=1, resolution_transfer_prompts=3, tail_transfer_prompts=3,
+            num_inference_steps_eval=2,
         )  # fmt: skip
         trainer.pipeline.text_encoder_2.register_forward_pre_hook(lambda *_: events.append("text"))
         trainer.train()
         assert events.count("placed") > 1
         encoded = events[: events.index("placed")]
-        # A round of two prompts, the compared three and the evaluated one, of which some are the same
-        assert encoded == ["text"] * events.count("text") and len(encoded) >= 4
+        # A round of two prompts and the evaluated one
+        assert encoded == ["text"] * events.count("text") and len(encoded) >= 2
         trainer.evaluate(prompts.select([8, 9, 10, 11]))  # some are new
         assert "text" in events[len(encoded) :]
 

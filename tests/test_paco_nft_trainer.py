@@ -569,7 +569,6 @@ class TestConfig:
             ("noise_level", 0.5),
             ("branch_size", 2),
             ("tail_steps", 2),
-            ("tail_transfer_prompts", 8),
             ("epsilon", 1e-3),
             ("epsilon_high", 1e-3),
             ("ratio_tolerance", 0.1),

@@ -122,11 +122,11 @@ PRESETS = {
         "sde_type": "cps", "noise_level": 0.8, "scale_rewards": "batch", "output_dir": "flux.1-dev-cps",
     },
     "flux.1-dev-80gb": {
-        "tail_steps": 4, "tail_transfer_prompts": 16,
+        "tail_steps": 4,
         "output_dir": "flux.1-dev-80gb",
     },
     "flux.1-dev-24gb": {
-        "tail_steps": 4, "tail_transfer_prompts": 16,
+        "tail_steps": 4,
         "output_dir": "flux.1-dev-24gb", "quantization": "nf4", "judge_quantization": "nf4",
         "gradient_checkpointing": True, "offload_embeddings": True, "offload_rewards": True,
         "ema_offload": True, "embeddings_dir": "flux.1-dev-embeddings",

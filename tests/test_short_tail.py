@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shorter tail (`tail_steps`): fewer steps of DPM-Solver++(2M) after the last stochastic one."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -9,16 +8,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
-from scipy.stats import spearmanr
 
 from kill_runs import Run, copy_run, different, relative_difference
 from launching import fork_context
 from paco_trl import PaCoGRPOConfig
-from paco_trl.evaluation.transfer import TAILS, ScorePairs, resolution_transfer, transfer_table, transfer_warning
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FlowMatchSDEScheduler, SDESettings
 from paco_trl.rollout.sde import second_order_velocity
-from paco_trl.trainer.evaluator import Evaluator
 from test_branched_groups import BRANCHES, CASES, FULL, Setup, rows_of_calls, setup_of  # noqa: F401
 from test_families import NUM_STEPS, pixels
 from test_scheduler import start
@@ -227,80 +223,14 @@ class TestTrainer:
             ({"tail_steps": 0}, "`tail_steps` is 0, but 8 of 10 denoising steps follow.*step, 1: choose from 1 to 8"),
             ({"tail_steps": 9}, "`tail_steps` is 9, but 8 of 10"),
             ({"tail_steps": 6, "sde_steps": [1, 4]}, "`tail_steps` is 6, but 5 of 10.*step, 4: choose from 1 to 5"),
-            ({"tail_transfer_prompts": 8}, "`tail_transfer_prompts` is 8, but there is no short tail.*`tail_steps`"),
-            ({"tail_transfer_prompts": 2, "tail_steps": 4}, "`tail_transfer_prompts` is 2; it must be .*at least 3"),
         ],
         ids=str,
     )
     def test_settings_that_cannot_work(self, tmp_path, settings, message):
         usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-        PaCoGRPOConfig(tail_steps=8, tail_transfer_prompts=3, **usual)
+        PaCoGRPOConfig(tail_steps=8, **usual)
         with pytest.raises(ValueError, match=message):
             PaCoGRPOConfig(**usual | settings)
-
-
-class TestReport:
-    def test_ranks_within_prompts_are_correlated(self):
-        generator = np.random.default_rng(0)
-        prompts = [place // 8 for place in range(80)]
-        offsets = np.repeat(generator.normal(size=10) * 10, 8)  # how prompts differ does not count
-        full = generator.normal(size=80)
-        agreeing, unrelated = np.exp(full), generator.normal(size=80)
-        scores = {"agrees": agreeing, "unrelated": unrelated + offsets, "equal": offsets}
-        pairs = ScorePairs(prompts, scores, {**dict.fromkeys(scores, full + offsets), "equal": offsets}, TAILS)
-        agrees, other, equal = resolution_transfer(pairs)
-        assert agrees.correlation == pytest.approx(1) and agrees.low > 0.99
-        groups = [slice(8 * group, 8 * group + 8) for group in range(10)]
-        expected = np.mean([spearmanr(unrelated[group], full[group]).statistic for group in groups])
-        assert other.correlation == pytest.approx(expected) and abs(expected) < 0.4
-        assert other.low < expected < other.high
-        assert math.isnan(equal.correlation) and "all ranks within prompts with the short tail are 0" in equal.note
-        # With the differences between prompts they agree
-        (plain,) = resolution_transfer(ScorePairs(prompts, {"r": unrelated + offsets}, {"r": full + offsets}))
-        assert plain.correlation > 0.9
-        warning = transfer_warning([agrees, other, equal], TAILS)
-        assert "- unrelated" in warning and "- agrees" not in warning and "Raise `tail_steps`" in warning
-        assert "mean, short tail | mean, full tail" in transfer_table([agrees], TAILS)
-
-    def test_groups_are_scored_in_order(self, make_trainer):
-        scored = []
-
-        def reward(prompts, completions, **kwargs):
-            scored.extend(prompts)
-            return redness_reward(prompts, completions)
-
-        trainer = make_trainer(branch_size=2, tail_steps=1, reward_funcs=reward)
-        rows, args = trainer.train_rows, trainer.args
-        evaluator = Evaluator(trainer.sampler, trainer.rewards, args)
-        sizes = rows.training_sizes, args.resolution_scale
-        found = evaluator.generate(rows, "", trainer.state, [5, 2, 7], *sizes, trainer.schedule.sde(0))
-        assert scored == [rows.prompts[number] for number in (5, 2, 7) for _ in range(4)]
-        values = redness_reward(scored, [found.pictures[image] for image in range(12)])
-        assert found.rewards[:, 0].tolist() == pytest.approx(values, rel=1e-5) and len(set(values)) == 12
-
-    def test_is_made_before_training(self, make_trainer, tmp_path, caplog):
-        settings = {"branch_size": 2, "tail_steps": 1, "tail_transfer_prompts": 3, "max_steps": 1}
-        trainer = make_trainer(**settings)
-        seen, _ = rows_of_calls(trainer.policy)
-        trainer.train()
-        # Three prompts of two branches each
-        assert [rows for _, rows in seen[:42]] == [1, 1, 2] * 6 + [1, 1, 2, 2] * 6
-        folder = tmp_path / "out" / "evaluation"
-        (found,) = json.loads((folder / "tail_transfer.json").read_text())
-        assert (found["reward"], found["num_images"], found["num_prompts"]) == ("redness_reward", 12, 3)
-        assert -1 <= found["low"] <= found["correlation"] <= found["high"] <= 1
-        assert found["training_mean"] != found["inference_mean"]
-        assert (folder / "tail_transfer.png").stat().st_size > 1000
-        card = trainer._model_card()
-        assert "tail_transfer.png" in card.pictures
-
-        # The full tail against itself
-        same = make_trainer(**settings | {"output_dir": str(tmp_path / "same")})
-        full = replace(same.schedule.sde(0), tail_steps=None)
-        same.schedule.sde = lambda round_index: full
-        same.train()
-        (found,) = json.loads((tmp_path / "same" / "evaluation" / "tail_transfer.json").read_text())
-        assert found["correlation"] == pytest.approx(1) and found["training_mean"] == found["inference_mean"]
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +245,7 @@ class TestRuns:
     """Runs of both options in processes of their own, each of two rounds of two optimizer steps."""
 
     SETTINGS = {
-        "branch_size": 2, "tail_steps": 2, "num_inference_steps": 6, "tail_transfer_prompts": 3, "max_steps": 4,
+        "branch_size": 2, "tail_steps": 2, "num_inference_steps": 6, "max_steps": 4,
         "reward_funcs": redness_reward, "eval_strategy": "no",
         "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize",
     }  # fmt: skip
@@ -331,7 +261,3 @@ class TestRuns:
         run = Run(fork_context(), tiny_flux, tmp_path / "out", processes=2, zero3=zero3, **self.SETTINGS)
         one, two = alone.state()["adapter"], run.state()["adapter"]
         assert relative_difference(one, two) < 0.05
-        reports = [
-            json.loads((each.output / "evaluation" / "tail_transfer.json").read_text()) for each in (alone, run)
-        ]
-        assert reports[0][0]["training_mean"] == pytest.approx(reports[1][0]["training_mean"], abs=1e-5)

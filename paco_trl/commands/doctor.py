@@ -43,7 +43,6 @@ from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
 from ..trainer.rounds import RoundSchedule
-from ..trainer.transfer_report import compared_rows
 from . import reward
 from .env import VERSIONS, version_of
 from .grpo import parser_of
@@ -254,26 +253,6 @@ def _describe_prompts(rows: PromptRows, args: PaCoGRPOConfig) -> str:
         f"{_listed(Counter(rows.layouts))}; sizes {', '.join(own)}, generated in training at "
         f"{args.resolution_scale:g} of it."
     )
-
-
-def check_transfer(state: DoctorState) -> Row:
-    """Describe what the reports before training generate, and warn of a short tail without one."""
-    args, found, advice = state.args, [], ""
-    rows = PromptRows(state.train_dataset, args, "the dataset")
-
-    def calls_of(name: str) -> int:
-        return len(rows.calls_in(compared_rows(args, name, rows)))
-
-    if count := calls_of("resolution_transfer"):
-        images, steps = 2 * count * args.num_generations_eval, args.num_inference_steps_eval
-        found.append(f"`resolution_transfer_prompts`: {images} images in {images * steps} forwards.")
-    if args.tail_steps is not None:
-        full, images = args.num_inference_steps, args.num_generations * calls_of("tail_transfer")
-        short = RoundSchedule(args, rows.lengths).sde(round_index=0).num_steps(full)
-        found.append(f"`tail_steps`: images of round 0 take {short} denoising steps in place of {full}.")
-        found.append(f"`tail_transfer_prompts`: {2 * images} images in up to {images * (short + full)} forwards.")
-        advice = "" if images else "To measure whether rewards rank alike, set `tail_transfer_prompts` to 16."
-    return Row(WARNING if advice else OK, " ".join(found) or "None.", advice)
 
 
 def check_rewards_load(state: DoctorState) -> Row:
@@ -540,7 +519,6 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "output directory": (check_output_folder, ("configuration",)),
     "hub": (check_hub, ("configuration",)),
     "data": (check_data, ("configuration",)),
-    "reports before training": (check_transfer, ("data",)),
     "rewards": (check_rewards_load, ("configuration",)),
     "model and adapter": (check_model, ("data",)),
     "memory": (check_memory, ("configuration", "data")),

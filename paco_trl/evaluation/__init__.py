@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     )
     from .ranking_benchmark import evaluate_rankings
     from .report import published_tables, report_tables, save_report
-    from .transfer import resolution_transfer
 
 __all__ = [
     "AestheticScorer", "ClipIScorer", "ComparingJudge", "DreamSimScorer", "auroc", "bootstrap_interval",
     "calibration_bins", "evaluate_edit_reward", "evaluate_rankings", "expected_calibration_error",
-    "grid_artifact_score", "list_order_metrics", "load_edit_pairs", "published_tables", "ranking_metrics", "report_tables", "resolution_transfer",
+    "grid_artifact_score", "list_order_metrics", "load_edit_pairs", "published_tables", "ranking_metrics", "report_tables",
     "save_report",
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from pathlib import Path
 SETTINGS = "paco_trl.json"
 # Images of the card, as patterns. Others in the directory are the user's own
 PICTURES = [
-    "contact_sheet.png", "curves.png", "evaluation.png", "resolution_transfer.png", "tail_transfer.png",
+    "contact_sheet.png", "curves.png", "evaluation.png",
     "images/[0-9].png",
 ]  # fmt: skip
 _JUDGE_PICTURES = ["eval*_calibration.png", "eval*_wrong_pairs.png"]

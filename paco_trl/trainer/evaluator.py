@@ -2,10 +2,9 @@
 """Evaluation at full resolution, with and without the trained weights."""
 
 import hashlib
+import io
 import json
 import math
-import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from PIL import Image
@@ -27,11 +27,11 @@ from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
 from ..plots.scored_sheets import ScoredImages
 from ..rewards.image_statistics import measure_image, statistics_of_prompts
 from ..rewards.runner import RewardRunner
-from ..rollout import SDESettings, hybrid_inference
+from ..rollout import hybrid_inference
 from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import RolloutSampler
 from ..rollout.sde import STREAMS
-from ..utils.files import scratch_folder
+from ..utils.files import write_atomically
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import preserve_rng_state
 from .run_settings import evaluation_settings
@@ -73,34 +73,17 @@ class Evaluator:
         return rows.measure(self.sampler.policy.pipeline, self.sampler.policy.family)
 
     def evaluate(self, rows: PromptRows, description: str, state: TrainerState, fraction: float = 1.0) -> Evaluation:
-        """Generate and score all rows at their inference size, with `adapter_fraction`. Collective: call on all ranks."""
-        numbers, sizes = list(range(len(rows))), rows.inference_sizes
-        # Every process makes the same denoising steps, and switches the adapter off at the same one
-        with hybrid_inference(self.sampler.policy.pipeline, fraction) as callback:
-            evaluation = self.generate(rows, description, state, numbers, sizes, callback=callback)
-        self.rewards.check_scored(evaluation.rewards, self.args.max_excluded_images)
-        return evaluation
+        """
+        Generate and score all rows at their inference size, with `adapter_fraction`. Collective: call on all ranks.
 
-    def generate(
-        self,
-        rows: PromptRows,
-        description: str,
-        state: TrainerState,
-        numbers: list[int],
-        sizes: list[tuple[int, int]],
-        scale: float = 1.0,
-        sde: SDESettings | None = None,
-        callback: Callable | None = None,
-    ) -> Evaluation:
-        """Generate rows by the ODE, or as in training with `sde`, and score them; noise is by seed, row and number."""
+        The noise of an image is that of the seed, its row and its number.
+        """
         args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
-        generations, num_steps = args.num_generations_eval, args.num_inference_steps_eval
-        batch = args.per_device_eval_batch_size
-        if sde is not None:
-            generations, num_steps, batch = args.num_generations, args.num_inference_steps, sde.branch_size
-        pipeline, family = sampler.policy.pipeline, sampler.policy.family
+        generations, batch = args.num_generations_eval, args.per_device_eval_batch_size
+        pipeline, family, sizes = sampler.policy.pipeline, sampler.policy.family, rows.inference_sizes
         period, key = family.size_multiple(pipeline), (args.seed, STREAMS["evaluation"], 0)
-        sampler.prompt_encoder.encode(rows, numbers, scale)
+        numbers = list(range(len(rows)))
+        sampler.prompt_encoder.encode(rows, numbers)
 
         # A batch crosses prompts where one call of the pipeline can generate it
         crosses = family.has_fixed_length and rows.sources is None and not rows.is_anchored
@@ -116,12 +99,13 @@ class Evaluator:
         local = [batches[index] for index in padded[:, accelerator.process_index]]
         artifacts, pictures, measured = [], [], []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
-        recording: dict[str, Any] = {"sde": sde, "callback_on_step_end": callback}
         self.rewards.start(generations)
-        with sampler.ready():
+        # Every process makes the same denoising steps, and switches the adapter off at the same one
+        with hybrid_inference(pipeline, fraction) as callback, sampler.ready():
             for generated in sampler.rollout(
-                completions, local, key, sizes, num_steps, scale, progress=progress, **recording
-            ):
+                completions, local, key, sizes, args.num_inference_steps_eval, progress=progress,
+                callback_on_step_end=callback,
+            ):  # fmt: skip
                 self.rewards.add(generated.numbers, generated.rows, generated.images, state)
                 for image, row, picture in zip(generated.numbers, generated.rows, generated.images, strict=True):
                     measured.append((image, measure_image(picture)))
@@ -129,6 +113,7 @@ class Evaluator:
                     if image // generations < MAX_PROMPTS and image % generations < MAX_IMAGES:
                         pictures.append((image, thumbnail(picture)))
         scores = self.rewards.finish(state)
+        self.rewards.check_scored(scores.rewards, args.max_excluded_images)
         statistics = {
             f"images/{name}": each.mean() for name, each in statistics_of_prompts(measured, generations).items()
         }
@@ -150,8 +135,8 @@ class Evaluator:
         key = self.baseline_key(rows)
         if key in self._baselines:
             return self._baselines[key], False
-        folder = Path(self.args.output_dir) / "evaluation" / f"{name}_baseline"
-        baseline = load_baseline(folder, key) if may_load else None
+        path = Path(self.args.output_dir) / "evaluation" / f"{name}_baseline.pt"
+        baseline = load_baseline(path, key) if may_load else None
         is_new = baseline is None
         if baseline is None:
             if (weights := untrained()) is None:
@@ -160,7 +145,7 @@ class Evaluator:
             with weights, preserve_rng_state(self.sampler.accelerator.device):
                 baseline = self.evaluate(rows, "Generating the baseline", state)
             if self.sampler.accelerator.is_main_process:
-                save_baseline(folder, key, baseline)
+                save_baseline(path, key, baseline)
         self._baselines[key] = baseline
         return baseline, is_new
 
@@ -227,41 +212,22 @@ def _add_mean(
         metrics[f"{interval}_low"], metrics[f"{interval}_high"] = low, high
 
 
-def save_baseline(folder: Path, key: str, baseline: Evaluation) -> None:
-    """Save a baseline, so that a resumed run does not generate it again."""
-    # Atomic, because where all weights are trained a baseline cannot be generated again
-    without_nan = lambda values: [None if math.isnan(value) else value for value in values]  # noqa: E731
-    content = {
-        "key": key,
-        "rewards": [without_nan(row) for row in baseline.rewards.tolist()],
-        "total": without_nan(baseline.total.tolist()),
-        "grid_artifacts": without_nan(baseline.grid_artifacts.tolist()),
-        "extra": baseline.extra,
-        "pictures": sorted(baseline.pictures),
-    }
-    with scratch_folder(folder.with_name(f"{folder.name}.saving")) as staged:
-        for number, picture in baseline.pictures.items():
-            picture.save(staged / f"{number}.png")
-        (staged / "scores.json").write_text(json.dumps(content, default=str), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(staged, folder)
+def save_baseline(path: Path, key: str, baseline: Evaluation) -> None:
+    """Save a baseline, so that a resumed run does not generate it again: with all weights trained it could not."""
+    pictures = {number: torch.tensor(np.asarray(picture)) for number, picture in baseline.pictures.items()}
+    content = vars(baseline) | {"pictures": pictures, "extra": json.dumps(baseline.extra, default=str), "key": key}
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_atomically(path, buffer.getvalue())
 
 
-def load_baseline(folder: Path, key: str) -> Evaluation | None:
+def load_baseline(path: Path, key: str) -> Evaluation | None:
     """Load the baseline with this key on every process, or return `None`."""
-    found: list[Evaluation | None] = [None]
-    try:
-        content = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
-        if content["key"] == key:
-            pictures = {}
-            for number in content["pictures"]:
-                with Image.open(folder / f"{number}.png") as picture:
-                    pictures[number] = picture.convert("RGB")
-            to_tensor = lambda values: torch.tensor(np.array(values, dtype=float))  # noqa: E731  (None becomes NaN)
-            rewards, total = to_tensor(content["rewards"]).float(), to_tensor(content["total"]).float()
-            artifacts = to_tensor(content["grid_artifacts"])
-            found = [Evaluation(rewards, total, artifacts, content["extra"], pictures=pictures)]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # missing or incomplete: it is generated again
+    found: list[dict | None] = [None]
+    if PartialState().is_main_process and path.exists():
+        content = torch.load(path, weights_only=True)
+        if content.pop("key") == key:
+            pictures = {number: Image.fromarray(each.numpy()) for number, each in content["pictures"].items()}
+            found = [content | {"pictures": pictures, "extra": json.loads(content["extra"])}]
     broadcast_object_list(found)
-    return found[0]
+    return None if found[0] is None else Evaluation(**found[0])

@@ -182,9 +182,6 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
             pictures["evaluation.png"] = latest("eval*_step_*.png", 1, step + 1)
         if (sheet := pictures.get("evaluation.png") or pictures["contact_sheet.png"]) is not None:
             pictures |= {f"images/{n}.png": sheet.with_name(f"{n}_{sheet.name}") for n in range(CARD_PROMPTS)}
-    for name in ("resolution_transfer", "tail_transfer"):
-        if getattr(args, f"{name}_prompts"):
-            pictures[f"{name}.png"] = output_dir / "evaluation" / f"{name}.png"
     return {name: path for name, path in pictures.items() if path is not None and path.is_file()}
 
 

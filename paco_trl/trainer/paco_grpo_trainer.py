@@ -114,7 +114,6 @@ from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
 from .rounds import RoundBuffer, RoundSchedule
 from .run_settings import LOSS_ONLY_FIELDS, adjustable_settings, reference_setting, run_identity
 from .step_statistics import StepStatistics
-from .transfer_report import compared_rows, report_resolution_transfer, report_tail_transfer
 
 
 logger = get_logger(__name__)
@@ -453,13 +452,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Encode the prompts and source images that the rest of the run needs."""
         args, rows, encode = self.args, self.train_rows, self.prompt_encoder.encode
         first_round = -(-self.state.global_step // self.schedule.optimizer_steps_per_round)
-        needed, compared = self.schedule.remaining_rows(self.state.max_steps, first_round), []
-        if self._resumed_from is None:
-            compared = compared_rows(args, "resolution_transfer", rows)
-            needed += [*compared, *compared_rows(args, "tail_transfer", rows)]
+        needed = self.schedule.remaining_rows(self.state.max_steps, first_round)
         # Which rows take the place of others is not known yet
         encode(rows, list(range(len(rows))) if args.max_resample_times else needed, args.resolution_scale)
-        encode(rows, compared)
         if args.eval_strategy != "no" or args.eval_on_start:
             for dataset in self._eval_datasets().values():
                 rows = self.evaluator.rows_of(dataset)
@@ -486,14 +481,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if checkpoint is not None:
             self.drift_alarm.state = (read_run(checkpoint) or {}).get("images_of_round_0", {})
             self._load_round(checkpoint)
-        elif args.resolution_transfer_prompts or args.tail_transfer_prompts:
-            self.model.eval()
-            evaluator = Evaluator(self.sampler, self.rewards, args)
-            if args.resolution_transfer_prompts:
-                report_resolution_transfer(evaluator, self.train_rows, self.state)
-            if args.tail_transfer_prompts:
-                report_tail_transfer(evaluator, self.train_rows, self.state, self.schedule.sde(round_index=0))
-            self.model.train()
         if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
             # The untrained weights are lost after the first step
             self.model.eval()

@@ -26,7 +26,7 @@ HARMLESS = (
     "do_eval", "do_predict", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
     "report_to", "logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter",
     "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "skip_memory_metrics", "debug",
-    "log_completions", "plot_curves", "resolution_transfer_prompts", "tail_transfer_prompts",
+    "log_completions", "plot_curves",
     # When to evaluate, to save and to push
     "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_baseline", "save_strategy", "save_steps",
     "save_on_each_node", "enable_jit_checkpoint", "jit_checkpoint_signals", "save_total_limit", "load_best_model_at_end", "push_to_hub",
