@@ -21,14 +21,9 @@ from trl.trainer import grpo_trainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 import paco_trl.trainer
-from paco_trl import (
-    PaCoGRPOTrainer,
-    PaCoNFTTrainer,
-    PaCoRewardTrainer,
-)
 from paco_trl.data import make_pair
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.trainer import paco_grpo_trainer, paco_reward_trainer
+from paco_trl.trainer import paco_grpo_trainer
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS, USED_GRPO_FIELDS
 from paco_trl.trainer.data_collator import TOKEN_TENSORS
 
@@ -187,48 +182,3 @@ def test_every_inherited_field_is_used_or_refused(parent, refused, used):
     inherited = {field.name for field in dataclasses.fields(parent)}
     assert inherited == USED_FIELDS | INERT_FIELDS | used | set(refused)
     assert not set(refused) & (USED_FIELDS | INERT_FIELDS | used)
-
-
-# Public methods that work as they are, or are called by Trainer alone
-WORKING_METHODS = set(
-    """
-    add_callback autocast_smart_context_manager compute_loss_context_manager create_accelerator_and_postprocess
-    create_optimizer create_optimizer_and_scheduler create_scheduler end floating_point_ops get_batch_samples
-    get_cp_size get_decay_parameter_names get_learning_rates get_num_trainable_parameters get_optimizer_cls_and_kwargs
-    get_optimizer_group get_sp_size get_total_train_batch_size get_tp_size is_local_process_zero is_world_process_zero
-    log_metrics metrics_format num_examples pop_callback remove_callback save_metrics save_state
-    set_initial_training_values store_flos
-    """.split()
-)
-OURS = {
-    "compute_loss",
-    "create_model_card",
-    "evaluate",
-    "init_hf_repo",
-    "push_to_hub",
-    "save_model",
-    "train",
-}
-WORKING = {
-    PaCoGRPOTrainer: {"get_train_dataloader", "log", "policy_loss", "training_step"},
-    PaCoRewardTrainer: {
-        *("evaluation_loop", "get_eval_dataloader", "get_test_dataloader", "get_train_dataloader", "log"),
-        *("predict", "prediction_step", "training_step"),
-    },
-}
-REFUSED_METHODS = {
-    PaCoGRPOTrainer: paco_grpo_trainer.REFUSED_METHODS,
-    PaCoRewardTrainer: paco_reward_trainer.REFUSED_METHODS,
-}
-
-
-@pytest.mark.parametrize("trainer", [PaCoGRPOTrainer, PaCoNFTTrainer, PaCoRewardTrainer])
-def test_every_inherited_method_works_or_is_refused(trainer):
-    kind = PaCoRewardTrainer if trainer is PaCoRewardTrainer else PaCoGRPOTrainer
-    public = {name for name in dir(trainer) if not name.startswith("_") and callable(getattr(trainer, name))}
-    assert public == WORKING_METHODS | OURS | WORKING[kind] | set(REFUSED_METHODS[kind])
-    for name in OURS:
-        assert next(base for base in trainer.__mro__ if name in vars(base)).__module__.startswith("paco_trl"), name
-    for name in REFUSED_METHODS[kind]:
-        with pytest.raises(NotImplementedError, match=f"`{trainer.__name__}` does not support `{name}`"):
-            getattr(trainer, name)(object.__new__(trainer), "anything", keyword=1)

@@ -22,7 +22,6 @@ from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, find_checkpoint
 from paco_trl.commands import reward
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.config_utils import check_arguments
 from test_reward_command import SETTINGS as JUDGE_SETTINGS
 from test_reward_command import pairs
 
@@ -266,19 +265,6 @@ class TestRestarts:
             trainer.train()
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
         assert len(steps) == (3 if count else 5)
-
-    @pytest.mark.parametrize(
-        ("processes", "kind", "is_warned"), [(1, "True", False), (2, "False", False), (2, "True", True)]
-    )
-    def test_a_launcher_whose_restarts_fail(self, monkeypatch, caplog, processes, kind, is_warned):
-        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kind)
-        monkeypatch.setenv("RANK", "0")
-        args = PaCoRewardConfig("out", use_cpu=True, bf16=False, report_to="none")
-        caplog.clear()
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
-        check_arguments(args)
-        assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in caplog.text) == is_warned
 
     @pytest.mark.slow
     def test_torchrun(self, tiny_flux, uninterrupted, tmp_path):

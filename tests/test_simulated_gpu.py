@@ -264,7 +264,7 @@ class TestTraining:
         torch.cuda.empty_cache()
         try:
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (2 << 20)) / total)
-            with pytest.raises(torch.OutOfMemoryError, match="gradient_checkpointing"):
+            with pytest.raises(torch.OutOfMemoryError):
                 trainer.train()
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)

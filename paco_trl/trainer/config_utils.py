@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configs of all trainers share: help texts, unsupported fields and methods, explained errors."""
+"""What the configs of all trainers share: help texts, unsupported fields, explained errors."""
 
 import copy
 import dataclasses
 import inspect
 import logging
-import math
 import os
 import re
-import signal
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import torch
 from accelerate import PartialState
 from torch.distributed import DistError
 from transformers import TrainingArguments
@@ -61,16 +58,9 @@ _UNSUPPORTED_FOR_IMAGES = (
 _INSTEAD = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "`compile_repeated_blocks`"),
     **dict.fromkeys(("temperature", "top_p", "top_k"), "`noise_level`"),
-    "generation_kwargs": "`num_inference_steps` and `guidance_scale`",
-    "delta": "`epsilon` and `epsilon_high`",
     "fsdp": "DeepSpeed ZeRO-3",
     "fp16": "`bf16`, or float32",
     "data_seed": "`seed`",
-}
-INSTEAD_FOR_PAIRS = {
-    "fsdp": "DeepSpeed ZeRO-3",
-    "use_liger_kernel": '`model_init_kwargs={"use_kernels": True}`',
-    "loss_type": "`loss_variant` and `first_token_weight`",
 }
 
 
@@ -94,31 +84,6 @@ def refuse_fields(config: Any, parent: type, names: Collection[str], instead: di
             raise ValueError(
                 f"`{field.name}` is set to {value!r}, which {type(config).__name__} does not support. Unset it{hint}."
             )
-
-
-@contextmanager
-def cpu_explained() -> Iterator[None]:
-    """Say what to set where bf16, a default here, finds no GPU: transformers names half of it."""
-    try:
-        yield
-    except ValueError as error:
-        if "bf16/gpu" not in str(error):
-            raise
-        problem = "`bf16` is True, but there is no GPU that computes in it"
-        raise ValueError(f"{problem}. To run on the CPU, set `use_cpu=True`, and `bf16=False` for float32.") from error
-
-
-@contextmanager
-def memory_explained() -> Iterator[None]:
-    """Add what needs less memory to the error of an accelerator that has none left."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(
-            f"{str(error).splitlines()[0]} To need less, set `gradient_checkpointing=True`, a smaller "
-            "`per_device_train_batch_size`, an `offload_` option or quantized weights: `paco-trl doctor "
-            "--device_memory 24GiB` plans what fits, and docs/hardware.md has what each one saves."
-        ) from error
 
 
 @contextmanager
@@ -150,83 +115,31 @@ def name_checkpointing(config: TrainingArguments) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse trackers that are not installed, and values that Trainer reads as "none is set" or cannot train with."""
+    """Refuse what starts a run that trains nothing, in another precision, or not at all after its model is loaded."""
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-    # Of these two transformers does not tell
-    for name in set(trackers) & set(INTEGRATION_TO_CALLBACK) - {"azure_ml", "flyte"}:
-        if name in get_available_reporting_integrations():
-            continue
-        package = '"paco_trl[tensorboard]"' if name == "tensorboard" else name
-        raise ValueError(f"`report_to` is {args.report_to!r}, but {name} is not installed: `pip install {package}`.")
+    available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers lists not all
+    for name in {*trackers} & {*INTEGRATION_TO_CALLBACK} - available:
+        raise ValueError(f"`report_to` is {args.report_to!r}, but {name} is not installed.")
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
+        raise ValueError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
+    if "torch_dtype" in (args.model_init_kwargs or {}):
+        raise ValueError(
+            "`model_init_kwargs` has `torch_dtype`, which is now called `dtype`. Rename it, or set `bf16`."
+        )
     # `not` instead of a reversed comparison: it refuses NaN as well
-    if not isinstance(args.learning_rate, int | float) or not 0 <= args.learning_rate < math.inf:
-        raise ValueError(f"`learning_rate` is {args.learning_rate!r}; it must be a finite number, at least 0.")
-    for name in args.jit_checkpoint_signals:
-        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(
-                f"`jit_checkpoint_signals` has {name!r}; it must have names of signals, such as 'SIGUSR2'."
-            )
-    # The processes of a restart find the addresses of the first start: https://github.com/pytorch/pytorch/issues/167288,
-    # torch 2.15
-    environment = os.environ
-    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get("RANK") == "0"
-    processes, restarts = (int(environment.get(name, 0)) for name in ("WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
-    if is_shared and processes > 1 and restarts > 0:
-        logger.warning(
-            "`max_restarts` is set, but torch tells processes that it starts again the addresses of the first start. "
-            "Set the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and `rdzv_backend` to c10d."
-        )
-    output_dir, kwargs = args.output_dir, getattr(args, "model_init_kwargs", None)
-    if output_dir is not None and (not output_dir or os.path.isfile(os.path.expanduser(output_dir))):
-        raise ValueError(f"`output_dir` is {output_dir!r}; it must be a directory, which is made if it is not there.")
-    if isinstance(kwargs, str) and not kwargs.startswith("{"):
-        raise ValueError(f'`model_init_kwargs` is {kwargs!r}; it must be JSON, such as {{"revision": "main"}}.')
-    if "torch_dtype" in (kwargs or {}):
+    if args.max_steps == 0 or args.max_steps == -1 and not args.num_train_epochs > 0:
         raise ValueError(
-            "`model_init_kwargs` has `torch_dtype`, which is now called `dtype`. Rename it, or leave it out: the model is "
-            "loaded in bfloat16 with `bf16`, and in float32 without."
+            f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}; one must be above 0."
         )
-    max_steps, num_train_epochs = args.max_steps, args.num_train_epochs
-    if max_steps != -1 and not max_steps >= 1:
-        meaning = "with which Trainer trains for `num_train_epochs`"
-        raise ValueError(f"`max_steps` is {max_steps}, {meaning}. Set at least 1, or leave it out for the epochs.")
-    if max_steps == -1 and not num_train_epochs > 0:
-        raise ValueError(
-            f"`num_train_epochs` is {num_train_epochs}, which trains nothing. Set more than 0, or `max_steps`."
-        )
-
-
-def refuse_methods(*names: str) -> Callable[[type], type]:
-    """Decorate a class so that each of these inherited methods raises `NotImplementedError`."""
-
-    def refusal(name: str) -> Callable:
-        def method(self, *args, **kwargs):
-            raise NotImplementedError(
-                f"`{type(self).__name__}` does not support `{name}`; see `train` and `evaluate`."
-            )
-
-        return method
-
-    def decorate(cls: type) -> type:
-        for name in names:
-            setattr(cls, name, refusal(name))
-        return cls
-
-    return decorate
 
 
 def copy_config(args: Config) -> Config:
     """Copy a config with its lists and dictionaries: trainers, also Trainer and SFTTrainer, write to theirs."""
     args = copy.copy(args)
     for name, value in vars(args).items():
-        setattr(args, name, _copied(value))
+        if type(value) in (dict, list):
+            setattr(args, name, copy.copy(value))
     return args
-
-
-def _copied(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if type(value) is list else value
 
 
 def check_best_metric(
@@ -243,8 +156,8 @@ def check_best_metric(
     # One that is only not found in several datasets, or misspelled
     close = [prefix + metric for prefix in prefixes if prefix + metric in known] or get_close_matches(metric, known, 3)
     raise ValueError(
-        f"`metric_for_best_model` is '{args.metric_for_best_model}', which no evaluation gives. Did you mean "
-        f"{' or '.join(map(repr, close or known[:6]))}?"
+        f"`metric_for_best_model` is '{args.metric_for_best_model}', which no evaluation gives. Choose from "
+        f"{', '.join(map(repr, close or known[:6]))}."
     )
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig
 
 from ..data.image_sets import PANEL_TEMPLATE, SET_LAYOUTS, check_panel_options
@@ -23,7 +22,6 @@ from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_GRPO_FIELDS,
     check_arguments,
-    cpu_explained,
     help_from_docstring,
     name_checkpointing,
     refuse_fields,
@@ -44,14 +42,13 @@ _CHOICES = {
 _COUNTS = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
     "num_generations_eval", "per_device_eval_batch_size", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-    "num_iterations", "branch_size", "per_device_rollout_batch_size",
+    "num_iterations", "branch_size", "per_device_rollout_batch_size", "num_inference_steps_eval",
 )  # fmt: skip
 _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
 # Fields, their good values, and the rule in errors
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
     (_COUNTS, lambda v: v is None or v >= 1, "at least 1"),
-    (("num_inference_steps_eval",), lambda v: v >= 1, "at least 1"),
     (("adapter_fraction",), lambda v: 0 <= v <= 1, "from 0 to 1"),
     (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
     (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
@@ -59,12 +56,9 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
     (("guidance_scale",), lambda v: v >= 0, "at least 0: at 1 or below most models use none"),
     (("min_reward_std",), lambda v: v is None or v >= 0, "at least 0, or None"),
-    (("max_resample_times",), lambda v: v >= 0, "at least 0"),
-    (("beta",), lambda v: v >= 0, "at least 0: the weight of the KL divergence cannot be negative"),
-    (("norm_penalty",), lambda v: v >= 0, "at least 0: larger velocities cannot be rewarded"),
+    (("max_resample_times", "beta", "norm_penalty"), lambda v: v >= 0, "at least 0"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
     (_FRACTIONS, lambda v: 0 <= v <= 1, "a fraction of a round, from 0 to 1"),
-    (("embeddings_dir",), lambda v: v is None or (v and not os.path.isfile(v)), "a directory, or None"),
 )
 
 
@@ -282,14 +276,6 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether to save a contact sheet of each round's images with their scores, and send it to the trackers.
         plot_curves (`bool`, *optional*, defaults to `True`):
             Whether to plot the logged metrics to `output_dir/curves.png`. `curves.csv` is always written.
-
-    > [!NOTE]
-    > These parameters have default values different from [`~trl.GRPOConfig`]: `num_generations` (`16`),
-    > `num_generations_eval` (`1`), `per_device_train_batch_size` (`1`), `per_device_eval_batch_size` (`1`), `gradient_accumulation_steps` (derived),
-    > `multi_objective_aggregation` (`"log_tamed"`), `learning_rate` (`3e-4`), `lr_scheduler_type` (`"constant"`),
-    > `weight_decay` (`1e-4`), `epsilon` (`1e-4`), `loss_type` (`"grpo"`), `logging_steps` (`1`), `log_completions`
-    > (`True`), `enable_jit_checkpoint` (`True`), `logging_nan_inf_filter` (always `False`: a loss that is not a number
-    > is an error).
     """
 
     loss_types = ("grpo", "grpo_guard", "flow_dppo")  # of this trainer
@@ -399,21 +385,16 @@ class PaCoGRPOConfig(GRPOConfig):
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
         eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
-        with cpu_explained():
-            super().__post_init__()
+        super().__post_init__()
         self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups, which `evaluate()` does not
         check_compiled_blocks(self)
         check_gradient_accumulation(self)
         self._check_launcher()
         if self.world_size != num_processes:
-            if self.deepspeed:
-                raise ValueError(
-                    f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}, for which the "
-                    "DeepSpeed config was filled in. Start the run with `accelerate launch` or `torchrun`."
-                )
-            layout = self._plan_round(*requested, self.world_size)
-            self.gradient_accumulation_steps = layout.gradient_accumulation_steps
-            self.steps_per_generation = layout.steps_per_generation
+            raise ValueError(
+                f"This run has {self.world_size} processes, but its round was planned for WORLD_SIZE = {num_processes}. "
+                "Start it with `accelerate launch` or `torchrun`."
+            )
         self.generation_batch_size = layout.num_images
         self.num_prompts_per_generation = layout.num_prompts
         self.optimizer_steps_per_generation = layout.num_optimizer_steps
@@ -480,28 +461,18 @@ class PaCoGRPOConfig(GRPOConfig):
         if self.n_gpu > 1:
             raise ValueError(
                 f"{self.n_gpu} GPUs are visible to a single process, which Trainer would use with `nn.DataParallel`. "
-                "Start one process for each (`--num_processes`, or `accelerate launch` for a script), or make one GPU visible "
-                "with `CUDA_VISIBLE_DEVICES`."
+                "Start one process for each with `accelerate launch`, or set `CUDA_VISIBLE_DEVICES`."
             )
         if self.mixed_precision != ("bf16" if self.bf16 else "no"):
             raise ValueError(
                 f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "
-                f"{self.mixed_precision}`: weights and arithmetic would differ. Start with `accelerate launch "
-                f"--mixed_precision {'bf16' if self.bf16 else 'no'}`, or set `bf16` accordingly."
+                f"{self.mixed_precision}`: weights and arithmetic would differ. Set both alike."
             )
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
-            raise ValueError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
-        # Parsed from JSON strings by TrainingArguments
-        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler"):
-            if getattr(self.accelerator_config, name) != getattr(AcceleratorConfig(), name):
-                raise ValueError(f"`accelerator_config` sets `{name}`, which has no effect here. Unset it.")
-        if set(self.activation_checkpointing_kwargs or {}) - {"use_reentrant"}:
-            value = f"`activation_checkpointing_kwargs` is {self.activation_checkpointing_kwargs}"
-            raise ValueError(f"{value}, but diffusers' checkpointing takes no options. Unset it.")
-        if (self.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        # Parsed from a JSON string by TrainingArguments
+        if (kwargs := self.activation_checkpointing_kwargs) not in (None, {}, {"use_reentrant": False}):
             raise ValueError(
-                "`activation_checkpointing_kwargs` (or `gradient_checkpointing_kwargs`) requests reentrant "
-                "checkpointing, which gives no gradients here: none of the transformer's inputs requires one. Unset it."
+                f"`activation_checkpointing_kwargs` is {kwargs}, but diffusers' checkpointing takes no options, and reentrant "
+                "checkpointing gives no gradients here: no input of the transformer requires one. Unset it."
             )
 
     def _check_values(self) -> None:
@@ -518,8 +489,8 @@ class PaCoGRPOConfig(GRPOConfig):
         check_arguments(self)
         if self.panel_generation == "anchored" and self.branch_size > 1:
             raise ValueError(
-                f"`branch_size` is {self.branch_size} and `panel_generation` 'anchored': the images of a branch share their "
-                "beginning, but each has a first panel of its own as source. Set `branch_size` to 1."
+                f"`branch_size` is {self.branch_size} and `panel_generation` 'anchored', but each image of a branch has a "
+                "first panel of its own as source. Set `branch_size` to 1."
             )
         branch, micro_batch = self.branch_size, self.per_device_train_batch_size
         shared = f"the {branch} images of a branch (`branch_size`) share a batch and a group"
@@ -533,11 +504,6 @@ class PaCoGRPOConfig(GRPOConfig):
             if value is not None and value % multiple != 0:
                 nearest = nearest_multiples(value, multiple)
                 raise ValueError(f"`{name}` is {value}, but {reason}: it must be a multiple of {multiple}. {nearest}")
-        if self.max_resample_times and self.min_reward_std is None and self.max_reward_mean is None:
-            raise ValueError(
-                f"`max_resample_times` is {self.max_resample_times}, but no prompt is left out. Set `min_reward_std` (0 for "
-                "those with equal rewards) or `max_reward_mean`."
-            )
         batch_size = self.per_device_rollout_batch_size or self.per_device_train_batch_size
         if self.max_resample_times and self.num_generations % batch_size:
             raise ValueError(
@@ -556,30 +522,19 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "
                 "and their sum by the batch, as in TRL. Unset it, or choose another `multi_objective_aggregation`."
             )
-        if self.reference != "initial" and not self.has_reference:
-            raise ValueError("`reference` is 'base', but no loss compares with it. Set `beta` or `norm_penalty`.")
         if self.reward_required is not None:
             self.reward_required = [_parse_flag(value) for value in self.reward_required]
         self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
-        method = self.multi_objective_aggregation
-        if method != "log_tamed" and self.log_tame_threshold != PaCoGRPOConfig.log_tame_threshold:
-            raise ValueError(
-                f"`log_tame_threshold` is {self.log_tame_threshold!r}, which {method!r} does not use. Unset it, or set "
-                "`multi_objective_aggregation='log_tamed'`."
-            )
         self._check_objective()
 
     def _check_objective(self) -> None:
         """Check the stochastic steps and the loss on them."""
-        if not self.sde_steps or len(set(self.sde_steps)) != len(self.sde_steps):
-            raise ValueError(f"`sde_steps` is {self.sde_steps}; it must name at least one step, each once.")
         last = self.num_inference_steps - 1
-        for index in self.sde_steps:
-            if not 0 <= index < last:
-                problem = f"outside the schedule of `num_inference_steps` = {last + 1} steps"
-                if index == last:
-                    problem = f"the last of {last + 1} denoising steps, whose noise would stay in the image"
-                raise ValueError(f"`sde_steps` has {index}, {problem}. Choose from 0 to {last - 1}.")
+        if not self.sde_steps or len({*self.sde_steps} & {*range(last)}) != len(self.sde_steps):
+            raise ValueError(
+                f"`sde_steps` is {self.sde_steps}; it must name at least one step, each once, from 0 to {last - 1}: the noise of "
+                f"the last of `num_inference_steps` = {last + 1} steps would stay in the image."
+            )
         self.sde_steps = sorted(self.sde_steps)
         if self.num_sde_steps is not None and not 1 <= self.num_sde_steps <= len(self.sde_steps):
             choice = f"{len(self.sde_steps)} steps are named in `sde_steps` ({self.sde_steps}) to choose from"

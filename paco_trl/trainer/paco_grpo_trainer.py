@@ -87,7 +87,7 @@ from .checks import (
     check_train_dataset,
     offload_models,
 )
-from .config_utils import copy_config, end_explained, memory_explained, refuse_methods
+from .config_utils import copy_config, end_explained
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
 from .losses import (
     PolicyStep,
@@ -118,14 +118,7 @@ from .step_statistics import StepStatistics
 
 logger = get_logger(__name__)
 
-# Public methods of GRPOTrainer and Trainer that mean nothing for images
-REFUSED_METHODS = (
-    "call_model_init", "evaluation_loop", "get_eval_dataloader", "get_gamma_weights", "get_high_entropy_mask",
-    "get_off_policy_mask", "get_test_dataloader", "hyperparameter_search", "predict", "prediction_step",
-)  # fmt: skip
 
-
-@refuse_methods(*REFUSED_METHODS)
 class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     """
     Trainer for PaCo-GRPO, reinforcement learning of flow-matching image pipelines, proposed in [PaCo-RL: Advancing
@@ -430,7 +423,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         with self._resumable(checkpoint):
             try:
-                with self.figure_thread, memory_explained():
+                with self.figure_thread:
                     return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
             except RewardError as error:
                 # `RewardRunner` raises it on every process

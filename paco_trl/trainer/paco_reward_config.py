@@ -9,10 +9,8 @@ from trl import SFTConfig
 from ..utils.deepspeed import check_gradient_accumulation
 from ..utils.stopping import SIGNALS
 from .config_utils import (
-    INSTEAD_FOR_PAIRS,
     REFUSED_SFT_FIELDS,
     check_arguments,
-    cpu_explained,
     help_from_docstring,
     name_checkpointing,
     refuse_fields,
@@ -97,22 +95,10 @@ class PaCoRewardConfig(SFTConfig):
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
-        refuse_fields(self, SFTConfig, REFUSED_SFT_FIELDS, INSTEAD_FOR_PAIRS)
+        refuse_fields(self, SFTConfig, REFUSED_SFT_FIELDS)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         check_arguments(self)
-        self._check_values()
-        self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
-        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
-            self.greater_is_better: bool | None = False
-        name_checkpointing(self)
-        with cpu_explained():
-            super().__post_init__()
-        # It waits for the device in each micro-step, and hides a loss that is not a number
-        self.logging_nan_inf_filter = False
-        check_gradient_accumulation(self)
-
-    def _check_values(self) -> None:
         # `not` instead of a reversed comparison: it rejects NaN as well
         if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
             raise ValueError(
@@ -123,10 +109,17 @@ class PaCoRewardConfig(SFTConfig):
             raise ValueError(f"`loss_variant` is {self.loss_variant!r}; it must be one of {LOSS_VARIANTS}.")
         if self.train_sampling_strategy == "batch_rebalance":
             raise ValueError(
-                "`train_sampling_strategy` is 'batch_rebalance', whose order does not depend on `seed` alone. "
-                "Use 'group_by_length', which leaves little padding as well."
+                "`train_sampling_strategy` is 'batch_rebalance', whose order does not depend on `seed` alone. Use "
+                "'group_by_length'."
             )
         for name in ("max_pixels", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1, or None.")
+        self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
+            self.greater_is_better: bool | None = False
+        name_checkpointing(self)
+        super().__post_init__()
+        # It waits for the device in each micro-step, and hides a loss that is not a number
+        self.logging_nan_inf_filter = False
+        check_gradient_accumulation(self)

@@ -47,7 +47,7 @@ from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop, stop_request
 from .checks import check_pairs
-from .config_utils import check_best_metric, copy_config, end_explained, memory_explained, refuse_methods
+from .config_utils import check_best_metric, copy_config, end_explained
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import judge_settings, lora_of
@@ -59,9 +59,6 @@ logger = get_logger(__name__)
 
 # Several processes agree at this interval on whether to stop an evaluation: it waits for the device
 _BATCHES_PER_AGREEMENT = 8
-
-# Public methods of Trainer that do not work here
-REFUSED_METHODS = ("call_model_init", "hyperparameter_search")
 
 
 # ---- Model ----
@@ -197,7 +194,6 @@ def _by_name(eval_dataset: Dataset | dict[str, Dataset] | None) -> dict[str, Dat
     return eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
 
 
-@refuse_methods(*REFUSED_METHODS)
 class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     """
     Trainer for PaCo-Reward, the pairwise consistency judge proposed in [PaCo-RL: Advancing Reinforcement Learning for
@@ -568,7 +564,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self._sums, output_dir = {}, self.args.output_dir
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
             checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
-            with self._resumable(checkpoint), memory_explained():
+            with self._resumable(checkpoint):
                 output = super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
                 # The callback has evaluated the last model, which may not be the best
                 evaluated_steps = [evaluation["step"] for evaluation in self.evaluations.values()]
