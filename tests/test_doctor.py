@@ -38,7 +38,7 @@ SETTINGS = {
 }  # fmt: skip
 HEALTHY = dict.fromkeys(
     (
-        *("versions", "configuration", "output directory", "hub", "data", "reports before training", "rewards"),
+        *("versions", "configuration", "output directory", "hub", "data", "rewards"),
         *("model and adapter", "memory", "noise-free image", "ratio"),
         *("reward redness_reward", "reward panel_similarity_reward", "saved files"),
     ),
@@ -122,7 +122,7 @@ def test_the_command(make_arguments, tmp_path):
     assert "Traceback" not in done.stderr
     for name in HEALTHY:
         assert re.search(rf"{re.escape(name)}: ok", done.stdout), name  # progress
-    assert "14 ok" in done.stdout
+    assert "13 ok" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if line[:1] in ("┃", "│")) == 100
     assert not (tmp_path / "out").exists()
 
@@ -456,7 +456,7 @@ class TestMemory:
             assert "`bf16`" in rows["precision"].finding
         for name in ("rewards", "model and adapter", "noise-free image", "ratio", "saved files", "reward values"):
             assert found.pop(name) == "skipped", rows[name].finding
-        assert found == dict.fromkeys([*healthy("reports before training"), "memory"], "ok")
+        assert found == dict.fromkeys([*healthy("data"), "memory"], "ok")
 
     def test_the_rewards_of_the_evaluation_are_counted(self, tiny_plan, tiny_flux, tiny_qwen, prompts):
         found = []
@@ -494,7 +494,7 @@ class TestMemory:
 def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
     settings = {"branch_size": 2, "sde_steps": [1], "tail_steps": 1}
     rows = examine("ratio", **settings)
-    assert verdicts(rows) == healthy("ratio") | {"reports before training": "warning"}
+    assert verdicts(rows) == healthy("ratio")
     assert "2 image(s), max |ratio - 1| before the first update 0 (step 1: 0)" in rows["ratio"].finding
     found = examine("ratio", per_device_rollout_batch_size=4, sde_steps=[1])["ratio"].finding
     assert found.startswith("4 image(s), max |ratio - 1| before the first update ")
