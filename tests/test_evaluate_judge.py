@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import DatasetDict
 from PIL import Image as PILImage
 
 from judge_server import JudgeServer
@@ -135,31 +135,6 @@ def test_datasets_of_other_kinds(workspace, tmp_path):
     assert edits["dimensions"]["consistency"]["strict"]["mean"] == 1.0
 
 
-def test_broken_rows(workspace, tmp_path):
-    """An option leaves them out, and the report says so."""
-    dataset = load_from_disk(workspace / "rankings")
-    rows = list(dataset)
-    rows[1]["ranking"] = [0, 0, 1, 2]
-    rows[4]["candidates"][3] = {"bytes": b"no image", "path": None}
-    Dataset.from_list(rows, features=dataset.features).save_to_disk(tmp_path / "rankings")
-    # A record of the published layout whose image is not there is left out by the loader
-    published = shutil.copytree(workspace / "published", tmp_path / "published")
-    record = (published / "consistency_full_rank.jsonl").read_text()
-    (published / "consistency_full_rank.jsonl").write_text(record + record.replace("0_0.png", "9_9.png"))
-    for name, message, count, num_skipped in (
-        ("rankings", "`ranking` of row 1 ", 4, 2),
-        ("published", "line 2", 1, 0),
-    ):
-        options = {"dataset_name": str(tmp_path / name)}
-        with pytest.raises(ValueError, match=message):
-            script.evaluate(arguments(workspace, tmp_path / f"{name}-results", **options))
-        script.evaluate(arguments(workspace, tmp_path / f"{name}-results", **options, skip_broken=True))
-        (results,) = json.loads((tmp_path / f"{name}-results" / "results.json").read_text())
-        assert results["num_instances"] == count and len(results["skipped"]) == num_skipped
-    table = (tmp_path / "rankings-results" / "results.md").read_text()
-    assert f"| {tmp_path / 'rankings'} (2 of 6 rows left out) | 4 |" in table
-
-
 def test_each_benchmark_has_its_own_dataset(workspace, tmp_path, monkeypatch):
     """Without a name, that of the benchmark: here a directory with the name of the repository."""
     (tmp_path / "EditScore").mkdir()
@@ -208,8 +183,6 @@ def test_a_judge_on_a_server(workspace, tmp_path):
 def test_wrong_options(workspace, tmp_path):
     for options, message in (
         ({"benchmark": "edit_reward", "template": "plain"}, "--template"),
-        ({"benchmark": "vc_reward", "protocol": "published"}, "--protocol"),
-        ({"benchmark": "vc_reward", "template": "v1.yaml"}, "--judge_url"),
         ({"judge_url": "http://127.0.0.1:1/v1"}, "--device"),
         ({"max_concurrency": 2}, "--max_concurrency"),
         ({"api_key_variable": "NO_SUCH_KEY"}, "--api_key_variable"),

@@ -204,10 +204,10 @@ def test_scorers_and_arguments_of_the_protocol(judge, rankings):
         def top_logprobs(self, images, prompts, image_labels):
             return [None] * len(images)
 
-    with pytest.raises(TypeError, match="top_logprobs"):
+    with pytest.raises(AttributeError, match="top_logprobs"):
         evaluate_rankings(OnlyScores(), rankings, protocol="published")
     for scorer, template, protocol, message in (
-        (judge, "theme", "published", "theme"), (judge, None, "paper", "paper"), (Silent(), None, "published", "None"),
+        (judge, "theme", "published", "theme"), (judge, None, "paper", "paper"), (Silent(), None, "published", "finite"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             evaluate_rankings(scorer, rankings, template, protocol=protocol)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on pairs of edits.
+`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on pairs of edits (EditReward-Bench).
 
 With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
 figures that are comparable with the paper's. Interrupted runs resume; delete the scores when a judge of the same name has
@@ -23,28 +23,19 @@ from ..data.dataset_files import load_split
 from ..data.rankings import RANK_FILE
 from ..evaluation import (
     ClipIScorer,
-    ComparingJudge,
     DreamSimScorer,
     evaluate_edit_reward,
     evaluate_rankings,
-    load_edit_pairs,
     report_tables,
     save_report,
 )
 from ..evaluation.runs import PROTOCOLS
-from ..utils.chat import ChatEndpoint
 from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge, refuse_unused
 from .options import REMOTE_IMAGES, judge_options, option
 
 
 # Benchmark -> its dataset
-BENCHMARKS = {
-    "rankings": "X-GenGroup/ConsistencyRank-Bench",
-    "edit_reward": "EditScore/EditReward-Bench",
-    "vc_reward": "GEditBench-v2/VCReward-Bench",
-    "editreward_compass": "DogNeverSleep/EditReward-Compass",
-}
-PAIRS = ("vc_reward", "editreward_compass")  # in layouts of their own
+BENCHMARKS = {"rankings": "X-GenGroup/ConsistencyRank-Bench", "edit_reward": "EditScore/EditReward-Bench"}
 # What only a judge in the process has
 OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
 IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code", "clip_model")
@@ -59,9 +50,7 @@ class JudgeArguments(JudgeOptions):
         "Hub id or directory of a judge, its name on the server with `judge_url`, or a baseline: `clip-i` "
         "or `dreamsim`.",
     )
-    benchmark: str = option(
-        "rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.", choices=tuple(BENCHMARKS)
-    )
+    benchmark: str = option("rankings", "`rankings` or `edit_reward`.", choices=tuple(BENCHMARKS))
     dataset_name: str | None = option(
         None,
         "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
@@ -77,47 +66,19 @@ class JudgeArguments(JudgeOptions):
     template: str | None = option(
         None,
         "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
-        "published protocol. With `vc_reward` the prompt, a YAML file of GEditBench v2, that shows a served judge both "
-        "edits; if `None`, each edit alone is asked about.",
+        "published protocol.",
     )
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
-    skip_broken: bool = option(
-        False,
-        "Whether to leave out broken rows, including those with an unreadable image, instead of stopping. "
-        "They are listed in the log, and in `results.json` unless the loader of a benchmark left them out.",
-    )
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
-
-
-def _check_options(script_args: JudgeArguments) -> None:
-    where = f"with `--benchmark {script_args.benchmark}`"
-    if script_args.benchmark in ("edit_reward", "editreward_compass"):
-        refuse_unused(script_args, ["template"], where)
-    if script_args.benchmark in PAIRS:
-        refuse_unused(script_args, ["protocol"], where)
-    if script_args.benchmark == "vc_reward" and script_args.template and script_args.judge_url is None:
-        raise ValueError(f"`--template {script_args.template}` needs a judge on a server: set `--judge_url`.")
-    if script_args.judge_model in ("dreamsim", "clip-i"):
-        refuse_unused(script_args, OF_JUDGES, f"with `--judge_model {script_args.judge_model}`")
-    is_served = script_args.judge_url is not None
-    where = "with `--judge_url`" if is_served else "without `--judge_url`"
-    refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)
 
 
 def load_scorer(script_args: JudgeArguments):
     """Load the judge or the baseline."""
-    if script_args.benchmark == "vc_reward" and script_args.template is not None:
-        variable, concurrency = script_args.api_key_variable, script_args.max_concurrency
-        endpoint = ChatEndpoint(script_args.judge_url or "", script_args.judge_model, variable, concurrency)
-        endpoint.check()
-        return ComparingJudge(endpoint, script_args.template)
     if script_args.judge_url is not None:
         judge: Any = load_judge(script_args, script_args.judge_model, script_args.judge_url)
         judge.check()
         return judge
     if script_args.judge_model == "dreamsim":
-        if script_args.dtype != "auto":
-            raise ValueError(f"`--dtype {script_args.dtype}` is not for the judge dreamsim. Leave it out.")
         return DreamSimScorer(device=script_args.device, trust_remote_code=script_args.trust_remote_code)
     if script_args.judge_model == "clip-i":
         dtype = None if script_args.dtype == "auto" else getattr(torch, script_args.dtype)
@@ -127,7 +88,14 @@ def load_scorer(script_args: JudgeArguments):
 
 def evaluate(script_args: JudgeArguments) -> None:
     """Evaluate a judge, and report it next to those of the same directory."""
-    _check_options(script_args)
+    if script_args.benchmark == "edit_reward":
+        refuse_unused(script_args, ["template"], "with `--benchmark edit_reward`")
+    if script_args.judge_model in ("dreamsim", "clip-i"):
+        unused = (*OF_JUDGES, *["dtype"] * (script_args.judge_model == "dreamsim"))
+        refuse_unused(script_args, unused, f"with `--judge_model {script_args.judge_model}`")
+    is_served = script_args.judge_url is not None
+    where = "with `--judge_url`" if is_served else "without `--judge_url`"
+    refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)
 
     ################
     # Dataset
@@ -136,10 +104,7 @@ def evaluate(script_args: JudgeArguments) -> None:
     # The published rankings are not in a form that `load_dataset` reads: JSON lines that name files
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name) / RANK_FILE).is_file()
     if script_args.benchmark == "rankings" and is_published:
-        dataset = load_consistency_rank(dataset_name, script_args.skip_broken, script_args.allow_remote_images)
-    elif script_args.benchmark in PAIRS:
-        how = (script_args.dataset_split, script_args.skip_broken, script_args.allow_remote_images)
-        dataset = load_edit_pairs(script_args.benchmark, dataset_name, *how)
+        dataset = load_consistency_rank(dataset_name, allow_remote_images=script_args.allow_remote_images)
     else:
         dataset = load_split(dataset_name, script_args.dataset_split, script_args.allow_remote_images)
 
@@ -147,32 +112,24 @@ def evaluate(script_args: JudgeArguments) -> None:
     # Evaluation
     ################
     judge = load_scorer(script_args)
-    options = (
-        getattr(judge, "template", script_args.template),
-        script_args.protocol,
-        script_args.dtype,
-        script_args.judge_quantization,
-    )
+    options = (script_args.template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
     parts = (judge.name, script_args.benchmark, *options)
     name = re.sub(r"[^\w.]+", "-", "-".join(part for part in parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
-    arguments: dict[str, Any] = {"output_path": scores_path}
-    arguments |= {name: getattr(script_args, name) for name in ("batch_size", "skip_broken", "protocol")}
+    arguments: dict[str, Any] = {name: getattr(script_args, name) for name in ("batch_size", "protocol")}
     if script_args.benchmark == "rankings":
-        results = evaluate_rankings(judge, dataset, script_args.template, **arguments)
+        results = evaluate_rankings(judge, dataset, script_args.template, scores_path, **arguments)
     else:
-        results = evaluate_edit_reward(judge, dataset, **arguments, benchmark=script_args.benchmark)
+        results = evaluate_edit_reward(judge, dataset, scores_path, **arguments)
 
     ################
     # Report
     ################
-    left_out = f" ({len(results['skipped'])} of {len(dataset)} rows left out)" if results["skipped"] else ""
     results["settings"] |= {
-        "dataset": dataset_name + left_out,
-        "device": script_args.device,
-        "dtype": script_args.dtype,
-        "batch_size": script_args.batch_size,
-    } | judge_options(script_args, None)
+        "dataset": dataset_name,
+        **{name: getattr(script_args, name) for name in ("device", "dtype", "batch_size")},
+        **judge_options(script_args, None),
+    }
     console = Console()
     for title, columns, rows in report_tables(save_report(results, script_args.output_dir)):
         # One column per judge: a row of all numbers is wider than a terminal

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Evaluate judges on pairs of edits: EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909), VCReward-Bench
-(https://arxiv.org/abs/2603.28547) and EditReward-Compass (https://arxiv.org/abs/2605.13062).
-"""
+"""Evaluate judges on EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909): pairs of edits."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -14,14 +11,13 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..data.columns import check_image_column, check_is_dataset, list_lengths
+from ..data.columns import list_lengths
 from ..data.questions import (
     edit_consistency_question,
     edit_following_question,
     edit_reward_bench_consistency_question,
     edit_reward_bench_following_question,
 )
-from ..utils.statistics import without_nan
 from . import runs
 
 
@@ -47,8 +43,6 @@ PUBLISHED_YES = ("yes", "Yes", "YES", "y", "Y")
 PUBLISHED_NO = ("no", "No", "NO", "n", "N")
 TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
 IMAGE_COLUMNS = ("input_image", "output_images")
-# Scores of a tie differ by less (EditReward-Compass)
-TIE = 1e-5
 
 
 def evaluate_edit_reward(
@@ -56,14 +50,10 @@ def evaluate_edit_reward(
     dataset: "Dataset",
     output_path: str | Path | None = None,
     batch_size: int = 16,
-    skip_broken: bool = False,
     protocol: str = "default",
-    benchmark: str = "edit_reward",
 ) -> dict[str, Any]:
     """
-    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's), or on
-    VCReward-Bench (`benchmark="vc_reward"`) or EditReward-Compass (`"editreward_compass"`) as [`load_edit_pairs`] reads
-    them.
+    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's).
 
     The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
     edited image); that of the dimension `overall` is the geometric mean of both. The edited image is resized to the input
@@ -77,108 +67,77 @@ def evaluate_edit_reward(
     also counts the one token that it samples at random.) Transparency is dropped, not put on white.
 
     Args:
-        scorer (`Any`), output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), skip_broken (`bool`, *optional*, defaults to `False`), protocol (`str`, *optional*, defaults to `"default"`):
-            As in [`evaluate_rankings`]. A scorer with `compares = True` ([`ComparingJudge`]) gets (input, edit, edit) and
-            the instruction, and gives 1 where the first edit is better, 0 where the second is, 0.5 for a tie, or `None`,
-            which is never right.
+        scorer (`Any`), output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), protocol (`str`, *optional*, defaults to `"default"`):
+            As in [`evaluate_rankings`].
         dataset ([`~datasets.Dataset`]):
             `EditScore/EditReward-Bench`: `key` (names of the two edited images), `instruction`, `input_image`,
             `output_images` (two, the preferred one first), `task_type`, and `dimension`, one of `prompt_following`,
-            `consistency` and `overall`. A key that several rows name is scored once. Optional `winner` is the place of the
-            preferred image, or `None` where people see a tie: then scores that differ by less than 1e-5 are right.
-        benchmark (`str`, *optional*, defaults to `"edit_reward"`):
-            What decides the average: over task types for EditReward-Bench, over rows for the others, as their scripts do.
+            `consistency` and `overall`. A key that several rows name is scored once.
 
     Returns:
-        `dict[str, Any]`: `settings`, `num_instances`, `skipped` and `num_unanswered` as in [`evaluate_rankings`];
-        `num_keys`, the number of distinct edited images; `num_groups` for the intervals (rows that share an image, also
-        through others, are one; with another `benchmark` those of one instruction); and `dimensions`: of each dimension
-        in the dataset `strict` and `geq` (`mean` and `interval`), `num_rows`, `num_ties` and `task_types`. `strict` is the
-        fraction of rows whose preferred image scores higher, averaged over the task types; with `geq` a tie counts too.
+        `dict[str, Any]`: `settings`, `num_instances` and `num_unanswered` as in [`evaluate_rankings`]; `num_keys`, the
+        number of distinct edited images; `num_groups` for the intervals (rows that share an image, also through others,
+        are one); and `dimensions`: of each dimension in the dataset `strict` and `geq` (`mean` and `interval`),
+        `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of rows whose preferred image scores higher,
+        averaged over the task types; with `geq` a tie counts too.
 
     Raises:
-        TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
         ValueError: If the dataset does not have this form, an image cannot be read, the file is of another run, or the
             scorer gives no finite score for a pair, or a negative one where `overall` needs it.
     """
-    runs.check_scorer(scorer, protocol)
-    _check_rows(dataset)
+    runs.check_protocol(protocol)
     dataset = dataset.with_format(None)  # plain Python values
-    settings = {"benchmark": benchmark, "protocol": protocol, "scorer": scorer.name}
-    if compares := getattr(scorer, "compares", False):
-        settings["template"] = scorer.template
-    columns = [*TEXT_COLUMNS, *["winner"] * ("winner" in dataset.column_names)]
-    run = runs.Run(settings, scorer, dataset, columns, IMAGE_COLUMNS, skip_broken, {})
-    if compares:
+    rows = list(dataset.select_columns(list(TEXT_COLUMNS)))
+    _check_rows(rows, list_lengths(dataset, "output_images"))
+    parts, asked = _parts(rows, protocol)
 
-        def record_pair(part: runs.Part, answers: list[tuple[float, bool]]) -> dict[str, Any]:
-            ((first, is_none),) = answers
-            return without_nan({"row": part.key, "first": first, "unanswered": int(is_none)})
+    def record(part: runs.Part, scores: list[float]) -> dict[str, Any]:
+        return {"key": part.key, "scores": dict(zip(asked[part.key], scores, strict=True))}
 
-        parts = [runs.Part(index, index, [((0, 1), row["instruction"])]) for index, row in enumerate(run.rows)]
-        records = run.finish(output_path, "row", parts, batch_size, record_pair)
-        firsts = [records[index]["first"] for index in range(len(run.rows))]
-        pairs = [(math.nan, math.nan) if first is None else (first, 1 - first) for first in firsts]
-    else:
-        asked = _parts(run.rows, protocol)
-        asked_of = {part.key: names for part, names in asked}
-
-        def record(part: runs.Part, answers: list[tuple[float, bool]]) -> dict[str, Any]:
-            scores = dict(zip(asked_of[part.key], (score for score, _ in answers), strict=True))
-            return {"key": part.key, "scores": scores, "unanswered": sum(is_none for _, is_none in answers)}
-
-        words = (PUBLISHED_YES, PUBLISHED_NO)
-        parts = [part for part, _ in asked]
-        records = run.finish(output_path, "key", parts, batch_size, record, words, resizes=True)
-        pairs = [tuple(_score(row["dimension"], records[key]["scores"]) for key in row["key"]) for row in run.rows]
-    is_macro = benchmark == "edit_reward"
-    groups = _groups(run.rows) if is_macro else [row["instruction"] for row in run.rows]
-    present = {row["dimension"] for row in run.rows}
-    return run.results(
-        records,
-        num_keys=len({key for row in run.rows for key in row["key"]}),
-        num_groups=len(set(groups)),
-        dimensions={
-            name: _accuracies(name, run.rows, pairs, groups, is_macro) for name in QUESTIONS_OF if name in present
-        },
-    )
+    settings = {"benchmark": "edit_reward", "protocol": protocol, "scorer": scorer.name}
+    words = (PUBLISHED_YES, PUBLISHED_NO)
+    common, records = runs.score_parts(
+        settings, scorer, dataset, TEXT_COLUMNS, IMAGE_COLUMNS, output_path, "key", parts, batch_size, record,
+        words, resizes=True,
+    )  # fmt: skip
+    pairs = [tuple(_score(row["dimension"], records[key]["scores"]) for key in row["key"]) for row in rows]
+    groups = _groups(rows)
+    present = {row["dimension"] for row in rows}
+    return {
+        **common,
+        "num_keys": len({key for row in rows for key in row["key"]}),
+        "num_groups": len(set(groups)),
+        "dimensions": {name: _accuracies(name, rows, pairs, groups) for name in QUESTIONS_OF if name in present},
+    }
 
 
-def _check_rows(dataset: "Dataset") -> None:
-    check_is_dataset(dataset, "dataset")
-    missing = [name for name in (*TEXT_COLUMNS, *IMAGE_COLUMNS) if name not in dataset.column_names]
-    if missing:
-        raise ValueError(f"`dataset` needs the columns {missing}. Load `EditScore/EditReward-Bench`.")
-    check_image_column(dataset, "output_images", "dataset", is_list=True)
-    check_image_column(dataset, "input_image", "dataset")
-    counts = list_lengths(dataset, "output_images")
+def _check_rows(rows: list[dict[str, Any]], counts: Sequence[int]) -> None:
     instruction_of: dict[str, str] = {}
-    for index, row in enumerate(dataset.with_format(None).select_columns(list(TEXT_COLUMNS))):
+    for index, row in enumerate(rows):
         keys = row["key"]
         if row["dimension"] not in QUESTIONS_OF:
-            raise ValueError(
-                f"`dimension` of row {index} is {row['dimension']!r}, not one of {', '.join(QUESTIONS_OF)}."
-            )
+            names = ", ".join(QUESTIONS_OF)
+            raise ValueError(f"`dimension` of row {index} is {row['dimension']!r}, not one of {names}.")
         if len(keys) != 2 or keys[0] == keys[1] or counts[index] != 2:
             raise ValueError(f"Row {index} must have two edited images, with different names in `key`: {keys!r}.")
         if any(instruction_of.setdefault(key, row["instruction"]) != row["instruction"] for key in keys):
             raise ValueError(f"Row {index} has another instruction than an earlier row with one of its keys {keys!r}.")
 
 
-def _parts(rows: list[dict[str, Any]], protocol: str) -> list[tuple[runs.Part, list[str]]]:
-    """List the keys to score, at the first row that names them, with the names of the questions that any row needs."""
+def _parts(rows: list[dict[str, Any]], protocol: str) -> tuple[list[runs.Part], dict[str, list[str]]]:
+    """List the keys to score, at the first row that names them, and the questions of each that any row needs."""
     needed: dict[str, set[str]] = {}
     first: dict[str, tuple[int, int]] = {}
     for index, row in enumerate(rows):
         for place, key in enumerate(row["key"]):
             first.setdefault(key, (index, place))
             needed.setdefault(key, set()).update(QUESTIONS_OF[row["dimension"]])
-    parts = []
+    parts, asked = [], {}
     for key, (index, place) in first.items():
-        names = [name for name in QUESTIONS[protocol] if name in needed[key]]
-        questions = [((place,), QUESTIONS[protocol][name](rows[index]["instruction"])) for name in names]
-        parts.append((runs.Part(key, index, questions), names))
-    return parts
+        asked[key] = [name for name in QUESTIONS[protocol] if name in needed[key]]
+        texts = (QUESTIONS[protocol][name](rows[index]["instruction"]) for name in asked[key])
+        parts.append(runs.Part(key, index, [(place, text) for text in texts]))
+    return parts, asked
 
 
 def _groups(rows: list[dict[str, Any]]) -> list[int]:
@@ -190,28 +149,19 @@ def _groups(rows: list[dict[str, Any]]) -> list[int]:
     return component[edges[:, 0]].tolist()
 
 
-def _hits(pair: Sequence[float], winner: int | None) -> tuple[float, float]:
-    """Tell whether scores agree with people, strictly and if a tie counts as well."""
-    if winner is None:
-        return (float(abs(pair[0] - pair[1]) < TIE),) * 2
-    preferred, other = pair[winner], pair[1 - winner]
-    return float(preferred > other), float(preferred >= other)
-
-
 def _accuracies(
-    dimension: str, rows: list[dict], pairs: Sequence[Sequence[float]], groups: Sequence[Hashable], is_macro: bool
+    dimension: str, rows: list[dict], pairs: Sequence[Sequence[float]], groups: Sequence[Hashable]
 ) -> dict[str, Any]:
     places = [place for place, row in enumerate(rows) if row["dimension"] == dimension]
-    strict, geq = zip(*(_hits(pairs[place], rows[place].get("winner", 0)) for place in places), strict=True)
-    hits = {"strict": strict, "geq": geq}
-    task_types = [rows[place]["task_type"] for place in places]
-    groups = [groups[place] for place in places]
-    strata = task_types if is_macro else None
-
+    hits: dict[str, list[float]] = {"strict": [], "geq": []}
+    for preferred, other in (pairs[place] for place in places):
+        hits["strict"].append(float(preferred > other))
+        hits["geq"].append(float(preferred >= other))
+    strata, groups = [rows[place]["task_type"] for place in places], [groups[place] for place in places]
     by_type = {}
-    for name in sorted(set(task_types)):
-        of_type = [place for place, task_type in enumerate(task_types) if task_type == name]
-        means = {kind: fmean(values[place] for place in of_type) for kind, values in hits.items()}
+    for name in sorted(set(strata)):
+        of_type = [number for number, task_type in enumerate(strata) if task_type == name]
+        means = {kind: fmean(values[number] for number in of_type) for kind, values in hits.items()}
         by_type[name] = {**means, "num_rows": len(of_type)}
     return {
         **{kind: runs.mean_and_interval(values, groups, strata=strata) for kind, values in hits.items()},
@@ -227,6 +177,6 @@ def _score(dimension: str, scores: dict[str, float]) -> float:
         return scores[dimension]
     if min(scores.values()) < 0:
         raise ValueError(
-            f"The scores are {scores}, but a geometric mean is of scores >= 0. Leave out the rows of `overall`."
+            f"The scores are {scores}, but a geometric mean is of scores >= 0: leave out rows of `overall`."
         )
     return math.sqrt(scores["consistency"] * scores["prompt_following"])

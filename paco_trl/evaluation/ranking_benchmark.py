@@ -25,15 +25,11 @@ IMAGE_COLUMNS = ("reference", "candidates")
 
 def _questions(row: Mapping[str, Any], template: str) -> list[list[str]]:
     """List the questions about each pair of a row: the score is the mean over the lists of the mean within each."""
-    if template == "theme":
-        return [[default_question(row)]]  # the question that `rankings_to_pairs` trains on
-    if template == "plain":
-        return [[plain_question()]]
+    if template != "criteria":  # "theme" is the question that `rankings_to_pairs` trains on
+        return [[default_question(row) if template == "theme" else plain_question()]]
     criteria = criteria_dict(row.get("criteria"))
     if not criteria:
-        raise ValueError(
-            f"The row with the prompt {row['prompt']!r} has no `criteria`. Use `template='theme'`, or add the column."
-        )
+        raise ValueError(f"The row with the prompt {row['prompt']!r} has no `criteria`. Use `template='theme'`.")
     return [[criterion_question(text) for text in texts.values()] for texts in criteria.values()]
 
 
@@ -43,7 +39,6 @@ def evaluate_rankings(
     template: str | None = None,
     output_path: str | Path | None = None,
     batch_size: int = 16,
-    skip_broken: bool = False,
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
@@ -76,22 +71,17 @@ def evaluate_rankings(
             File for the finished rows, JSON lines. If `None`, nothing is saved.
         batch_size (`int`, *optional*, defaults to `16`):
             Approximate number of pairs in a call of the scorer: rows are not split.
-        skip_broken (`bool`, *optional*, defaults to `False`):
-            Whether to leave out rows that are not a valid ranking or have an unreadable image, with a warning that lists
-            them. All images are opened once more to find them.
         protocol (`str`, *optional*, defaults to `"default"`):
             `"default"` or `"published"`. The latter requires a scorer with `top_logprobs` ([`~paco_trl.PaCoReward`],
             [`~paco_trl.rewards.ServedJudge`]), or one that reads no questions.
 
     Returns:
         `dict[str, Any]`: `settings`; `metrics`, of each metric the `mean` over the rows and its bootstrap `interval` over
-        the groups; and `num_instances` (rows), `skipped` (a sentence for each broken row), `num_groups`,
-        `num_undefined_correlations` (rows in which all scores are equal, without tau and rho), `num_ties` (rows in which
-        two candidates have the same score) and `num_unanswered` (questions without an answer among the 20 likeliest
-        tokens).
+        the groups; and `num_instances` (rows), `num_groups`, `num_undefined_correlations` (rows in which all scores are
+        equal, without tau and rho), `num_ties` (rows in which two candidates have the same score) and `num_unanswered`
+        (questions without an answer among the 20 likeliest tokens).
 
     Raises:
-        TypeError: If `scorer` has no `score` or no `name`, or cannot follow the protocol.
         ValueError: If a row is broken, the file is of another run, or the scorer gives no finite score for a pair.
 
     Example:
@@ -106,7 +96,7 @@ def evaluate_rankings(
     >>> results["metrics"]["accuracy"]["mean"]
     ```
     """
-    runs.check_scorer(scorer, protocol)
+    runs.check_protocol(protocol)
     if template is None:
         template = "plain" if protocol == "published" else "theme"
     if template not in TEMPLATES:
@@ -115,42 +105,41 @@ def evaluate_rankings(
         raise ValueError(f"`template` is {template!r}, but the published protocol asks that of 'plain'. Leave it out.")
     check_ranking_types(dataset, "dataset")
     dataset = dataset.with_format(None)  # plain Python values
-    broken = find_broken_rankings(dataset, "dataset")
-    text_columns = ("prompt", "theme", "criteria", "ranking", "group", "id")
-    text_columns = [name for name in text_columns if name in dataset.column_names]
-    settings = {"benchmark": "rankings", "protocol": protocol, "scorer": scorer.name, "template": template}
-    run = runs.Run(settings, scorer, dataset, text_columns, IMAGE_COLUMNS, skip_broken, broken)
+    if broken := list(find_broken_rankings(dataset, "dataset").values()):
+        raise ValueError(f"{broken[0]} Correct it, or leave it out ({len(broken)} of {len(dataset)} rows are broken).")
+    columns = ("prompt", "theme", "criteria", "ranking", "group", "id")
+    columns = [name for name in columns if name in dataset.column_names]
     # A column `id` takes the place of the number
-    rows = [{"id": str(number), **row} for number, row in zip(run.numbers, run.rows, strict=True)]
+    rows = [{"id": str(number), **row} for number, row in enumerate(dataset.select_columns(columns))]
     questions = [_questions(row, template) for row in rows]
-    parts = [
-        runs.Part(
-            index,
-            index,
-            [((place,), text) for place in range(len(row["ranking"])) for texts in asked for text in texts],
+    parts = []
+    for index, (row, asked) in enumerate(zip(rows, questions, strict=True)):
+        texts = sum(asked, [])
+        parts.append(
+            runs.Part(index, index, [(place, text) for place in range(len(row["ranking"])) for text in texts])
         )
-        for index, (row, asked) in enumerate(zip(rows, questions, strict=True))
-    ]
     metrics_of = list_order_metrics if protocol == "published" else ranking_metrics
 
-    def record(part: runs.Part, answers: list[tuple[float, bool]]) -> dict[str, Any]:
+    def record(part: runs.Part, answers: list[float]) -> dict[str, Any]:
         row, rest = rows[part.key], iter(answers)
-        by_candidate = [[[next(rest)[0] for _ in texts] for texts in questions[part.key]] for _ in row["ranking"]]
+        by_candidate = [[[next(rest) for _ in texts] for texts in questions[part.key]] for _ in row["ranking"]]
         scores = [fmean(map(fmean, of_candidate)) for of_candidate in by_candidate]
-        unanswered = sum(is_none for _, is_none in answers)
-        described = {"index": part.key, "id": row["id"], "scores": scores, "ranking": row["ranking"]}
-        return {**described, "unanswered": unanswered, "metrics": without_nan(metrics_of(scores, row["ranking"]))}
+        metrics = without_nan(metrics_of(scores, row["ranking"]))
+        return {"index": part.key, "id": row["id"], "scores": scores, "ranking": row["ranking"], "metrics": metrics}
 
-    by_index = run.finish(output_path, "index", parts, batch_size, record)
+    settings = {"benchmark": "rankings", "protocol": protocol, "scorer": scorer.name, "template": template}
+    common, by_index = runs.score_parts(
+        settings, scorer, dataset, columns, IMAGE_COLUMNS, output_path, "index", parts, batch_size, record
+    )
     records = [by_index[index] for index in range(len(rows))]
-    groups = [row["group"] for row in rows] if "group" in text_columns else None
-    return run.results(
-        by_index,
-        num_groups=len(set(groups)) if groups is not None else len(rows),
-        num_undefined_correlations=sum(record["metrics"]["kendall_tau"] is None for record in records),
-        num_ties=sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
+    groups = [row["group"] for row in rows] if "group" in columns else None
+    return {
+        **common,
+        "num_groups": len(set(groups)) if groups is not None else len(rows),
+        "num_undefined_correlations": sum(record["metrics"]["kendall_tau"] is None for record in records),
+        "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
         # None becomes NaN
-        metrics={
+        "metrics": {
             name: runs.mean_and_interval([record["metrics"][name] for record in records], groups) for name in METRICS
         },
-    )
+    }

@@ -26,15 +26,8 @@ RANKING_COLUMNS = {
     "default": ("accuracy", "Kendall tau", "Spearman rho", "T1-B1"),
     "published": ("accuracy", "list-order tau", "list-order rho", "T1-B1"),
 }
-DIMENSIONS = {
-    "edit_reward": ("prompt_following", "consistency", "overall"),
-    "vc_reward": ("consistency",),
-    "editreward_compass": ("prompt_following", "consistency"),
-}
-_TITLES = {
-    **{"rankings": "Human rankings", "edit_reward": "EditReward-Bench"},
-    **{"vc_reward": "VCReward-Bench", "editreward_compass": "EditReward-Compass"},
-}
+DIMENSIONS = ("prompt_following", "consistency", "overall")
+_TITLES = {"rankings": "Human rankings", "edit_reward": "EditReward-Bench"}
 # What the tables of a benchmark are called in `published_tables`
 _PUBLISHED_NAMES = {"rankings": "ConsistencyRank", "edit_reward": "EditReward-Bench"}
 _NOTES = yaml.safe_load(read_template("judge_report_notes.yaml"))
@@ -90,12 +83,10 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
     tables = []
     for (benchmark, protocol), group in _grouped(entries).items():
         columns = ["scorer", "dataset", "rows", "rows with ties"]
-        if benchmark in ("rankings", "vc_reward"):
-            columns.insert(1, "template")
         if benchmark == "rankings":
-            columns += RANKING_COLUMNS[protocol]
+            columns = ["scorer", "template", *columns[1:], *RANKING_COLUMNS[protocol]]
         else:
-            names = [name.replace("_", " ") for name in DIMENSIONS[benchmark]]
+            names = [name.replace("_", " ") for name in DIMENSIONS]
             columns += [*names, *(f"{name}, ties count" for name in names)]
         tables.append((f"{_TITLES[benchmark]}, protocol: {protocol}", columns, list(map(_row, group))))
     return tables
@@ -115,11 +106,9 @@ def _row(entry: dict[str, Any]) -> list[str]:
         rows += f" ({undefined} without tau and rho)" * bool(undefined)
         cells = [entry["metrics"][name] for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")]
     else:
-        dimensions = entry["dimensions"]
-        template = [settings.get("template", "each edit alone")] * (settings["benchmark"] == "vc_reward")
-        names = DIMENSIONS[settings["benchmark"]]
+        dimensions, template = entry["dimensions"], []
         num_ties = sum(dimension["num_ties"] for dimension in dimensions.values())
-        cells = [dimensions.get(name, {}).get(variant) for variant in ("strict", "geq") for name in names]
+        cells = [dimensions.get(name, {}).get(variant) for variant in ("strict", "geq") for name in DIMENSIONS]
     ties = str(num_ties) + f" ({unanswered} questions without an answer)" * bool(unanswered)
     texts = [cell and interval_text(cell["mean"], *cell["interval"], missing="undefined") for cell in cells]
     dataset = str(settings.get("dataset") or settings["dataset_fingerprint"])
