@@ -128,7 +128,7 @@ class TestWrite:
         assert requirements == "paco_trl[apps] @ git+https://a.b/paco\nspaces\n" and "index" not in readme
         assert "how to publish it.\n" in said
 
-    def test_the_negative_prompt_and_own_prompts(self, adapter, tmp_path):
+    def test_the_negative_prompt_and_the_gallery(self, adapter, tmp_path):
         copy, negative = tmp_path / "toy", 'blurry | "<low>" \\ &amp; ](x)'
         shutil.copytree(adapter, copy)
         settings = {"num_inference_steps": 8, "guidance_scale": 4.5, "negative_prompt": negative}
@@ -138,13 +138,7 @@ class TestWrite:
         found = arguments_of(write_space(SpaceArguments(str(copy), str(tmp_path / "gallery"))))
         assert found["prompts"] == [PROMPT] and found["layout"] == (2, 2)
         assert (found["num_inference_steps"], found["guidance_scale"]) == (20, 4.5)
-        (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n")
-        folder = write_space(
-            SpaceArguments(str(copy), str(tmp_path / "space"), dataset_name=str(tmp_path / "prompts.txt"))
-        )
-        found = arguments_of(folder)
-        assert (found["negative_prompt"], found["guidance_scale"]) == (negative, 4.5)
-        assert found["prompts"] == [PROMPT] and found["panel_size"] == (512, 512)
+        assert found["negative_prompt"] == negative and found["panel_size"] == (512, 512)
 
     def test_separate_images(self, adapter, tmp_path):
         copy, panels = tmp_path / "toy", {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}
@@ -160,30 +154,6 @@ class TestWrite:
         assert {name: found[name] for name in panels} == panels and found["panel_size"] == (64, 32)
         theme, *lines = found["prompts"][0].split("\n")
         assert found["layout"] == (1, len(lines)) and "grid" not in theme and len(lines) > 1
-        # What the app would refuse is not offered
-        one, two = ({"layout": "separate", "theme": theme, "panels": ["A hat."] * 2} for theme in ("One.", "Two."))
-        large, single = {"height": 2304, "width": 2304}, {"prompt": "A hat.", "height": 16, "width": 16}
-        rows = [single, two | large, two | {"panels": ["A hat."] * 17}, two | {"theme": "a" * 10_000}, one]
-        for name, written in (("some", rows), ("none", rows[:-1])):
-            (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, written)))
-        words = [str(copy), str(tmp_path / "fitting")]
-        with pytest.raises(ValueError, match="None of the first 4 prompts"):
-            write_space(SpaceArguments(*words, dataset_name=str(tmp_path / "none.jsonl")))
-        found = arguments_of(write_space(SpaceArguments(*words, dataset_name=str(tmp_path / "some.jsonl"))))
-        assert found["prompts"] == ["One.\nA hat.\nA hat."] and found["panel_size"] == (64, 32)
-        # Of an adapter that was trained on grids, if the rows say so
-        row = {
-            "layout": "separate",
-            "theme": "One round figure.",
-            "panels": ["Meadow.", "Snow."],
-            "height": 32,
-            "width": 48,
-        }
-        (tmp_path / "sets.jsonl").write_text(json.dumps(row))
-        words = (str(adapter), str(tmp_path / "given"))
-        found = arguments_of(write_space(SpaceArguments(*words, dataset_name=str(tmp_path / "sets.jsonl"))))
-        assert found["prompts"] == ["One round figure.\nMeadow.\nSnow."] and found["layout"] == (1, 2)
-        assert (found["panel_template"], found["panel_size"]) == ("{theme} {panel}", (32, 48))
 
     def test_what_cannot_be_compared(self, adapter, tmp_path, capsys):
         copy = tmp_path / "toy"

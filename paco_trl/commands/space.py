@@ -8,7 +8,7 @@ import runpy
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class SpaceArguments:
     """Adapter to compare with its base model, as it was trained: by its `paco_trl.json`. `app.py` lists all settings."""
 
     adapter: str = option(
-        None, "LoRA adapter: Hub id, directory, or output directory of a run, whose newest model is used."
+        MISSING, "LoRA adapter: Hub id, directory, or output directory of a run, whose newest model is used."
     )
     output_dir: str | None = option(None, "New directory for the Space. If `None`, the adapter's name with `-space`.")
     model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
@@ -55,15 +55,7 @@ class SpaceArguments:
         None,
         "Judge that scores the sets: Hub id or directory. If `None`, that of training if it is on the Hub, or none.",
     )
-    dataset_name: str | None = option(
-        None,
-        "Image-set prompts to choose from: Hub id, directory or file. If `None`, those on the card, or packaged ones.",
-    )
     launch: bool = option(False, "Whether to run the app on this machine, at 127.0.0.1.")
-
-    def __post_init__(self):
-        if not self.adapter:
-            raise ValueError("`--adapter` is missing.")
 
 
 def write_space(args: SpaceArguments) -> Path:
@@ -78,14 +70,17 @@ def write_space(args: SpaceArguments) -> Path:
         config_file, weights = (find_model_file(adapter, name) for name in (_CONFIG, _WEIGHTS))
         if config_file is None or weights is None:
             missing = _CONFIG if config_file is None else _WEIGHTS
-            problem = f"'{adapter}' has no {missing}: there is no adapter in PEFT's format"
-            raise ValueError(f"{problem}, and without one there is no base model to compare with.")
+            raise ValueError(
+                f"'{adapter}' has no {missing}: an adapter in PEFT's format is compared with its base model."
+            )
         config = json.loads(Path(config_file).read_text(encoding="utf-8"))
         card = load_settings(adapter) or ImageModelCard(Path(adapter).name, adapter, base_model="")
         if isinstance(card, JudgeCard) or card.trained_on == "edits":
             does = "judges" if isinstance(card, JudgeCard) else "edits images"
             raise ValueError(f"'{adapter}' {does}, but the app compares images generated from text.")
-        settings = _settings(args, adapter, config, card)
+        if not (model := args.model_name_or_path or config.get("base_model_name_or_path")):
+            raise ValueError(f"The {_CONFIG} of '{adapter}' names no base model. Name it with `--model_name_or_path`.")
+        settings = _settings(_usable(model), adapter, args.judge_model, card)
         if is_copied:
             settings["adapter"] = None  # next to app.py
             config["base_model_name_or_path"] = settings["model"]
@@ -98,89 +93,57 @@ def write_space(args: SpaceArguments) -> Path:
     return folder
 
 
-def _settings(args: SpaceArguments, adapter: str, config: dict, card: ImageModelCard) -> dict[str, Any]:
+def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard) -> dict[str, Any]:
     """Return the arguments of `serve_comparison`: those given, and those of training."""
-    model, judge = args.model_name_or_path or config.get("base_model_name_or_path"), args.judge_model
-    if not model:
-        raise ValueError(f"The {_CONFIG} of '{adapter}' names no base model. Name it with `--model_name_or_path`.")
     if judge is None and card.trained_on == "sets":  # a judge compares the images of a set
         models = (reward.model for reward in card.rewards if reward.name == "consistency")
         judge = next((name for name in models if name and "/" in name), None)
         if judge is None:
             say(
-                "space",
-                "The adapter names no judge on the Hub: the app does not score. Name one with `--judge_model`.",
+                "space", "The adapter names no judge on the Hub, so the app does not score. `--judge_model` names one."
             )
-    for name in filter(None, (model, judge)):
-        if "/" not in public_name(name):
-            say("space", f"'{name}' is on this machine only: the app runs here, but not on the Hub.")
     trained = card.settings or ImageSettings()
-    is_separate, prompts = _prompts(args.dataset_name, card)
     found = {
         "num_inference_steps": card.call.get("num_inference_steps", trained.num_inference_steps),  # of an evaluation
         "guidance_scale": trained.guidance_scale,
         "negative_prompt": trained.negative_prompt,
         "dtype": trained.precision,
     }
-    if is_separate:
+    height, width = trained.inference_size or (card.call.get("height"), card.call.get("width"))
+    rows, cols = (1, 1) if card.trained_on == "single images" else card.layout
+    prompts = list(card.gallery.values())
+    if trained.set_layout == SEPARATE:
+        found |= {name: getattr(trained, name) for name in ("panel_template", "panel_generation")}
         found["panel_template"] = trained.panel_template or PANEL_TEMPLATE
-        found["panel_generation"] = trained.panel_generation
+        sets = list(arrange_sets(load_image_set_prompts(demo_prompts_path()), SEPARATE))[:NUM_PROMPTS]
+        prompts, layout, rows, cols = prompt_texts(sets), (1, sets[0]["cols"]), 1, 1
+    else:
+        if not prompts and card.trained_on == "single images":
+            prompts = _SINGLE_PROMPTS
+        elif not prompts:
+            prompts = load_image_set_prompts(demo_prompts_path())["prompt"][:NUM_PROMPTS]
+        if card.trained_on != "single images":
+            with contextlib.suppress(ValueError):  # another format
+                _, rows, cols, _ = parse_image_set_prompt(prompts[0])
+        layout = (rows, cols)
     return {
-        "model": _usable(model),
+        "model": model,
         "adapter": adapter,
         "judge": judge and _usable(judge),
         "title": card.title,
         **{name: value for name, value in found.items() if value is not None},
-        **prompts,
+        "prompts": prompts[:NUM_PROMPTS],
+        "layout": layout,
+        "panel_size": (height // rows if height else _PANEL, width // cols if width else _PANEL),
     }
 
 
 def _usable(name: str) -> str:
     """Return a name that works from any directory, and a Hub id for what is in the Hub's cache."""
     shared = public_name(name)
+    if "/" not in shared:
+        say("space", f"'{name}' is on this machine only: the app runs here, but not on the Hub.")
     return os.path.abspath(name) if is_local(name) and "/" not in shared else shared
-
-
-def _prompts(dataset_name: str | None, card: ImageModelCard) -> tuple[bool, dict[str, Any]]:
-    """Return whether sets are separate images, and prompts, with the layout of the first and the size of its panels."""
-    is_separate = card.settings is not None and card.settings.set_layout == SEPARATE
-    is_single, first = card.trained_on == "single images", {"rows": 1, "cols": 1}
-    size: list = (card.settings and card.settings.inference_size) or [
-        card.call.get(side) for side in ("height", "width")
-    ]
-    if dataset_name is None and (card.gallery or is_single) and not is_separate:
-        prompts = list(card.gallery.values()) or _SINGLE_PROMPTS
-        if not is_single:
-            first = {"rows": card.layout[0], "cols": card.layout[1]}
-            with contextlib.suppress(ValueError):  # another format
-                first = parse_image_set_prompt(prompts[0])._asdict()
-    else:
-        dataset = load_image_set_prompts(dataset_name or demo_prompts_path())
-        is_separate = is_separate or dataset[0].get("layout") == SEPARATE
-        dataset = dataset.select(range(min(NUM_PROMPTS, len(dataset))))
-        sets = list(arrange_sets(dataset, SEPARATE if is_separate else "grid"))
-        if is_separate:
-            sets = [row for row in sets if _fits(row, size)]
-            if not sets:
-                raise ValueError(
-                    f"None of the first {len(dataset)} prompts is a set of separate images that fits the app."
-                )
-        prompts, first = prompt_texts(sets), sets[0]
-        if dataset_name is not None and not (is_separate and first.get("height") is None):
-            size = [first.get("height"), first.get("width")]
-    layout = (first["rows"], first["cols"])
-    of_image = (1, 1) if is_separate else layout
-    panel_size = tuple(side // count if side else _PANEL for side, count in zip(size, of_image, strict=True))
-    return is_separate, {"prompts": prompts[:NUM_PROMPTS], "layout": layout, "panel_size": panel_size}
-
-
-def _fits(row: dict[str, Any], size: list) -> bool:
-    """Tell whether a set of separate images, of `size` if its row has none, is within the limits of the app."""
-    from ..image_benchmarks.comparison_app import MAX_CHARACTERS, MAX_PANELS, MAX_PIXELS
-
-    height, width = (row.get(name) or side or _PANEL for name, side in zip(("height", "width"), size, strict=True))
-    most = min(MAX_PANELS, MAX_PIXELS // (height * width))
-    return row.get("layout") == SEPARATE and row["cols"] <= most and len(row["prompt"]) <= MAX_CHARACTERS
 
 
 def _front_matter(settings: dict[str, Any], card: ImageModelCard, gradio_version: str) -> str:

@@ -878,8 +878,7 @@ SEPARATE_SETS = [
     *_mutants(
         "commands/space.py",
         "test_space.py::TestWrite",
-        (' or dataset[0].get("layout") == SEPARATE', ""),
-        ("(1, 1) if is_separate else layout", "layout"),
+        ('(1, sets[0]["cols"]), 1, 1', '(1, sets[0]["cols"]), 1, 2'),
     ),
 ]
 
