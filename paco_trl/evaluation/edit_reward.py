@@ -88,7 +88,7 @@ def evaluate_edit_reward(
     runs.check_protocol(protocol)
     dataset = dataset.with_format(None)  # plain Python values
     rows = list(dataset.select_columns(list(TEXT_COLUMNS)))
-    _check_rows(rows, list_lengths(dataset, "output_images"))
+    _check_rows(rows, list_lengths(dataset, "output_images").tolist())
     parts, asked = _parts(rows, protocol)
 
     def record(part: runs.Part, scores: list[float]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def evaluate_edit_reward(
     }
 
 
-def _check_rows(rows: list[dict[str, Any]], counts: Sequence[int]) -> None:
+def _check_rows(rows: list[dict[str, Any]], counts: list[int]) -> None:
     instruction_of: dict[str, str] = {}
     for index, row in enumerate(rows):
         keys = row["key"]
