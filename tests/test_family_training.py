@@ -308,9 +308,6 @@ class TestUnusedLayers:
             trainer._save_checkpoint(trainer.model, trial=None)
         checkpoint = tmp_path / "before" / "checkpoint-2"
 
-        trainer, _ = short_run(self.case, folder, tmp_path / "before", resume_from_checkpoint=str(checkpoint))
-        with pytest.raises(ValueError, match="8 of its 48 weights are not trained in this run, and 0 of the 40"):
-            trainer.train(resume_from_checkpoint=str(checkpoint))
         trainer, gradients = short_run(self.case, folder, tmp_path / "after", peft_config=str(checkpoint))
         assert trainer.args.ddp_find_unused_parameters is False
         trainer.train()

@@ -1043,15 +1043,6 @@ class TestResumeWithOtherSettings:
         assert all(deviation < 0.01 for deviation in logs_with(trainer, "ratio_deviation/step_1"))
 
     @pytest.mark.slow
-    def test_a_pending_round_is_kept_where_a_setting_does_not_matter(self, make_trainer, tmp_path, caplog):
-        make_trainer(**self.SETTINGS).train()
-        trainer = make_trainer(**{**self.SETTINGS, "epsilon": 1e-3})
-        calls = count_calls(trainer.model)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
-        assert "epsilon: 0.0001, now 0.001" in caplog.text and "generated again" not in caplog.text
-        assert sum(calls) == 8  # the second half of the round is trained, and nothing generated
-
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "value"),
         [("learning_rate", 1e-5), ("num_iterations", 2)],

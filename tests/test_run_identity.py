@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -54,9 +53,7 @@ class TestSettings:
 
     def test_what_is_named_as_harmless_is_a_field(self):
         fields = {field.name for field in dataclasses.fields(PaCoGRPOConfig)}
-        assert not set(HARMLESS) - fields
-        assert not set(HARMLESS) & REFUSED_GRPO_FIELDS
-        assert len(set(HARMLESS)) == len(HARMLESS)
+        assert not set(HARMLESS) - fields and not set(HARMLESS) & REFUSED_GRPO_FIELDS
 
     def test_those_of_nft_are_compared(self, tmp_path):
         before = compared_settings(PaCoNFTConfig(str(tmp_path), **SETTINGS))
@@ -185,24 +182,9 @@ class TestBaseline:
             setattr(trainer.args, name, value)
             keys.append(evaluator.baseline_key(rows))
         assert len(set(keys)) == len(keys) == 6
-        for name, value in (("learning_rate", 1.0), ("beta", 1.0), ("noise_level", 0.1), ("save_steps", 3)):
+        for name, value in (("max_steps", 7), ("save_steps", 3), ("offload_embeddings", True)):
             setattr(trainer.args, name, value)
             assert evaluator.baseline_key(rows) == keys[-1]
-
-    def test_a_subset_of_the_rows_has_their_images(self, make_trainer, prompts):
-        seen = []
-
-        def keep(prompts, completions, **kwargs):
-            seen.extend(np.asarray(image) for image in completions)
-            return redness_reward(prompts, completions)
-
-        trainer = make_trainer(reward_funcs=keep, eval_dataset=prompts.select(range(3)), num_inference_steps_eval=2)
-        trainer.evaluate()
-        rows = trainer.evaluator.rows_of(trainer.eval_dataset)
-        trainer.evaluator.generate(rows, "", trainer.state, [2, 1], rows.inference_sizes)
-        assert len(seen) == 5
-        assert np.array_equal(seen[3], seen[2]) and np.array_equal(seen[4], seen[1])
-        assert not np.array_equal(seen[1], seen[2])
 
 
 def pairs():

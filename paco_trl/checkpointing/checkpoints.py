@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints, complete or absent: find them, compare them with the run that they belong to, write them."""
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +15,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
-from safetensors import SafetensorError, safe_open
-from torch import nn
+from safetensors import SafetensorError
 from transformers.trainer_utils import rotate_checkpoints
-
-from .weights import trained_parameters
 
 
 if TYPE_CHECKING:
@@ -65,42 +60,32 @@ def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
     files = {
         str(path.relative_to(staged)): path.stat().st_size for path in sorted(staged.rglob("*")) if path.is_file()
     }
-    with open(staged / RUN_FILE, "w", encoding="utf-8") as file:
-        json.dump({"run": run, "files": files}, file, indent=2)
+    (staged / RUN_FILE).write_text(json.dumps({"run": run, "files": files}, indent=2), encoding="utf-8")
     # To the disk first: after a power cut a renamed directory may otherwise contain empty files
-    for path in [*staged.rglob("*"), staged]:
-        _sync(path)
+    _sync(*staged.rglob("*"), staged)
     target = Path(output_dir) / staged.name
     replaced = staged.with_name(f"replaced-{staged.name}")
     if target.exists():  # of this run, which was resumed from an earlier checkpoint that it can resume from again
         os.replace(target, replaced)
     os.replace(staged, target)
-    shutil.rmtree(replaced, ignore_errors=True)
-    with contextlib.suppress(OSError):  # has more in it
-        staged.parent.rmdir()
+    shutil.rmtree(staged.parent)
     _sync(Path(output_dir))  # older checkpoints may be deleted next
     return target
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
-    finally:
         os.close(descriptor)
 
 
 def incomplete_files(checkpoint: str | Path) -> list[str]:
     """List the files of a checkpoint that are missing or truncated: `run.json` if the list of files itself is missing."""
-    checkpoint = Path(checkpoint)
-    content = _read_run_file(checkpoint)
-    if content is None:
+    if not (content := _read_run_file(checkpoint)):
         return [RUN_FILE]
-    return [
-        name
-        for name, size in content["files"].items()
-        if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size
-    ]
+    paths = {name: Path(checkpoint) / name for name in content["files"]}
+    return [n for n, path in paths.items() if not path.is_file() or path.stat().st_size != content["files"][n]]
 
 
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
@@ -110,35 +95,30 @@ def checkpoints_of(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.split("-")[1]))
 
 
-def is_restarted() -> bool:
-    """Tell whether the launcher (`--max_restarts`) has started the processes again after one has failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
     """Find the complete checkpoint to resume from: a directory, with `True` the latest, with `"auto"` also none."""
     # The command line gives "True" as text
-    if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
-        resume_from_checkpoint = resume_from_checkpoint.lower() == "true"
-    if resume_from_checkpoint is None and is_restarted():
-        resume_from_checkpoint = "auto"
-    if not resume_from_checkpoint:
+    requested = {"true": True, "false": None}.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
+    # The launcher (`--max_restarts`) has started the processes again after one has failed
+    if resume_from_checkpoint is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        requested = "auto"
+    if not requested:
         return None
-    if resume_from_checkpoint is not True and resume_from_checkpoint != "auto":
-        checkpoint = Path(resume_from_checkpoint)
+    if requested is not True and requested != "auto":
+        checkpoint = Path(requested)
         if not checkpoint.is_dir():
             raise ValueError(f"`resume_from_checkpoint` is '{checkpoint}', which is not a directory.")
-        broken = incomplete_files(checkpoint)
-        if broken:
-            found = f"The checkpoint '{checkpoint}' is incomplete: {_name_some(broken)} missing or truncated."
-            raise ValueError(f"{found} Pass another, or `resume_from_checkpoint=True` for the latest complete one.")
+        if broken := incomplete_files(checkpoint):
+            raise ValueError(
+                f"The checkpoint '{checkpoint}' is incomplete: {broken[0]} is missing or truncated. Pass another, or "
+                "`resume_from_checkpoint=True` for the latest complete one."
+            )
         return checkpoint
     for checkpoint in checkpoints_of(output_dir):
-        broken = incomplete_files(checkpoint)
-        if not broken:
+        if not (broken := incomplete_files(checkpoint)):
             return checkpoint
-        logger.warning(f"The checkpoint '{checkpoint}' is skipped: {_name_some(broken)} missing or truncated.")
-    if resume_from_checkpoint == "auto":
+        logger.warning(f"The checkpoint '{checkpoint}' is skipped: {broken[0]} is missing or truncated.")
+    if requested == "auto":
         return None
     missing = f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint."
     raise ValueError(f"{missing} Start with 'auto' or without it, or pass the directory of a checkpoint.")
@@ -151,25 +131,24 @@ def how_to_resume(output_dir: str | Path) -> str:
     return f"Rerun with `--resume_from_checkpoint auto` to resume from '{found[0]}'."
 
 
-def read_run(checkpoint: str | Path) -> dict | None:
-    """Read which run a checkpoint belongs to, `None` if this is not recorded."""
-    content = _read_run_file(checkpoint)
-    return None if content is None else content["run"]
+def read_run(checkpoint: str | Path) -> dict:
+    """Read which run a checkpoint belongs to; empty if this is not recorded."""
+    return _read_run_file(checkpoint).get("run", {})
 
 
-def _read_run_file(checkpoint: str | Path) -> dict | None:
+def _read_run_file(checkpoint: str | Path) -> dict:
     try:
         content = json.loads((Path(checkpoint) / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return content if {"run", "files"} <= content.keys() else None
+        return {}
+    return content if {"run", "files"} <= content.keys() else {}
 
 
 def _differences(saved: dict, now: dict) -> str:
     """Describe what differs between two runs, a line each."""
     names = dict.fromkeys([*saved, *now])  # in order
-    return "\n  ".join(
-        f"{name}: {saved.get(name)!r}, now {now.get(name)!r}" for name in names if saved.get(name) != now.get(name)
+    return "".join(
+        f"\n  {name}: {saved.get(name)!r}, now {now.get(name)!r}" for name in names if saved.get(name) != now.get(name)
     )
 
 
@@ -177,59 +156,37 @@ def check_resumed_run(
     checkpoint: Path, identity: dict, settings: dict, num_processes: int, is_deepspeed: bool
 ) -> None:
     """Check that a checkpoint has the same `identity`, and warn of other `settings`, before any model is loaded."""
-    saved = read_run(checkpoint) or {}
-    if different := _differences(saved.get("identity", {}), identity):
+    saved = read_run(checkpoint)
+    before, key = saved["num_processes"], "processes of DeepSpeed"  # over which the optimizer's state is divided
+    then = saved.get("identity", {}) | {key: before if saved["is_deepspeed"] else None}
+    if different := _differences(then, identity | {key: num_processes if is_deepspeed else None}):
         raise ValueError(
-            f"'{checkpoint}' cannot be resumed: it was made with other settings.\n  {different}\nGive this run the same "
-            "ones (the optimizer's are restored with its state), or start from scratch in another `output_dir`: the "
-            "adapter of a checkpoint can be passed as `peft_config`."
+            f"'{checkpoint}' cannot be resumed: it was made with other settings.{different}\nGive this run the same ones "
+            "(the optimizer's are restored with its state), or start from scratch in another `output_dir`: the adapter of a "
+            "checkpoint can be passed as `peft_config`."
         )
-    if saved["num_processes"] != num_processes:
-        processes = f"{saved['num_processes']} processes, now {num_processes}"
-        if is_deepspeed or saved["is_deepspeed"]:
-            raise ValueError(
-                f"'{checkpoint}' cannot be resumed with another number of processes ({processes}): DeepSpeed has "
-                "divided the optimizer's state over them. Start as many as before."
-            )
+    if before != num_processes:
+        result = ": the images are the same, but sums are rounded differently."
         if saved["is_round_pending"]:
-            logger.warning(
-                f"'{checkpoint}' was made by {processes}. It is in the middle of a round, whose images are stored per "
-                "process: it is generated again with the current weights. At the end of a round a run resumes exactly."
-            )
-        else:
-            logger.warning(
-                f"'{checkpoint}' was made by {processes}: the images are the same, but sums are rounded differently."
-            )
-    elif is_deepspeed != saved["is_deepspeed"]:
-        raise ValueError(
-            f"'{checkpoint}' was saved {'with' if saved['is_deepspeed'] else 'without'} DeepSpeed, and this run is "
-            f"{'with' if is_deepspeed else 'without'} it: their optimizer states are not the same. Start it as before."
-        )
-    if different := _differences(saved.get("hyperparameters", {}), settings):
-        logger.warning(f"'{checkpoint}' is resumed with other settings, so this is another run:\n  {different}")
+            result = ". It is in the middle of a round, whose images are stored per process: it is generated again."
+        logger.warning(f"'{checkpoint}' was made by {before} processes, now {num_processes}{result}")
+    if different := _differences(saved["hyperparameters"], settings):
+        logger.warning(f"'{checkpoint}' is resumed with other settings, so this is another run:{different}")
 
 
 def check_output_folder(output_dir: str | Path, identity: dict, settings: dict | None = None) -> None:
     """Refuse to start in the directory of another run: `resume_from_checkpoint=True` would take its checkpoints."""
     found = checkpoints_of(output_dir)
     for checkpoint in found:
-        saved = read_run(checkpoint)
-        if saved is None:
-            if settings is None:  # it may be skipped when the run is resumed
-                continue
-            raise ValueError(
-                f"`output_dir` ('{output_dir}') has '{checkpoint.name}', which is not a complete checkpoint of "
-                "PaCoGRPOTrainer. Choose another directory, or move it away."
-            )
-        different = [_differences(saved["identity"], identity)]
+        if not (saved := read_run(checkpoint)):  # it is skipped when the run is resumed
+            continue
+        different = _differences(saved["identity"], identity)
         if settings is not None:
-            different.append(_differences(saved.get("hyperparameters", {}), settings))
-        if any(different):
+            different += _differences(saved["hyperparameters"], settings)
+        if different:
             raise ValueError(
-                f"`output_dir` ('{output_dir}') has '{checkpoint.name}' of another run:\n  "
-                + "\n  ".join(filter(None, different))
-                + "\nChoose another directory, or delete that run with `overwrite_output_dir=True`. To resume it, pass "
-                "`resume_from_checkpoint=True`."
+                f"`output_dir` ('{output_dir}') has '{checkpoint.name}' of another run:{different}\nChoose another "
+                "directory, or delete that run with `overwrite_output_dir=True`."
             )
     if found and settings is not None:
         logger.warning(
@@ -245,63 +202,50 @@ def delete_run(output_dir: str | Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _name_some(names: list[str]) -> str:
-    if len(names) == 1:
-        return f"{names[0]} is"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more are" if len(names) > 3 else " are")
-
-
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written. It stops a run."""
 
 
-class StagedCheckpoint:
-    """A checkpoint while it is written, next to the others."""
+def write_checkpoint(
+    output_dir: str | Path,
+    step: int,
+    accelerator: Accelerator,
+    should_save: bool,
+    run: dict,
+    *parts: Callable[[Path], Any],
+) -> None:
+    """
+    Write the parts of a checkpoint aside, and rename it when every process is done. Collective: call on all ranks.
 
-    def __init__(self, output_dir: str | Path, step: int, accelerator: Accelerator, should_save: bool):
-        self.output_dir, self.step = Path(output_dir), step
-        self.accelerator, self.should_save = accelerator, should_save
-        self.folder = self.output_dir / STAGING / f"checkpoint-{step}"
+    Raises:
+        CheckpointError: On all processes, if one cannot write.
+    """
+    folder = Path(output_dir) / STAGING / f"checkpoint-{step}"
 
-    def write(self, part: Callable[[Path], Any]) -> None:
-        """Write a part of the checkpoint. Collective: call on all ranks; all stop if one fails."""
+    def begin(folder: Path) -> None:
+        if should_save:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+    def end(folder: Path) -> None:
+        if should_save:
+            publish(folder, output_dir, run)
+
+    for part in (begin, *parts, end):
         problem = None
         try:
-            part(self.folder)
+            part(folder)
         # A full disk, to Python, to torch and to safetensors
         except (OSError, RuntimeError, SafetensorError) as error:
             problem = error
-        mine = [] if problem is None else [f"process {self.accelerator.process_index}: {problem!r}"]
-        problems = gather_object(mine) if self.accelerator.num_processes > 1 else mine
-        if not problems:
-            return
-        if self.should_save:
-            shutil.rmtree(self.folder.parent, ignore_errors=True)  # frees its space
-        raise CheckpointError(
-            f"The checkpoint of step {self.step} could not be written to '{self.output_dir}' "
-            f"({'; '.join(problems)}). Earlier ones are complete. Make room and resume (`resume_from_checkpoint=True`)."
-        ) from problem
-
-
-@contextmanager
-def staged_checkpoint(
-    output_dir: str | Path, step: int, accelerator: Accelerator, should_save: bool, run: dict
-) -> Iterator[StagedCheckpoint]:
-    """Write a checkpoint aside and rename it when every process is done; raise `CheckpointError` on all if one fails."""
-    staged = StagedCheckpoint(output_dir, step, accelerator, should_save)
-
-    def make(folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-
-    try:
-        staged.write(lambda folder: make(folder) if should_save else None)
-        yield staged
-        staged.write(lambda folder: publish(folder, output_dir, run) if should_save else None)
-    except KeyboardInterrupt:
-        if should_save:
-            shutil.rmtree(staged.folder.parent, ignore_errors=True)
-        raise
+        problems = gather_object([f"process {accelerator.process_index}: {problem!r}"] if problem else [])
+        if problems:
+            if should_save:
+                shutil.rmtree(folder.parent, ignore_errors=True)  # frees its space
+            raise CheckpointError(
+                f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(problems)}). Earlier "
+                "ones are complete. Make room and resume (`resume_from_checkpoint=True`)."
+            ) from problem
 
 
 def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:
@@ -312,21 +256,6 @@ def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -
             if incomplete_files(checkpoint):
                 shutil.rmtree(checkpoint, ignore_errors=True)
     rotate_checkpoints(output_dir=output_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
-
-
-def check_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Check that a checkpoint has the weights that a run trains, before the optimizer's state is loaded."""
-    path = checkpoint / (POLICY_WEIGHTS if (checkpoint / POLICY_WEIGHTS).exists() else EMA_WEIGHTS)
-    with safe_open(path, "pt") as file:
-        saved = set(file.keys())
-    trained = trained_parameters(model).keys()
-    if saved != trained:
-        raise ValueError(
-            f"'{checkpoint}' cannot be resumed: {len(saved - trained)} of its {len(saved)} weights are not trained "
-            f"in this run, and {len(trained - saved)} of the {len(trained)} trained weights are not in it "
-            f"({', '.join(sorted(saved ^ trained)[:3])}, ...). Start from scratch in another `output_dir`: the adapter "
-            "of a checkpoint can be passed as `peft_config`."
-        )
 
 
 def round_file(checkpoint: Path, process_index: int) -> Path:

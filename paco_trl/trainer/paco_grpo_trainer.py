@@ -31,7 +31,6 @@ from ..checkpointing.checkpoints import (
     POLICY_WEIGHTS,
     check_output_folder,
     check_resumed_run,
-    check_weights,
     delete_run,
     find_checkpoint,
     load_round,
@@ -112,7 +111,7 @@ from .model_cards import (
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
 from .rounds import RoundBuffer, RoundSchedule
-from .run_settings import LOSS_ONLY_FIELDS, adjustable_settings, reference_setting, run_identity
+from .run_settings import adjustable_settings, reference_setting, run_identity
 from .step_statistics import StepStatistics
 
 
@@ -415,8 +414,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             check_output_folder(args.output_dir, self._identity, self._adjustable_settings(args))
         elif checkpoint not in (None, self._checked):
             self._check_resumed_run(checkpoint, args)
-        if checkpoint is not None:
-            check_weights(self.model, checkpoint)
         self.loaded_step = None
         if self._is_zero3:
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
@@ -472,7 +469,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                     "Pass the directory as `peft_config` and set another `output_dir` to continue from its adapter."
                 )
         if checkpoint is not None:
-            self.drift_alarm.state = (read_run(checkpoint) or {}).get("images_of_round_0", {})
+            self.drift_alarm.state = read_run(checkpoint).get("images_of_round_0", {})
             self._load_round(checkpoint)
         if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
             # The untrained weights are lost after the first step
@@ -948,12 +945,12 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def _load_round(self, checkpoint: Path) -> None:
         """Restore a pending round, if it was divided over as many processes."""
-        index, run = self.accelerator.process_index, read_run(checkpoint) or {}
+        index, run = self.accelerator.process_index, read_run(checkpoint)
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
         settings = self._adjustable_settings(self.args)
-        before = [name for name in settings | run["hyperparameters"] if name.split("/")[0] not in LOSS_ONLY_FIELDS]
-        if changed := [name for name in before if run["hyperparameters"].get(name) != settings.get(name)]:
+        before = run["hyperparameters"]
+        if changed := [name for name in settings | before if before.get(name) != settings.get(name)]:
             message = f"'{checkpoint}' is in the middle of a round that was generated with other values of"
             logger.warning(f"{message} {', '.join(changed)}: it is generated again.")
             return

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checkpointing.checkpoints import STATE, clear_staging, drop_old_checkpoints, staged_checkpoint
+from ..checkpointing.checkpoints import STATE, clear_staging, drop_old_checkpoints, write_checkpoint
 from ..utils.processes import end_training
 from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_request, stop_signals
 from .publishing import TRAIN_SECONDS, PushesToHub, training_seconds
@@ -130,12 +130,8 @@ class ResumesExactly(PushesToHub):
         args, state = self.args, self.state
         self.store_flos()
         record = self._run_record()
-        with staged_checkpoint(
-            args.output_dir, state.global_step, self.accelerator, args.should_save, record
-        ) as staged:
-            staged.write(self._write_weights)
-            staged.write(self._write_further_weights)
-            staged.write(self._write_state)
+        parts = (self._write_weights, self._write_further_weights, self._write_state)
+        write_checkpoint(args.output_dir, state.global_step, self.accelerator, args.should_save, record, *parts)
         if args.should_save:
             drop_old_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint)
         self._saved_step = state.global_step

@@ -19,25 +19,21 @@ from .config_utils import REFUSED_GRPO_FIELDS
 from .paco_grpo_config import PaCoGRPOConfig
 
 
-# Every field of the config is compared, except these
+# Every field of the config is compared, except these, and those that begin with one of the prefixes
+_HARMLESS_PREFIXES = (
+    "activation_checkpointing", "dataloader_", "ddp_", "do_", "eval_", "gradient_checkpointing", "hub_", "log_level",
+    "logging_", "offload_", "save_", "trackio_",
+)  # fmt: skip
 HARMLESS = (
-    # Paths, logging and reports
-    "output_dir", "overwrite_output_dir", "embeddings_dir", "resume_from_checkpoint", "restore_callback_states_from_checkpoint", "do_train",
-    "do_eval", "do_predict", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
-    "report_to", "logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter",
-    "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm", "skip_memory_metrics", "debug",
-    "log_completions", "plot_curves",
-    # When to evaluate, to save and to push
-    "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_baseline", "save_strategy", "save_steps",
-    "save_on_each_node", "enable_jit_checkpoint", "jit_checkpoint_signals", "save_total_limit", "load_best_model_at_end", "push_to_hub",
-    "hub_token", "hub_private_repo", "hub_model_id",
-    "hub_strategy", "hub_always_push", "hub_revision",
+    # Paths and reports
+    "output_dir", "overwrite_output_dir", "embeddings_dir", "resume_from_checkpoint",
+    "restore_callback_states_from_checkpoint", "run_name", "project", "report_to", "log_on_each_node", "log_completions",
+    "plot_curves", "include_num_input_tokens_seen", "disable_tqdm", "skip_memory_metrics", "debug",
+    # When to save and to push
+    "enable_jit_checkpoint", "jit_checkpoint_signals", "load_best_model_at_end", "push_to_hub",
     # Devices, memory and communication
     "use_cpu", "local_rank", "accelerator_config", "fsdp_config", "deepspeed", "ds3_gather_for_generation",
-    "dataloader_pin_memory", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
-    "ddp_static_graph", "ddp_backend", "ddp_timeout", "torch_empty_cache_steps", "activation_checkpointing",
-    "activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs", "ema_offload",
-    "offload_embeddings", "offload_rewards",
+    "torch_empty_cache_steps", "ema_offload",
     # Limits that only stop a run
     "ratio_tolerance", "max_reward_failures", "max_excluded_images", "max_excluded_groups",
     # Derived from other settings and the number of processes
@@ -46,33 +42,11 @@ HARMLESS = (
     "reward_weights", "reward_required",
 )  # fmt: skip
 
-# Restored with the optimizer's state, so that other values would have no effect
-_OPTIMIZER = (
+# Restored with the optimizer's state, so that other values would have no effect; which round a step belongs to, and the
+# base model
+_IDENTITY = (
     "learning_rate", "lr_scheduler_type", "weight_decay", "optim", "optim_args", "adam_beta1", "adam_beta2",
-    "adam_epsilon",
-)  # fmt: skip
-# And which round a step belongs to, and the base model
-_IDENTITY = (*_OPTIMIZER, "optimizer_steps_per_generation", "num_iterations", "model_init_kwargs", "quantization")
-
-# How weights are updated and chosen
-_UPDATES = (
-    "epsilon", "epsilon_high", "divergence_threshold", "beta", "norm_penalty", "reference", "ema_decay", "max_grad_norm", "max_steps",
-    "num_train_epochs", "warmup_steps", "adapter_fraction", "metric_for_best_model", "greater_is_better",
-)  # fmt: skip
-# Settings that a round which has been generated and scored does not depend on
-LOSS_ONLY_FIELDS = (
-    *_UPDATES,
-    "num_generations_eval",
-    "num_inference_steps_eval",
-    "per_device_eval_batch_size",
-    "eval_rewards",
-)
-# Settings that an evaluation of the untrained model does not depend on, whose sizes are compared row by row
-_IN_TRAINING = (
-    *_OPTIMIZER, *_UPDATES, "optimizer_steps_per_generation", "num_iterations", "height", "width", "resolution_scale",
-    "num_inference_steps", "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps", "num_generations",
-    "num_prompts_per_generation", "per_device_train_batch_size", "multi_objective_aggregation", "log_tame_threshold",
-    "scale_rewards", "advantage_clip", "min_reward_std", "max_reward_mean", "max_resample_times", "shuffle_dataset", "loss_type",
+    "adam_epsilon", "optimizer_steps_per_generation", "num_iterations", "model_init_kwargs", "quantization",
 )  # fmt: skip
 
 # Arguments of `from_pretrained` that do not decide what is loaded
@@ -82,7 +56,8 @@ _HARMLESS_KWARGS = ("cache_dir", "token", "local_files_only", "force_download", 
 def compared_settings(args: PaCoGRPOConfig) -> dict[str, Any]:
     """Return all settings but the harmless and the refused ones, as JSON has them."""
     left_out = {*HARMLESS, *REFUSED_GRPO_FIELDS}
-    settings = {f.name: _plain(getattr(args, f.name)) for f in dataclasses.fields(args) if f.name not in left_out}
+    names = [field.name for field in dataclasses.fields(args) if not field.name.startswith(_HARMLESS_PREFIXES)]
+    settings = {name: _plain(getattr(args, name)) for name in names if name not in left_out}
     if args.lr_scheduler_type == "constant":  # one that ends depends on where
         settings["max_steps"] = settings["num_train_epochs"] = None
     elif args.max_steps > 0:
@@ -140,8 +115,3 @@ def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardRunner, eval_reward
     if eval_rewards is not rewards:
         settings |= {f"eval_rewards/{name}": each for name, each in eval_rewards.descriptions.items()}
     return settings
-
-
-def evaluation_settings(args: PaCoGRPOConfig) -> dict[str, Any]:
-    """Return the settings that an evaluation of the untrained model depends on."""
-    return {name: value for name, value in compared_settings(args).items() if name not in _IN_TRAINING}

@@ -171,7 +171,7 @@ MUTANTS = [
     (T + "paco_grpo_trainer.py", 'STREAMS["training"], round_index)', 'STREAMS["training"], 0)', GRPO + "::TestSteps::test_each_round_has_its_noise"),
     (T + "paco_grpo_trainer.py", "if self.buffer is None or self.buffer.round_index != round_index:", "if self.buffer is None:", GRPO + "::TestSteps::test_each_round_has_its_noise"),
     (T + "paco_grpo_trainer.py", "self.buffer, self.drift_alarm = None, DriftAlarm()", "self.drift_alarm = DriftAlarm()", GRPO + "::TestTraining::test_training_again_draws_anew"),
-    (T + "paco_grpo_trainer.py", '            self.drift_alarm.state = (read_run(checkpoint) or {}).get("images_of_round_0", {})\n', "", "tests/test_resume.py::TestOtherNumberOfProcesses::test_at_the_end_of_a_round"),
+    (T + "paco_grpo_trainer.py", '            self.drift_alarm.state = read_run(checkpoint).get("images_of_round_0", {})\n', "", "tests/test_resume.py::TestOtherNumberOfProcesses::test_at_the_end_of_a_round"),
     (T + "paco_grpo_trainer.py", "is_on_policy = step == self.buffer.global_step", "is_on_policy = step >= self.buffer.global_step", GRPO + "::TestRatio::test_ratio_is_one_before_the_first_update[flow_sde-False]"),
     (T + "paco_grpo_trainer.py", "step <= self._initial_global_step + self", "step < self._initial_global_step + self", GRPO + "::TestRatio::test_a_rollout_without_the_adapter_stops_the_run_after_its_first_round"),
     (T + "paco_grpo_trainer.py", "self.ema.average if self.ema else None, self.zero_stage):\n                    after", "None, self.zero_stage):\n                    after", EMA + "::TestSwap::test_evaluation_draws_with_the_average"),
@@ -215,7 +215,7 @@ MUTANTS = [
     (T + "evaluator.py", "torch.isnan(after.rewards[:, k]).float()", "torch.isnan(after.total).float()", EVALUATE + "::TestMetrics::test_an_image_without_a_reward_is_counted_and_not_zero"),
     (T + "evaluator.py", 'grid_artifact_score(image, period, row["rows"], row["cols"])', "grid_artifact_score(image, period, 1, 1)", EVALUATE + "::TestMetrics::test_grid_artifacts"),
     (T + "evaluator.py", 'if content.pop("key") == key:', 'if content.pop("key"):', EVALUATE + "::TestBaseline::test_what_is_saved_is_loaded_for_the_same_key_only"),
-    (T + "evaluator.py", "self.base_model, evaluation_settings(self.args), list", "self.base_model, list", EVALUATE + "::TestBaseline::test_it_is_drawn_anew_when_what_it_depends_on_changes"),
+    (T + "evaluator.py", "self.base_model, compared_settings(self.args), list", "self.base_model, list", EVALUATE + "::TestBaseline::test_it_is_drawn_anew_when_what_it_depends_on_changes"),
     (T + "evaluator.py", "load_baseline(path, key) if may_load else None", "load_baseline(path, key)", EVALUATE + "::TestBaseline::test_another_run_in_the_same_folder_does_not_take_it"),
     # ---- Resuming ----
     (T + "resuming.py", "with preserve_rng_state(self.accelerator.device):\n            return super()._evaluate", "with nullcontext():\n            return super()._evaluate", PREEMPTION + " -k random_numbers"),
