@@ -22,8 +22,17 @@ from .families import (
 )
 from .hybrid_inference import hybrid_inference
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, calls_at, cast_floating_inputs, predict, replay
-from .scheduler import FlowMatchSDEScheduler, SDESettings, check_flow_matching
-from .sde import SDE_TYPES, SDEStep, gaussian_log_prob, keyed_generator, sde_step, step_std
+from .sde import (
+    SDE_TYPES,
+    FlowMatchSDEScheduler,
+    SDESettings,
+    SDEStep,
+    check_flow_matching,
+    gaussian_log_prob,
+    keyed_generator,
+    sde_step,
+    step_std,
+)
 
 
 __all__ = [

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import torch
 from accelerate.utils import recursively_apply
 from PIL import Image
@@ -24,8 +23,7 @@ from torch import nn
 from ..utils.devices import to_device
 from ..utils.images import to_rgb
 from .families import Family
-from .scheduler import FlowMatchSDEScheduler, SDESettings
-from .sde import SDEStep, keyed_generator, sde_step, step_std
+from .sde import FlowMatchSDEScheduler, SDESettings, SDEStep, keyed_generator, sde_step, step_std
 
 
 @dataclass
@@ -73,7 +71,6 @@ class PipelinePolicy:
     `forward_signature` is that of the transformer's own `forward` (the adapter's wrapper takes anything).
 
     Raises:
-        TypeError: the pipeline's call does not take an argument that the family class passes.
         ValueError: the scheduler is not flow matching.
     """
 
@@ -86,25 +83,13 @@ class PipelinePolicy:
         object.__setattr__(pipeline, "scheduler", self.scheduler)
         object.__setattr__(pipeline, "transformer", model)
         pipeline.set_progress_bar_config(disable=True)
-        # Before anything is encoded or generated
-        images = [Image.new("RGB", (64, 64))] * min(family.max_images, 1)
-        arguments = family.call_arguments(64, 64, 1.0, images) | dict.fromkeys(("num_inference_steps", "generator"))
-        parameters = inspect.signature(type(pipeline).__call__).parameters
-        unknown = [name for name in arguments if name not in parameters]
-        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            raise TypeError(
-                f"{type(pipeline).__name__}.__call__ of diffusers {diffusers.__version__} takes no argument "
-                f"{', '.join(f'`{name}`' for name in unknown)}, which its family class passes. The pipeline's signature "
-                f"has changed; it takes {', '.join(name for name in parameters if name != 'self')}. Install another "
-                "version of diffusers, or correct the class."
-            )
         self.model = model
         self._signature = forward_signature
         self._recorded_steps: tuple[int, ...] = ()
         self._calls: list[dict[str, Any]] = []
         self._outputs: list[torch.Tensor] = []
-        # Whether a check passed, on the device, and what raises its error
-        self._checks: list[tuple[torch.Tensor, Callable[[], None]]] = []
+        # Whether a check passed, which stays on the device until all are read at the end of a batch, and its message
+        self._checks: list[tuple[torch.Tensor, Callable[[], str]]] = []
         model.register_forward_pre_hook(self._record_call, with_kwargs=True)
         model.register_forward_hook(self._record_output)
 
@@ -146,7 +131,6 @@ class PipelinePolicy:
             `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images in RGB, transparency on white, and the recorded steps in order.
 
         Raises:
-            TypeError: the pipeline's call does not take an argument that the family class passes.
             ValueError: the batch does not hold full branches of `sde.branch_size` images, or no step is
                 stochastic, so that the images of a branch would be the same.
             RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
@@ -157,10 +141,10 @@ class PipelinePolicy:
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
         last = (num_inference_steps if sde is None else sde.num_steps(num_inference_steps)) - 1
         branch_size = sde.branch_size if sde is not None else 1
-        if sde is not None and branch_size > 1 and (not steps or len(noise_keys) % branch_size != 0):
+        if branch_size > 1 and (not steps or len(noise_keys) % branch_size != 0):
             raise ValueError(
-                f"`branch_size` is {branch_size}: it must divide the batch of {len(noise_keys)} images, and "
-                f"requires a stochastic step (noise level {sde.noise_level}, steps {sde.steps})."
+                f"`branch_size` is {branch_size}: it must divide the batch of {len(noise_keys)} images, and requires a "
+                "stochastic step with noise."
             )
         recorded = (*steps, last) if record_last_step else steps
 
@@ -171,14 +155,13 @@ class PipelinePolicy:
                 if branch_size > 1 and index == min(steps):
                     # Until the first stochastic step the images of a branch are the same
                     rows, images_per_row = rows[::branch_size].clone(), branch_size
-                recording = (self._calls, step.mean, images_per_row)
-                sigmas = self.scheduler.sigmas_of(index)
+                sigmas, recording = self.scheduler.sigmas_of(index), (self._calls, step.mean, images_per_row)
                 records.append(RecordedStep(index, *sigmas, rows, step.prev_sample, step.log_prob, *recording))
             self._calls, self._outputs = [], []
             if index == last:
                 # First: what is not a number fails other checks, too
                 is_finite = torch.isfinite(step.prev_sample).flatten(1).all(dim=1)  # (B,)
-                self._checks.insert(0, (is_finite.all(), functools.partial(_raise_latents, is_finite)))
+                self._checks.insert(0, (is_finite.all(), lambda: _describe_latents(is_finite)))
 
         prepared = [source.image for source in sources]
         arguments = self.family.batch_arguments(prompt_arguments) | self.family.call_arguments(
@@ -188,6 +171,7 @@ class PipelinePolicy:
         initial_keys = initial_keys or noise_keys
         first_of_branch = [initial_keys[image // branch_size * branch_size] for image in range(len(noise_keys))]
         generators = [keyed_generator(*key, 0) for key in first_of_branch]
+        problem = None
         with ExitStack() as stack:
             stack.enter_context(self._recording(recorded, sde, noise_keys, on_step))
             stack.enter_context(self.family.generation_context(self.pipeline, prepared))
@@ -198,11 +182,15 @@ class PipelinePolicy:
             try:
                 output = self.pipeline(**arguments, num_inference_steps=num_inference_steps, generator=generators)
                 images = [to_rgb(image, "A generated image") for image in output.images]
-            except (TypeError, ValueError, RuntimeError) as error:
-                if not isinstance(error, torch.OutOfMemoryError):
-                    self._run_checks()  # what they find explains an error of the pipeline
+            except torch.OutOfMemoryError:
                 raise
-            self._run_checks()
+            except (TypeError, ValueError, RuntimeError) as error:
+                problem = error  # which what the checks find explains
+            passed = torch.stack([is_good for is_good, _ in self._checks]).tolist() if self._checks else []
+            if not all(passed):
+                raise RuntimeError(self._checks[passed.index(False)][1]()) from problem
+            if problem is not None:
+                raise problem
         if self.scheduler.num_inference_steps != num_inference_steps:
             raise RuntimeError(
                 f"`num_inference_steps` is {num_inference_steps}, but {type(self.pipeline).__name__} made "
@@ -210,15 +198,14 @@ class PipelinePolicy:
                 f"`num_inference_steps={self.scheduler.num_inference_steps}`."
             )
         if len(records) != len(recorded):
-            kind = "steps" if record_last_step else "stochastic steps"
             raise RuntimeError(
-                f"{len(records)} {kind} were recorded, but {len(recorded)} were requested ({recorded}): "
+                f"{len(records)} steps were recorded, but {len(recorded)} were requested ({recorded}): "
                 f"the pipeline made other steps than the {last + 1} of its schedule."
             )
         if images[0].size != (width, height):
             raise RuntimeError(
-                f"{type(self.pipeline).__name__} was called for images of {width} x {height} pixels and "
-                f"generated {images[0].width} x {images[0].height}. Correct `size_multiple` or `call_arguments` of "
+                f"{type(self.pipeline).__name__} was called for images of {width} x {height} pixels and generated "
+                f"{images[0].width} x {images[0].height}. Correct `size_multiple` or `call_arguments` of "
                 f"{type(self.family).__name__}."
             )
         return images, share_tensors(records, prompt_arguments, prompt_arguments)
@@ -231,13 +218,18 @@ class PipelinePolicy:
         self.scheduler.sde, self.scheduler.on_step, self._recorded_steps = sde, on_step, steps
         # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
         self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
+
+        def check_pixels(module: nn.Module, args: tuple, pixels: Any) -> None:
+            # The pipeline turns NaN into black and infinity into white, and the image would be scored
+            if torch.is_tensor(pixels):
+                self._checks.append((torch.isfinite(pixels).all(), functools.partial(_describe_pixels, pixels.dtype)))
+
         decoder = getattr(self.pipeline.vae, "decoder", None)
-        hook = None if decoder is None else decoder.register_forward_hook(self._check_pixels)
+        hook = nullcontext() if decoder is None else decoder.register_forward_hook(check_pixels)
         try:
-            yield
+            with hook:
+                yield
         finally:
-            if hook is not None:
-                hook.remove()
             self._recorded_steps, self._calls, self._outputs, self._checks = (), [], [], []
             self.scheduler.sde = self.scheduler.step_generators = self.scheduler.on_step = None
 
@@ -271,13 +263,16 @@ class PipelinePolicy:
     # ---- Hooks of the transformer: record the calls and outputs of recorded steps ----
 
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._recorded_steps and self.scheduler.next_step_index in self._recorded_steps:
-            self._calls.append(_with_fresh_containers(self._signature.bind(*args, **kwargs).arguments))
+        if self.scheduler.next_step_index in self._recorded_steps:
+            # The tensors stay the same, but a transformer may remove items from a dict argument
+            self._calls.append(
+                recursively_apply(lambda tensor: tensor, self._signature.bind(*args, **kwargs).arguments)
+            )
 
     def _record_output(self, module: nn.Module, args: tuple, output):
         # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
         output = (recursively_apply(torch.Tensor.float, output[0]), *output[1:])
-        if self._recorded_steps and self.scheduler.next_step_index in self._recorded_steps:
+        if self.scheduler.next_step_index in self._recorded_steps:
             self._outputs.append(output[0])
         return output
 
@@ -292,12 +287,11 @@ class PipelinePolicy:
             for name, value in _batched(call, self.family).items():
                 rows = value[::branch_size]
                 call[name] = rows if isinstance(value, list) else rows.clone()  # a view would hold the other rows
-                flags = list(_sameness(_widen(call[name], branch_size), value))
-                differs = functools.partial(self._raise_branches, name, branch_size)
-                if not all(flag for flag in flags if not torch.is_tensor(flag)):
-                    differs()
-                if on_device := [flag for flag in flags if torch.is_tensor(flag)]:
-                    self._checks.append((torch.stack(on_device).all(), differs))
+                for flag in _sameness(_widen(call[name], branch_size), value):
+                    if flag is False:
+                        raise RuntimeError(self._describe_branches(name, branch_size))
+                    if flag is not True:
+                        self._checks.append((flag, functools.partial(self._describe_branches, name, branch_size)))
             return (), call
 
         def widen(module: nn.Module, args: tuple, output):
@@ -306,14 +300,10 @@ class PipelinePolicy:
             return _widen(output[0], branch_size), *output[1:]
 
         before = self.model.register_forward_pre_hook(narrow, with_kwargs=True, prepend=True)
-        after = self.model.register_forward_hook(widen, prepend=True)
-        try:
+        with before, self.model.register_forward_hook(widen, prepend=True):
             yield
-        finally:
-            before.remove()
-            after.remove()
 
-    # ---- Checks: values stay on the device, and all are read together at the end of a batch ----
+    # ---- Checks ----
 
     def _check_guidance_rule(
         self, model_output: torch.Tensor, sample: torch.Tensor, guidance_scale: float, index: int
@@ -332,65 +322,40 @@ class PipelinePolicy:
         expected, received = combined.float(), model_output.float()
         tensors = (expected - received, expected + received, received)
         difference, total, scale = (tensor.abs().max() for tensor in tensors)
-        differs = functools.partial(
-            self._raise_guidance, difference, total, scale, precision, index, guidance_scale, len(self._outputs)
-        )
-        self._checks.append((~(difference > precision * scale), differs))
+        number, name, advice = len(self._outputs), type(self.family).__name__, self.family.advice
 
-    def _check_pixels(self, module: nn.Module, args: tuple, pixels: Any) -> None:
-        # The pipeline turns NaN into black and infinity into white, and the image would be scored
-        if torch.is_tensor(pixels):
-            self._checks.append((torch.isfinite(pixels).all(), functools.partial(_raise_pixels, pixels.dtype)))
+        def describe() -> str:
+            return (
+                f"At step {index} the scheduler received something else than {name}.combine makes of the transformer's "
+                f"{number} output(s): they differ by up to {difference.item():.3g} (largest value {scale.item():.3g}, "
+                f"guidance scale {guidance_scale}){': it has the opposite sign' if total <= precision * scale else ''}. "
+                f"Training would follow a wrong guidance rule. {advice}"
+            )
 
-    def _run_checks(self) -> None:
-        """Read the results of the batch's checks, and raise the error of the first that failed."""
-        if self._checks:
-            passed = torch.stack([is_good for is_good, _ in self._checks]).tolist()
-            if not all(passed):
-                _, raise_error = self._checks[passed.index(False)]
-                raise_error()
+        self._checks.append((~(difference > precision * scale), describe))
 
-    def _raise_guidance(
-        self, difference: torch.Tensor, total: torch.Tensor, scale: torch.Tensor, precision: float, index: int,
-        guidance_scale: float, num_outputs: int,
-    ) -> None:  # fmt: skip
-        raise RuntimeError(
-            f"At step {index} the scheduler received something else than {type(self.family).__name__}.combine "
-            f"makes of the transformer's {num_outputs} output(s): they differ by up to {difference.item():.3g} "
-            f"(largest value {scale.item():.3g}, guidance scale {guidance_scale})"
-            f"{': it has the opposite sign' if total <= precision * scale else ''}. Training would follow a "
-            f"wrong guidance rule. {self.family.advice}"
-        )
-
-    def _raise_branches(self, name: str, branch_size: int) -> None:
-        raise RuntimeError(
-            f"`branch_size` is {branch_size}, but before the first stochastic step {branch_size} images that "
-            f"should be the same differ in the argument `{name}` of the transformer: "
-            f"{type(self.pipeline).__name__} makes something of its own for each. Set "
-            f"`branch_size=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
+    def _describe_branches(self, name: str, branch_size: int) -> str:
+        return (
+            f"`branch_size` is {branch_size}, but before the first stochastic step images that should be the same differ "
+            f"in the argument `{name}` of the transformer: {type(self.pipeline).__name__} makes something of its own for "
+            f"each. Set `branch_size=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
             f"{type(self.family).__name__}."
         )
 
 
-def _raise_latents(is_finite: torch.Tensor) -> None:
-    wrong = (~is_finite).nonzero().flatten().tolist()
-    raise RuntimeError(
-        f"The latents of image(s) {wrong} of a batch of {len(is_finite)} are not finite after the last "
-        "denoising step; their pixels would be black. The weights are not finite, or overflow in their "
+def _describe_latents(is_finite: torch.Tensor) -> str:
+    return (
+        f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(is_finite)} are not finite "
+        "after the last denoising step; their pixels would be black. The weights are not finite, or overflow in their "
         "dtype: check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
     )
 
 
-def _raise_pixels(dtype: torch.dtype) -> None:
-    raise RuntimeError(
-        "The decoded images are not finite, although their latents are: the VAE overflows in its dtype, "
-        f"{dtype}. Train with `bf16=True` or in float32, or use another VAE."
+def _describe_pixels(dtype: torch.dtype) -> str:
+    return (
+        f"The decoded images are not finite, although their latents are: the VAE overflows in its dtype, {dtype}. "
+        "Train with `bf16=True` or in float32, or use another VAE."
     )
-
-
-def _with_fresh_containers(call: dict[str, Any]) -> dict[str, Any]:
-    # The tensors stay the same, but a transformer may remove items from a dict argument
-    return recursively_apply(lambda tensor: tensor, call)
 
 
 def _batched(call: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -510,7 +475,8 @@ def predict(
     for number, call in enumerate(calls):
         # The unconditional prediction is the second call in every pipeline that makes two
         with torch.no_grad() if detach_unconditional and number > 0 else nullcontext():
-            outputs.append(model(**_with_fresh_containers(call))[0])
+            fresh = recursively_apply(lambda tensor: tensor, call)  # as in `_record_call`
+            outputs.append(model(**fresh)[0])
     return family.combine(outputs, guidance_scale, sample, detach_unconditional)
 
 

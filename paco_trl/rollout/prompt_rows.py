@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a dataset, prepared for generation: layout, sizes, source images, and the images of each."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,6 +77,7 @@ class PromptRows:
                 self.image_layouts[number] = (1, 1)
             self.calls_of.append(range(len(self.calls), len(self.calls) + len(prompts)))
             self.calls += [Call(number, prompt) for prompt in prompts]
+        self.lengths = list(map(len, self.calls_of))  # number of images of each row
         for number, ((rows, cols), (height, width)) in enumerate(zip(self.image_layouts, self.own_sizes, strict=True)):
             if self.sources is not None and (height is None or width is None):
                 continue  # the source image decides
@@ -150,32 +150,6 @@ class PromptRows:
     def images(self, number: int) -> list[Image.Image]:
         """Return the source images of a row, decoded, in RGB."""
         return [] if self.sources is None else self.sources.load(number)
-
-    def first_images(self, numbers: list[int], count: int) -> dict[int, list[Image.Image]] | None:
-        """Return the source images of the first `count` rows by place; `None` where the dataset has none."""
-        if self.sources is None:
-            return None
-        return {place: self.sources.load(number) for place, number in enumerate(numbers[:count])}
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of images of each row."""
-        return list(map(len, self.calls_of))
-
-    def calls_in(self, numbers: list[int]) -> list[int]:
-        """Return the numbers of the calls of some rows, in order."""
-        return [call for number in numbers for call in self.calls_of[number]]
-
-    def initial_noise(self, call: int) -> int:
-        """Return the call whose initial noise a call has: with `shared_noise`, the first of its row."""
-        return self.calls_of[self.calls[call].row][0] if self.args.panel_generation == "shared_noise" else call
-
-    def prompt_key(self, call: int, scale: float) -> PromptKey:
-        """Return what the images of a call are generated from, the row's source images read at `scale` per side."""
-        row, prompt = self.calls[call]
-        if self.sources is None:
-            return PromptKey(prompt)
-        return PromptKey(prompt, self.sources.digests(row), scale)
 
     @contextmanager
     def add_row_to_errors(self, number: int) -> Iterator[None]:
@@ -258,9 +232,9 @@ class Completions:
 
     def __init__(self, rows: PromptRows, numbers: list[int], num_generations: int, num_calls: int | None = None):
         self.rows, self.numbers, self.num_generations = rows, numbers, num_generations
-        self.places = [place for place, number in enumerate(numbers) for _ in rows.calls_of[number]]  # of each call
-        calls = rows.calls_in(numbers)
-        self.calls = list(itertools.islice(itertools.cycle(calls), num_calls or len(calls)))
+        pairs = [(place, call) for place, number in enumerate(numbers) for call in rows.calls_of[number]]
+        self.places = [place for place, _ in pairs]  # of each call
+        self.calls = [pairs[number % len(pairs)][1] for number in range(num_calls or len(pairs))]
         self._images: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by call
         self.anchors: dict[int, Image.Image] = {}  # by image, of those that this process generates from them
 
@@ -272,21 +246,17 @@ class Completions:
         completions = places[:, None] * self.num_generations + torch.arange(self.num_generations)
         return completions.flatten(), shares.repeat_interleave(self.num_generations)
 
-    def row(self, completion: int) -> int:
-        """Return the row of a completion."""
-        return self.numbers[completion // self.num_generations]
-
     def images_of(self, completion: int) -> list[int]:
         """Return the numbers of a completion's images, in the order of its panels."""
         place, generation = divmod(completion, self.num_generations)
         return [call * self.num_generations + generation for call, owner in enumerate(self.places) if owner == place]
 
     def anchor_of(self, image: int) -> int | None:
-        """Return the first panel from which an image is generated; `None` for one that is generated from text alone."""
+        """Return the first panel of an image's set, from which an `anchored` one is generated; `None` for the first."""
         call, generation = divmod(image, self.num_generations)
         call %= len(self.places)
         first = self.places.index(self.places[call])
-        return first * self.num_generations + generation if self.rows.is_anchored and call != first else None
+        return first * self.num_generations + generation if call != first else None
 
     def in_order(self, batches: list[list[int]], gather: Callable[[list], list]) -> Iterator[tuple[int, list[int]]]:
         """
@@ -295,9 +265,6 @@ class Completions:
         `gather` gathers a list from all processes. The batches that make up the numbers have a place behind the others, and
         finish nothing.
         """
-        if not self.rows.is_anchored:
-            yield from enumerate(batches)
-            return
         parts: tuple[list, list] = ([], [])  # of batches without and with an anchor
         for place, batch in enumerate(batches):
             parts[self.anchor_of(batch[0]) is not None].append((place, batch))
@@ -341,7 +308,7 @@ class Completions:
         return finished
 
     def _finish(self, completion: int, images: dict[int, Image.Image]) -> dict[int, Image.Image]:
-        calls = self.rows.calls_of[self.row(completion)]
+        calls = self.rows.calls_of[self.numbers[completion // self.num_generations]]
         if len(images) < len(calls):
             return {}
         self._images.pop(completion, None)

@@ -10,7 +10,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class PromptEncoder:
         self.accelerator = accelerator
         self.negative_prompt = negative_prompt
         self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
+        self._is_hidden = not accelerator.is_main_process  # of progress bars
         # What was encoded, or the file of it: (digest, scale) -> latents of a source image
         self._encoded: dict[PromptKey | tuple[str, float], dict[str, torch.Tensor] | Path] = {}
 
@@ -85,34 +86,53 @@ class PromptEncoder:
             self._read_digests(rows, numbers)
         prompts: dict[PromptKey, int] = {}  # -> a row with its source images
         images: dict[tuple[str, float], tuple[int, int]] = {}  # -> a row and the place in it
-        for call in rows.calls_in(list(dict.fromkeys(numbers))):
-            condition, number = rows.prompt_key(call, scale), rows.calls[call].row
-            for distinct in self._prompt_keys(condition):
-                if distinct not in self._encoded:
-                    prompts.setdefault(distinct, number)
-            for place, image in enumerate(condition.images):
-                if (image, scale) not in self._encoded:
-                    images.setdefault((image, scale), (number, place))
+        for number in dict.fromkeys(numbers):
+            for call in rows.calls_of[number]:
+                texts, sources = self._keys(rows, call, scale)
+                for key in texts:
+                    if key not in self._encoded:
+                        prompts.setdefault(key, number)
+                for place, image in enumerate(sources):
+                    if image not in self._encoded:
+                        images.setdefault(image, (number, place))
         if images:  # before prompts: damaged files are found
             self._encode_images(rows, images)
         if prompts:
             self._encode_prompts(rows, prompts)
         if prompts or images:
             wait_for_all()  # all files exist
+        if self._folder is not None:
+            for new in (prompts, images):
+                self._encoded |= {key: self._file(key) for key in new}
 
     def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, PromptEmbeddings]:
         """Return the embeddings of some encoded rows, on the CPU, by call."""
-        conditions = {call: rows.prompt_key(call, scale) for call in rows.calls_in(numbers)}
-        distinct = dict.fromkeys(each for condition in conditions.values() for each in self._prompt_keys(condition))
-        digests = dict.fromkeys((digest, scale) for condition in conditions.values() for digest in condition.images)
-        keys: list[PromptKey | tuple[str, float]] = [*distinct, *digests]
-        encoded: Any = {key: dict(self._read(key)) for key in keys}
+        keys = {call: self._keys(rows, call, scale) for number in numbers for call in rows.calls_of[number]}
+        encoded: Any = {}
+        needed: Iterable[Any] = (each for texts, sources in keys.values() for each in (*texts, *sources))
+        for key in dict.fromkeys(needed):
+            kept = self._encoded[key]
+            try:
+                encoded[key] = load_file(kept) if isinstance(kept, Path) else dict(kept)  # a file is mapped, not read
+            except FileNotFoundError as error:
+                raise FileNotFoundError(
+                    f"'{kept}' is missing, which another process has written, or was deleted during the run. All "
+                    "processes must see the directory of the embeddings: set `embeddings_dir` to a shared one."
+                ) from error
         embeddings = {}
-        for call, condition in conditions.items():
-            prompt, *negative = [encoded[each] for each in self._prompt_keys(condition)]
-            latents = [encoded[digest, scale]["latents"] for digest in condition.images]
+        for call, (texts, sources) in keys.items():
+            prompt, *negative = [encoded[key] for key in texts]
+            latents = [encoded[key]["latents"] for key in sources]
             embeddings[call] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
         return embeddings
+
+    def _keys(self, rows: PromptRows, call: int, scale: float) -> tuple[list[PromptKey], list[tuple[str, float]]]:
+        """Return what the text encoders see, with true guidance of the negative prompt too, and the source images."""
+        row, prompt = rows.calls[call]
+        digests = () if rows.sources is None else rows.sources.digests(row)
+        seen = (digests, scale) if self.family.prompt_sees_images and rows.sources is not None else ()
+        prompts = [prompt] if self.negative_prompt is None else [prompt, self.negative_prompt]
+        return [PromptKey(each, *seen) for each in prompts], [(each, scale) for each in digests]
 
     def _read_digests(self, rows: PromptRows, numbers: list[int]) -> None:
         """Read the files of source images, each on one process."""
@@ -121,23 +141,15 @@ class PromptEncoder:
         if not new:
             return
         mine = new[self.accelerator.process_index :: self.accelerator.num_processes]
-        is_hidden = len(new) < 1000 or not self.accelerator.is_main_process
-        read = [(number, sources.digests(number)) for number in tqdm(mine, "Reading images", disable=is_hidden)]
+        progress = tqdm(mine, "Reading images", disable=self._is_hidden or len(new) < 1000)
+        read = [(number, sources.digests(number)) for number in progress]
         wait_for_all()
         sources.remember(dict(gather_object(read)))
-
-    def _prompt_keys(self, condition: PromptKey) -> list[PromptKey]:
-        """Return what the text encoders see: of the prompt and, with true guidance, of the negative prompt."""
-        seen = condition if self.family.prompt_sees_images else PromptKey(condition.prompt)
-        return [seen] if self.negative_prompt is None else [seen, replace(seen, prompt=self.negative_prompt)]
 
     def _local_part(self, new: dict) -> list[tuple]:
         """Return what this process must encode: its part of what is new, without what an earlier run encoded."""
         mine = list(new.items())[self.accelerator.process_index :: self.accelerator.num_processes]
         return [each for each in mine if self._folder is None or not _is_complete(self._file(each[0]))]
-
-    def _progress(self, mine: list[tuple], description: str) -> Iterable[tuple]:
-        return tqdm(mine, description, disable=not (mine and self.accelerator.is_main_process))
 
     def _file(self, key: PromptKey | tuple[str, float]) -> Path:
         return self._folder / f"{digest(repr(key))[:32]}.safetensors"
@@ -150,24 +162,12 @@ class PromptEncoder:
         else:
             self._encoded[key] = tensors
 
-    def _read(self, key: PromptKey | tuple[str, float]) -> dict[str, torch.Tensor]:
-        encoded = self._encoded[key]
-        if not isinstance(encoded, Path):
-            return encoded
-        try:
-            return load_file(encoded)  # mapped, not read
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"'{encoded}' is missing, which another process has written, or was deleted during the run. All "
-                "processes must see the directory of the embeddings: set `embeddings_dir` to a shared one."
-            ) from error
-
     def _encode_prompts(self, rows: PromptRows, new: dict[PromptKey, int]) -> None:
         device, count = self.accelerator.device, sum(each.prompt != self.negative_prompt for each in new)
         mine, size = self._local_part(new), 0
         counting = truncations_counted(self.pipeline, f"{count} prompts")
         with self._placed(self.family.text_encoders if mine else ()), counting as truncations:
-            for condition, number in self._progress(mine, "Encoding prompts"):
+            for condition, number in tqdm(mine, "Encoding prompts", disable=self._is_hidden or not mine):
                 images = rows.images(number) if condition.images else []
                 arguments = (condition.prompt, device, images, condition.scale)
                 with rows.add_row_to_errors(number):
@@ -177,20 +177,19 @@ class PromptEncoder:
                 if self.family.is_truncated(self.pipeline, condition.prompt):
                     name = type(self.pipeline).__name__
                     truncations[f"the end of the text was truncated, because it is longer than {name} reads"] += 1
-        self._remember(new)
         logger.info(
-            f"{sum(isinstance(known, PromptKey) for known in self._encoded)} distinct prompts are encoded, "
-            f"{len(mine)} of them now by this process ({size / 2**20:.1f} MiB each), in {self._folder or 'CPU memory'}."
+            f"{count} new prompts are encoded, {len(mine)} by this process ({size / 2**20:.1f} MiB each), "
+            f"in {self._folder or 'CPU memory'}."
         )
 
     def _encode_images(self, rows: PromptRows, new: dict[tuple[str, float], tuple[int, int]]) -> None:
         mine = self._local_part(new)
         with self._placed(("vae",) if mine else ()):
-            for (digest, scale), (number, place) in self._progress(mine, "Encoding source images"):
+            progress = tqdm(mine, "Encoding source images", disable=self._is_hidden or not mine)
+            for (digest, scale), (number, place) in progress:
                 with rows.add_row_to_errors(number):
                     image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
                     self._keep((digest, scale), {"latents": self.encode_image(image).latents.cpu()})
-        self._remember(new)
 
     @torch.no_grad()
     def encode_image(self, image: Image.Image) -> EncodedImage:
@@ -199,10 +198,6 @@ class PromptEncoder:
         with _untiled(vae), torch.autocast(device.type, enabled=False):  # as the pipeline does
             pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
             return EncodedImage(image, vae.encode(pixels).latent_dist.mode().float())
-
-    def _remember(self, new: dict) -> None:
-        if self._folder is not None:
-            self._encoded |= {key: self._file(key) for key in new}
 
     def _placed(self, names: tuple[str, ...]) -> AbstractContextManager[None]:
         modules = [module for name in names if (module := getattr(self.pipeline, name)) is not None]
@@ -268,19 +263,13 @@ def _untiled(vae):
             vae.enable_tiling()
 
 
+@dataclass
 class EncodedRows:
-    """Rows of a dataset, read and prepared once each, with their embeddings."""
+    """Embeddings of some rows by call, and what reads a row and prepares the source images of a call, each once."""
 
-    def __init__(
-        self, rows: PromptRows, encoded: dict[int, PromptEmbeddings], prepare: Callable[[Image.Image], Image.Image]
-    ):
-        self.rows = rows
-        self.encoded = encoded
-        read = functools.lru_cache(8)(rows.row)  # decodes source images, which may be large
-        self.read = read
-        # Not `self.read`: a reference cycle would keep embeddings on the accelerator until garbage collection
-        source_images = functools.cache(lambda number: [prepare(image) for image in rows.images_in(read(number))])
-        self.source_images = lambda call: [] if rows.sources is None else source_images(rows.calls[call].row)
+    encoded: dict[int, PromptEmbeddings]
+    read: Callable[[int], dict[str, Any]]
+    source_images: Callable[[int], list[Image.Image]]
 
 
 class Generated(NamedTuple):
@@ -319,11 +308,12 @@ class RolloutSampler:
     def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> EncodedRows:
         """Return some encoded rows with their embeddings."""
         family, pipeline = self.policy.family, self.policy.pipeline
-        return EncodedRows(
-            rows,
-            self.prompt_encoder.fetch(rows, numbers, scale),
-            lambda image: family.prepare_image(pipeline, image, scale),
+        read = functools.lru_cache(8)(rows.row)  # decodes source images, which may be large
+        prepared = functools.cache(
+            lambda number: [family.prepare_image(pipeline, image, scale) for image in rows.images_in(read(number))]
         )
+        encoded = self.prompt_encoder.fetch(rows, numbers, scale)
+        return EncodedRows(encoded, read, lambda call: prepared(rows.calls[call].row) if rows.sources else [])
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -370,14 +360,9 @@ class RolloutSampler:
         """
         arguments, kept, sources = self.inputs(fetched, calls)
         images, records = self.policy.generate(
-            arguments,
-            *size,
-            num_inference_steps,
-            self.guidance_scale,
-            noise_keys,
-            sources=[*sources, *anchors],
+            arguments, *size, num_inference_steps, self.guidance_scale, noise_keys, sources=[*sources, *anchors],
             **recording,
-        )
+        )  # fmt: skip
         if finish is not None:
             records = finish(noise_keys, records)
         if self.offload_embeddings:
@@ -405,7 +390,9 @@ class RolloutSampler:
         processes call this, and that a set of separate images may be of several.
         """
         rows, generations = completions.rows, completions.num_generations
-        ordered = completions.in_order(batches, gather_object if is_collective else list)
+        ordered: Iterable = enumerate(batches)
+        if rows.is_anchored:
+            ordered = completions.in_order(batches, gather_object if is_collective else list)
         family, pipeline = self.policy.family, self.policy.pipeline
         encode = functools.cache(
             lambda image: self.prompt_encoder.encode_image(family.prepare_panel(pipeline, completions.anchors[image]))
@@ -413,22 +400,29 @@ class RolloutSampler:
         for place, numbers in tqdm(ordered, progress, len(batches), disable=progress is None, leave=False):
             calls = [completions.calls[image // generations] for image in numbers]
             row_numbers = [rows.calls[call].row for call in calls]
-            keyed = list(zip(calls, numbers, strict=True))
-            noise_keys: list[tuple[int, ...]] = [(*key, call, image % generations) for call, image in keyed]
-            initial_keys = [(*key, rows.initial_noise(call), image % generations) for call, image in keyed]
+            generation_of = [image % generations for image in numbers]
+            noise_keys: list[tuple[int, ...]] = [
+                (*key, *of_image) for of_image in zip(calls, generation_of, strict=True)
+            ]
+            initial_keys = noise_keys
+            if rows.args.panel_generation == "shared_noise":  # that of the first call of the row
+                first = [rows.calls_of[number][0] for number in row_numbers]
+                initial_keys = [(*key, *of_image) for of_image in zip(first, generation_of, strict=True)]
             encoded = fetched or self.fetch(rows, row_numbers, scale)
-            anchors = [encode(anchor) for image in numbers if (anchor := completions.anchor_of(image)) is not None]
-            if anchors:
-                anchors = [EncodedImage(anchors[0].image, torch.cat([anchor.latents for anchor in anchors]))]
+            anchors = []
+            if rows.is_anchored and completions.anchor_of(numbers[0]) is not None:
+                encoded_anchors = [encode(completions.anchor_of(image)) for image in numbers]
+                latents = torch.cat([anchor.latents for anchor in encoded_anchors])
+                anchors = [EncodedImage(encoded_anchors[0].image, latents)]
             images, records = self.generate(
                 encoded, calls, noise_keys, sizes[row_numbers[0]], num_inference_steps, initial_keys=initial_keys,
                 anchors=anchors, **recording,
             )  # fmt: skip
             finished = completions.add(numbers, images) if place < len(batches) else {}
-            read = [encoded.read(completions.row(number)) for number in finished]
+            read = [encoded.read(completions.numbers[number // generations]) for number in finished]
             yield Generated(place, [*finished], read, [*finished.values()], records)
         has_sets = len(completions.places) > len(completions.numbers)
         if is_collective and has_sets and self.accelerator.num_processes > 1:
             finished = completions.exchange(self.accelerator)
-            read = [rows.row(completions.row(number)) for number in finished]
+            read = [rows.row(completions.numbers[number // generations]) for number in finished]
             yield Generated(len(batches), [*finished], read, [*finished.values()], [])

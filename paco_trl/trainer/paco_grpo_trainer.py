@@ -713,7 +713,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if self.accelerator.is_main_process:
             folder, step = Path(self.args.output_dir) / "contact_sheets", self.state.global_step
             prompts = [rows.prompts[number] for number in numbers]
-            sources = rows.first_images(numbers, MAX_PROMPTS)
+            sources = None
+            if rows.sources is not None:
+                sources = {place: rows.images(number) for place, number in enumerate(numbers[:MAX_PROMPTS])}
             self.figure_thread.submit(
                 lambda: save_scored_sheet(folder, name, title, prompts, shown, before, sources),
                 lambda sheet: send_to_trackers(sheet, tracker_name, step, self.callback_handler.callbacks),
