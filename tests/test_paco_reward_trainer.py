@@ -21,9 +21,9 @@ import pytest
 import torch
 from datasets import Dataset, Image, List, concatenate_datasets
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from peft import LoraConfig, PeftModel, PromptTuningConfig
 from PIL import Image as PILImage
+from PIL import ImageDraw
 from qwen_vl_utils import process_vision_info
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin, TrainerCallback
@@ -931,15 +931,13 @@ class TestSameScores:
 @pytest.fixture
 def texts(monkeypatch) -> list[str]:
     """A list that grows with each text that is drawn."""
-    drawn = []
-    for owner, name, position in ((Axes, "text", 3), (Figure, "suptitle", 1)):
-        draw = getattr(owner, name)
+    drawn, draw = [], ImageDraw.ImageDraw.text
 
-        def watching(*args, draw=draw, position=position, **kwargs):
-            drawn.append(args[position])
-            return draw(*args, **kwargs)
+    def watching(self, place, text, *args, **kwargs):
+        drawn.append(text)
+        return draw(self, place, text, *args, **kwargs)
 
-        monkeypatch.setattr(owner, name, watching)
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", watching)
     return drawn
 
 

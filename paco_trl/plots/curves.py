@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write what a run logged as a table, and plot rewards, clipping and time over the optimizer steps."""
 
-import csv
-import io
 import logging
 import math
 import re
@@ -12,12 +10,9 @@ from functools import partial
 from itertools import cycle
 from numbers import Real
 from pathlib import Path
-from statistics import fmean
 
-import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -29,68 +24,42 @@ from .figures import new_figure, png_bytes
 logger = logging.getLogger(__name__)
 
 PLOT_PAUSE = 60  # seconds between curves at logs
-MANY_POINTS = 200  # a line of more is noise: means over as many spans are plotted
-MAX_LABEL = 30  # letters that fit next to the panels
+_MAX_LABEL = 30  # letters that fit next to the panels
 _COLORS = ("#1f77b4", "#e8710a", "#2a9d3a", "#8e5fc4", "#c2185b", "#6d4c41", "#00838f", "#9e9d24")
-_EVAL_STYLES = (("0.1", "o"), ("#d62728", "s"), ("#7b1fa2", "D"), ("#00695c", "^"), ("#ad6800", "v"))
+_EVAL_COLORS = ("0.1", "#d62728", "#7b1fa2", "#00695c", "#ad6800")
 _PHASES = {"encode": "#b0bec5", "rollout": "#1f77b4", "reward": "#e8710a", "train": "#2a9d3a"}
-_CLIPPED = (("region", "both", "0.25"), ("low", "below the range", "#1f77b4"), ("high", "above the range", "#e8710a"))
-_DEVIATIONS: dict = {"ratio_deviation": ("-", "after an update"), "ratio_deviation_on_policy": (":", "on policy")}
-# Inches. On a model card, about 700 pixels wide, letters of a wider figure are too small
-_PANEL_HEIGHT, _LEGEND_LINE, _GAP, _WIDTH = 1.35, 0.155, 0.42, 7.3
+_CLIPPED = {"region": "both", "low": "below the range", "high": "above the range"}
+_DEVIATIONS = {"": "after an update", "_on_policy": "on policy"}
 
 
-def history_rows(log_history: list[dict]) -> list[dict[str, float]]:
+def history_table(log_history: list[dict]) -> pd.DataFrame:
     """Merge the logs of each step into a row: the last value counts, `None` becomes NaN, texts are left out."""
     rows: dict[int, dict] = {}
     for entry in log_history:
-        row = rows.setdefault(entry["step"], {"step": entry["step"]})
-        values = {name: math.nan if value is None else value for name, value in entry.items()}
-        row.update({name: value for name, value in values.items() if isinstance(value, Real)})
-    return [rows[step] for step in sorted(rows)]
+        numbers = {name: value for name, value in entry.items() if value is None or isinstance(value, Real)}
+        rows.setdefault(entry["step"], {}).update(numbers)
+    table = pd.DataFrame([rows[step] for step in sorted(rows)]).astype(float).astype({"step": int})
+    return table[[*(name for name in ("step", "epoch") if name in table), *sorted(set(table) - {"step", "epoch"})]]
 
 
-def write_curves_csv(rows: list[dict[str, float]], path: str | Path) -> None:
-    """Write rows as a table: `step`, `epoch`, then metrics by name; a missing value is an empty cell."""
-    table = io.StringIO()
-    names = sorted(set().union(*rows) - {"step", "epoch"})
-    writer = csv.DictWriter(table, ["step", "epoch", *names], lineterminator="\n")
-    writer.writeheader()
-    # A NaN is the only value that differs from itself
-    writer.writerows({name: value for name, value in row.items() if value == value} for row in rows)
-    write_atomically(path, table.getvalue(), durable=False)
-
-
-def plot_curves(rows: list[dict[str, float]], path: str | Path, steps_per_round: int = 1) -> bool:
+def plot_curves(table: pd.DataFrame, path: str | Path, steps_per_round: int = 1) -> bool:
     """Plot the metrics of a run in panels, one below the other. Without any, return `False` and write nothing."""
-    is_long, rows = len(rows) > MANY_POINTS, _thin_out(rows)
-    panels = list(_panels(rows, steps_per_round))
+    panels = list(_panels(table, steps_per_round))
     if not panels:
         return False
-    figure = new_figure(_WIDTH, 1, dpi=140)
+    # On a model card, about 700 pixels wide, letters of a wider figure are too small
+    figure = new_figure(7.3, 0.5 + 1.7 * len(panels), dpi=140, layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    heights = []
     for axes, (title, plot) in zip(all_axes, panels, strict=True):
         axes.set_title(title, fontsize=8.5, loc="left", pad=4)
-        handles = plot(axes, rows) or axes.get_legend_handles_labels()[0]
-        style = {"fontsize": 7.5, "frameon": False, "borderaxespad": 0, "labelspacing": 0.35}
-        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1.03), **style)
+        plot(axes)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.03), fontsize=7.5, frameon=False, labelspacing=0.35)
         axes.tick_params(labelsize=7.5)
         axes.grid(axis="y", color="0.92", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        # At least as high as the legend, so that legends do not overlap
-        heights.append(max(_PANEL_HEIGHT, _LEGEND_LINE * len(handles)))
-    steps = [row["step"] for row in rows]
-    margin = max(0.5, 0.01 * (steps[-1] - steps[0]))
-    all_axes[-1].set_xlim(steps[0] - margin, steps[-1] + margin)
     all_axes[-1].xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-    means = f" (each point is the mean of a {MANY_POINTS}th of the run)" * is_long
-    all_axes[-1].set_xlabel(f"optimizer step{means}", fontsize=8.5)
-    height = 0.3 + sum(heights) + _GAP * (len(heights) - 1) + 0.45  # with room for the title and the ticks
-    figure.set_size_inches(_WIDTH, height)
-    all_axes[0].get_gridspec().set_height_ratios(heights)
-    figure.subplots_adjust(0.09, 0.45 / height, 0.7, 1 - 0.3 / height, hspace=_GAP / float(np.mean(heights)))
+    all_axes[-1].set_xlabel("optimizer step", fontsize=8.5)
     write_atomically(path, png_bytes(figure))
     return True
 
@@ -114,15 +83,16 @@ class CurvesCallback(TrainerCallback):
             self.on_save(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        rows = history_rows(state.log_history) if state.is_world_process_zero else []
-        if not rows or rows[-1]["step"] == 0:  # before the first step they would replace those of an earlier run
+        # Before the first step they would replace those of an earlier run
+        if not state.is_world_process_zero or not any(entry["step"] for entry in state.log_history):
             return
-        folder = Path(args.output_dir)
-        self._write(folder / "curves.csv", lambda path: write_curves_csv(rows, path))
+        table, folder = history_table(state.log_history), Path(args.output_dir)
+        text = table.to_csv(index=False, lineterminator="\n")
+        self._write(folder / "curves.csv", lambda path: write_atomically(path, text, durable=False))
         if self._plot:
             # Only `PaCoGRPOConfig` has rounds
             per_round = getattr(args, "optimizer_steps_per_generation", 1) * getattr(args, "num_iterations", 1)
-            self._submit(lambda: self._write(folder / "curves.png", lambda path: plot_curves(rows, path, per_round)))
+            self._submit(lambda: self._write(folder / "curves.png", lambda path: plot_curves(table, path, per_round)))
         self._not_before = time.monotonic() + PLOT_PAUSE
 
     on_train_end = on_save
@@ -134,171 +104,87 @@ class CurvesCallback(TrainerCallback):
         except OSError as error:
             if path not in self._failed:
                 self._failed.add(path)
-                logger.warning(
-                    f"The curves of the run could not be written to {path}: {error}. Training continues, and the next "
-                    "logs try again without a warning. Free some space, or make the directory writable."
-                )
+                logger.warning(f"{path} could not be written: {error}. Training continues. Free some space.")
 
 
-_Panel = tuple[str, Callable[[Axes, list[dict]], list | None]]
-
-
-def _panels(rows: list[dict], steps_per_round: int) -> Iterator[_Panel]:
-    """Yield the title of each panel, and the function that plots it and returns special handles of the legend."""
-    names = set().union(*rows)
-    trained = {match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))}
-    evaluated = [match for name in names if (match := re.fullmatch(r"(eval(?:_.+?)?)_rewards/(.+)/mean", name))]
-    prefixes = sorted({match[1] for match in evaluated})
-    colors = dict(zip(sorted(trained | {match[2] for match in evaluated}), cycle(_COLORS), strict=False))
-    spread, shares = (
-        {reward: color for reward, color in colors.items() if f"rewards/{reward}/{metric}" in names}
-        for metric in ("h", "share")
-    )
+def _panels(table: pd.DataFrame, steps_per_round: int) -> Iterator[tuple[str, Callable[[Axes], None]]]:
+    """Yield the title of each panel, and the function that plots it."""
+    means = [match for name in table if (match := re.fullmatch(r"(?:(eval(?:_.+?)?)_)?rewards/(.+)/mean", name))]
+    prefixes = sorted({match[1] for match in means if match[1]})
+    colors = dict(zip(sorted({match[2] for match in means}), cycle(_COLORS), strict=False))
     for reward, color in colors.items():  # a panel each, because their ranges differ, some by a factor of a hundred
-        plot = partial(_plot_reward, reward=reward, color=color, prefixes=prefixes)
-        yield f"{_label(reward).strip()}: mean", plot
-    if spread:
-        yield "Spread of each reward over a round: std / mean (h)", partial(_plot_spread, colors=spread)
-    if len(shares) > 1:
-        title = "Share of each reward in the differences within a group (1: it decides alone)"
-        yield title, partial(_plot_shares, colors=shares)
-    if names & {f"clip_ratio/{part}_mean" for part, _, _ in _CLIPPED}:
-        yield "Clip fraction", _plot_clipping
-    found = (re.fullmatch(r"(ratio_deviation(?:_on_policy)?)/step_(\d+)", name) for name in names)
-    if deviations := sorted((match[1], int(match[2])) for match in found if match):
+        yield f"{_label(reward).strip()}: mean", partial(_plot_reward, table, reward, color, prefixes)
+    spread = {f"rewards/{reward}/h": (_label(reward), color) for reward, color in colors.items()}
+    clipped = {
+        f"clip_ratio/{part}_mean": (text, color)
+        for (part, text), color in zip(_CLIPPED.items(), _COLORS, strict=False)
+    }
+    for title, lines in (("Spread of each reward over a round: std / mean (h)", spread), ("Clip fraction", clipped)):
+        if lines.keys() & set(table):
+            yield title, partial(_plot_lines, table, lines)
+    if any(name.startswith("ratio_deviation") for name in table):
         title = "|ratio - 1| by denoising step, before the first update of a round (on policy) and after"
-        yield title, partial(_plot_deviations, deviations=deviations)
-    if phases := [phase for phase in _PHASES if f"time/{phase}" in names]:
+        yield title, partial(_plot_deviations, table)
+    if f"time/{next(iter(_PHASES))}" in table:
         share = " (with its share of a round's encoding, generation and scoring)" if steps_per_round > 1 else ""
-        plot = partial(_plot_time, phases=phases, steps_per_round=steps_per_round)
-        yield f"Seconds per optimizer step{share}", plot
+        yield f"Seconds per optimizer step{share}", partial(_plot_time, table, steps_per_round)
 
 
-def _plot_reward(axes: Axes, rows: list[dict], reward: str, color: str, prefixes: list[str]) -> None:
-    _line(axes, *_series(rows, f"rewards/{reward}/mean", "rewards/"), color, "training")
-    for prefix, (color, marker) in zip(prefixes, cycle(_EVAL_STYLES), strict=False):
-        (steps, means), (_, low), (_, high), (_, baselines) = (
-            _series(rows, f"{prefix}_rewards/{reward}/{metric}", f"{prefix}_rewards/")
-            for metric in ("mean", "ci_low", "ci_high", "baseline")
-        )
-        if np.isfinite(means).any():
-            name = "" if prefix == "eval" else f" {prefix.removeprefix('eval_')}"
-            label = _label(f"evaluation{name}")
-            axes.plot(steps, means, marker, color=color, markersize=4, zorder=4, label=label)
-            axes.vlines(steps, low, high, color=color, linewidth=1.1, zorder=3)
-            for baseline in baselines[np.isfinite(baselines)][-1:]:
-                style: dict = {"color": color, "linestyle": "--", "linewidth": 0.9, "zorder": 2}
-                axes.axhline(baseline, label=_label(f"baseline{name}"), **style)
+def _plot_lines(table: pd.DataFrame, lines: dict[str, tuple[str, str]], axes: Axes, linestyle: str = "-") -> None:
+    for name, (label, color) in lines.items():
+        if name in table and (known := table[name].notna()).any():
+            size = 4 if len(table) <= 50 else 2
+            axes.plot(
+                table["step"][known], table[name][known], linestyle, marker=".", markersize=size, color=color, label=label,
+                linewidth=1.3,
+            )  # fmt: skip
 
 
-def _plot_spread(axes: Axes, rows: list[dict], colors: dict[str, str]) -> None:
-    for reward, color in colors.items():
-        steps, spread = _series(rows, f"rewards/{reward}/h", "rewards/")
-        _line(axes, steps, spread, color, _label(reward))
-        _, tamed = _series(rows, f"rewards/{reward}/tamed", "rewards/")
-        if (tamed > 0).any():
-            label = _label(f"{reward}, tamed")
-            axes.plot(steps[tamed > 0], spread[tamed > 0], "v", color=color, markersize=4, label=label)
-    axes.set_ylim(bottom=0)
+def _plot_reward(table: pd.DataFrame, reward: str, color: str, prefixes: list[str], axes: Axes) -> None:
+    _plot_lines(table, {f"rewards/{reward}/mean": ("training", color)}, axes)
+    for prefix, eval_color in zip(prefixes, cycle(_EVAL_COLORS), strict=False):
+        columns = [f"{prefix}_rewards/{reward}/{metric}" for metric in ("mean", "ci_low", "ci_high", "baseline")]
+        found = table.reindex(columns=["step", *columns]).dropna(subset=columns[:1])
+        if found.empty:
+            continue
+        name = "" if prefix == "eval" else f" {prefix.removeprefix('eval_')}"
+        steps, mean, low, high, baseline = (found[column] for column in found)
+        axes.plot(steps, mean, "o", color=eval_color, markersize=4, zorder=4, label=_label(f"evaluation{name}"))
+        axes.vlines(steps, low, high, color=eval_color, linewidth=1.1, zorder=3)
+        for last in baseline.dropna()[-1:]:
+            label = _label(f"baseline{name}")
+            axes.axhline(last, color=eval_color, linestyle="--", linewidth=0.9, zorder=2, label=label)
 
 
-def _plot_shares(axes: Axes, rows: list[dict], colors: dict[str, str]) -> list:
-    series = [_series(rows, f"rewards/{reward}/share", "rewards/") for reward in colors]
-    areas = {_label(reward): color for reward, color in colors.items()}
-    handles, _ = _stack(axes, series[0][0], [shares for _, shares in series], areas)
-    axes.set_ylim(0, 1)
-    return handles
-
-
-def _plot_clipping(axes: Axes, rows: list[dict]) -> None:
-    for part, label, color in _CLIPPED:
-        _line(axes, *_series(rows, f"clip_ratio/{part}_mean", "clip_ratio/"), color, label)
-    axes.set_ylim(bottom=0)
-
-
-def _plot_deviations(axes: Axes, rows: list[dict], deviations: list[tuple[str, int]]) -> list:
-    colors = dict(zip(sorted({step for _, step in deviations}), cycle(_COLORS), strict=False))
-    small = math.inf
-    for name, step in deviations:
-        # Only the optimizer steps that have it: both kinds alternate, and each has its own line
-        steps, values = _series(rows, f"{name}/step_{step}", f"{name}/step_{step}")
-        if (values > 0).any():
-            small = min(small, np.quantile(values[values > 0], 0.01))  # not an outlier
-        _line(axes, steps, values, colors[step], "", linestyle=_DEVIATIONS[name][0])
-    if small < math.inf:
+def _plot_deviations(table: pd.DataFrame, axes: Axes) -> None:
+    found = [match for name in table if (match := re.fullmatch(r"ratio_deviation(_on_policy|)/step_(\d+)", name))]
+    colors = dict(zip(sorted({int(match[2]) for match in found}), cycle(_COLORS), strict=False))
+    for match in found:
+        label = f"step {match[2]}, {_DEVIATIONS[match[1]]}"
+        line = {match[0]: (label, colors[int(match[2])])}
+        _plot_lines(table, line, axes, linestyle=":" if match[1] else "-")
+    values = table[[match[0] for match in found]].to_numpy()
+    if (values > 0).any():
         # On policy, float32 on one device gives 0, which a logarithmic axis does not have
-        axes.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(small)), linscale=0.5)
+        axes.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(values[values > 0].min())), linscale=0.5)
     axes.set_ylim(bottom=0)
-    kinds = [_DEVIATIONS[name] for name in sorted({name for name, _ in deviations})]
-    return [Line2D([], [], color=color, label=f"step {step}") for step, color in colors.items()] + [
-        Line2D([], [], color="0.3", linestyle=linestyle, label=label) for linestyle, label in kinds
-    ]
 
 
-def _plot_time(axes: Axes, rows: list[dict], phases: list[str], steps_per_round: int) -> list:
-    values = []
-    for phase in phases:
-        steps, seconds = _series(rows, f"time/{phase}", "time/")
-        values.append(seconds if phase == "train" else seconds / steps_per_round)
-    handles, totals = _stack(axes, steps, values, {phase: _PHASES[phase] for phase in phases})
-    highest, typical = np.nanmax(totals, initial=0.0), np.nanmedian(totals)
+def _plot_time(table: pd.DataFrame, steps_per_round: int, axes: Axes) -> None:
+    phases = [phase for phase in _PHASES if f"time/{phase}" in table]
+    known = table[["step", *(f"time/{phase}" for phase in phases)]].dropna()
+    seconds = [known[f"time/{phase}"] / (1 if phase == "train" else steps_per_round) for phase in phases]
+    axes.stackplot(known["step"], seconds, labels=phases, colors=[_PHASES[phase] for phase in phases])
+    totals = sum(seconds)
     # The first round encodes all prompts of a run, which would flatten the rest
-    if highest > 4 * typical > 0:
-        axes.set_ylim(0, 2.5 * typical)
-        axes.set_title(f"(cut off: up to {highest:.3g} s)", fontsize=7.5, loc="right", pad=4)
-    return handles
-
-
-def _series(rows: list[dict], name: str, group: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps at which any metric that begins with `group` was logged, and `name` there, NaN if missing."""
-    chosen = [row for row in rows if any(key.startswith(group) for key in row)]
-    values = np.array([row.get(name, math.nan) for row in chosen], dtype=float)
-    return np.array([row["step"] for row in chosen]), np.where(np.isfinite(values), values, np.nan)
-
-
-def _thin_out(rows: list[dict]) -> list[dict]:
-    """Average a long run over spans of steps, of which there are `MANY_POINTS`: more points would be noise."""
-    if len(rows) <= MANY_POINTS:
-        return rows
-    spans = []
-    for place in range(MANY_POINTS):
-        span = rows[place * len(rows) // MANY_POINTS : (place + 1) * len(rows) // MANY_POINTS]
-        names = set().union(*span)
-        values = {name: [row[name] for row in span if math.isfinite(row.get(name, math.nan))] for name in names}
-        spans.append({name: fmean(numbers) if numbers else math.nan for name, numbers in values.items()})
-    return spans
-
-
-def _line(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str, linestyle: str = "-") -> None:
-    if np.isfinite(values).any():
-        style: dict = {"color": color, "linewidth": 1.3, "linestyle": linestyle, "label": label, "clip_on": False}
-        axes.plot(steps, values, marker=".", markersize=4 if len(steps) <= 50 else 2, **style)
-
-
-def _stack(
-    axes: Axes, steps: np.ndarray, values: list[np.ndarray], areas: dict[str, str]
-) -> tuple[list[Patch], np.ndarray]:
-    """Stack areas (label and color); return their handles from the top, and the upper edge of the last one."""
-    stacked = np.cumsum(values, axis=0)  # (areas, steps)
-    stacked[:, np.isnan(stacked[-1])] = np.nan  # a step that lacks one of them is a gap, not a lower stack
-    below = np.zeros_like(stacked[0])
-    for color, above in zip(areas.values(), stacked, strict=True):
-        axes.stairs(above, _edges(steps), baseline=below, fill=True, color=color, linewidth=0)
-        below = np.nan_to_num(above)
-    return [Patch(color=color, label=label) for label, color in reversed(areas.items())], stacked[-1]
-
-
-def _edges(steps: np.ndarray) -> np.ndarray:
-    """Return the borders between steps; the first and the last step are in the middle of theirs."""
-    if len(steps) == 1:
-        return np.array([steps[0] - 0.5, steps[0] + 0.5])
-    middles = (steps[1:] + steps[:-1]) / 2
-    return np.concatenate([[2 * steps[0] - middles[0]], middles, [2 * steps[-1] - middles[-1]]])
+    if totals.max() > 4 * totals.median() > 0:
+        axes.set_ylim(0, 2.5 * totals.median())
+        axes.set_title(f"(cut off: up to {totals.max():.3g} s)", fontsize=7.5, loc="right", pad=4)
 
 
 def _label(name: str) -> str:
     """Escape a name for matplotlib, and cut a long one in the middle."""
-    if len(name) > MAX_LABEL:
-        name = f"{name[: MAX_LABEL // 2]}…{name[1 - MAX_LABEL // 2 :]}"
+    if len(name) > _MAX_LABEL:
+        name = f"{name[: _MAX_LABEL // 2]}…{name[1 - _MAX_LABEL // 2 :]}"
     name = name.replace("$", r"\$")  # two would enclose a formula
     return f" {name}" if name.startswith("_") else name  # matplotlib 3.9 leaves such labels out

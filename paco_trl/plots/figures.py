@@ -2,7 +2,7 @@
 """Make figures without pyplot, which keeps global state and open figures, and next to training on one thread."""
 
 import io
-import re
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -11,7 +11,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
 from matplotlib.text import Text
-from PIL import Image
 
 
 # Have letters and symbols that Matplotlib's own font lacks, where one is installed. Fonts of colored emoji do not scale
@@ -21,44 +20,37 @@ _OTHER_FONTS = [
 ]
 
 
-def new_figure(width: float, height: float, dpi: int = 110) -> Figure:
+def new_figure(width: float, height: float, dpi: int = 110, layout: str | None = None) -> Figure:
     """Make a white figure of a size in inches."""
-    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
+    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure
 
 
-def font_families() -> list[str]:
-    """Return the default font, and the installed fonts for letters that it lacks."""
+def _font_families() -> list[str]:
     installed = {font.name for font in fontManager.ttflist}
     return [*FontProperties().get_family(), *(name for name in _OTHER_FONTS if name in installed)]
 
 
-def legible(text: str, families: list[str]) -> str:
-    """Replace what no font can show by an ellipsis: Matplotlib would show boxes, and warn."""
-    if text.isascii():
-        return text
-    fonts = [get_font(findfont(FontProperties(family=[name]))) for name in families]
-    shown = {char for char in set(text) if char.isspace() or any(font.get_char_index(ord(char)) for font in fonts)}
-    return re.sub("\0[\0\u200d\ufe0f]*", "…", "".join(char if char in shown else "\0" for char in text))
+def font_of(text: str) -> str:
+    """Return the file of the first font that has all letters of a text, or of the default one."""
+    files = [findfont(FontProperties(family=[name])) for name in _font_families()]
+    letters = {ord(char) for char in text if not char.isspace()}
+    return next((file for file in files if all(map(get_font(file).get_char_index, letters))), files[0])
 
 
 def png_bytes(figure: Figure) -> bytes:
     """Return a figure as the bytes of a PNG file."""
-    families = font_families()
     for text in figure.findobj(Text):
         if not text.get_text().isascii():
-            text.set_fontfamily(families)
-            text.set_text(legible(text.get_text(), families))
+            text.set_fontfamily(_font_families())
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", pil_kwargs={"compress_level": 4})  # 6 takes three times as long for 4 % less
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box shows it
+        figure.savefig(
+            buffer, format="png", pil_kwargs={"compress_level": 4}
+        )  # 6 takes three times as long for 4 % less
     return buffer.getvalue()
-
-
-def open_png(data: bytes) -> Image.Image:
-    """Open a PNG file as an RGB image."""
-    with Image.open(io.BytesIO(data)) as image:
-        return image.convert("RGB")
 
 
 class FigureThread:

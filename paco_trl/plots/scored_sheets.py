@@ -15,12 +15,15 @@ from ..utils.files import to_png, write_atomically
 from ..utils.images import to_rgb
 from .contact_sheet import (
     CARD_IMAGES,
+    CARD_LETTER,
     CARD_PROMPTS,
+    CARD_WIDTH,
     MAX_IMAGES,
     MAX_PROMPTS,
-    SheetImage,
+    Cell,
+    SheetRow,
     breadth,
-    save_contact_sheet,
+    render_sheet,
     thumbnail,
 )
 
@@ -59,26 +62,40 @@ class ScoredImages:
             scores["advantage"] = round(self.advantages[number].item(), 6)
         return scores
 
-    def caption(self, number: int) -> str:
-        """Return the scores of an image, a line for each."""
-        scores = self.scores(number).items()
-        return "\n".join(f"{name} {'none' if value is None else f'{value:.3f}'}" for name, value in scores)
+    def cells(self, prompt: int, count: int, label: str = "") -> list[Cell]:
+        """Return the first images of a prompt, each with its scores below it."""
+        cells: list[Cell] = []
+        for number in range(prompt * self.num_generations, prompt * self.num_generations + count):
+            lines = [
+                f"{name} {'none' if value is None else f'{value:.3f}'}" for name, value in self.scores(number).items()
+            ]
+            cells.append((self.pictures.get(number), "\n".join([label] * bool(label) + lines)))
+        return cells
 
 
-def _sheet_images(prompts: list[str], shown: ScoredImages, before: ScoredImages | None) -> list[SheetImage]:
-    images = []
-    for series, (name, scored) in enumerate((("before", before), ("after", shown))):
-        if scored is None:
-            continue
-        for number in scored.pictures:
-            prompt, generation = divmod(number, scored.num_generations)
-            image = SheetImage(prompt, generation, scored.pictures[number], prompts[prompt], scored.caption(number))
-            if before is not None and scored.num_generations > 1:
-                image.series, image.series_name = series, name
-            elif before is not None:  # a prompt with one image has before and after in a row
-                image.generation, image.caption = series, f"{name}\n{image.caption}"
-            images.append(image)
-    return images
+def _sheet_rows(
+    prompts: list[str],
+    shown: ScoredImages,
+    before: ScoredImages | None,
+    sources: dict[int, list[Image.Image]],
+    count: int,
+) -> list[SheetRow]:
+    rows: list[SheetRow] = []
+    num_sources = max((len(sources.get(prompt, ())) for prompt in range(len(prompts))), default=0)
+    for prompt, text in enumerate(prompts):
+        found = [thumbnail(to_rgb(source, "A source image")) for source in sources.get(prompt, ())]
+        left: list[Cell] = [(image, f"source {n}" if len(found) > 1 else "source") for n, image in enumerate(found, 1)]
+        left += [(None, "")] * (num_sources - len(left))
+        if before is None:
+            series = [(text, shown.cells(prompt, count))]
+        elif shown.num_generations == 1:  # before and after in a row
+            series = [(text, before.cells(prompt, 1, "before") + shown.cells(prompt, 1, "after"))]
+        else:
+            series = [(f"{text}\nbefore", before.cells(prompt, count)), ("after", shown.cells(prompt, count))]
+        for title, cells in series:
+            rows.append((title, [left, cells] if num_sources else [cells]))
+            left = [(None, "")] * num_sources
+    return rows
 
 
 def save_scored_sheet(
@@ -92,15 +109,16 @@ def save_scored_sheet(
 ) -> Image.Image:
     """Save `<name>.png`, which is returned, all scores in `<name>.jsonl`, and `card/` (main process only)."""
     # `before` has the same images without training, for rows above and columns `<score>_before`
-    images = _sheet_images(prompts, shown, before)
-    thumbnails, sources = {}, sources or {}
-    for prompt in sorted({image.prompt for image in images} & set(sources)):
-        if sources[prompt]:
-            thumbnails[prompt] = [thumbnail(to_rgb(source, "A source image")) for source in sources[prompt]]
-    sheet = save_contact_sheet(images, title, folder / f"{name}.png", thumbnails)
-    columns = max(2, CARD_IMAGES // max(breadth(image.image) for image in images))
-    few = [image for image in images if image.prompt < CARD_PROMPTS and image.generation < columns]
-    save_contact_sheet(few, title, folder / CARD / f"{name}.png", thumbnails, True)
+    num_prompts = 1 + max(shown.pictures) // shown.num_generations
+    widest = max(map(breadth, shown.pictures.values()))
+    columns = min(shown.num_generations, MAX_IMAGES)
+    rows = _sheet_rows(prompts[:num_prompts], shown, before, sources or {}, columns)
+    sheet = render_sheet(rows, title, widest)
+    write_atomically(folder / f"{name}.png", to_png(sheet))
+    few = min(columns, max(2, CARD_IMAGES // widest))
+    rows = _sheet_rows(prompts[: min(num_prompts, CARD_PROMPTS)], shown, before, sources or {}, few)
+    card = render_sheet(rows, title, letter=CARD_LETTER, width=CARD_WIDTH)
+    write_atomically(folder / CARD / f"{name}.png", to_png(card))
     for prompt in range(CARD_PROMPTS):
         if (picture := shown.pictures.get(prompt * shown.num_generations)) is not None:
             write_atomically(folder / CARD / f"{prompt}_{name}.png", to_png(picture))
