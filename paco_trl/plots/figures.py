@@ -20,7 +20,7 @@ _OTHER_FONTS = [
 ]
 
 
-def new_figure(width: float, height: float, dpi: int = 110, layout: str | None = None) -> Figure:
+def new_figure(width: float, height: float, dpi: int = 110, layout: Any = None) -> Figure:
     """Make a white figure of a size in inches."""
     figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
