@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Measure how much of a served judge's latency is hidden behind generation, the requests per image, and the effect of JPEG.
+Measure how much of a served judge's latency is hidden behind generation, and the requests per image.
 
     python benchmarks/reward_overlap.py
     python benchmarks/reward_overlap.py --quick --output runs/reward_overlap.json      # does it run?
@@ -15,9 +15,7 @@ caller, which the trainer calls with 16 images. Medians and ratios are saved.
 
 import argparse
 import asyncio
-import base64
 import importlib.util
-import io
 import json
 import multiprocessing
 import random
@@ -31,17 +29,15 @@ from itertools import combinations
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import torch
 from peft import LoraConfig
-from PIL import Image, ImageDraw
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from PIL import Image
 
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, split_grid, theme_question
 from paco_trl.rewards import ConsistencyReward, ServedJudge
 from paco_trl.rewards.runner import RewardRunner
-from paco_trl.tiny import build_tiny_flux, build_tiny_qwen2_5_vl
+from paco_trl.tiny import build_tiny_flux
 from paco_trl.trainer.rounds import RoundBuffer
 
 
@@ -339,73 +335,6 @@ def measure_requests(server: Server, judge: ServedJudge, drawn: list) -> dict:
     return {"criteria of a row": criteria, "per image": found}
 
 
-# ---- C. JPEG ----
-
-
-def textured_sets(count: int, size: int) -> list[list[Image.Image]]:
-    """Sets of four panels with large and small structure: clouds with the spectrum of photographs, shapes, grain."""
-    rng = np.random.default_rng(0)
-    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(size), np.fft.rfftfreq(size), indexing="ij"))
-    frequency[0, 0] = np.inf
-    sets = []
-    for _ in range(count):
-        colors = rng.integers(0, 256, (6, 3))
-        panels = []
-        for _ in range(4):
-            noise = np.fft.rfft2(rng.normal(size=(3, size, size))) / frequency
-            clouds = np.fft.irfft2(noise, s=(size, size))
-            clouds = 128 + 40 * clouds / clouds.std(axis=(1, 2), keepdims=True)
-            image = Image.fromarray(clouds.transpose(1, 2, 0).clip(0, 255).astype(np.uint8))
-            draw = ImageDraw.Draw(image)
-            for index, color in enumerate(colors):
-                left, top, width, height = (
-                    rng.integers(0, size * 3 // 4),
-                    rng.integers(0, size * 3 // 4),
-                    *rng.integers(size // 16, size // 3, 2),
-                )
-                shape = draw.ellipse if index % 2 else draw.rectangle
-                shape([left, top, left + width, top + height], fill=tuple(color.tolist()), outline=(20, 20, 20))
-            grain = np.asarray(image) + rng.normal(scale=3, size=(size, size, 3))
-            panels.append(Image.fromarray(grain.clip(0, 255).round().astype(np.uint8)))
-        sets.append(panels)
-    return sets
-
-
-def measure_jpeg(args: argparse.Namespace, url: str, folder: Path) -> dict:
-    sets = textured_sets(args.sets, args.panel_size)
-    sources = {index: (panel, "a panel") for index, panel in enumerate(panel for panels in sets for panel in panels)}
-    judges = {name: ServedJudge(url, "judge", image_format=name) for name in ("png", "jpeg")}
-    times, encoded = defaultdict(list), {}
-    for _ in range(args.repeats + 1):  # the first one warms up; the two take turns
-        for name, judge in judges.items():
-            started = time.process_time()
-            encoded[name] = judge._encode(sources)
-            times[name].append(time.process_time() - started)
-    model = build_tiny_qwen2_5_vl(folder / "qwen2_5_vl")
-    processor = AutoProcessor.from_pretrained(model)
-    processor.image_processor.size = {"shortest_edge": 28 * 28, "longest_edge": 2_097_152}  # no smaller than they came
-    judge = PaCoReward(AutoModelForImageTextToText.from_pretrained(model), processor, name="random weights")
-    sizes, scores = {}, {}
-    for name, urls in encoded.items():
-        files = [base64.b64decode(url.partition("base64,")[2]) for url in urls.values()]
-        sizes[name] = statistics.mean(map(len, files))
-        images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
-        pairs = [pair for index in range(0, len(images), 4) for pair in combinations(images[index : index + 4], 2)]
-        scores[name] = np.array(judge.score(pairs, theme_question("Shapes in front of clouds")))
-    differences = np.abs(scores["jpeg"] - scores["png"])
-    seconds = {name: statistics.median(values[1:]) for name, values in times.items()}
-    return {
-        "pairs": len(differences),
-        "bytes of a panel": {name: round(size) for name, size in sizes.items()},
-        "bytes of a panel, JPEG / PNG": round(sizes["jpeg"] / sizes["png"], 3),
-        "time to encode a panel, JPEG / PNG": round(seconds["jpeg"] / seconds["png"], 3),
-        "mean difference of a score": float(f"{differences.mean():.3g}"),
-        "largest difference of a score": float(f"{differences.max():.3g}"),
-        "standard deviation of the scores": float(f"{scores['png'].std():.3g}"),
-        "mean difference / standard deviation": round(differences.mean() / scores["png"].std(), 3),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pixels", type=int, default=128, help="side of an image of four panels, in rollout")
@@ -413,14 +342,12 @@ def main() -> None:
         "--num_inference_steps", type=int, default=80, help="of a rollout; more make a micro-batch longer"
     )
     parser.add_argument("--micro_batches", type=int, default=24, help="of a round, one image each; a multiple of 4")
-    parser.add_argument("--panel_size", type=int, default=512, help="side of a panel, for JPEG")
-    parser.add_argument("--sets", type=int, default=12, help="sets of four panels, for JPEG")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="small and few: does it run?")
     parser.add_argument("--output", default="benchmarks/reward_overlap.json")
     args = parser.parse_args()
     if args.quick:
-        args.pixels, args.num_inference_steps, args.micro_batches, args.panel_size, args.sets = 64, 10, 12, 112, 2
+        args.pixels, args.num_inference_steps, args.micro_batches = 64, 10, 12
     torch.set_num_threads(1)
 
     server = Server()  # first: its process is a copy of this one
@@ -429,7 +356,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rounds, drawn = measure_rounds(args, server, judge, Path(folder))
         requests = measure_requests(server, judge, drawn[:SCORED_ALONE])
-        jpeg = measure_jpeg(args, server.url, Path(folder))
     server.stop()
 
     latencies = summary(rounds)
@@ -453,12 +379,9 @@ def main() -> None:
             "waited / latency, a reward that blocks": of("blocking", "waited / latency"),
             "requests per image / one for each pair and criterion": to_published("requests"),
             "images encoded per image / two for each request": to_published("images encoded"),
-            "bytes of a panel, JPEG / PNG": jpeg["bytes of a panel, JPEG / PNG"],
-            "time to encode a panel, JPEG / PNG": jpeg["time to encode a panel, JPEG / PNG"],
         },
         "medians of rounds": latencies,
         "requests": requests,
-        "jpeg": jpeg,
     }
     text = json.dumps(report, indent=2, sort_keys=True)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
@@ -473,8 +396,6 @@ def print_table(report: dict) -> None:
         print(f"{kind:28}" + "".join(f"{medians[name]:30}" for name in columns))
     for name, counts in report["requests"]["per image"].items():
         print(f"{name:28}{counts['requests']:12} requests and {counts['images encoded']} encoded images per image")
-    for name, value in report["jpeg"].items():
-        print(f"JPEG: {name}: {value}")
 
 
 if __name__ == "__main__":

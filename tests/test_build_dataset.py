@@ -19,7 +19,7 @@ from hub_server import HubServer
 from paco_trl.commands import build as script
 from paco_trl.commands import reward
 from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
-from paco_trl.rewards import JudgeUnavailableError, ServedJudge
+from paco_trl.rewards import JudgeUnavailableError
 from planted_world import PlantedWorld
 
 
@@ -258,7 +258,7 @@ class TestRankings:
             assert report["ranking"]["by"] == kinds and rankings.exists() == has_rankings
 
     @pytest.mark.slow
-    def test_a_served_judge(self, planted, tmp_path, monkeypatch):
+    def test_a_served_judge(self, planted, tmp_path):
         import numpy as np
 
         from judge_server import JudgeServer
@@ -276,8 +276,6 @@ class TestRankings:
             for row in pairs["train"].remove_columns("images")
         ]
         assert np.mean(right) > 0.9
-        # By default a server that may still be starting is waited for half a minute
-        monkeypatch.setattr(ServedJudge.check, "__defaults__", (0.5, None))
         with pytest.raises(JudgeUnavailableError, match=re.escape(server.url)):
             script.main(["rank", "--judge_model", "judge", "--judge_url", server.url, "--annotator", "other"])
 

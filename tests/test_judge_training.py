@@ -166,6 +166,7 @@ class TestOutage:
 
     @pytest.fixture
     def fail_after(self, server, caplog):
+        caplog.set_level("INFO", "openai")
         with LoopClock() as clock:
 
             def fail_after(count: int):
@@ -174,7 +175,7 @@ class TestOutage:
                 def fault(number: int):
                     if number == count:
                         threading.Thread(target=server.stop).start()
-                        clock.forward_when(lambda: "Trying again" in caplog.text)
+                        clock.forward_when(lambda: "Retrying" in caplog.text)
                     return "hang" if number >= count else None
 
                 caplog.clear()

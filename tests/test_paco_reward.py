@@ -564,7 +564,7 @@ class TestBadInput:
         (token, *_) = tokens[2] - tokens[0] - tokens[1]
         with torch.no_grad():
             judge.model.get_input_embeddings().weight[token] = value
-        with pytest.raises(ValueError, match="pair 2"):
+        with pytest.raises(ValueError, match="question 2"):
             judge.score(pairs, questions)
         assert len(judge.score(pairs[:2], questions[:2])) == 2
 

@@ -193,7 +193,7 @@ class TestServed:
             *images, question = images_and_question
             read = inner._top_tokens
             with lock:
-                return inner._query([tuple(images)], [question], "pair", read, False)[0]
+                return inner._query([tuple(images)], [question], read)[0]
 
         with JudgeServer(logprobs) as server:
             yield server

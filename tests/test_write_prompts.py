@@ -158,9 +158,9 @@ def test_an_endpoint_that_cannot_be_reached(server):
             call()
     unknown = ChatEndpoint(server.url, "another", max_retries=0)
     for call in (unknown.check, lambda: ask(unknown)):
-        with pytest.raises(EndpointUnavailableError, match="no model 'another'. It has: writer"):
+        with pytest.raises(EndpointUnavailableError, match="no model 'another'"):
             call()
-    with pytest.raises(EndpointUnavailableError, match="no list of models"):
+    with pytest.raises(EndpointUnavailableError, match="Correct"):
         ChatEndpoint(server.url + "/nowhere", "writer", max_retries=0).check()
     with pytest.raises(ValueError, match="127.0.0.1:8000"):
         ChatEndpoint("127.0.0.1:8000", "writer")

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -47,12 +47,8 @@ SPACES = " Ġ▁"  # before a digit: in text, and in the vocabularies of byte-le
 _TEST_RATING = "How alike are the two images? Answer with a whole number from 0 to {scale}, and with nothing else."
 # Of the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
-_SAVE_OPTIONS = {
-    "png": {"compress_level": 1},  # higher levels cost more time than they save
-    "jpeg": {"quality": 95, "subsampling": 0},
-}
-# Retries end with the time budget
-_MAX_RETRIES = 10_000
+_MAX_RETRIES = 10_000  # of a question, whose time budget ends them
+_CHECK_SECONDS = 30.0
 
 
 class JudgeUnavailableError(RuntimeError):
@@ -62,7 +58,7 @@ class JudgeUnavailableError(RuntimeError):
 class Answer(NamedTuple):
     """Score of a question by a judge, P(Yes) / (P(Yes) + P(No)) or a rating, or why there is none: one of `NO_SCORE`."""
 
-    score: Any  # or the log-probabilities of tokens, or a text
+    score: Any  # or the log-probabilities of tokens
     reason: str | None = None
 
 
@@ -70,7 +66,7 @@ class Judge(Protocol):
     """
     Protocol of a judge: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server, or any object with this
     method and a name. If it also has `answer`, as [`ServedJudge.answer`], it is queried while other images are
-    generated. [`RubricReward`] calls [`~paco_trl.PaCoReward.rate`] or [`ServedJudge.answer_ratings`].
+    generated. [`RubricReward`] calls [`~paco_trl.PaCoReward.rate`] or [`ServedJudge.answer`].
     """
 
     name: str  # for reports
@@ -110,6 +106,12 @@ def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
 def both_orders(pairs: list[tuple]) -> list[tuple]:
     """Return each pair followed by its reverse."""
     return [order for first, second in pairs for order in ((first, second), (second, first))]
+
+
+def score_both_orders(score: Callable[[list, list[str]], list], pairs: list[tuple], prompts: list[str]) -> list:
+    """Return the mean of the scores of a pair and its reverse, `None` if one has none."""
+    scores = iter(score(both_orders(pairs), [prompt for prompt in prompts for _ in range(2)]))
+    return [None if None in both else sum(both) / 2 for both in zip(scores, scores, strict=True)]
 
 
 def broadcast_questions(
@@ -196,9 +198,10 @@ class ServedJudge:
     the log-probabilities of its 20 likeliest tokens. Images are resized by the same function, so that the model sees
     the same pixels, and are sent as PNG.
 
-    A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried by openai's client.
-    A question that has no answer after `time_budget` seconds has the score `None` if the server then answers a test
-    question, and the judge is considered down if not. A judge can be queried from any thread or event loop.
+    A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried by openai's client,
+    whose logger reports that at the level of `INFO`. A question that has no answer after `time_budget` seconds has the
+    score `None` if the server then answers a test question, and the judge is considered down if not. A judge can be
+    queried from any thread or event loop.
 
     Args:
         base_url (`str`):
@@ -215,9 +218,6 @@ class ServedJudge:
             Seconds for a question with all its requests and waits, which is how long a server may take to restart. A
             test question then tells whether the server is down; it has a tenth of the budget, at least five seconds
             and at most `timeout`.
-        image_format (`str`, *optional*, defaults to `"png"`):
-            `"png"`, which is lossless, or `"jpeg"` (quality 95, full color resolution), which is smaller but changes
-            pixels and therefore scores; benchmarks/README.md has numbers for both.
         system_prompt (`str`, *optional*):
             System turn before each question, for a judge that was trained with one.
         patch_size (`int`, *optional*, defaults to `14`):
@@ -242,16 +242,12 @@ class ServedJudge:
     max_concurrency: int = 32
     timeout: float = 60.0
     time_budget: float = 300.0
-    image_format: str = "png"
     system_prompt: str | None = None
     patch_size: int = 14
 
     def __post_init__(self, api_key: str | None):
-        if not self.timeout <= self.time_budget or self.image_format not in _SAVE_OPTIONS:
-            raise ValueError(
-                f"`image_format` must be 'png' or 'jpeg', but is {self.image_format!r}, and `timeout` ({self.timeout}) at "
-                f"most `time_budget` ({self.time_budget})."
-            )
+        if not self.timeout <= self.time_budget:
+            raise ValueError(f"`timeout` is {self.timeout}, but must be at most `time_budget` ({self.time_budget}).")
         self._client = ChatClient(
             self.base_url,
             self.model,
@@ -266,15 +262,13 @@ class ServedJudge:
         self.model_name = public_name(self.model)  # for cards, without the address
         self._slots = asyncio.Semaphore(self.max_concurrency)
         self._reported: set[str] = set()  # kinds of failures that have been logged with an example
-        self._is_waiting = False  # for a server that does not answer, which has been logged
 
-    def check(self, time_budget: float = 30.0, scale: int | None = None) -> None:
+    def check(self, scale: int | None = None) -> None:
         """
         Check by one real question, which asks for a rating if there is a `scale`, that the server can be used as a judge,
-        or raise a `JudgeUnavailableError`. It waits for at most `time_budget` seconds, and at most the judge's own
-        `time_budget`, for a server that does not answer.
+        within half a minute, or raise a `JudgeUnavailableError`.
         """
-        self._client.run(self._check(min(self.time_budget, time_budget), scale))
+        self._client.run(self._check(scale))
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """
@@ -287,56 +281,58 @@ class ServedJudge:
         Raises:
             JudgeUnavailableError: If the server is down, refuses the key, or does not have the model.
         """
-        return [answer.score for answer in self._client.run(self._answer(images, prompts, symmetric))]
+        pairs, prompts = (
+            check_pairs(images),
+            broadcast_questions(prompts, len(images), "pairs", _CONTROL_TOKEN.findall),
+        )
+        return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
 
-    async def answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[Answer]:
-        """Score pairs like [`~ServedJudge.score`], as a coroutine and with the reasons for missing scores."""
-        return await asyncio.wrap_future(self._client.start(self._answer(images, prompts, symmetric)))
-
-    async def answer_ratings(self, images: Sequence[ImageGroup], prompts: list[str], scale: int) -> list[Answer]:
-        """Rate images like [`~paco_trl.PaCoReward.rate`], as a coroutine and with the reasons for missing ratings."""
-        query = self._query_all(images, prompts, functools.partial(_read_rating, scale=scale))
-        return await asyncio.wrap_future(self._client.start(query))
+    async def answer(
+        self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int | None = None
+    ) -> list[Answer]:
+        """
+        Score pairs like [`~ServedJudge.score`], or with a `scale` rate pairs or single images like
+        [`~paco_trl.PaCoReward.rate`], as a coroutine and with the reasons for missing scores.
+        """
+        read = _read_score if scale is None else functools.partial(_read_rating, scale=scale)
+        return await asyncio.wrap_future(self._client.start(self._query_all(images, prompts, read)))
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
         """Score questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does."""
-        return self._read_all([(image,) for image in images], prompts, _read_score)
+        return self._scores([(image,) for image in images], prompts)
 
     def top_logprobs(
         self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
     ) -> list[dict[str, float] | None]:
         """Return the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does."""
-        return self._read_all(check_pairs(images), prompts, _read_tokens, labels=image_labels)
-
-    def explain(
-        self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512
-    ) -> list[str | None]:
-        """Generate the full answers greedily, as [`~paco_trl.PaCoReward.explain`] does."""
-        return self._read_all(check_pairs(images), prompts, _read_text, max_new_tokens)
+        answers = self._client.run(self._query_all(check_pairs(images), prompts, _read_tokens, image_labels))
+        return [answer.score for answer in answers]
 
     def close(self) -> None:
         """Close the connections. The judge cannot be queried afterwards."""
         self._client.close()
 
-    def _read_all(self, *args, **kwargs) -> list:
-        return [answer.score for answer in self._client.run(self._query_all(*args, **kwargs))]
+    def _scores(self, groups: Sequence[ImageGroup], prompts: str | list[str]) -> list[float | None]:
+        return [answer.score for answer in self._client.run(self._query_all(groups, prompts, _read_score))]
 
     # ---- On the event loop ----
 
-    async def _check(self, budget: float, scale: int | None) -> None:
+    async def _check(self, scale: int | None) -> None:
         question = plain_question() if scale is None else _TEST_RATING.format(scale=scale)
+        seconds = min(self.timeout, _CHECK_SECONDS)
         try:
-            await self._call(self._client.find_model, budget)
-            completion = await self._call(functools.partial(self._client.complete, self._test_body(question)), budget)
+            async with asyncio.timeout(seconds):
+                await self._client.find_model(max_retries=2)
+                completion = await self._client.complete(self._test_body(question), max_retries=2)
             answer = _read_score(completion) if scale is None else _read_rating(completion, scale)
             if answer.score is None:
                 tokens = ", ".join(map(repr, _read_tokens(completion).score or ())) or "none"
                 raise NoAnswerError("unreadable", f"its likeliest first tokens: {tokens}")
-        except NoAnswerError as failure:
-            if failure.kind == "unavailable":
+        except (NoAnswerError, TimeoutError) as failure:
+            if not isinstance(failure, NoAnswerError) or failure.kind == "unavailable":
                 raise JudgeUnavailableError(
-                    f"No judge answers at {self.base_url} ({failure}, for {budget:g} seconds). Start one with `paco-trl "
-                    "serve` and wait until it reports that it is ready, or correct the address."
+                    f"No judge answers at {self.base_url} ({str(failure) or f'timeout after {seconds:g} seconds'}). Start "
+                    "one with `paco-trl serve` and wait until vLLM says that it has started, or correct the address."
                 ) from None
             raise JudgeUnavailableError(
                 f"{self.name} cannot be used as a judge. Asked '{question}' about two images, it gave no score "
@@ -344,25 +340,11 @@ class ServedJudge:
                 f"must return the log-probabilities of {TOP_LOGPROBS} tokens (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
             ) from None
 
-    async def _answer(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool) -> list[Answer]:
-        pairs = check_pairs(images)
-        if not symmetric:
-            return await self._query_all(pairs, prompts, _read_score)
-        prompts = broadcast_questions(prompts, len(pairs), "pairs", _CONTROL_TOKEN.findall)
-        prompts = [prompt for prompt in prompts for _ in range(2)]
-        answers = await self._query_all(both_orders(pairs), prompts, _read_score)
-        means = []
-        for first, second in zip(answers[::2], answers[1::2], strict=True):
-            failed = next((answer for answer in (first, second) if answer.score is None), None)
-            means.append(failed or Answer((first.score + second.score) / 2))
-        return means
-
     async def _query_all(
         self,
         groups: Sequence[ImageGroup],
         prompts: str | list[str],
         read: Callable[["ChatCompletion"], Answer],
-        max_tokens: int = 1,
         labels: tuple[str, str] | None = None,
     ) -> list[Answer]:
         noun = "images" if groups and len(groups[0]) == 1 else "pairs"
@@ -375,7 +357,7 @@ class ServedJudge:
         }
         encoded = await asyncio.to_thread(self._encode, sources)
         bodies = (
-            self._body([encoded[image_key(image)] for image in group], prompt, max_tokens, labels)
+            self._body([encoded[image_key(image)] for image in group], prompt, labels)
             for group, prompt in zip(groups, prompts, strict=True)
         )
         try:
@@ -392,56 +374,33 @@ class ServedJudge:
 
     async def _query(self, body: dict, read: Callable[["ChatCompletion"], Answer]) -> Answer:
         async with self._slots:
-            started = asyncio.get_running_loop().time()
             try:
-                completion = await self._call(functools.partial(self._client.complete, body), self.time_budget)
-                self._is_waiting = False
-                return read(completion)
-            except NoAnswerError as failure:
-                if failure.kind == "unavailable":
-                    await self._check_is_up(failure, started)
-                if failure.kind not in self._reported:
-                    self._reported.add(failure.kind)
-                    logger.warning(f"{self.name} cannot answer a question: {failure}.")
-                return Answer(None, failure.kind)
+                async with asyncio.timeout(self.time_budget):
+                    return read(await self._client.complete(body))
+            except TimeoutError:
+                await self._check_is_up()
+                failure = NoAnswerError("unavailable", f"no answer within {self.time_budget:g} seconds")
+            except NoAnswerError as error:
+                failure = error
+        if failure.kind not in self._reported:
+            self._reported.add(failure.kind)
+            logger.warning(f"{self.name} cannot answer a question: {failure}.")
+        return Answer(None, failure.kind)
 
-    async def _call(self, request: Callable[..., Coroutine], budget: float) -> Any:
-        """Send a request, again for `budget` seconds in all; a temporary failure is that of the first time."""
-        failure = NoAnswerError("unavailable", "timeout")
-        try:
-            async with asyncio.timeout(budget):
-                try:
-                    return await request(is_retried=False)
-                except NoAnswerError as error:
-                    if error.kind != "unavailable":
-                        raise
-                    failure = error
-                if not self._is_waiting:
-                    self._is_waiting = True
-                    logger.warning(
-                        f"{self.name} does not answer ({failure}). Trying again for up to {budget:g} seconds."
-                    )
-                return await request()
-        except TimeoutError:
-            raise failure from None
-
-    async def _check_is_up(self, failure: NoAnswerError, started: float) -> None:
+    async def _check_is_up(self) -> None:
         """Tell a bad question from a server that is down by a test question."""
         try:
             async with asyncio.timeout(min(self.timeout, max(self.time_budget / 10, 5.0))):
-                await self._client.complete(self._test_body(plain_question()), is_retried=False)
-        except (NoAnswerError, TimeoutError):
-            seconds = asyncio.get_running_loop().time() - started
+                await self._client.complete(self._test_body(plain_question()), max_retries=0)
+        except (NoAnswerError, TimeoutError) as failure:
             raise JudgeUnavailableError(
-                f"{self.name} has not answered for {seconds:.0f} seconds (`time_budget`: {self.time_budget:g}): {failure}. Is "
-                "it still running?"
+                f"{self.name} has not answered for {self.time_budget:g} seconds (`time_budget`): {str(failure) or 'timeout'}. "
+                "Is it still running?"
             ) from None
 
     # ---- Requests ----
 
-    def _body(
-        self, urls: list[str], prompt: str, max_tokens: int = 1, labels: tuple[str, str] | None = None
-    ) -> dict[str, Any]:
+    def _body(self, urls: list[str], prompt: str, labels: tuple[str, str] | None = None) -> dict[str, Any]:
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         if labels is not None:
@@ -450,7 +409,7 @@ class ServedJudge:
         return {
             "messages": [*system, {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
             "temperature": 0.0,
-            "max_tokens": max_tokens,
+            "max_tokens": 1,
             "logprobs": True,
             "top_logprobs": TOP_LOGPROBS,
         }
@@ -461,9 +420,9 @@ class ServedJudge:
 
     def _encode(self, sources: Mapping[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
         """Encode images as data URLs, with the pixels that a judge in the process would see."""
-        options = _SAVE_OPTIONS[self.image_format]
         return {
-            key: data_url(load_image(source, self.patch_size, where), self.image_format, **options)
+            # Higher levels of compression cost more time than they save
+            key: data_url(load_image(source, self.patch_size, where), "png", compress_level=1)
             for key, (source, where) in sources.items()
         }
 
@@ -512,11 +471,3 @@ def _read_rating(completion: "ChatCompletion", scale: int) -> Answer:
     if num_missing and not num_missing * least <= _MAX_SCORE_ERROR * _LEAST_MASS:
         score = None
     return Answer(score, "undecided" if score is None else None)
-
-
-def _read_text(completion: "ChatCompletion") -> Answer:
-    try:
-        text = completion.choices[0].message.content
-    except (AttributeError, IndexError, TypeError):
-        text = None
-    return Answer(text) if isinstance(text, str) and text else Answer(None, "unreadable")

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards that query a judge: consistency of a set, quality of an edit, likeness to references, ratings by a rubric."""
 
-import asyncio
 import hashlib
 import math
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import partial
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +23,9 @@ from ..data.questions import (
 )
 from ..utils.files import read_template
 from .columns import column_of, panels_of
-from .judge import NO_SCORE, Answer, Judge, ServedJudge, both_orders, digits_of
+from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, both_orders, digits_of
 
 
-# Several rounds at the paper's settings (672 images with 6 pairs each), in about 15 MB
-_MAX_ANSWERS = 50_000
 # Limit of the source images that the paper's judge was trained with
 _MAX_SOURCE_PIXELS = 2_097_152
 # Packaged rubrics -> columns and panels that they need; the texts are in paco_trl/templates/rubric_*.txt
@@ -43,102 +36,9 @@ RUBRICS = {"instruction": _OF_EDITS, "unchanged": _OF_EDITS, "consistency": {"mi
 class WeightedQuestion(NamedTuple):
     """A question about two images, or about one, and the weight of its score in the reward."""
 
-    first: Image.Image
-    second: Image.Image | None
+    images: ImageGroup
     text: str
     weight: float = 1.0
-
-    @property
-    def images(self) -> tuple[Image.Image, ...]:
-        """Return the image, or both."""
-        return (self.first,) if self.second is None else (self.first, self.second)
-
-
-def image_digest(image: Image.Image) -> str:
-    """Compute a digest of what makes images equal: mode, size, palette, transparent color and pixels."""
-    pixels = image.tobytes()  # first: it loads the file
-    description = f"{image.mode} {image.size} {image.getpalette(None)} {image.info.get('transparency')} "
-    return hashlib.sha256(description.encode() + pixels).hexdigest()
-
-
-class CachedJudge:
-    """Caches the answers of a judge. Pending questions are shared; those without an answer are asked again."""
-
-    def __init__(self, judge: Judge, scale: int | None = None):
-        self.judge: Any = judge  # with `answer` if it is served
-        self.scale = scale
-        # Pending answers are futures
-        self._answers: OrderedDict[bytes, Answer | Future[Answer]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def query(self, questions: list[WeightedQuestion]) -> tuple[list[Answer], int]:
-        """Query a judge in the process; also return how many of the questions were new to it."""
-        answers, new = self._claim(questions)
-        with self._resolving(new) as resolved:
-            if new:
-                score = self.judge.score if self.scale is None else partial(self.judge.rate, scale=self.scale)
-                scores = score(*_arguments(new))
-                resolved += [Answer(score, "undecided" if score is None else None) for score in scores]
-        return [answer.result() if isinstance(answer, Future) else answer for answer in answers], len(new)
-
-    async def query_server(self, questions: list[WeightedQuestion]) -> tuple[list[Answer], int]:
-        """Query a served judge, as `query` does one in the process."""
-        answers, new = self._claim(questions)
-        with self._resolving(new) as resolved:
-            if new:
-                rate = partial(self.judge.answer_ratings, scale=self.scale) if self.scale else self.judge.answer
-                resolved += await rate(*_arguments(new))
-        return [
-            await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
-            for answer in answers
-        ], len(new)
-
-    def _claim(self, questions: list[WeightedQuestion]) -> tuple[list, dict[bytes, tuple[WeightedQuestion, Future]]]:
-        """Return the answers, available or pending, and the new questions by their keys, with their pending answers."""
-        digests = {id(image): image_digest(image) for question in questions for image in question.images}
-        names = [
-            (self.judge.name, question.text, *(digests[id(image)] for image in question.images))
-            for question in questions
-        ]
-        keys = [hashlib.sha256(repr(name).encode()).digest() for name in names]
-        new = {}
-        with self._lock:
-            for question, key in zip(questions, keys, strict=True):
-                if key not in self._answers:
-                    pending: Future[Answer] = Future()
-                    self._answers[key], new[key] = pending, (question, pending)
-                self._answers.move_to_end(key)
-            answers = [self._answers[key] for key in keys]
-            while len(self._answers) > _MAX_ANSWERS and isinstance(next(iter(self._answers.values())), Answer):
-                self._answers.popitem(last=False)
-        return answers, new
-
-    @contextmanager
-    def _resolving(self, new: dict[bytes, tuple[WeightedQuestion, Future]]) -> Iterator[list[Answer]]:
-        """Finalize the pending answers of new questions, also on failure, since other threads may wait for them."""
-        resolved: list[Answer] = []
-        try:
-            yield resolved
-            answers = dict(zip(new, resolved, strict=True))
-        except BaseException as error:
-            problem = error if isinstance(error, Exception) else RuntimeError("The question was canceled.")
-            for key, (_, future) in new.items():
-                with self._lock:
-                    del self._answers[key]
-                future.set_exception(problem)
-            raise
-        for key, answer in answers.items():
-            with self._lock:
-                if answer.score is None:
-                    del self._answers[key]
-                else:
-                    self._answers[key] = answer
-            new[key][1].set_result(answer)
-
-
-def _arguments(new: dict[bytes, tuple[WeightedQuestion, Future]]) -> tuple[list, list[str]]:
-    questions = [question for question, _ in new.values()]
-    return [question.images for question in questions], [question.text for question in questions]
 
 
 class JudgedReward:
@@ -163,7 +63,7 @@ class JudgedReward:
             self.judge.check(scale=self.scale)  # before anything else is loaded
         self.is_async = hasattr(self.judge, "answer")  # it is then queried while other images are generated
         self.model_name = getattr(self.judge, "model_name", None)  # for cards
-        self._cached = CachedJudge(self.judge, self.scale)
+        self._options = {} if self.scale is None else {"scale": self.scale}
 
     def __call__(
         self,
@@ -174,14 +74,17 @@ class JudgedReward:
     ) -> list[float | None] | Awaitable[list[float | None]]:
         """Return the reward of each image, `None` if a question about it has no answer."""
         questions = self._questions(prompts, completions, **columns)
-        flat = [question for row in questions for question in row]
-        if not self.is_async:
-            return self._rewards(questions, *self._cached.query(flat), log_metric)
+        images = [question.images for row in questions for question in row]
+        texts = [question.text for row in questions for question in row]
+        if self.is_async:
 
-        async def query_server() -> list[float | None]:
-            return self._rewards(questions, *await self._cached.query_server(flat), log_metric)
+            async def query_server() -> list[float | None]:
+                return self._rewards(questions, await self.judge.answer(images, texts, **self._options), log_metric)
 
-        return query_server()
+            return query_server()
+        scores = (self.judge.score if self.scale is None else self.judge.rate)(images, texts, **self._options)
+        answers = [Answer(score, "undecided" if score is None else None) for score in scores]
+        return self._rewards(questions, answers, log_metric)
 
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns
@@ -197,12 +100,10 @@ class JudgedReward:
         self,
         questions: list[list[WeightedQuestion]],
         answers: list[Answer],
-        num_queries: int,
         log_metric: Callable[[str, float], None] | None,
     ) -> list[float | None]:
         if log_metric is not None and answers:
             name = self.__name__
-            log_metric(f"{name}/questions_per_image", num_queries / len(questions))
             kinds = Counter(answer.reason for answer in answers if answer.score is None)
             log_metric(f"{name}/unanswered", kinds.total() / len(answers))
             # All kinds in each call: the trainer averages over the calls that logged a metric
@@ -243,7 +144,7 @@ class ConsistencyReward(JudgedReward):
 
     - Range: [0, 1].
     - Cost: a set of n panels has n (n - 1) / 2 pairs, 6 for a 2 x 2 grid. Each is one forward pass of the judge, per
-      criterion with `question="criteria"`. Identical questions about identical images are asked once.
+      criterion with `question="criteria"`.
     - Source and license: `X-GenGroup/PaCo-Reward-7B`, trained from Qwen2.5-VL-7B-Instruct (Apache-2.0); see its model
       card.
 
@@ -303,8 +204,6 @@ class ConsistencyReward(JudgedReward):
     ):
         if question not in ("theme", "criteria"):
             raise ValueError(f"`question` is {question!r}, but must be 'theme' or 'criteria'.")
-        if max_pairs is not None and max_pairs < 1:
-            raise ValueError(f"`max_pairs` is {max_pairs}, but must be at least 1. Omit it for all pairs.")
         self.question, self.max_pairs, self.seed, self.symmetric = question, max_pairs, seed, symmetric
         self.needed_columns = (question,)  # the trainer checks them before it loads a model
         super().__init__(model, base_url, **kwargs)
@@ -323,12 +222,10 @@ class ConsistencyReward(JudgedReward):
                 {theme_question(text): 1.0} if self.question == "theme" else criteria_weights(criteria_dict(text))
             )
             if not weights:
-                raise ValueError(
-                    f"`criteria` of image {index} has no text. Fill the column, or use `question='theme'`."
-                )
+                raise ValueError(f"`criteria` of image {index} has no text. Use `question='theme'`, or fill it.")
             questions.append(
                 [
-                    WeightedQuestion(panels[first], panels[second], question, weight / len(pairs))
+                    WeightedQuestion((panels[first], panels[second]), question, weight / len(pairs))
                     for first, second in pairs
                     for question, weight in weights.items()
                 ]
@@ -366,7 +263,7 @@ class EditReward(JudgedReward):
         rows = _sources_of(columns, len(completions), "`EditReward`")
         return [
             [
-                WeightedQuestion(source, edited, question(prompt))
+                WeightedQuestion((source, edited), question(prompt))
                 for source in sources
                 for question in (edit_consistency_question, edit_following_question)
             ]
@@ -424,7 +321,7 @@ class ReferenceReward(JudgedReward):
         for index, (references, panels) in enumerate(zip(rows, panel_images, strict=True)):
             texts = map(reference_question, roles_of(len(references), roles[index], f"image {index}"))
             pairs = zip(references, texts, strict=True)
-            questions.append([WeightedQuestion(image, panel, text) for image, text in pairs for panel in panels])
+            questions.append([WeightedQuestion((image, panel), text) for image, text in pairs for panel in panels])
         return questions
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
@@ -475,10 +372,10 @@ class RubricReward(JudgedReward):
     ) -> list[list[WeightedQuestion]]:
         texts = [self.rubric.replace("{prompt}", prompt) for prompt in prompts]
         if not self.needed_columns and columns.get("image") is None and columns.get("images") is None:
-            return [[WeightedQuestion(image, None, text)] for image, text in zip(completions, texts, strict=True)]
+            return [[WeightedQuestion((image,), text)] for image, text in zip(completions, texts, strict=True)]
         rows = _sources_of(columns, len(completions), "`RubricReward`")
         return [
-            [WeightedQuestion(source, edited, text) for source in sources]
+            [WeightedQuestion((source, edited), text) for source in sources]
             for sources, edited, text in zip(rows, completions, texts, strict=True)
         ]
 

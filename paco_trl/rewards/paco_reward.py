@@ -18,7 +18,6 @@ from peft import PeftConfig, PeftModel
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
 from safetensors import safe_open
-from tqdm.auto import tqdm
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -43,13 +42,13 @@ from .judge import (
     ImageGroup,
     ImagePair,
     ImageSource,
-    both_orders,
     broadcast_questions,
     check_pairs,
     digits_of,
     expected_rating,
     image_key,
     images_with_labels,
+    score_both_orders,
 )
 from .prefix_sharing import order_for_sharing, share_prefixes
 
@@ -218,9 +217,7 @@ class PaCoReward:
         """Return the device of the model."""
         return self.model.device
 
-    def score(
-        self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False, show_progress: bool = False
-    ) -> list[float]:
+    def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float]:
         """
         Score pairs of images.
 
@@ -235,33 +232,24 @@ class PaCoReward:
                 functions of `paco_trl.data` have those of the published code.
             symmetric (`bool`, *optional*, defaults to `False`):
                 Whether to score both orders of each pair and take the mean, at twice the cost.
-            show_progress (`bool`, *optional*, defaults to `False`):
-                Whether to show a progress bar.
 
         Returns:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each pair.
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
-        if not symmetric:
-            return self._query(pairs, prompts, "pair", self._probabilities, show_progress)
-        prompts = [prompt for prompt in prompts for _ in range(2)]
-        scores = self._query(both_orders(pairs), prompts, "pair", self._probabilities, show_progress)
-        return [(forward + backward) / 2 for forward, backward in zip(scores[::2], scores[1::2], strict=True)]
+        return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
 
-    def score_images(
-        self, images: list[ImageSource], prompts: str | list[str], show_progress: bool = False
-    ) -> list[float]:
+    def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float]:
         """
         Score questions about one image each, such as whether it shows what a text says.
 
         Args:
-            images (`list`), show_progress (`bool`, *optional*, defaults to `False`):
+            images (`list`):
                 Image of each question; see [`~PaCoReward.score`].
             prompts (`str` or `list[str]`):
                 Question for each image, or one for all. See [`~paco_trl.data.shows_question`].
         """
-        prompts = self._check_prompts(prompts, len(images), "images")
-        return self._query([(image,) for image in images], prompts, "image", self._probabilities, show_progress)
+        return self._scores([(image,) for image in images], self._check_prompts(prompts, len(images), "images"))
 
     def rate(self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int = 5) -> list[float | None]:
         """
@@ -276,19 +264,14 @@ class PaCoReward:
             scale (`int`, *optional*, defaults to `5`):
                 Best rating, 1 to 9; the tokenizer must have each number as a token.
         """
-        noun = "image" if images and len(images[0]) == 1 else "pair"
         tokens = digit_tokens(self.processor.tokenizer, scale)
         ids = torch.tensor(list(tokens.values()), device=self._network.get_output_embeddings().weight.device)
         read = functools.partial(self._token_logprobs, tokens=list(tokens), ids=ids)
-        answers = self._query(images, self._check_prompts(prompts, len(images), f"{noun}s"), noun, read, False)
+        answers = self._query(images, self._check_prompts(prompts, len(images), "images"), read)
         return [expected_rating(answer.items(), scale) for answer in answers]
 
     def top_logprobs(
-        self,
-        images: list[ImagePair],
-        prompts: str | list[str],
-        image_labels: tuple[str, str] | None = None,
-        show_progress: bool = False,
+        self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
     ) -> list[dict[str, float]]:
         """
         Return the 20 likeliest first tokens of each answer with their log-probabilities, as a server lists them.
@@ -296,20 +279,16 @@ class PaCoReward:
         The evaluations use it for `protocol="published"`. It depends on the logits in the dtype of the model.
 
         Args:
-            images (`list[tuple]`), prompts (`str` or `list[str]`), show_progress (`bool`, *optional*, defaults to `False`):
+            images (`list[tuple]`), prompts (`str` or `list[str]`):
                 See [`~PaCoReward.score`].
             image_labels (`tuple[str, str]`, *optional*):
                 Text before the first and before the second image. If `None`, none.
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
-        return self._query(pairs, prompts, "pair", self._top_tokens, show_progress, image_labels)
+        return self._query(pairs, prompts, self._top_tokens, image_labels)
 
     def score_sets(
-        self,
-        image_sets: list[list[ImageSource]],
-        prompts: str | list[str],
-        symmetric: bool = False,
-        show_progress: bool = False,
+        self, image_sets: list[list[ImageSource]], prompts: str | list[str], symmetric: bool = False
     ) -> list[float]:
         """
         Score sets of images: the mean over all unordered pairs of a set, those of `itertools.combinations`.
@@ -317,7 +296,7 @@ class PaCoReward:
         Args:
             image_sets (`list[list]`):
                 Sets of at least two images, such as the panels of a grid.
-            prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`), show_progress (`bool`, *optional*, defaults to `False`):
+            prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`):
                 Question for each set, or one for all; see [`~PaCoReward.score`].
         """
         prompts = broadcast_questions(prompts, len(image_sets), "sets")
@@ -326,7 +305,7 @@ class PaCoReward:
         pairs = [pair for images in image_sets for pair in combinations(images, 2)]
         counts = [len(images) * (len(images) - 1) // 2 for images in image_sets]
         questions = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
-        scores = iter(self.score(pairs, questions, symmetric, show_progress))
+        scores = iter(self.score(pairs, questions, symmetric))
         return [sum(next(scores) for _ in range(count)) / count for count in counts]
 
     @torch.inference_mode()
@@ -407,14 +386,15 @@ class PaCoReward:
             rows.append(row)
         return rows
 
+    def _scores(self, groups: Sequence[ImageGroup], prompts: list[str]) -> list[float]:
+        return self._query(groups, prompts, self._probabilities)
+
     @torch.inference_mode()
     def _query(
         self,
         groups: Sequence[ImageGroup],
         prompts: list[str],
-        noun: str,
         read: Callable[[dict], list],
-        show_progress: bool,
         labels: tuple[str, str] | None = None,
     ) -> list:
         """Return what `read` computes from the inputs of each question."""
@@ -422,9 +402,8 @@ class PaCoReward:
         order = order_for_sharing(keys, prompts)
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         answers: list = [None] * len(groups)
-        progress = tqdm(total=len(groups), desc=f"Scoring {noun}s", unit=noun, disable=not show_progress)
         # A surrounding autocast would change the scores
-        with progress, torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False):
             for indices, images in zip(batches, self._image_batches(groups, batches), strict=True):
                 inputs = self._inputs([prompts[index] for index in indices], images, labels)
                 if self._takes_encoded_images:
@@ -432,11 +411,10 @@ class PaCoReward:
                 for index, answer in zip(indices, read(inputs), strict=True):
                     if any(map(math.isnan, answer.values() if isinstance(answer, dict) else [answer])):
                         raise ValueError(
-                            f"The score of {noun} {index} is not a number: the weights of {self.name!r} are not finite, "
+                            f"The score of question {index} is not a number: the weights of {self.name!r} are not finite, "
                             f"or overflow in {self.model.dtype} (use `dtype='float32'`)."
                         )
                     answers[index] = answer
-                progress.update(len(indices))
         return answers
 
     def _image_batches(self, groups: Sequence[ImageGroup], batches: list[list[int]]) -> Iterator[list]:

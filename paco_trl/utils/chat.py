@@ -78,7 +78,6 @@ class ChatClient:
             # A proxy that the environment names does not know this machine's own addresses
             http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(host)),
         )
-        self._openai_once = self._openai.with_options(max_retries=0)
 
     # ---- From any thread ----
 
@@ -108,40 +107,24 @@ class ChatClient:
 
     # ---- On the event loop ----
 
-    async def find_model(self, is_retried: bool = True) -> None:
-        """Check that the server has the model."""
-        client = self._openai if is_retried else self._openai_once
-        try:
-            with self._failures():
-                names = [model.id for model in (await client.models.list()).data]
-        except NoAnswerError as failure:
-            if failure.kind == "unavailable":
-                raise
-            raise self._unavailable(
-                f"{self.base_url}/models gives no list of models ({failure}): {self.base_url} is not the address of an "
-                "OpenAI-compatible server, which usually ends in /v1."
-            ) from None
+    async def find_model(self, max_retries: int | None = None) -> None:
+        """Check that the server has the model, with other retries than those of the client if they are given."""
+        with self._failures():
+            names = [model.id for model in (await self._client(max_retries).models.list()).data]
         if self.model not in names:
             raise self._unavailable(
                 f"{self.base_url} has no model {self.model!r}. It has: {', '.join(names) or 'none'}. Use one of them "
                 "as `model`."
             )
 
-    async def complete(self, body: dict[str, Any], is_retried: bool = True) -> "ChatCompletion":
+    async def complete(self, body: dict[str, Any], max_retries: int | None = None) -> "ChatCompletion":
         """Send a query; a temporary failure is retried by openai's client."""
-        import openai
-
-        client = self._openai if is_retried else self._openai_once
         request = {self._length_option if name == "max_tokens" else name: value for name, value in body.items()}
         with self._failures():
-            try:
-                return await client.chat.completions.create(model=self.model, **request)
-            except openai.NotFoundError as error:
-                await self.find_model()  # its error lists the models that the server has
-                raise self._unavailable(
-                    f"{self.base_url} has the model {self.model!r}, but not the interface for chat, /chat/completions "
-                    f"({self._describe(error)})."
-                ) from None
+            return await self._client(max_retries).chat.completions.create(model=self.model, **request)
+
+    def _client(self, max_retries: int | None) -> Any:
+        return self._openai if max_retries is None else self._openai.with_options(max_retries=max_retries)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -154,6 +137,9 @@ class ChatClient:
             raise self._unavailable(
                 f"{self.base_url} refuses the key ({self._describe(error)}). {self._key_remedy}"
             ) from None
+        except openai.NotFoundError as error:
+            problem = f"has no model {self.model!r} for chat ({self._describe(error)})"
+            raise self._unavailable(f"{self.base_url} {problem}. Correct the name or the address.") from None
         except openai.APIStatusError as error:
             may_pass = error.status_code in (408, 409, 429) or error.status_code >= 500
             raise NoAnswerError("unavailable" if may_pass else "refused", self._describe(error)) from None

@@ -32,10 +32,8 @@ REWARDS = [
             "return [order for first, second in pairs for order in ((first, second), (second, first))]",
             "return [order for first, second in pairs for order in ((first, second), (first, second))]",
         ),
-        (
-            "failed or Answer((first.score + second.score) / 2)",
-            "failed or Answer((first.score + first.score) / 2)",
-        ),
+        ("None if None in both else sum(both) / 2", "None if None in both else both[0]"),
+        ("for prompt in prompts for _ in range(2)]))", "for _ in range(2) for prompt in prompts]))"),
         ("_MAX_SCORE_ERROR = 1e-3", "_MAX_SCORE_ERROR = 1.0"),
         ("math.exp(min(logprobs.values()) - present[0])", "math.exp(max(logprobs.values()) - present[0])"),
         ("logprobs.setdefault(token, logprob)", "logprobs[token] = logprob"),
@@ -52,23 +50,11 @@ REWARDS = [
             'os.environ.get("VLLM_API_KEY") or api_key,',
         ),
         ("if answer.score is None:\n                tokens", "if False:\n                tokens"),
-        (
-            'if failure.kind == "unavailable":\n                    await self',
-            "if False:\n                    await self",
-        ),
+        ("                await self._check_is_up()\n", ""),
     ),
     *_mutants(
         "rewards/judge_rewards.py",
-        f"{_JUDGED}TestConsistency {_JUDGED}TestCachedJudge",
-        ("(self.judge.name, question.text, *(", "(self.judge.name, *("),
-        (
-            "*(digests[id(image)] for image in question.images)",
-            "*sorted(digests[id(image)] for image in question.images)",
-        ),
-        ("if answer.score is None:\n                    del", "if False:\n                    del"),
-        ("{image.getpalette(None)} ", ""),
-        ("{image.info.get('transparency')} ", ""),
-        ("self._answers.popitem(last=False)", "self._answers.popitem(last=True)"),
+        f"{_JUDGED}TestConsistency",
         (
             "rewards.append(None if None in scores else self._combine(row, scores))",
             "rewards.append(self._combine(row, [score or 0.0 for score in scores]))",
@@ -81,7 +67,6 @@ REWARDS = [
     *_mutants(
         "rewards/judge_rewards.py",
         f"{_JUDGED}TestEdit {_JUDGED}TestMetrics",
-        ("num_queries / len(questions)", "num_queries / len(answers)"),
         ("kinds[kind] / len(answers)", "kinds[kind] / len(questions)"),
         ("math.sqrt(consistency * following)", "(consistency + following) / 2"),
         ("for consistency, following in pairs) / (len(scores) // 2)", "for consistency, following in pairs)"),
@@ -90,8 +75,8 @@ REWARDS = [
             "pairs = zip(scores[: len(scores) // 2], scores[len(scores) // 2 :], strict=True)  # of",
         ),
         (
-            "WeightedQuestion(source, edited, question(prompt))",
-            "WeightedQuestion(edited, source, question(prompt))",
+            "WeightedQuestion((source, edited), question(prompt))",
+            "WeightedQuestion((edited, source), question(prompt))",
         ),
         (
             "math.sqrt(_MAX_SOURCE_PIXELS / (source.width * source.height))",
@@ -117,10 +102,6 @@ REWARDS = [
         "rewards/paco_reward.py",
         f"{_JUDGE}TestScore {_JUDGE}TestScoreSets {_JUDGE}TestPrecision",
         (
-            "zip(scores[::2], scores[1::2], strict=True)]",
-            "zip(scores[: len(pairs)], scores[len(pairs) :], strict=True)]",
-        ),
-        (
             "logits[:, self.yes_id] - logits[:, self.no_id]",
             "logits[:, self.no_id] - logits[:, self.yes_id]",
         ),
@@ -131,8 +112,8 @@ REWARDS = [
             "for index, answer in zip(sorted(indices), read(inputs), strict=True):",
         ),
         (
-            "with progress, torch.autocast(self.device.type, enabled=False):",
-            "with progress:",
+            "with torch.autocast(self.device.type, enabled=False):\n            for indices",
+            "with torch.autocast(self.device.type):\n            for indices",
         ),
         ('"padding_side": "left"', '"padding_side": "right"'),
         ("/ count for count in counts]", "/ len(counts) for count in counts]"),
