@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import re
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -1146,11 +1145,11 @@ class TestBestCheckpoint:
         trainer.model.load_state_dict(weights_of(trainer), strict=False)
         with pytest.raises(RuntimeError, match="judge 2"):
             trainer.evaluate()
-        folder = tmp_path / "out" / "evaluation" / "eval_baseline"
-        assert not folder.exists()
+        file = tmp_path / "out" / "evaluation" / "eval_baseline.pt"
+        assert not file.exists()
         is_down = False
         assert "eval_rewards/judge/baseline" in trainer.evaluate()
-        assert folder.exists()
+        assert file.exists()
 
 
 def constant_reward(prompts, completions, **kwargs):
@@ -1272,19 +1271,12 @@ class TestBadInput:
         with pytest.raises(ValueError, match="height of row 0 of the dataset is 62.*60 or 64"):
             make_trainer(height=62)
 
-    @pytest.mark.parametrize("is_loaded", [False, True])
-    def test_a_layer_that_does_not_exist(self, make_trainer, tiny_flux, tmp_path, is_loaded):
-        """PEFT would train the other layer. By name it is found before the weights are read: the folder has none."""
-        (tmp_path / "transformer").mkdir()
-        for name in ("model_index.json", "transformer/config.json"):
-            shutil.copy(tiny_flux / name, tmp_path / name)
-        model = DiffusionPipeline.from_pretrained(tiny_flux) if is_loaded else str(tmp_path)
-        with pytest.raises(ValueError, match="has 'attn.to_kk', but no layer of FluxTr.* Did you mean attn.to_k"):
-            make_trainer(model=model, peft_config=LoraConfig(r=4, target_modules=["attn.to_q", "attn.to_kk"]))
-        if not is_loaded:
-            for targets in (["attn.to_q", "attn.to_k"], r".*\.attn\.to_[qk]k?"):  # a pattern is as PEFT takes it
-                trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules=targets))
-                assert len(trainer.model.base_model.targeted_module_names) == 4
+    def test_a_layer_that_does_not_exist(self, make_trainer):
+        """PEFT would train the other layer."""
+        with pytest.raises(ValueError, match="'attn.to_kk'.* Did you mean attn.to_k"):
+            make_trainer(peft_config=LoraConfig(r=4, target_modules=["attn.to_q", "attn.to_kk"]))
+        trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules=r".*\.attn\.to_[qk]k?"))  # as PEFT takes it
+        assert len(trainer.model.base_model.targeted_module_names) == 4
 
     @pytest.mark.parametrize("config", [GRPOConfig, PaCoNFTConfig, PaCoRewardConfig, dict])
     def test_settings_of_another_trainer(self, tmp_path, prompts, config):

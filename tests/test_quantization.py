@@ -44,7 +44,6 @@ METHODS = {"nf4": 0.15, "int8": 0.4, "fp8": 0.4, "fp8_storage": 0.5}
 SLOW_METHODS = ["nf4", *(pytest.param(method, marks=pytest.mark.slow) for method in METHODS if method != "nf4")]
 TWO_METHODS = [SLOW_METHODS[0], SLOW_METHODS[-1]]  # whose weights are cast in different ways
 ADAPTER = "adapter_model.safetensors"
-VALIDATE_ENVIRONMENT = BnB4BitDiffusersQuantizer.validate_environment
 
 
 @contextlib.contextmanager
@@ -289,12 +288,6 @@ class TestOtherWays:
         with pytest.raises(ValueError, match="or `model_init_kwargs` has a `quantization_config`"):
             make_trainer(quantization="int8", model_init_kwargs={"quantization_config": config})
 
-    def test_another_config(self, make_trainer):
-        with pytest.raises(
-            TypeError, match="is a dict, not diffusers' `PipelineQuantizationConfig`.*use `quantization`"
-        ):
-            make_trainer(model_init_kwargs={"quantization_config": {"load_in_4bit": True}}, model="/nowhere")
-
 
 class TestRefused:
     def test_unknown(self, tmp_path):
@@ -311,12 +304,6 @@ class TestRefused:
             make_trainer(quantization=method)
         with pytest.raises(ImportError, match=message):
             PaCoReward.from_pretrained(tiny_qwen, quantization=method)
-
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_nf4_without_a_gpu(self, make_trainer, monkeypatch):
-        monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", VALIDATE_ENVIRONMENT)
-        with pytest.raises(ValueError, match="`quantization` is 'nf4', which .* here: No GPU found.*Use 'int8'"):
-            make_trainer(quantization="nf4")
 
     def test_full_finetuning(self, make_trainer):
         with pytest.raises(

@@ -4,7 +4,6 @@
 import copy
 import inspect
 import json
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +17,9 @@ from diffusers import (
     ChromaTransformer2DModel,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
-    Lumina2Pipeline,
-    Lumina2Transformer2DModel,
 )
 from peft import LoraConfig, PeftModel
-from transformers import (
-    Gemma2Config,
-    Gemma2Model,
-    T5Config,
-    T5EncoderModel,
-    UMT5Config,
-    UMT5EncoderModel,
-)
+from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from paco_trl.rollout import PipelinePolicy, SDESettings, family_of, keyed_generator, replay
 from paco_trl.rollout.families import FluxFamily, UnlistedFamily
@@ -99,67 +89,32 @@ def build_aura_flow(tokenizer):
     return AuraFlowPipeline(**with_common_parts(tokenizer, text_encoder=text_encoder, transformer=transformer))
 
 
-def build_lumina2(tokenizer):
-    """The scheduler gets the transformer's output with the other sign."""
-    transformer = Lumina2Transformer2DModel(
-        sample_size=4,
-        in_channels=4,
-        hidden_size=32,
-        num_layers=1,
-        num_refiner_layers=1,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        multiple_of=16,
-        axes_dim_rope=(4, 4, 8),
-        axes_lens=(300, 64, 64),
-        cap_feat_dim=16,
-    )
-    text_encoder = Gemma2Model(
-        Gemma2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-        )
-    )
-    return Lumina2Pipeline(**with_common_parts(tokenizer, text_encoder=text_encoder, transformer=transformer))
-
-
-BUILDERS = {"chroma": build_chroma, "aura_flow": build_aura_flow, "lumina2": build_lumina2}
+BUILDERS = {"chroma": build_chroma, "aura_flow": build_aura_flow}
 
 
 @pytest.fixture(scope="module")
-def built(tokenizer):
+def folders(tokenizer, tmp_path_factory):
+    """The pipelines, saved."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipelines = {name: build(tokenizer) for name, build in BUILDERS.items()}
-    for pipeline in pipelines.values():
-        pipeline.text_encoder.eval()  # a new one has dropout
-    return pipelines
+        folders = {name: str(tmp_path_factory.mktemp("unlisted") / name) for name in BUILDERS}
+        for name, build in BUILDERS.items():
+            build(tokenizer).save_pretrained(folders[name])
+    return folders
 
 
 @pytest.fixture(scope="module")
-def folders(built, tmp_path_factory):
-    """The pipelines that can be trained, saved."""
-    folder = tmp_path_factory.mktemp("unlisted")
-    for name in ("chroma", "aura_flow"):
-        built[name].save_pretrained(folder / name)
-    return {name: str(folder / name) for name in ("chroma", "aura_flow")}
+def built(folders):
+    return {name: DiffusionPipeline.from_pretrained(folder) for name, folder in folders.items()}
 
 
-def build_policy(pipeline, guidance_scale=1.0, has_adapter=True):
+def build_policy(pipeline, guidance_scale=1.0):
     """As the trainer builds it; then the LoRA's B matrices, which start as zeros, are filled."""
     pipeline = load_pipeline(copy.deepcopy(pipeline), torch.float32)
     family = family_of(pipeline)
     assert family.resolve_negative_prompt(pipeline, guidance_scale, None) is None
     signature = inspect.signature(pipeline.transformer.forward)
-    model = pipeline.transformer
-    if has_adapter:
-        model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
-        assert model.peft_config["default"].base_model_name_or_path is None  # it has none, not one called 'None'
+    model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -232,33 +187,11 @@ class TestGeneration:
         assert len(encoder_calls) == 2
         assert "encode_prompt" not in vars(policy.pipeline)
 
-    def test_another_process_generates_it_too(self, built, name):
-        """All that is needed is in the tensors: another process may have encoded no prompt itself."""
-        policy = build_policy(built[name])
-        encoded = pickle.loads(pickle.dumps(encode(policy, "a red fox")))
-        assert all(isinstance(value, torch.Tensor) for value in encoded.values())
-        (here,), _ = generate(policy, encoded, noise_level=0.7)
-        elsewhere = build_policy(built[name])
-        (there,), _ = generate(elsewhere, encoded, noise_level=0.7)
-        assert np.array_equal(np.asarray(here), np.asarray(there))
-
     def test_defaults(self, built, name):
-        with pytest.warns(UserWarning, match=r"no family class for \w+\. These defaults") as caught:
+        with pytest.warns(UserWarning, match=r"no family class for \w+: its transformer's output is taken"):
             family = family_of(built[name])
-        (message,) = [str(each.message) for each in caught if "family class" in str(each.message)]
-        assert type(built[name]).__name__ in message
-        for assumed in (
-            "the velocity",
-            "only `encode_prompt` uses text_encoder",
-            "`guidance_scale`",
-            "multiples of 4",
-            "to_q, to_k",
-        ):
-            assert assumed in message, assumed
         assert isinstance(family, UnlistedFamily) and family.max_batch_size == 1 and family.max_images == 0
-        assert family.text_encoders == ("text_encoder",)
-        assert family.lora_target_modules == ["to_q", "to_k", "to_v", "to_out.0"]
-        assert family.size_multiple(built[name]) == 4
+        assert family.text_encoders == ("text_encoder",) and family.size_multiple(built[name]) == 4
 
 
 class TestEncoding:
@@ -270,6 +203,7 @@ class TestEncoding:
             encoded = family.encode_prompt(built["chroma"], "a red fox", "cpu")
             own = built["chroma"].encode_prompt("a red fox", do_classifier_free_guidance=False)
         assert all(len(tensor) == 1 for tensor in encoded.values())
+        family = family_of(built["chroma"])  # of another process, which has encoded nothing
         assert family.batch_arguments(encoded) == {"prompt": "a red fox"}
         with family.generation_context(built["chroma"], []):
             embeds, text_ids, mask, *negatives = built["chroma"].encode_prompt("whatever")
@@ -277,33 +211,6 @@ class TestEncoding:
         assert text_ids.shape == (512, 3) and torch.equal(text_ids, own[1])
         assert torch.equal(mask, own[2])
         assert negatives == [None, None, None]
-
-    def test_further_calls_during_generation_are_an_error(self, built):
-        policy = build_policy(built["chroma"])
-        policy.family.batch_arguments(encode(policy, "a red fox"))
-        with policy.family.generation_context(policy.pipeline, []):
-            policy.pipeline.encode_prompt("a red fox")
-            with pytest.raises(RuntimeError, match="more often during generation"):
-                policy.pipeline.encode_prompt("a red fox")
-
-    def test_two_images_in_a_call_are_an_error(self, built):
-        policy = build_policy(built["chroma"])
-        encoded = encode(policy, "a red fox")
-        with pytest.raises(ValueError, match="ChromaPipeline generates one at a time"):
-            policy.family.batch_arguments({name: torch.cat([tensor] * 2) for name, tensor in encoded.items()})
-
-    def test_a_pipeline_that_fails_with_a_prompt_alone(self, built):
-        class NeedsMorePipeline(ChromaPipeline):
-            def prepare_latents(self, *args):
-                return self.source.height
-
-        pipeline = NeedsMorePipeline(**{**built["chroma"].components, "image_encoder": None})
-        pipeline.source = None
-        family = family_of(pipeline)
-        family.resolve_negative_prompt(pipeline, 1.0, None)
-        with pytest.raises(ValueError, match=r"with a prompt alone, it fails \(AttributeError.*height"):
-            family.encode_prompt(pipeline, "a red fox", "cpu")
-        assert "encode_prompt" not in vars(pipeline) and not pipeline.transformer._forward_pre_hooks
 
     def test_a_pipeline_that_does_not_use_its_method(self, built):
         class OtherwisePipeline(ChromaPipeline):
@@ -315,10 +222,6 @@ class TestEncoding:
         with pytest.raises(ValueError, match="does not use its `encode_prompt`"):
             family.encode_prompt(OtherwisePipeline(**built["chroma"].components), "a red fox", "cpu")
 
-    def test_a_negative_prompt(self, built):
-        with pytest.raises(ValueError, match="`negative_prompt` is 'ugly', but there is no family class for Chroma"):
-            family_of(built["chroma"]).resolve_negative_prompt(built["chroma"], 1.0, "ugly")
-
     def test_guidance_that_the_call_does_not_take(self, built):
         class PlainPipeline(ChromaPipeline):
             def __call__(self, prompt, height, width, num_inference_steps, generator):
@@ -328,36 +231,30 @@ class TestEncoding:
         family = family_of(pipeline)
         assert family.call_arguments(32, 48, 1.0, []) == {"height": 32, "width": 48}
         assert family.resolve_negative_prompt(pipeline, 1.0, None) is None
-        with pytest.raises(ValueError, match="`guidance_scale` is 3.5, but PlainPipeline takes none"):
-            family.resolve_negative_prompt(pipeline, 3.5, None)
+        for guidance_scale, negative_prompt in ((3.5, None), (1.0, "ugly")):
+            with pytest.raises(ValueError, match="no family class for PlainPipeline"):
+                family.resolve_negative_prompt(pipeline, guidance_scale, negative_prompt)
 
 
 class TestRefusedAtTheFirstRollout:
     @pytest.mark.parametrize(
         ("name", "guidance_scale", "seen"),
         [
-            ("chroma", 3.5, r"called its transformer 2 times.*`max_calls`.*`guide`.*`guidance_scale` is 3.5"),
-            ("aura_flow", 3.5, r"doubled batch.*`branches`, `guide`.*`guidance_scale` is 3.5"),
-            ("lumina2", 1.0, r"opposite sign.*no family class for Lumina2Pipeline.*`branches`"),
+            ("chroma", 3.5, r"\[\(1, 64, 16\), \(1, 64, 16\)\].*`guidance_scale` = 3.5"),
+            ("aura_flow", 3.5, r"\[\(2, 4, 16, 16\)\].*`guidance_scale` = 3.5"),
         ],
     )
     def test_what_was_seen_and_what_a_class_would_say(self, built, name, guidance_scale, seen):
-        policy = build_policy(built[name], guidance_scale, has_adapter=name != "lumina2")
+        policy = build_policy(built[name], guidance_scale)
         encoded = encode(policy, "a red fox")
         with pytest.raises((ValueError, RuntimeError), match=seen):
             generate(policy, encoded, 0.7, guidance_scale)
 
-    @pytest.mark.parametrize(
-        ("output", "seen"),
-        [
-            (torch.zeros(1, 5, 8), r"the shape \(1, 5, 8\) for a sample of \(1, 4, 8\).*with `branches`"),
-            ([torch.zeros(4, 8)], "output is a list, not a tensor.*with `branches`"),
-        ],
-    )
-    def test_another_shape(self, built, output, seen):
+    @pytest.mark.parametrize("output", [torch.zeros(1, 5, 8), [torch.zeros(4, 8)]])
+    def test_another_shape(self, built, output):
         family, sample = family_of(built["chroma"]), torch.zeros(1, 4, 8)
         assert family.combine([sample], 1.0, sample) is sample
-        with pytest.raises(ValueError, match=seen):
+        with pytest.raises(ValueError, match="one prediction of the sample's shape"):
             family.combine([output], 1.0, sample)
 
 
@@ -365,24 +262,14 @@ class TestRefusedByTheClass:
     @pytest.mark.parametrize(
         ("name", "reason"),
         [
-            ("ChromaInpaintPipeline", "it changes a given image.*it fills a mask"),
-            ("FluxControlPipeline", "it follows a given image"),
-            (
-                "WanImageToVideoPipeline",
-                r"it generates videos.*cannot generate from a prompt alone \(its call needs `image`\)",
-            ),
-            ("SanaPipeline", "generates at sizes of its own"),
-            ("StableDiffusionPipeline", "it has no component `transformer`"),
-            (
-                "VisualClozePipeline",
-                "no method `encode_prompt`; its call takes no `prompt`; its call takes no `height`",
-            ),
-            ("Cosmos2TextToImagePipeline", "it has no method `save_lora_weights`"),
+            ("ChromaInpaintPipeline", "its call takes `mask_image`, its call takes `strength`"),
+            ("WanImageToVideoPipeline", "its call takes `image`.*`num_frames`"),
+            ("StableDiffusionPipeline", "it has no `transformer`"),
+            ("VisualClozePipeline", "it has no `encode_prompt`, it has no `prompt`"),
         ],
     )
     def test_by_its_name(self, name, reason):
-        expected = rf"no family class for {name}.*{reason}.*FluxPipeline"
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ValueError, match=rf"no family class for {name}.*{reason}"):
             family_of(name)
 
     def test_a_name_is_only_checked(self, recwarn):
@@ -393,29 +280,8 @@ class TestRefusedByTheClass:
 
     def test_an_object(self, built):
         pipeline = ChromaInpaintPipeline(**built["chroma"].components)
-        with pytest.raises(ValueError, match="no family class for ChromaInpaintPipeline.*it fills a mask"):
+        with pytest.raises(ValueError, match="no family class for ChromaInpaintPipeline.*`mask_image`"):
             family_of(pipeline)
-
-    @pytest.mark.parametrize(
-        ("spoil", "reason"),
-        [
-            (lambda pipeline: setattr(pipeline, "vae", None), "it has no component `vae`"),
-            (lambda pipeline: delattr(pipeline, "vae_scale_factor"), "it has no attribute `vae_scale_factor`"),
-        ],
-    )
-    def test_what_only_the_object_shows(self, built, spoil, reason):
-        pipeline = ChromaPipeline(**built["chroma"].components)
-        family_of(pipeline)
-        spoil(pipeline)
-        with pytest.raises(ValueError, match=f"no family class for ChromaPipeline.*{reason}"):
-            family_of(pipeline)
-
-    def test_no_layer_for_an_adapter(self, built):
-        components = dict(built["chroma"].components)
-        components["transformer"] = components["text_encoder"]  # its layers are called q, k, v, o
-        family = family_of(ChromaPipeline(**components))
-        with pytest.raises(ValueError, match="none of the layers.*to_q.*Set `target_modules`"):
-            _ = family.lora_target_modules
 
 
 class TestTraining:

@@ -15,22 +15,16 @@ from typing import Any
 
 import diffusers
 import torch
-from accelerate import init_empty_weights
 from accelerate.logging import get_logger
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from diffusers.models import attention_dispatch
-from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 from huggingface_hub.errors import GatedRepoError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils import (
-    get_peft_model_state_dict,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -95,45 +89,34 @@ def load_pipeline(
             encoders = [name for name in components if name.startswith("text_encoder")]
             libraries = {"transformer": "diffusers", **dict.fromkeys(encoders, "transformers")}
             configs = {name: quantization_config(quantization, dtype, libraries[name]) for name in libraries}
-            if quantization == "nf4":
-                _check_bitsandbytes(configs["transformer"])
             model_init_kwargs["quantization_config"] = PipelineQuantizationConfig(quant_mapping=configs)
-        is_uniform = transformer_dtype in (None, dtype)
-        model_init_kwargs.setdefault(
-            "dtype", dtype if is_uniform else {"transformer": transformer_dtype, "default": dtype}
-        )
-        model_init_kwargs.setdefault("use_safetensors", True)
+        dtypes = {"transformer": transformer_dtype, "default": dtype}
+        options = {"dtype": dtype if transformer_dtype in (None, dtype) else dtypes, "use_safetensors": True}
         # An active ZeRO-3 config would partition the text encoders too, which no engine gathers
         with without_zero3_init():
             pipeline = DiffusionPipeline.from_pretrained(
-                model, trust_remote_code=trust_remote_code, **model_init_kwargs
+                model, trust_remote_code=trust_remote_code, **options | model_init_kwargs
             )
-    elif isinstance(model, DiffusionPipeline):
+    else:
         pipeline = model
         if isinstance(pipeline.name_or_path, Path):  # names in JSON and on cards are strings
             pipeline.register_to_config(_name_or_path=str(pipeline.name_or_path))
-    else:
-        raise TypeError(
-            f"`model` must be a Hub id, a directory or a `DiffusionPipeline`, got {type(model).__name__}. To train a "
-            "transformer, pass its pipeline."
-        )
     transformer = getattr(pipeline, "transformer", None)
     if transformer is None:
         raise ValueError(
-            f"{type(pipeline).__name__} has no `transformer`: only flow-matching transformer pipelines can be trained."
+            f"{type(pipeline).__name__} has no `transformer`. Pass a pipeline of flow matching that has one."
         )
     if isinstance(transformer, PeftModel) or getattr(transformer, "peft_config", None):
         raise ValueError(
-            "The pipeline's transformer already has an adapter. To continue training it, pass its Hub id or directory as "
-            "`peft_config` and the pipeline without it; to train another one on top, merge it first "
-            "(`pipeline.fuse_lora()` and `pipeline.unload_lora_weights()`)."
+            "The pipeline's transformer already has an adapter. Pass it as `peft_config` and the pipeline without it, or "
+            "merge it (`pipeline.fuse_lora()` and `pipeline.unload_lora_weights()`) to train another one on top."
         )
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module):
             if any(hasattr(parameter, "ds_id") for parameter in component.parameters()):
                 raise ValueError(
-                    f"`{name}` of the pipeline is partitioned by DeepSpeed ZeRO-3: it was loaded after the training "
-                    "arguments were created. Pass the pipeline's Hub id or directory, or load it before the arguments."
+                    f"`{name}` of the pipeline was loaded after the training arguments, so ZeRO-3 has partitioned it. Pass "
+                    "the pipeline's Hub id or directory, or load it before."
                 )
             component.requires_grad_(False)
             component.eval()
@@ -141,14 +124,6 @@ def load_pipeline(
             if component.dtype != component_dtype:
                 component.to(component_dtype)
     return pipeline
-
-
-def _check_bitsandbytes(config: Any) -> None:
-    try:
-        BnB4BitDiffusersQuantizer(config).validate_environment()
-    except RuntimeError as error:
-        remedy = "Use 'int8', 'fp8' or 'fp8_storage', or a machine with a GPU."
-        raise ValueError(f"`quantization` is 'nf4', which bitsandbytes cannot make here: {error} {remedy}") from error
 
 
 def _store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:
@@ -171,32 +146,13 @@ def pipeline_quantization(pipeline: DiffusionPipeline) -> str | None:
     return "; ".join(f"{how} ({', '.join(names)})" for how, names in named.items()) or None
 
 
-def quantization_text(config: Any) -> str:
-    """Return the settings of a `PipelineQuantizationConfig` as text; refuse anything else."""
-    if not isinstance(config, PipelineQuantizationConfig):
-        problem = f"`quantization_config` is a {type(config).__name__}, not diffusers' `PipelineQuantizationConfig`"
-        raise TypeError(f"{problem}. On the command line and in YAML files, use `quantization`.")
+def quantization_text(config: PipelineQuantizationConfig) -> str:
+    """Return the settings of a quantization as text."""
     return str({name: value for name, value in vars(config).items() if name != "config_mapping"})  # filled by loading
 
 
 def _hub_arguments(model_init_kwargs: dict) -> dict[str, Any]:
     return {name: model_init_kwargs[name] for name in ("revision", "cache_dir", "token") if name in model_init_kwargs}
-
-
-def check_adapter_layers(peft_config: LoraConfig | str | None, model: str, model_init_kwargs: dict) -> None:
-    """Refuse a new adapter on layers that the transformer lacks, by its config alone."""
-    if not isinstance(peft_config, LoraConfig) or not isinstance(peft_config.target_modules, list | set | tuple):
-        return
-    check_base_model_name(model)
-    where = _hub_arguments(model_init_kwargs)
-    _, name = DiffusionPipeline.load_config(model, **where).get("transformer") or (None, None)
-    kind = getattr(diffusers, name or "", None)
-    # Of code in the repository `prepare_transformer` checks the loaded one
-    if kind is not None and "transformer" not in model_init_kwargs:
-        with init_empty_weights():
-            check_target_modules(
-                peft_config, kind.from_config(kind.load_config(model, subfolder="transformer", **where))
-            )
 
 
 def read_index(model: str, model_init_kwargs: dict) -> dict:
@@ -207,10 +163,8 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
     except OSError as error:
         if not isinstance(error.__context__, GatedRepoError):
             raise
-        remedy = "Accept its terms on its page with the account of your token, and log in: `hf auth login`."
-        raise PermissionError(
-            f"The model {model} is gated, and this account has no access to it yet. {remedy}"
-        ) from error
+        remedy = "Accept its terms on its page, and log in with the same account: `hf auth login`."
+        raise PermissionError(f"The model {model} is gated. {remedy}") from error
 
 
 def check_config(model: str, model_init_kwargs: dict, family: Family | None = None) -> dict:
@@ -262,10 +216,7 @@ def check_peft_config(
     """
     adapter, peft_config = peft_config, read_peft_config(peft_config, model, model_init_kwargs)
     if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
-        raise TypeError(
-            f"`peft_config` must be a `peft.LoraConfig`, got {type(peft_config).__name__}: checkpoints are also saved "
-            "in diffusers' LoRA format, which supports no other adapter."
-        )
+        raise TypeError(f"`peft_config` is a {type(peft_config).__name__}; it must be a `peft.LoraConfig`.")
     if not isinstance(adapter, str) and peft_config.task_type == ModelConfig.lora_task_type:
         dropped = "`task_type` 'CAUSAL_LM'"
         adapter = peft_config = copy.deepcopy(peft_config)
@@ -276,28 +227,25 @@ def check_peft_config(
         logger.warning(f"`peft_config` has {dropped}, TRL's defaults for language models: an image model has neither.")
     if peft_config.task_type is not None:
         raise TypeError(
-            f"`task_type` of the `LoraConfig` is {peft_config.task_type!r}, for which PEFT wraps a language model, but "
-            "an image transformer is trained. Leave it out."
+            f"`task_type` is {peft_config.task_type!r}, with which PEFT wraps a language model. Leave it out."
         )
     if peft_config.lora_dropout:
         raise ValueError(
-            f"`lora_dropout` is {peft_config.lora_dropout}. With dropout the replay scores an image with another "
-            "network than the one that generated it, and the probability ratio is noise. Set it to 0."
+            f"`lora_dropout` is {peft_config.lora_dropout}, with which the replay scores an image with another network "
+            "than the one that generated it. Set it to 0."
         )
     check_lora_alpha(peft_config)
     if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
         raise ValueError(
-            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, which changes the base weights: without its "
-            "adapter the model would not be the base model, which evaluations and `beta` compare with, and the saved "
-            "adapter would not fit it. Use True or 'gaussian' (paper)."
+            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, which changes the base weights, with which "
+            "evaluations and `beta` compare. Use True or 'gaussian' (paper)."
         )
     for name, default in vars(LoraConfig()).items():
         value = getattr(peft_config, name)
         if name not in _PLAIN_LORA and value and value != default:
             raise ValueError(
-                f"`{name}` is {value!r}, but only plain LoRA is trained here: checkpoints are also saved in diffusers' "
-                "LoRA format, from which most programs read only two matrices for each layer. They would ignore the "
-                f"rest without an error. Use the default, {default!r}."
+                f"`{name}` is {value!r}, but only plain LoRA is trained here: most programs would ignore the rest in "
+                f"diffusers' LoRA format without an error. Use the default, {default!r}."
             )
     if isinstance(adapter, str):
         base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
@@ -309,7 +257,7 @@ def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> N
     """Refuse a backend that diffusers does not have, that lacks a package, or that cannot be trained with `queries`."""
     names = [backend.value for backend in attention_dispatch.AttentionBackendName if "sage" not in backend.value]
     if name not in names:
-        known = f"one of diffusers' with a backward pass (SageAttention has none): {', '.join(names)}"
+        known = f"one of diffusers' with a backward pass: {', '.join(names)}"
         raise ValueError(f"`attention_backend` is {name!r}; it must be {known}.")
     try:
         with attention_dispatch.attention_backend(name):
@@ -353,16 +301,7 @@ def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks:
     keep_dtype_of_norms(transformer)
     _prefer_kernel(_SDPA_KERNELS.get(attention_backend or ""))
     if attention_backend is not None:
-        # Qwen-Image-2.1 uses a backend only with its cache, without which it is trained
-        own = "QwenImage21AttnProcessor"
-        if not any(
-            hasattr(getattr(each, "processor", None), "_attention_backend") and type(each.processor).__name__ != own
-            for each in transformer.modules()
-        ):
-            raise ValueError(
-                f"`attention_backend` is {attention_backend!r}, but diffusers' {type(transformer).__name__} always calls "
-                "PyTorch's own attention: it would have no effect. Unset it."
-            )
+        # No effect on Stable Diffusion 3, nor on Qwen-Image-2.1 without its cache, as it is trained
         name = "native" if attention_backend in _SDPA_KERNELS else attention_backend
         with attention_dispatch.attention_backend(name):  # restores the default of other models
             transformer.set_attention_backend(name)
@@ -389,10 +328,9 @@ def prepare_transformer(
     for name, module in transformer.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise ValueError(
-                f"`{name}` of the transformer is a dropout layer with p = {module.p}. With dropout the replay scores an "
-                "image with another network than the one that generated it. Set its `p` to 0 before training."
+                f"`{name}` of the transformer is a dropout layer with p = {module.p}, with which the replay scores an image "
+                "with another network than the one that generated it. Set its `p` to 0."
             )
-
     if any(module._compiled_call_impl is not None for module in transformer.modules()):
         from torch._inductor import config as inductor
 
@@ -500,7 +438,6 @@ def load_transformer_adapter(
     **kwargs: Any,
 ) -> PeftModel:
     """Put an existing adapter on a transformer, in place, except on `unused_layers`; refuse one of another base."""
-    name = base_model_name(base)
     if (folder := peft_folder(adapter)) is not None:
         config, weights = PeftConfig.from_pretrained(folder), load_peft_weights(folder, device="cpu")
     else:
@@ -510,12 +447,7 @@ def load_transformer_adapter(
     model = PeftModel(transformer, config, **kwargs)
     if not is_trainable:
         model.eval()
-    try:
-        set_peft_model_state_dict(model, weights)
-    except RuntimeError as error:  # shapes
-        raise ValueError(
-            f"The adapter '{adapter}' does not fit {name}: it was made for another base model.\n{error}"
-        ) from error
+    set_peft_model_state_dict(model, weights)
     # PEFT drops weights without a layer, and initializes layers without weights
     left_out = tuple(f"base_model.model.{layer}.lora_" for layer in unused_layers)
     saved = {name for name in weights if not name.startswith(left_out)}
@@ -523,9 +455,8 @@ def load_transformer_adapter(
     if saved != expected:
         some = ", ".join(sorted(saved ^ expected)[:3])
         raise ValueError(
-            f"The adapter '{adapter}' does not fit {name}: it was made for another base model. {len(saved - expected)} "
-            f"of its {len(saved)} weights have no place in the transformer, and {len(expected - saved)} places have no "
-            f"weight ({some}, ...)."
+            f"The adapter '{adapter}' does not fit {base_model_name(base)}: {len(saved - expected)} of its {len(saved)} "
+            f"weights have no place in the transformer, and {len(expected - saved)} places have no weight ({some}, ...)."
         )
     return model
 
@@ -548,9 +479,7 @@ def adapter_is_new(weights: dict[str, torch.Tensor]) -> bool:
 def check_lora_alpha(peft_config: LoraConfig) -> None:
     """Refuse a scale of 0, with which no weight has a gradient."""
     if peft_config.lora_alpha == 0:
-        raise ValueError(
-            "`lora_alpha` is 0: the adapter is multiplied by 0 and nothing is trained. Use 2 * r (paper)."
-        )
+        raise ValueError("`lora_alpha` is 0: nothing is trained. Use 2 * r (paper).")
 
 
 def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
@@ -564,7 +493,6 @@ def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
         if target not in ends:
             hint = [f" Did you mean {' or '.join(found)}?" for found in [get_close_matches(target, ends)] if found]
             raise ValueError(
-                f"`target_modules` (`--lora_target_modules`) has {target!r}, but no layer of {type(model).__name__} is "
-                f"named so.{''.join(hint)} Correct the name, or leave `target_modules` out for the default. (A pattern, or "
-                "'all-linear', is a string and not in a list.)"
+                f"`target_modules` (`--lora_target_modules`) has {target!r}, which no layer of {type(model).__name__} is "
+                f"named.{''.join(hint)} A pattern, or 'all-linear', is a string and not in a list."
             )

@@ -215,7 +215,8 @@ def _add_mean(
 def save_baseline(path: Path, key: str, baseline: Evaluation) -> None:
     """Save a baseline, so that a resumed run does not generate it again: with all weights trained it could not."""
     pictures = {number: torch.tensor(np.asarray(picture)) for number, picture in baseline.pictures.items()}
-    content = vars(baseline) | {"pictures": pictures, "extra": json.dumps(baseline.extra, default=str), "key": key}
+    logged = json.dumps([baseline.extra, baseline.logged], default=str)
+    content = vars(baseline) | {"key": key, "pictures": pictures, "extra": logged, "logged": None}
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_atomically(path, buffer.getvalue())
@@ -228,6 +229,7 @@ def load_baseline(path: Path, key: str) -> Evaluation | None:
         content = torch.load(path, weights_only=True)
         if content.pop("key") == key:
             pictures = {number: Image.fromarray(each.numpy()) for number, each in content["pictures"].items()}
-            found = [content | {"pictures": pictures, "extra": json.loads(content["extra"])}]
+            extra, logged = json.loads(content["extra"])
+            found = [content | {"pictures": pictures, "extra": extra, "logged": logged}]
     broadcast_object_list(found)
     return None if found[0] is None else Evaluation(**found[0])

@@ -61,7 +61,6 @@ from ..rollout import Family, RecordedStep, SDESettings, UnlistedFamily, family_
 from ..rollout.loading import (
     adapter_is_new,
     base_model_name,
-    check_adapter_layers,
     check_attention_backend,
     check_peft_config,
     load_pipeline,
@@ -231,8 +230,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)
-        if isinstance(model, str):
-            check_adapter_layers(peft_config, model, args.model_init_kwargs or {})
         self._open_run(args, model, peft_config)
         models = offload_models(args, self.rewards, self.eval_rewards)
 

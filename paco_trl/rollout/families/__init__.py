@@ -48,4 +48,4 @@ def family_of(pipeline) -> Family:
     name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
     if name in FAMILIES:
         return FAMILIES[name]()
-    return UnlistedFamily(pipeline, listed=FAMILIES)
+    return UnlistedFamily(pipeline)
