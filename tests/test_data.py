@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from PIL import Image
 
 from paco_trl.data import (
@@ -92,7 +92,13 @@ def image_set_row(**changes):
     return {"prompt": prompt, "theme": theme, "rows": 1, "cols": 2, "panels": texts, **changes}
 
 
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
 def write_jsonl(path, rows):
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -104,16 +110,6 @@ class TestParseImageSetPrompt:
         rows, cols = map(int, layout.split("x"))
         assert len(texts) == rows * cols
         assert parse_image_set_prompt(prompt) == ImageSetPrompt(theme, rows, cols, texts)
-
-    @pytest.mark.parametrize("layout", ["2X2", "2×2", "2 x 2", "2x2-"])
-    def test_ways_to_write_the_layout(self, layout):
-        prompt, _, texts = write_prompt(layout, MARKERS["2x2"])
-        assert parse_image_set_prompt(prompt)[1:] == (2, 2, texts)
-
-    @pytest.mark.parametrize("end", ["!", '."', ".)", "…", ".\n\n  ", "。"])
-    def test_sentence_ends(self, end):
-        prompt, _, texts = write_prompt("1x2", MARKERS["1x2"], ["The fox bows" + end, "It leaves."])
-        assert parse_image_set_prompt(prompt).panels == [text.strip() for text in texts]
 
     @pytest.mark.parametrize(
         "text",
@@ -130,6 +126,11 @@ class TestParseImageSetPrompt:
         prompt = prompt.replace(theme, f"{theme} {text}")
         assert parse_image_set_prompt(prompt)[0] == f"{theme} {text}" and parse_image_set_prompt(prompt)[3] == texts
 
+    def test_layouts_and_sentence_ends(self):
+        texts = ["The fox bows!", 'It says "Hi."', "It waits…", "它走。"]
+        for layout in ("2X2", "2×2", "2 x 2", "2x2-"):
+            assert parse_image_set_prompt(write_prompt(layout, MARKERS["2x2"], texts)[0])[1:] == (2, 2, texts)
+
     def test_no_sentence_end_is_not_a_marker(self):
         # The twin of the test above: the same marker text counts or not by what stands in front of it
         prompt, _, _ = write_prompt("1x2", MARKERS["1x2"], ["The fox bows", "It leaves."])
@@ -139,12 +140,11 @@ class TestParseImageSetPrompt:
     def test_no_layout(self):
         prompt, _, _ = write_prompt("2x2", MARKERS["2x2"])
         prompt = prompt.replace("2x2 grid layout", "square layout")
-        for text in (prompt, prompt.replace("trick number 4", "a 2x2 grid layout"), "A fox juggles. " * 500):
-            with pytest.raises(ValueError, match="names no `RxC grid layout`") as error:
+        for text in (prompt, prompt.replace("trick number 4", "a 2x2 grid layout"), write_prompt("0x2", [])[0]):
+            with pytest.raises(ValueError, match="names no `RxC grid layout`"):
                 parse_image_set_prompt(text)
-            assert len(str(error.value)) < 400
 
-    @pytest.mark.parametrize("layout", ["2x3", "1x2", "900000x900000", "0x2"])
+    @pytest.mark.parametrize("layout", ["2x3", "1x2", "900000x900000"])
     def test_number_of_markers(self, layout):
         prompt, _, _ = write_prompt(layout, MARKERS["2x2"])
         with pytest.raises(ValueError, match=f"{layout} grid"):
@@ -155,8 +155,6 @@ class TestParseImageSetPrompt:
         [
             ["[TOP]-[RIGHT]", "[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[BOTTOM]-[RIGHT]"],  # out of order
             ["[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[TOP]-[RIGHT]", "[BOTTOM]-[RIGHT]"],  # column by column
-            ["[TOP]-[LEFT]", "[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[BOTTOM]-[RIGHT]"],  # duplicate
-            ["PANEL-1", "PANEL-3", "PANEL-2", "PANEL-4"],
             ["[TOP]-[LEFT]", "[TOP]-[RIGHT]", "PANEL-3", "PANEL-4"],  # two ways in one prompt
             ["[LEFT]", "[MIDDLE-LEFT]", "[MIDDLE-RIGHT]", "[RIGHT]"],  # of another layout
         ],
@@ -166,12 +164,9 @@ class TestParseImageSetPrompt:
         with pytest.raises(ValueError, match=r"Write `\[TOP\]-\[LEFT\]"):
             parse_image_set_prompt(prompt)
 
-    @pytest.mark.parametrize("place", range(3))
-    def test_empty_panel(self, place):
-        texts = ["One.", "Two.", "Three."]
-        texts[place] = "  "
-        prompt, _, _ = write_prompt("1x3", MARKERS["1x3"], texts)
-        with pytest.raises(ValueError, match=rf"panel \{MARKERS['1x3'][place]}: .* is empty"):
+    def test_empty_panel(self):
+        prompt, _, _ = write_prompt("1x3", MARKERS["1x3"], ["One.", " ", "Three."])
+        with pytest.raises(ValueError, match=r"panel \[MIDDLE\]: .* is empty"):
             parse_image_set_prompt(prompt)
 
 
@@ -202,12 +197,6 @@ class TestConvertT2IS:
         assert convert_t2is(t2is_row(theme=""))["theme"] == write_prompt("2x2", MARKERS["2x2"])[1]
         assert convert_t2is(t2is_row(idx=7))["id"] == "7"
 
-    def test_dataset_gives_the_same_as_its_rows(self):
-        rows = [t2is_row(idx=f"{number}", criteria={f"D{number}": {"N": "T"}}) for number in range(3)]
-        converted = convert_t2is(Dataset.from_list(rows))
-        assert converted.to_list() == [convert_t2is(row) for row in rows]
-        check_image_set_columns(converted)
-
     def test_dataset_without_criteria(self):
         rows = [t2is_row() for _ in range(2)]
         for row in rows:
@@ -224,8 +213,6 @@ class TestConvertT2IS:
     def test_wrong_rows(self, changes, message):
         with pytest.raises(ValueError, match=f"idx '0042': .*{message}"):
             convert_t2is(t2is_row(**changes))
-        with pytest.raises(ValueError, match="need no conversion"):
-            convert_t2is(convert_t2is(t2is_row()))
 
 
 class TestCriteria:
@@ -261,10 +248,7 @@ class TestCheckImageSetColumns:
         row = image_set_row()
         del row["cols"]
         for data in [*self.both([row]), [image_set_row(), row]]:
-            with pytest.raises(ValueError, match=r"need the columns \['cols'\]"):
-                check_image_set_columns(data)
-        for data in self.both([t2is_row()]):
-            with pytest.raises(ValueError, match="convert_t2is"):
+            with pytest.raises(ValueError, match=r"need the columns \['cols'\].*convert_t2is"):
                 check_image_set_columns(data)
         for data in ([], Dataset.from_list([])):
             with pytest.raises(ValueError, match="no rows"):
@@ -274,11 +258,9 @@ class TestCheckImageSetColumns:
         ("changes", "message"),
         [
             ({"prompt": " \n"}, "`prompt` of row 1"),
-            ({"prompt": None}, "`prompt` of row 1"),
-            ({"rows": 0}, "`rows` of row 1 is 0"),
-            ({"cols": None}, "`cols` of row 1"),
+            ({"rows": 0}, "Row 1 has rows=0"),
+            ({"cols": None}, "cols=None"),
             ({"panels": ["One."]}, "`panels` of row 1 .* 1x2 grid"),
-            ({"panels": None}, "`panels` of row 1"),
             ({"panels": ["One.", " "]}, "`panels` of row 1"),
             ({"rows": 2, "cols": 1}, "Row 1 has rows=2 and cols=1, but .* 1x2 grid"),
             ({"prompt": "A 1x2 grid of foxes.", "rows": 2, "cols": 1}, "Row 1 .* 1x2 grid"),
@@ -318,13 +300,6 @@ class TestLoadImageSetPrompts:
         assert load_image_set_prompts(path).to_list() == rows
         assert load_image_set_prompts(str(path)).to_list() == rows
 
-    def test_json(self, tmp_path):
-        rows = [image_set_row(id="a"), image_set_row(id="b")]
-        (tmp_path / "list.json").write_text(json.dumps(rows, indent=2))
-        write_jsonl(tmp_path / "lines.json", rows)
-        assert load_image_set_prompts(tmp_path / "list.json").to_list() == rows
-        assert load_image_set_prompts(tmp_path / "lines.json").to_list() == rows
-
     def test_raw_rows_are_converted(self, tmp_path):
         rows = [t2is_row(criteria=CRITERIA_1), t2is_row(criteria=CRITERIA_2)]
         dataset = load_image_set_prompts(write_jsonl(tmp_path / "raw.jsonl", rows))
@@ -339,36 +314,13 @@ class TestLoadImageSetPrompts:
         assert all(isinstance(criteria, list) for criteria in dataset["criteria"])
         assert [criteria_dict(criteria) for criteria in dataset["criteria"]] == [CRITERIA_1, CRITERIA_2]
 
-    def test_directory_of_json_lines(self, tmp_path):
-        names = ["train-00000-of-00002", "train-00001-of-00002", "test", "extra"]
-        for name in names:
-            write_jsonl(tmp_path / f"{name}.jsonl", [image_set_row(id=name)])
-        assert sorted(load_image_set_prompts(tmp_path)["id"]) == sorted([names[0], names[1], "extra"])
-        assert load_image_set_prompts(tmp_path, split="test")["id"][:] == ["test"]
-        assert load_image_set_prompts(tmp_path, split="extra")["id"][:] == ["extra"]
-        with pytest.raises(ValueError, match="dev"):
-            load_image_set_prompts(tmp_path, split="dev")
-
-    def test_saved_dataset_dict(self, tmp_path):
-        splits = {name: Dataset.from_list([image_set_row(id=name)]) for name in ("train", "test")}
-        DatasetDict(splits).save_to_disk(tmp_path / "saved")
-        assert load_image_set_prompts(tmp_path / "saved")["id"][:] == ["train"]
-        assert load_image_set_prompts(tmp_path / "saved", split="test")["id"][:] == ["test"]
-        with pytest.raises(ValueError, match="no split 'dev'"):
-            load_image_set_prompts(tmp_path / "saved", split="dev")
-
-    def test_other_names_go_to_the_hub(self, tmp_path, monkeypatch):
-        asked = []
-
-        def load_dataset(name, split):
-            asked.append((name, split))
-            return Dataset.from_list([t2is_row()])
-
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("datasets.load_dataset", load_dataset)
-        for name in ("user/prompts", "demo"):
-            assert load_image_set_prompts(name, split="test").to_list() == [convert_t2is(t2is_row())]
-        assert asked == [("user/prompts", "test"), ("demo", "test")]
+    def test_directory_of_json_lines(self, tmp_path, own_cache):
+        names = ["train-00000-of-00002", "train-00001-of-00002", "test"]
+        rows = [t2is_row(idx=name) for name in names]
+        for name, row in zip(names, rows, strict=True):
+            write_jsonl(tmp_path / "data" / f"{name}.jsonl", [row])
+        assert load_image_set_prompts(tmp_path / "data").to_list() == [convert_t2is(row) for row in rows[:2]]
+        assert load_image_set_prompts(tmp_path / "data", split="test")["id"][:] == ["test"]
 
     SINGLE = {
         "prompt": "A fox, in snow.",
@@ -378,7 +330,7 @@ class TestLoadImageSetPrompts:
         "panels": ["A fox, in snow."],
     }
 
-    def test_bare_prompts(self, tmp_path):
+    def test_bare_prompts(self, tmp_path, own_cache):
         """In each kind of file, and in a dataset of the Hub, a prompt without a layout is an image set or a single image."""
         prompt, theme, texts = write_prompt("1x2", MARKERS["1x2"])
         expected = [self.SINGLE, {"prompt": prompt, "theme": theme, "rows": 1, "cols": 2, "panels": texts}]
@@ -386,15 +338,15 @@ class TestLoadImageSetPrompts:
         (tmp_path / "b.csv").write_text(f'prompt\n"A fox, in snow."\n"{prompt}"\n')
         bare = [{"prompt": row["prompt"]} for row in expected]
         write_jsonl(tmp_path / "c.jsonl", bare)
+        (tmp_path / "list.json").write_text(json.dumps(bare, indent=2))
         Dataset.from_list(bare).save_to_disk(tmp_path / "saved")
-        for name in ("a.txt", "b.csv", "c.jsonl", "saved"):
+        for name in ("a.txt", "b.csv", "c.jsonl", "list.json", "saved"):
             rows = load_image_set_prompts(tmp_path / name).to_list()
             assert [{key: row[key] for key in self.SINGLE} for row in rows] == expected, name
             assert rows[0].keys() == self.SINGLE.keys()
 
-    def test_files_of_other_kinds(self, tmp_path, monkeypatch):
+    def test_files_of_other_kinds(self, tmp_path, own_cache):
         """Also alone, and not only in a directory."""
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
         Dataset.from_list([{"prompt": "A fox, in snow."}]).to_parquet(tmp_path / "a.parquet")
         (tmp_path / "a.tsv").write_text("prompt\nA fox, in snow.\n")
         with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
@@ -404,19 +356,11 @@ class TestLoadImageSetPrompts:
         for name in ("a.parquet", "a.tsv", "a.jsonl.gz", "texts"):
             assert load_image_set_prompts(tmp_path / name).to_list() == [self.SINGLE], name
 
-    @pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl"])
-    def test_other_encodings(self, tmp_path, name):
-        (tmp_path / name).write_text("Über", encoding="latin1")
-        with pytest.raises(ValueError, match=f"{name} .*UTF-8"):
-            load_image_set_prompts(tmp_path / name)
-
     @pytest.mark.parametrize(
         ("name", "text", "message"),
         [
-            ("a.csv", "text\nA fox.\n", "need the columns"),
-            ("a.csv", "prompt,height\nA fox, in snow.,512\n", "Row 0 of .*a.csv has more cells"),
-            ("a.csv", "prompt\n", "no rows"),
-            ("a.jsonl", '{"prompt": "A fox.", "rows": 1}\n', r"\['cols', 'panels'\]"),
+            ("a.csv", "caption\nA fox.\n", "no `prompt`"),
+            ("a.jsonl", '{"prompt": "A fox.", "rows": 1}\n', "cols"),
             ("a.jsonl", '{"prompt": "Make it red.", "image": "a.png"}\n', "--edits"),
             ("a.jsonl", '{"prompt": [{"role": "user", "content": "A fox."}]}\n', "`prompt` of row 0 .*content"),
             ("a.jsonl", '{"prompt": "A fox."}\n{"prompt": \n', "a.jsonl, line 2"),
@@ -425,7 +369,7 @@ class TestLoadImageSetPrompts:
             ("a.xml", "A fox.", r"a.xml.*\.jsonl.*\.parquet"),
         ],
     )
-    def test_wrong_files(self, tmp_path, name, text, message):
+    def test_wrong_files(self, tmp_path, own_cache, name, text, message):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=message):
             load_image_set_prompts(tmp_path / name)

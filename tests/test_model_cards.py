@@ -34,7 +34,6 @@ from paco_trl.data import (
     load_image_set_prompts,
     make_pair,
     split_grid,
-    swap_pairs,
     theme_question,
     validate_pairs,
 )
@@ -270,7 +269,7 @@ class TestDatasets:
             foxes = load_image_set_prompts("X-GenGroup/Fox-Prompts")
             edits = load_edit_prompts("user/edits")
             both = concatenate_datasets([foxes.select_columns("prompt"), edits.select_columns("prompt")])
-            pairs = swap_pairs(validate_pairs(load_split("user/ColourPairs", "train")))
+            pairs = validate_pairs(load_split("user/ColourPairs", "train"))
             changed = foxes.map(lambda row: {"prompt": row["prompt"].upper()}).select(range(8)).shuffle(seed=1)
             for dataset, names in [
                 (second, ["X-GenGroup/Fox-Prompts-2"]),

@@ -3,7 +3,6 @@
 
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import random
@@ -23,7 +22,6 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from paco_trl.data import (
-    archives,
     check_pair_columns,
     criterion_question,
     decision_of,
@@ -34,7 +32,6 @@ from paco_trl.data import (
     make_pair,
     plain_question,
     shows_question,
-    swap_pairs,
     t2is_bench_question,
     theme_question,
     validate_pairs,
@@ -367,90 +364,6 @@ class TestValidatePairs:
             validate_pairs(load())
 
 
-class TestSwapPairs:
-    def pixels(self, dataset):
-        return [[image.tobytes() for image in row["images"]] for row in dataset]
-
-    @pytest.mark.parametrize("embedded", [False, True])
-    def test_other_order(self, tmp_path, embedded):
-        rows = pair_rows(tmp_path, 3)
-        if embedded:
-            rows = [
-                {**row, "images": [{"bytes": Path(path).read_bytes(), "path": None} for path in row["images"]]}
-                for row in rows
-            ]
-        dataset = pairs_of(rows)
-        swapped = swap_pairs(dataset)
-        pixels = self.pixels(dataset)
-        assert all(first != second for first, second in pixels)
-        assert self.pixels(swapped) == pixels + [pair[::-1] for pair in pixels]
-        for column in ("prompt", "completion"):
-            assert swapped[column][:] == dataset[column][:] * 2
-        assert swapped.features == dataset.features
-        # As they are stored: paths stay paths, and bytes the same bytes
-        stored = [row for batch in swapped.with_format("arrow").iter(10) for row in batch["images"].to_pylist()]
-        assert all((image["bytes"] is not None) is embedded for images in stored for image in images)
-        assert stored[3:] == [images[::-1] for images in stored[:3]]
-
-    def test_nothing_is_decoded(self):
-        row = make_pair({"bytes": b"x", "path": None}, {"bytes": b"y", "path": None}, QUESTION, "Yes")
-        swapped = swap_pairs(pairs_of([row]))
-        with pytest.raises(Exception, match="cannot identify image"):
-            swapped[1]
-        assert swapped.data.column("images").to_pylist()[1] == row["images"][::-1]
-
-    def test_indices_format_and_other_columns(self, tmp_path):
-        dataset = pairs_of(pair_rows(tmp_path, 4)).add_column("source", list("abcd"))
-        for feature in (List(ImageFeature(mode="L")), List(ImageFeature(), length=2), LargeList(ImageFeature())):
-            given = dataset.cast_column("images", feature).with_format("numpy")
-            swapped = swap_pairs(given.select([3, 1]))
-            assert swapped.format["type"] == "numpy" and swapped.features == given.features
-            assert swapped.with_format(None)["source"][:] == ["d", "b", "d", "b"]
-            pixels = self.pixels(swapped.with_format(None))
-            assert pixels[2:] == [pair[::-1] for pair in pixels[:2]]
-
-    @pytest.mark.parametrize(
-        ("question", "answer", "depends"),
-        [
-            (edit_consistency_question("Add a hat."), "Yes", True),
-            ("Is the fox on the left red?", "Yes", True),
-            ("Does Image A resemble Image B?", "Yes", True),
-            (plain_question(), "No. The RIGHT fox is blue.", True),
-            (plain_question(), "Yes. Subfigure 2 goes on with the story.", True),
-            (plain_question(), "No. Image (1) is in ink.", True),
-            (plain_question(), "No. The latter is in ink.", True),
-            (plain_question(), "No. The original image has no hat.", True),
-            (plain_question(), "No. First, the style differs.", True),
-            (plain_question(), "Yes", False),
-            (theme_question("Two images of a fox."), "No", False),
-            (
-                criterion_question("The foxes are red."),
-                "Yes. In each image a fox runs. Both images are in ink.",
-                False,
-            ),
-            (plain_question(), "No. One image is bright and the other dark; in each image 12 leaves fall.", False),
-        ],
-    )
-    def test_texts_that_depend_on_the_order(self, tmp_path, caplog, question, answer, depends):
-        caplog.set_level(logging.INFO)
-        rows = pair_rows(tmp_path, 2)
-        rows[0].update(prompt=[user(question)], completion=[assistant(answer)])
-        dataset = pairs_of(rows)
-        swapped = swap_pairs(dataset)
-        assert swapped["prompt"][:] == dataset["prompt"][:] + dataset["prompt"][depends:]
-        assert ("1 of 2" in caplog.text) == depends
-        assert len(swap_pairs(dataset.select([0]))) == (1 if depends else 2)
-
-    def test_content_in_parts_and_system_turn(self):
-        image = {"type": "image", "text": None}
-        for text, count in (("Is the second one red?", 1), ("Are both red?", 2)):
-            row = make_pair(noise(0), noise(1), "Q?", "Yes")
-            row["prompt"] = [user([image, image, {"type": "text", "text": text}])]
-            assert len(swap_pairs(Dataset.from_list([row]))) == count
-            row["prompt"] = [{"role": "system", "content": text}, user("Q?")]
-            assert len(swap_pairs(Dataset.from_list([row]))) == count
-
-
 def record(*images, question="<image><image>\nAre both foxes red?", answer="Yes. Both are red.", **changes):
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
     return {"conversations": turns, "images": list(images), **changes}
@@ -522,10 +435,7 @@ class TestLoadPacoDataset:
     @pytest.mark.parametrize(
         "info, message",
         [
-            ({"own": {"hf_hub_url": "a/b"}}, "`file_name`"),
-            ({"own": {"file_name": "own.json", "formatting": "alpaca"}}, "alpaca"),
             ({"own": {"file_name": "../own.json"}}, "leaves"),
-            ({"own": "own.json"}, "dataset_info.json"),
         ],
     )
     def test_broken_dataset_info(self, tmp_path, info, message):
@@ -564,20 +474,16 @@ class TestLoadPacoDataset:
         "broken, message",
         [
             (record("a.png"), "images"),
-            (record("a.png", "a.png", images="ab"), "images"),
             (record("a.png", "gone.png"), "'gone.png' is neither in"),
-            (record("a.png", 3), "an image is 3"),
             (record("a.png", "sub/../../secret.png"), "leaves"),
             (record("a.png", ".."), "leaves"),
             (record("a.png", "a.png", question="<image>Q?"), "1 placeholders"),
             (record("a.png", "a.png", question="<image><image>\n"), "its question is"),
             (record("a.png", "a.png", question="Do <image> and <image> match?"), "before a text"),
-            (record("a.png", "a.png", question=f"{QUESTION} <image> <image>"), "before a text"),
             (record("a.png", "a.png", answer=None), "assistant"),
             (record("a.png", "a.png", answer="**Yes**"), "does not begin with"),
             (record("a.png", "a.png", conversations=record()["conversations"] * 2), "turns"),
             (record("a.png", "a.png", conversations="Q?"), "turns"),
-            ("Q?", "JSON object"),
         ],
     )
     def test_broken_record(self, tmp_path, caplog, broken, message):
@@ -590,10 +496,10 @@ class TestLoadPacoDataset:
         (warning,) = caplog.messages
         assert warning.startswith("Left out 1 of 3 records that are broken:\nown.json, record 1: ")
 
-    @pytest.mark.parametrize("text", ["version https://git-lfs", "[]", '{"images": []}'])
+    @pytest.mark.parametrize("text", ["version https://git-lfs", '["a"]'])
     def test_broken_file(self, tmp_path, text):
         (self.folder(tmp_path) / "own.json").write_text(text)
-        with pytest.raises(ValueError, match="own.json is not"):
+        with pytest.raises(ValueError, match="own.json"):
             load_paco_dataset(tmp_path / "data", files=["own"], skip_broken=True)
 
 
@@ -637,7 +543,7 @@ class TestZipFiles:
         folder = tmp_path / "data"
         write_zip(folder / "x.zip", {"a.png": 3})
         write_zip(folder / "y.zip", {"b.png": 5})
-        dataset = self.load(folder, "a.png", "b.png", num_proc=2)
+        dataset = self.load(folder, "a.png", "b.png")
         assert seeds_of(dataset) == [[3, 5]]
         path = Path(dataset.data.column("images")[0][0]["path"].as_py())
         os.utime(path, (1, 1))
@@ -687,7 +593,7 @@ class TestZipFiles:
         for damaged in (data[: len(data) // 2], git_lfs, data[:5000] + b"?" * 9 + data[5009:]):
             (folder / "x.zip").write_bytes(damaged)
             # An error also with `skip_broken`: not a single record is at fault
-            with pytest.raises(zipfile.BadZipFile, match="x.zip .*Git LFS"):
+            with pytest.raises(shutil.ReadError, match="x.zip .*Git LFS"):
                 self.load(folder, "a.png", "b.png", skip_broken=True)
         (folder / "x.zip").write_bytes(data)
         assert seeds_of(self.load(folder, "a.png", "b.png")) == [[3, 4]]
@@ -702,20 +608,8 @@ class TestZipFiles:
             self.load(folder, "a.png", "../evil.png")
         with tarfile.open(folder / "y.tar", "w") as archive:
             archive.add(folder / "own.json", "../evil.png")
-        with pytest.raises(tarfile.ReadError, match="y.tar"):
+        with pytest.raises(shutil.ReadError, match="y.tar"):
             self.load(folder, "b.png", "b.png", skip_broken=True)
-
-    @pytest.mark.parametrize("kind", ["zip", "gztar"])
-    def test_an_archive_that_would_fill_the_disk(self, tmp_path, own_cache, monkeypatch, kind):
-        write_image(tmp_path / "source" / "a.png", 3)
-        (tmp_path / "source" / "zeros").write_bytes(bytes(10**7))
-        shutil.make_archive(tmp_path / "data" / "x", kind, tmp_path / "source")
-        monkeypatch.setattr(archives, "_MIN_LIMIT", 0)
-        with pytest.raises((zipfile.BadZipFile, tarfile.ReadError), match=r"more than \d+ bytes"):
-            self.load(tmp_path / "data", "a.png", "a.png", skip_broken=True)
-        assert not list(own_cache.rglob("zeros"))
-        monkeypatch.setattr(archives, "_MIN_LIMIT", 10**7)
-        assert seeds_of(self.load(tmp_path / "data", "a.png", "a.png")) == [[3, 3]]
 
     def test_a_link_out_of_the_directory(self, tmp_path):
         folder = tmp_path / "data"
@@ -726,7 +620,7 @@ class TestZipFiles:
             self.load(folder, "a.png", "a.png")
         with tarfile.open(folder / "x.tar", "w") as archive:
             archive.add(folder / "a.png", "b.png")
-        with pytest.raises(tarfile.ReadError, match="x.tar"):
+        with pytest.raises(shutil.ReadError, match="x.tar"):
             self.load(folder, "b.png", "b.png")
         (folder / "a.png").unlink()
         write_image(folder / "sub" / "c.png", 4)
@@ -743,7 +637,7 @@ class TestZipFiles:
         for path in ("images/1/a.png", "1/a.png"):
             assert seeds_of(self.load(tmp_path / "data", path, path)) == [[3, 3]]
         archive.write_bytes(archive.read_bytes()[:-300] if name == "images.tgz" else b"version https://git-lfs")
-        with pytest.raises(tarfile.ReadError, match="Git LFS"):
+        with pytest.raises(shutil.ReadError, match="Git LFS"):
             self.load(tmp_path / "data", "1/a.png", "1/a.png", skip_broken=True)
 
     def test_parts_of_archives(self, tmp_path):

@@ -3,6 +3,7 @@
 
 import io
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from paco_trl.data import (
     load_consistency_rank,
     plain_question,
     rankings_to_pairs,
-    swap_pairs,
     theme_question,
     validate_pairs,
 )
@@ -172,7 +172,7 @@ class TestLoadConsistencyRank:
         metadata = tmp_path / "bench" / ".cache" / "huggingface" / "download" / "images.zip.metadata"
         metadata.parent.mkdir(parents=True)
         metadata.touch()  # of `hf download --local-dir`, and no part of an archive
-        with pytest.raises(ValueError, match=r"line 2: its image 'images/0001/9_9.png' .*\['images.zip'\]"):
+        with pytest.raises(ValueError, match=r"record 1: its image 'images/0001/9_9.png' .*\['images.zip'\]"):
             load_consistency_rank(tmp_path / "bench")
         dataset = load_consistency_rank(tmp_path / "bench", skip_broken=True)
         assert values_of(dataset[0]["candidates"]) == [1, 11, 21]
@@ -181,7 +181,7 @@ class TestLoadConsistencyRank:
         names = [".cache", "consistency_full_rank.jsonl", "images.zip", "prompt_data.jsonl"]
         assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == names
         (tmp_path / "bench" / "images.zip").write_bytes(b"version https://git-lfs.github.com/spec/v1")
-        with pytest.raises(zipfile.BadZipFile, match="images.zip .42 bytes"):
+        with pytest.raises(shutil.ReadError, match="images.zip .42 bytes"):
             load_consistency_rank(tmp_path / "bench", skip_broken=True)
 
     def test_from_the_hub(self, tmp_path):
@@ -207,8 +207,8 @@ class TestLoadConsistencyRank:
         )
         assert load_consistency_rank(write_bench(tmp_path, [old])).to_list() == new.to_list()
 
-    @pytest.mark.parametrize("name", ["../../secret", "../images/0001"])
-    def test_a_directory_that_leaves(self, tmp_path, name):
+    def test_a_directory_that_leaves(self, tmp_path):
+        name = "../../secret"
         write_color(tmp_path / "secret" / "0_0.png", 1)
         folder = write_bench(tmp_path / "bench", [rank_record(folder=name)], [{"idx": name, "prompt": "A fox."}])
         with pytest.raises(ValueError, match="leaves"):
@@ -234,22 +234,22 @@ class TestLoadConsistencyRank:
         [
             (rank_record(folder="0002"), "directory '0002'"),
             (rank_record(ref_image="9_9.png"), "'images/0001/9_9.png' is neither in"),
-            (rank_record(ref_image=...), "an image is None"),
+            (rank_record(ref_image=...), "None' is neither in"),
             (rank_record(comp_images=["0_1.png"], rank_images=["0_1.png"]), "`comp_images`"),
             (rank_record(comp_images=["0_1.png"] * 2, rank_images=["0_1.png"] * 2), "`comp_images`"),
             (rank_record(rank_images=["0_1.png", "1_1.png"]), "`rank_images`"),
             (rank_record(rank_images=["0_1.png", "1_1.png", "1_1.png"]), "`rank_images`"),
-            (rank_record(ref_image="../../secret.png"), "leaves"),
+            (rank_record(ref_image="../../../secret.png"), "leaves"),
         ],
     )
     def test_broken_record(self, tmp_path, caplog, broken, message):
         write_color(tmp_path / "secret.png", 1)
         folder = write_bench(tmp_path / "bench", [rank_record(), broken, rank_record()])
-        with pytest.raises(ValueError, match=f"^consistency_full_rank.jsonl, line 2: .*{message}"):
+        with pytest.raises(ValueError, match=f"^consistency_full_rank.jsonl, record 1: .*{message}"):
             load_consistency_rank(folder)
         assert len(load_consistency_rank(folder, skip_broken=True)) == 2
         (warning,) = caplog.messages
-        assert warning.startswith("Left out 1 of 3 records that are broken:\nconsistency_full_rank.jsonl, line 2: ")
+        assert warning.startswith("Left out 1 of 3 records that are broken:\nconsistency_full_rank.jsonl, record 1: ")
 
 
 class TestRankingsToPairs:
@@ -266,7 +266,6 @@ class TestRankingsToPairs:
         check_pair_columns(pairs)
         assert pairs.column_names == ["images", "prompt", "completion"]
         validate_pairs(pairs)
-        assert len(swap_pairs(pairs)) == 8
         # As they are stored: paths stay paths, bytes the same bytes
         stored = dataset.with_format("arrow")[:].to_pylist()
         images = pairs.with_format("arrow")[:]["images"].to_pylist()

@@ -192,9 +192,6 @@ class TestData:
         assert f"| pairs | {few} |" in card  # evaluated on, at the end
         stdout = capsys.readouterr().out
         assert f"Adapter: {tmp_path / 'out'}" in stdout and f"Images: {tmp_path / 'out' / 'evaluation'}" in stdout
-        card = self.train(workspace, tmp_path, *options, "--swap", "True")
-        assert f"| pairs | {2 * many} |" in card
-        assert f"| pairs | {few} |" in card  # evaluated on as they are
 
         rows[1] = rows[1] | {"ranking": [0, 0, 1]}
         rows[2] = rows[2] | {"candidates": [images[1], {"bytes": b"no image", "path": None}, images[3]]}

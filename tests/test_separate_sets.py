@@ -143,7 +143,7 @@ class TestData:
         image = Image.new("RGB", (64, 64))
         rows = [{"prompt": "Red.", "image": image, "layout": layout} for layout in (None, "separate")]
         assert PromptRows(Dataset.from_list(rows[:1]), settings(), "it").kind == "edits"
-        with pytest.raises(ValueError, match="Row 1 .*separate"):
+        with pytest.raises(ValueError, match="row 1 .*separate"):
             PromptRows(Dataset.from_list(rows), settings(), "it")
 
     def test_a_set_without_a_shared_text_stays_a_grid(self):

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from judge_server import JudgeServer
-from paco_trl.data import join_grid, load_image_set_prompts, t2is_bench_question
+from paco_trl.data import join_grid, t2is_bench_question
 from paco_trl.evaluation import bootstrap_interval
 from paco_trl.evaluation.report import published_tables
 from paco_trl.image_benchmarks import (
@@ -339,7 +339,6 @@ class TestOwnFiles:
         assert consistency_criteria(own[1]) == {"identity": ["Same fox 1."], "style": ["Same ink.", "Same paper."]}
         for path in (folder / "T2IS-Bench.json", str(folder)):
             assert load_t2is_bench(path).to_list() == own.to_list()
-            assert load_image_set_prompts(path).to_list() == own.to_list()
 
     @pytest.mark.parametrize("layout", [(1, 3), (2, 4)])
     def test_instructions_alone(self, tmp_path, layout):
@@ -355,8 +354,6 @@ class TestOwnFiles:
             for number in range(count):
                 panel(number).save(pictures / f"{name}_{number:04}.png")
         assert find_image_sets(pictures, own).missing == {}
-        with pytest.raises(ValueError, match="T2IS-Bench.json has cases with an instruction alone.*the PaCo-RL code"):
-            load_image_set_prompts(folder)
 
 
 class TestFolders:

@@ -18,8 +18,7 @@ import pytest
 
 from chat_server import ChatServer, answer
 from judge_server import LoopClock
-from paco_trl.data import parse_image_set_prompt
-from paco_trl.data.image_sets import check_image_set_columns, format_image_set_prompt
+from paco_trl.data import check_image_set_columns, format_image_set_prompt, parse_image_set_prompt
 from paco_trl.dataset_building.prompts import CATEGORIES, DIMENSIONS, write_prompts
 from paco_trl.utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError, Reply
 from paco_trl.utils.stage_folder import StageFolder

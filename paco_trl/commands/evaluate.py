@@ -128,8 +128,7 @@ def _load_benchmark(args) -> Dataset:
         return complete_image_sets(load_stories(args.dataset_name))
     # The source that the published script shows its judge is not the one that is edited
     source = "input_image" if getattr(args, "protocol", None) == "published" else None
-    remote = args.allow_remote_images
-    return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source, allow_remote_images=remote)
+    return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source)
 
 
 def _load_as_trained(args: GenerateArguments | ImagesArguments) -> Dataset:
@@ -359,10 +358,7 @@ def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
     if args.train_dataset_name is None:
         return None
     name, split = args.train_dataset_name, args.train_dataset_split
-    if args.benchmark == "t2is":
-        training = load_image_set_prompts(name, split)
-    else:
-        training = load_edit_prompts(name, split, allow_remote_images=args.allow_remote_images)
+    training = load_image_set_prompts(name, split) if args.benchmark == "t2is" else load_edit_prompts(name, split)
     prompts = [dataset.with_format(None)["prompt"][:] for dataset in (training, benchmark)]
     # The same id in two languages is two edits
     ids = benchmark["id"][:] if args.benchmark == "t2is" else edit_keys(benchmark)

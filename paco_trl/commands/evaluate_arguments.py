@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..data.image_sets import PANEL_GENERATIONS, SET_LAYOUTS
 from ..evaluation.runs import PROTOCOLS
 from .build_arguments import DTYPES, PipelineArguments, RequestArguments
-from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
+from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
 from .script_arguments import PromptDataArguments, RewardOptions
 
 
@@ -137,7 +137,6 @@ class BenchmarkArguments(SetOptions):
         None, "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted."
     )
     dataset_split: str = option("train", "Split of the dataset.")
-    allow_remote_images: bool = option(False, REMOTE_IMAGES)
 
     def __post_init__(self):
         if self.benchmark not in (

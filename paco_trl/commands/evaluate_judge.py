@@ -31,7 +31,7 @@ from ..evaluation import (
 )
 from ..evaluation.runs import PROTOCOLS
 from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge, refuse_unused
-from .options import REMOTE_IMAGES, judge_options, option
+from .options import judge_options, option
 
 
 # Benchmark -> its dataset
@@ -57,7 +57,6 @@ class JudgeArguments(JudgeOptions):
         "the benchmark on the Hub.",
     )
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
-    allow_remote_images: bool = option(False, REMOTE_IMAGES)
     protocol: str = option(
         "default",
         "How it is measured: `default`, or `published` for what the published scripts do.",
@@ -104,9 +103,9 @@ def evaluate(script_args: JudgeArguments) -> None:
     # The published rankings are not in a form that `load_dataset` reads: JSON lines that name files
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name) / RANK_FILE).is_file()
     if script_args.benchmark == "rankings" and is_published:
-        dataset = load_consistency_rank(dataset_name, allow_remote_images=script_args.allow_remote_images)
+        dataset = load_consistency_rank(dataset_name)
     else:
-        dataset = load_split(dataset_name, script_args.dataset_split, script_args.allow_remote_images)
+        dataset = load_split(dataset_name, script_args.dataset_split)
 
     ################
     # Evaluation

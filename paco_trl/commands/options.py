@@ -13,7 +13,6 @@ def option(default: Any, help: str, *aliases: str, **kwargs) -> Any:
     return field(default=default, metadata=metadata)
 
 
-REMOTE_IMAGES = "Whether to download images that rows name by URLs. Only for data that you trust."
 JUDGE_QUANTIZATION = "Quantization of a judge in the process: `nf4`, `int8` or `fp8`."
 
 

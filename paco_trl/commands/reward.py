@@ -15,11 +15,11 @@ from peft import LoraConfig
 from trl import ModelConfig, get_quantization_config
 
 from .. import PaCoRewardConfig, PaCoRewardTrainer
-from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
+from ..data import load_paco_dataset, rankings_to_pairs, validate_pairs
 from ..data.dataset_files import is_saved, load_split
 from ..trainer.config_utils import REFUSED_SFT_FIELDS
 from ..utils.files import digest, take_lock
-from .options import REMOTE_IMAGES, option
+from .options import option
 from .parser import CommandParser
 from .training import train_and_save
 
@@ -45,11 +45,7 @@ class ScriptArguments:
         None, "Split to train on, for data that are not in the layout of PaCo-Dataset.", "--dataset_train_split"
     )
     eval_split: str | None = option(None, "Split of the same data to evaluate on.", "--dataset_test_split")
-    swap: bool = option(
-        False, "Whether to also add every pair in the other order, where its texts do not depend on the order."
-    )
     skip_broken: bool = option(False, "Whether to leave out broken rows, with a list, instead of stopping.")
-    allow_remote_images: bool = option(False, REMOTE_IMAGES)
     load_in_4bit: bool = option(
         False, "Whether to quantize the frozen model to NF4 (QLoRA); it requires `paco_trl[quantization]`."
     )
@@ -71,13 +67,11 @@ def load_pairs(
         if is_saved(name):
             raise ValueError(f"'{name}' was saved with `save_to_disk`, not in the layout of PaCo-Dataset. {remedy}")
         try:
-            dataset = load_paco_dataset(
-                name, files, script_args.skip_broken, allow_remote_images=script_args.allow_remote_images
-            )
+            dataset = load_paco_dataset(name, files, script_args.skip_broken)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error} {remedy}") from error
     else:
-        dataset = load_split(name, split, script_args.allow_remote_images)
+        dataset = load_split(name, split)
         if "ranking" in dataset.column_names:
             dataset = rankings_to_pairs(dataset, skip_broken=script_args.skip_broken)
     return validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
@@ -97,8 +91,6 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
         train_dataset = load_pairs(script_args, training_args, script_args.dataset_split, script_args.dataset_files)
         if script_args.eval_split is not None or script_args.eval_files is not None:
             eval_dataset = load_pairs(script_args, training_args, script_args.eval_split, script_args.eval_files)
-        if script_args.swap:
-            train_dataset = swap_pairs(train_dataset)
     finally:
         lock.release()
 

@@ -23,7 +23,7 @@ from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.judge_rewards import RUBRICS, read_rubric
 from ..rewards.runner import check_columns
 from ..rollout.loading import check_config, read_peft_config
-from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, REMOTE_IMAGES, judge_options, option
+from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
 
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ class PromptDataArguments:
     edits: bool = option(False, "Whether the prompts are instructions with source images, not image-set prompts.")
     image_folder: str | None = option(None, "Directory of source images. If `None`, that of the file naming them.")
     max_source_images: int | None = option(None, "Rows with more source images are left out. If `None`, all are kept.")
-    allow_remote_images: bool = option(False, REMOTE_IMAGES)
 
 
 @dataclass
@@ -158,18 +157,15 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
         for option in ("image_folder", "max_source_images", "exclude_dataset_name"):
             if getattr(script_args, option) is not None:
                 raise ValueError(f"`--{option}` is {getattr(script_args, option)!r}, but is for `--edits`.")
-        return load_image_set_prompts(name, split, script_args.allow_remote_images)
+        return load_image_set_prompts(name, split)
     is_named_by_path = name == script_args.dataset_name
     benchmark = script_args.exclude_dataset_name if is_training else None
     return load_edit_prompts(
         name,
         split,
         script_args.image_folder if is_named_by_path else None,
-        exclude=None
-        if benchmark is None
-        else load_edit_prompts(benchmark, allow_remote_images=script_args.allow_remote_images),
+        exclude=None if benchmark is None else load_edit_prompts(benchmark),
         max_images=script_args.max_source_images,
-        allow_remote_images=script_args.allow_remote_images,
     )
 
 

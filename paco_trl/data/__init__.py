@@ -1,24 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load, check and convert data: image-set prompts, editing prompts, pairs with their questions, rankings."""
 
-from .edit_prompts import (
-    check_edit_columns,
-    convert_gedit_bench,
-    convert_sharegpt_4o_image,
-    disjoint_from,
-    load_edit_prompts,
-)
+from .columns import criteria_dict
+from .edit_prompts import check_edit_columns, convert_gedit_bench, disjoint_from, load_edit_prompts
+from .grid_prompts import ImageSetPrompt, format_image_set_prompt, parse_image_set_prompt
 from .grids import join_grid, panel_size, split_grid
-from .image_sets import (
-    ImageSetPrompt,
-    check_image_set_columns,
-    convert_t2is,
-    criteria_dict,
-    demo_prompts_path,
-    format_image_set_prompt,
-    load_image_set_prompts,
-    parse_image_set_prompt,
-)
+from .image_sets import check_image_set_columns, demo_prompts_path, load_image_set_prompts
 from .paco_dataset import load_paco_dataset
 from .pairs import check_pair_columns, decision_of, is_label_only, make_pair, validate_pairs
 from .questions import (
@@ -33,15 +20,15 @@ from .questions import (
 from .rankings import check_ranking_columns, load_consistency_rank, rankings_to_pairs
 from .source_images import SourceImages, has_source_images
 from .stories import load_stories
-from .swapping import swap_pairs
+from .t2is import convert_t2is
 
 
 __all__ = [
     "ImageSetPrompt", "SourceImages", "check_edit_columns", "check_image_set_columns", "check_pair_columns",
-    "check_ranking_columns", "convert_gedit_bench", "convert_sharegpt_4o_image", "convert_t2is", "criteria_dict",
+    "check_ranking_columns", "convert_gedit_bench", "convert_t2is", "criteria_dict",
     "criterion_question", "decision_of", "demo_prompts_path", "disjoint_from", "edit_consistency_question",
     "edit_following_question", "format_image_set_prompt", "has_source_images", "is_label_only", "join_grid",
     "load_consistency_rank", "load_edit_prompts", "load_image_set_prompts", "load_paco_dataset", "load_stories",
     "make_pair", "panel_size", "parse_image_set_prompt", "plain_question", "rankings_to_pairs", "shows_question", "split_grid",
-    "swap_pairs", "t2is_bench_question", "theme_question", "validate_pairs",
+    "t2is_bench_question", "theme_question", "validate_pairs",
 ]  # fmt: skip

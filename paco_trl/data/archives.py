@@ -9,46 +9,18 @@ import shutil
 import tarfile
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path, PurePath
 
-from .dataset_files import image_file, path_inside
+from ..utils.addresses import refuse_address
+from .dataset_files import image_file
 
 
 ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*", "*.tgz", "*.tgz[._-]*"]
 
 _ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
-# Largest size after extraction, per byte of the archive and at least: images hardly compress, a bomb does by a thousand
-_MAX_RATIO, _MIN_LIMIT = 100, 10**9
 # `zipfile` raises `RuntimeError` for an encrypted archive
 _FAULTS = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
-
-
-def _extract_into(archive: Path, folder: Path) -> None:
-    """Extract an archive. No member is written outside of the directory: a zip's is moved inside, a tar's is an error."""
-    limit = min(shutil.disk_usage(folder).free, _MAX_RATIO * archive.stat().st_size + _MIN_LIMIT)
-    total = 0
-
-    def check_size(size: int) -> None:
-        nonlocal total
-        total += size
-        if total > limit:
-            raise RuntimeError(
-                f"it unpacks to more than {limit} bytes: more than images take, or than the disk has left"
-            )
-
-    def check_member(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
-        check_size(member.size)
-        return tarfile.data_filter(member, path)
-
-    if archive.suffix == ".zip":
-        with zipfile.ZipFile(archive) as zip_file:
-            check_size(sum(member.file_size for member in zip_file.infolist()))
-            zip_file.extractall(folder)
-    else:
-        with tarfile.open(archive) as tar_file:
-            tar_file.extractall(folder, filter=check_member)
 
 
 def _extract(archive: Path) -> Path:
@@ -66,11 +38,16 @@ def _extract(archive: Path) -> Path:
             shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             try:
                 partial.mkdir()
-                _extract_into(archive, partial)
+                if archive.suffix == ".zip":
+                    with zipfile.ZipFile(archive) as zip_file:
+                        zip_file.extractall(partial)  # what would be written outside of it is moved inside
+                else:
+                    with tarfile.open(archive) as tar_file:
+                        tar_file.extractall(partial, filter="data")  # such a member is an error
                 partial.rename(folder)
             except _FAULTS as error:
                 # Not a ValueError: `skip_broken` would leave out the records of the archive
-                raise (zipfile.BadZipFile if archive.suffix == ".zip" else tarfile.ReadError)(
+                raise shutil.ReadError(
                     f"{archive} ({stat.st_size} bytes) cannot be extracted: {error}. Download it again (a clone without Git "
                     "LFS has pointers of about 130 bytes), or unpack it in its directory."
                 ) from error
@@ -82,10 +59,8 @@ def _extract(archive: Path) -> Path:
 class ImageFinder:
     """Find images in a directory or in its archives, which are extracted when first needed."""
 
-    def __init__(self, folder: Path, num_proc: int | None = None, allow_remote_images: bool = False):
+    def __init__(self, folder: Path):
         self.folder = folder
-        self.allow_remote_images = allow_remote_images
-        self.num_proc = num_proc
         self.paths: dict[str, str] = {}
 
     @cached_property
@@ -98,16 +73,14 @@ class ImageFinder:
             and not any(part.startswith(".") for part in path.relative_to(self.folder).parts)
             and not path.with_suffix(".z01").exists()  # the last part of a split archive
         ]
-        with ThreadPoolExecutor(self.num_proc or 1) as pool:
-            folders = list(pool.map(_extract, archives))
-        return [(path.relative_to(self.folder), folder) for path, folder in zip(archives, folders, strict=True)]
+        return [(path.relative_to(self.folder), _extract(path)) for path in archives]
 
     def find(self, name: str, below: str | PurePath = "") -> str:
         """Find the file of an image that a record names. The errors continue `<file>, record <number>: `."""
-        is_address = isinstance(name, str) and "://" in name
-        path = name if is_address else str(PurePath(below, path_inside(name)))
+        refuse_address(str(name))
+        path = str(PurePath(below, str(name)))
         if path not in self.paths:
-            file = image_file(path, [self.folder], self.allow_remote_images)
+            file = image_file(path, [self.folder])
             self.paths[path] = str(file if file.is_file() else self._find_in_archives(PurePath(path)))
         return self.paths[path]
 

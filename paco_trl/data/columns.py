@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the columns of datasets: types, lists of images, lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..utils.text import shorten
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # What of an image the output is to keep, in the terms of the paper and of T2IS-Bench
 REFERENCE_ROLES = ("identity", "style", "logic")
+CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 
 
 def column_types(**kinds: Any) -> "Features":
@@ -65,6 +66,18 @@ def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> "Dataset"
     return Dataset.from_dict(columns, features=column_types(**kinds))
 
 
+def check_values(dataset: "Dataset", name: str, column: str, is_valid: Callable[[Any], bool], expected: str) -> None:
+    """Check the values of a column, where there is one."""
+    for row, value in enumerate(dataset.with_format(None)[column] if column in dataset.column_names else ()):
+        if not is_valid(value):
+            raise ValueError(f"`{column}` of row {row} of `{name}` is {shorten(value)}. It must be {expected}.")
+
+
+def is_size(value: Any) -> bool:
+    """Tell whether a value is a number of pixels, or left out."""
+    return value is None or type(value) is int and value > 0
+
+
 def check_references(dataset: "Dataset", name: str = "the dataset") -> "Dataset":
     """Check the references of prompts, if there are any, and their roles; no image is opened."""
     if "references" not in dataset.column_names:
@@ -90,6 +103,43 @@ def roles_of(count: int, roles: Any, where: str) -> list[str]:
     if unknown := [role for role in roles if role not in REFERENCE_ROLES]:
         raise ValueError(f"`reference_roles` of {where} has {unknown[0]!r}. A role is {', '.join(REFERENCE_ROLES)}.")
     return roles
+
+
+def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> dict[str, dict[str, str]]:
+    """
+    Convert the criteria of one row to dimension -> name -> text, whichever way they are stored.
+
+    Args:
+        criteria (`Mapping` or `Iterable` or `None`):
+            The list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of dictionaries
+            or of lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out.
+
+    Returns:
+        `dict[str, dict[str, str]]`: the criteria of this row only; empty for `None`.
+    """
+    if isinstance(criteria, Mapping):
+        entries = [
+            (dimension, name, text)
+            for dimension, texts in criteria.items()
+            for part in (texts if isinstance(texts, list) else [texts])
+            for name, text in (part or {}).items()
+        ]
+    else:
+        entries = [(entry["dimension"], entry["name"], entry["text"]) for entry in criteria or []]
+    result: dict[str, dict[str, str]] = {}
+    for dimension, name, text in entries:
+        if text is not None:
+            result.setdefault(dimension, {})[name] = text
+    return result
+
+
+def criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> list[dict[str, str]]:
+    """Convert criteria to a list of entries, which Arrow stores unchanged."""
+    return [
+        {"dimension": dimension, "name": name, "text": text}
+        for dimension, texts in criteria_dict(criteria).items()
+        for name, text in texts.items()
+    ]
 
 
 def by_id(dataset: "Dataset", column: str) -> dict[Any, Any]:

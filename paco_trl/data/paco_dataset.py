@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load the published PaCo-Dataset: ShareGPT-style JSON files, with images as files or in archives."""
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import column_types
-from .dataset_files import (
-    find_dataset_file,
-    find_dataset_folder,
-    path_inside,
-    read_json,
-    read_json_objects,
-    report_broken,
-)
+from .dataset_files import find_dataset_folder, image_file, read_rows, report_broken
 from .pairs import decision_of, pair_features
 from .texts import is_text
 
@@ -59,25 +53,7 @@ def _read_question(text: str) -> str:
     return question
 
 
-def _find_records(folder: Path, name: str, entry: dict[str, Any]) -> Path:
-    """Find the file of a name, whose entry in `dataset_info.json` may be empty."""
-    if entry.get("formatting", "sharegpt") != "sharegpt" or (entry and "file_name" not in entry):
-        raise ValueError(
-            f"{folder / 'dataset_info.json'} has for {name!r}: {entry}. It needs a `file_name` and the format `sharegpt`."
-        )
-    return find_dataset_file(folder, str(path_inside(entry.get("file_name", f"{name}.json"))))
-
-
-def _read_records(path: Path) -> list[Any]:
-    records = read_json(path)
-    if not isinstance(records, list) or not records:
-        raise ValueError(f"{path} is not a list of JSON objects, or an empty one.")
-    return records
-
-
-def _read_pair(record: Any, finder: ImageFinder) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise ValueError(f"it is {record!r}, but it must be a JSON object.")
+def _read_pair(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
     texts = _read_turns(record)
     question, answer = _read_question(texts["user"]), texts["assistant"].strip()
     decision_of(answer)
@@ -96,8 +72,6 @@ def load_paco_dataset(
     path: str | Path,
     files: list[str] | None = None,
     skip_broken: bool = False,
-    num_proc: int | None = None,
-    allow_remote_images: bool = False,
 ) -> "Dataset":
     """
     Load the published PaCo-Dataset as pairs.
@@ -119,10 +93,6 @@ def load_paco_dataset(
             `consistency_reward_cot_train` and `sharegpt_editing_cot`.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
-        num_proc (`int`, *optional*):
-            Number of archives that are extracted at the same time; one if `None`.
-        allow_remote_images (`bool`, *optional*, defaults to `False`):
-            Download images that rows name by `http(s)` addresses, each once. Only for datasets that you trust.
 
     Returns:
         [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name in `files`.
@@ -133,21 +103,18 @@ def load_paco_dataset(
     """
     from datasets import Dataset, Features
 
-    if isinstance(files, str) or files == []:
-        raise ValueError(f"`files` is {files!r}, but it must be a list of names, or None for the training files.")
     folder = find_dataset_folder(path, _PATTERNS)
-    finder = ImageFinder(folder, num_proc, allow_remote_images)
+    finder = ImageFinder(folder)
     info_path = folder / "dataset_info.json"  # LLaMA-Factory's: name -> file
-    info = read_json_objects(info_path) if info_path.is_file() else {}
+    info = json.loads(info_path.read_text(encoding="utf-8")) if info_path.is_file() else {}
     names = [name.removesuffix(".json") for name in files or _TRAINING_FILES]
-    json_paths = [_find_records(folder, name, info.get(name, {})) for name in names]
-    rows, broken, total = [], [], 0
-    for name, json_path in zip(names, json_paths, strict=True):
-        for number, record in enumerate(_read_records(json_path)):
-            total += 1
+    paths = [image_file(info.get(name, {}).get("file_name", f"{name}.json"), [folder]) for name in names]
+    rows, broken = [], []
+    for name, path_of_file in zip(names, paths, strict=True):
+        for number, record in enumerate(read_rows(path_of_file)):
             try:
                 rows.append(_read_pair(record, finder) | {"source": name})
             except ValueError as error:
-                broken.append(f"{json_path.name}, record {number}: {error}")
-    report_broken(broken, total, "records", skip_broken)
+                broken.append(f"{path_of_file.name}, record {number}: {error}")
+    report_broken(broken, len(rows) + len(broken), "records", skip_broken)
     return Dataset.from_list(rows, features=Features({**pair_features(), **column_types(source="string")}))

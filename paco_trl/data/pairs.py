@@ -71,9 +71,8 @@ def make_pair(
         decision = "Yes" if decision else "No"
     if decision not in ("Yes", "No"):
         raise ValueError(f'`decision` is {decision!r}, but the judge answers Yes or No. Give "Yes", "No" or a `bool`.')
-    for name, text in {"question": question, **({} if reasons is None else {"reasons": reasons})}.items():
-        if not is_text(text):
-            raise ValueError(f"`{name}` is {text!r}. It must be a text that is not empty.")
+    if not is_text(question):
+        raise ValueError(f"`question` is {question!r}. It must be a text that is not empty.")
     answer = decision if reasons is None else f"{decision}. {reasons}"
     return {
         "images": [first, second],
@@ -88,18 +87,13 @@ def pair_features() -> "Features":
     return column_types(images=["image"], prompt=turns, completion=turns)
 
 
-def _roles(turns: Any) -> list[Any] | None:
-    is_valid = isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)
-    return [turn.get("role") for turn in turns] if is_valid else None
+def _roles(turns: Any) -> list[Any]:
+    return [turn.get("role") for turn in turns] if isinstance(turns, list) else []
 
 
-def content_text(content: str | list[dict[str, Any]]) -> str | None:
-    """Return the text of a turn, or None if its content is not valid."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
-        return None
-    return "".join(part.get("text") or "" for part in content)
+def content_text(content: str | list[dict[str, Any]] | None) -> str:
+    """Return the text of a turn."""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
 
 
 def _count_image_parts(content: Any) -> int:
@@ -111,11 +105,7 @@ def _completion_text(completion: Any) -> str:
         return completion
     if _roles(completion) != ["assistant"]:
         raise ValueError(f"The completion is {shorten(completion)}. It must be one assistant turn, or a text.")
-    content = completion[0].get("content")
-    text = content_text(content)
-    if text is None or _count_image_parts(content):
-        raise ValueError(f"The content of the completion is {shorten(content)}. It must be a text.")
-    return text
+    return content_text(completion[0].get("content"))
 
 
 def decision_of(completion: str | list[dict[str, Any]]) -> str:
@@ -151,8 +141,7 @@ def is_label_only(completion: str | list[dict[str, Any]]) -> bool:
 def _check_texts(prompt: Any, completion: Any) -> None:
     roles = _roles(prompt)
     if roles not in (["user"], ["system", "user"]):
-        turns = f"has the turns {roles}" if roles is not None else f"is {shorten(prompt)}"
-        raise ValueError(f"The prompt {turns}. It must have exactly one user turn, with at most one system turn.")
+        raise ValueError(f"The prompt is {shorten(prompt)}. It must be one user turn, with at most one system turn.")
     content = prompt[-1].get("content")
     if not is_text(content_text(content)):
         raise ValueError(f"The user turn of the prompt has the content {shorten(content)}. It must be a text.")
@@ -227,7 +216,7 @@ def _image_problem(image: Mapping[str, Any] | None, feature: "Image") -> str | N
     return None
 
 
-def _decode_images(dataset: "Dataset", num_proc: int | None) -> list[str]:
+def _decode_images(dataset: "Dataset", num_proc: int | None) -> dict[str, str]:
     """Describe which images of the rows cannot be decoded. An image that occurs in many rows is decoded once."""
 
     def key_of(image: Mapping[str, Any] | None) -> Any:
@@ -235,17 +224,20 @@ def _decode_images(dataset: "Dataset", num_proc: int | None) -> list[str]:
 
     check = partial(_image_problem, feature=dataset.features["images"].feature)
     by_key: dict[Any, str | None] = {}
-    problems = []
+    problems: dict[str, str] = {}
+    stored = dataset.with_format("arrow").select_columns(["images"])  # as Arrow tables, which have them undecoded
     with ThreadPoolExecutor(num_proc or os.cpu_count()) as pool:  # Pillow releases the GIL while it decodes
-        # As Arrow tables, which have the images as stored
-        for batch in dataset.with_format("arrow").select_columns(["images"]).iter(batch_size=64):
+        for batch in stored.iter(batch_size=64):
             rows = [[(key_of(image), image) for image in images or []] for images in batch["images"].to_pylist()]
             new = {key: image for row in rows for key, image in row if key not in by_key}
             by_key.update(zip(new, pool.map(check, new.values()), strict=True))
             for row in rows:
-                texts = zip(_ORDINALS, (by_key[key] for key, _ in row), strict=False)
-                problems.append(" ".join(f"The {name} image {text}." for name, text in texts if text))
-    return problems
+                problems[str(len(problems))] = " ".join(
+                    f"The {name} image {by_key[key]}."
+                    for name, (key, _) in zip(_ORDINALS, row, strict=False)
+                    if by_key[key]
+                )
+    return {row: text for row, text in problems.items() if text}
 
 
 def _cache_file(dataset: "Dataset") -> Path:
@@ -294,7 +286,7 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
     if path is not None and path.is_file():
         image_problems = json.loads(path.read_text(encoding="utf-8"))
     else:
-        image_problems = {str(row): text for row, text in enumerate(_decode_images(dataset, num_proc)) if text}
+        image_problems = _decode_images(dataset, num_proc)
         if path is not None:
             with suppress(OSError):  # a cache that can only be read
                 write_atomically(path, json.dumps(image_problems))

@@ -11,9 +11,9 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from .archives import ARCHIVE_PATTERNS, ImageFinder
-from .columns import check_image_column, check_is_dataset, column_types, list_lengths
-from .dataset_files import find_dataset_file, find_dataset_folder, path_inside, read_json_lines, report_broken
-from .image_sets import CRITERIA_TYPE, criteria_list, parse_image_set_prompt
+from .columns import CRITERIA_TYPE, check_image_column, check_is_dataset, column_types, criteria_list, list_lengths
+from .dataset_files import find_dataset_folder, read_rows, report_broken
+from .grid_prompts import parse_image_set_prompt
 from .pairs import make_pair, pair_features
 from .questions import theme_question
 from .texts import is_text
@@ -85,34 +85,8 @@ def ranking_features() -> "Features":
     return column_types(**texts, reference="image", candidates=["image"], ranking=["int64"])
 
 
-def _read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Read the records of a file, each with its place."""
-    records = read_json_lines(path)
-    for place, record in records:
-        if not isinstance(record, dict):
-            raise ValueError(f"{place} is {record!r}, but it must be a JSON object.")
-    if not records:
-        raise ValueError(f"{path} has no records. Download it again.")
-    return records
-
-
-def _read_prompts(path: Path) -> dict[str, dict[str, Any]]:
-    """Read prompt and criteria by directory."""
-    prompts: dict[str, dict[str, Any]] = {}
-    for place, record in _read_records(path):
-        idx, prompt = record.get("idx"), record.get("prompt")
-        if idx is None or not is_text(prompt) or str(idx) in prompts:
-            raise ValueError(f"{place} has the idx {idx!r}, which must be unique, and the prompt {prompt!r}.")
-        try:
-            criteria = criteria_list(record.get("criteria"))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{place}: `criteria` must be dimension -> name -> text.") from error
-        prompts[str(idx)] = {"prompt": prompt, "criteria": criteria}
-    return prompts
-
-
 def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
-    """Read reference, candidates and ranking of one record. The errors continue `<file>, line <number>: `."""
+    """Read reference, candidates and ranking of one record. The errors continue `<file>, record <number>: `."""
     reference = record.get("ref_image", record.get("ref_img"))
     names = record.get("comp_images", record.get("comparison_images"))
     order = record.get("rank_images")
@@ -120,12 +94,12 @@ def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]
         raise ValueError(f"`comp_images` is {names!r}. It must be a list of at least two different file names.")
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, names)):
         raise ValueError(f"`rank_images` is {order!r}, but `comp_images` is {names!r}. Both must have the same names.")
-    folder = PurePath("images") / path_inside(str(record.get("folder")))
+    folder = PurePath("images", str(record.get("folder")))
     paths = [finder.find(name, folder) for name in [reference, *names]]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
 
 
-def load_consistency_rank(path: str | Path, skip_broken: bool = False, allow_remote_images: bool = False) -> "Dataset":
+def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Dataset":
     """
     Load the published ConsistencyRank benchmark as rankings.
 
@@ -138,27 +112,25 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False, allow_rem
             The directory, or the Hub id of a dataset.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
-        allow_remote_images (`bool`, *optional*, defaults to `False`):
-            Download images that rows name by `http(s)` addresses, each once. Only for datasets that you trust.
 
     Returns:
         [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a
         reference), `group` (the directory), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
-        ValueError: If a line is not a JSON object, a record is broken, or `skip_broken` leaves none.
+        ValueError: If a file is not of JSON objects, a record is broken, or `skip_broken` leaves none.
         zipfile.BadZipFile: If `images.zip` is damaged.
     """
     from datasets import Dataset
 
     folder = find_dataset_folder(path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
-    finder = ImageFinder(folder, allow_remote_images=allow_remote_images)
-    records = _read_records(find_dataset_file(folder, RANK_FILE))
-    prompts = _read_prompts(find_dataset_file(folder, _PROMPT_FILE))
+    finder = ImageFinder(folder)
+    records = read_rows(folder / RANK_FILE)
+    prompts = {str(row["idx"]): row for row in read_rows(folder / _PROMPT_FILE)}
 
     rows, broken = [], []
     counts: dict[str, int] = {}
-    for place, record in records:
+    for place, record in enumerate(records):
         group = str(record.get("folder"))
         # Counted before anything is left out, so that the id of a record does not depend on other records
         prefix = f"{group}/{record.get('ref_image', record.get('ref_img'))}"
@@ -168,9 +140,10 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False, allow_rem
                 raise ValueError(f"its directory {record.get('folder')!r} is not among the `idx` of {_PROMPT_FILE}.")
             ranking = _read_ranking(record, finder)
         except ValueError as error:
-            broken.append(f"{place}: {error}")
+            broken.append(f"{RANK_FILE}, record {place}: {error}")
             continue
-        rows.append({"id": f"{prefix}/{number}", "group": group, **prompts[group], **ranking})
+        texts = {"prompt": prompts[group]["prompt"], "criteria": criteria_list(prompts[group].get("criteria"))}
+        rows.append({"id": f"{prefix}/{number}", "group": group, **texts, **ranking})
     report_broken(broken, len(records), "records", skip_broken)
     return Dataset.from_list(rows, features=ranking_features())
 
@@ -236,9 +209,8 @@ def rankings_to_pairs(
 
     check_ranking_types(dataset, "dataset")
     numbers = {"num_positives": num_positives, "num_negatives": num_negatives}
-    for name, value in numbers.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` is {value!r}. It must be an int of at least 1: the judge needs both answers.")
+    if min(numbers.values()) < 1:
+        raise ValueError(f"{numbers}: each must be at least 1, as the judge needs both answers.")
     broken = find_broken_rankings(dataset, "dataset")
     report_broken(list(broken.values()), len(dataset), "rows", skip_broken)
     if broken:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .dataset_files import dataset_of_rows, find_dataset_folder
+from .dataset_files import dataset_of_rows, find_dataset_folder, with_image_types
 
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
     if not all(row["references"] for row in rows):
         for row in rows:
             del row["references"]
-    return dataset_of_rows(rows, ("references",))
+    return with_image_types(dataset_of_rows(rows), ["references"])
 
 
 def _read_story(file: Path, language: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 
 # Chinese and Japanese put no blanks between words: each of their characters counts as a word
@@ -13,7 +13,7 @@ _CJK = "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-
 _WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: Any) -> TypeGuard[str]:
     """Tell whether a value is a text that is not empty."""
     return isinstance(value, str) and bool(value.strip())
 

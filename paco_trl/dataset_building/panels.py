@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from ..data.columns import by_id, check_is_dataset, column_types, typed_dataset
+from ..data.columns import by_id, check_is_dataset, column_types, criteria_list, typed_dataset
 from ..data.grids import panel_size, pixels_sha256, split_grid
-from ..data.image_sets import criteria_list
 from ..data.rankings import ranking_features
 from ..utils.files import file_name, to_png, write_atomically
 from ..utils.stage_folder import StageFolder

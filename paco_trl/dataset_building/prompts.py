@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import Environment, PackageLoader
 
 from ..data.columns import column_types
-from ..data.image_sets import ends_sentence, format_image_set_prompt
+from ..data.grid_prompts import ends_sentence, format_image_set_prompt
 from ..data.texts import normalized
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.files import read_template

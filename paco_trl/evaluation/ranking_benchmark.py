@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ..data.image_sets import criteria_dict
+from ..data.columns import criteria_dict
 from ..data.questions import criterion_question, plain_question
 from ..data.rankings import check_ranking_types, default_question, find_broken_rankings
 from ..utils.statistics import without_nan

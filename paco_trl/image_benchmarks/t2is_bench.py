@@ -8,7 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
-from ..data.image_sets import criteria_dict, find_t2is_bench, load_image_set_prompts, read_t2is_bench
+from ..data.columns import criteria_dict
+from ..data.image_sets import load_image_set_prompts
+from ..data.t2is import find_t2is_bench, read_t2is_bench
 from ..evaluation.runs import check_protocol
 from ..utils.text import shorten, some_of
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from ..data.columns import roles_of
-from ..data.image_sets import criteria_dict
+from ..data.columns import criteria_dict, roles_of
 from ..data.questions import (
     criterion_question,
     edit_consistency_question,

@@ -50,6 +50,5 @@ def refuse_address(path: str | None) -> None:
     """Reject an image that a row of a dataset names by an address: its author would choose what is requested or read."""
     if path is not None and "://" in path:
         raise ValueError(
-            f"{path!r} is an address, not the path of a file on this machine. Download it first, or let the loader of the "
-            "dataset do it (`allow_remote_images=True`, `--allow_remote_images`), if you trust the dataset."
+            f"{path!r} is an address, not the path of a file on this machine. Download it first, if you trust the dataset."
         )

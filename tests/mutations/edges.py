@@ -463,16 +463,28 @@ DATA = [
     *_mutants(
         "data/image_sets.py",
         "test_data.py",
-        ("rows, cols = int(layout[1]), int(layout[2])", "cols, rows = int(layout[1]), int(layout[2])"),
-        ("        if text is not None:\n            result", "        if True:\n            result"),
         (
             "[(int(first), int(second)) for first, second in named]",
             "[(int(second), int(first)) for first, second in named]",
         ),
+    ),
+    *_mutants(
+        "data/grid_prompts.py",
+        "test_data.py",
+        ("rows, cols = int(layout[1]), int(layout[2])", "cols, rows = int(layout[1]), int(layout[2])"),
         ("or ends_sentence(before):", "or True:"),
         ('    if "" in panels:\n', "    if False:\n"),
+    ),
+    *_mutants(
+        "data/t2is.py",
+        "test_data.py",
         ('panel_size(row["height"], row["width"], parsed.rows, parsed.cols)', "pass"),
         ('"subcategory": "task_name"', '"subcategory": "category"'),
+    ),
+    *_mutants(
+        "data/columns.py",
+        "test_data.py",
+        ("        if text is not None:\n            result", "        if True:\n            result"),
     ),
     *_mutants(
         "data/grids.py",
@@ -492,7 +504,6 @@ DATA = [
         ("[names.index(name) for name in order]", "[order.index(name) for name in names]"),
         ('row["ranking"][-num_negatives:]', 'row["ranking"][:num_negatives]'),
         ("sorted(ranking) == list(range(count))", "set(ranking) <= set(range(count))"),
-        ('path_inside(str(record.get("folder")))', 'str(record.get("folder"))'),
         ("questions[number], decision)", "questions[rows[0]], decision)"),
         ("if counts.min() < num_positives + num_negatives:", "if counts.min() < max(num_positives, num_negatives):"),
         ("counts[prefix] = counts.get(prefix, -1) + 1", "counts[prefix] = 0"),
@@ -515,22 +526,19 @@ DATA = [
     *_mutants(
         "data/archives.py",
         "test_pairs.py::TestZipFiles",
-        ("return tarfile.data_filter(member, path)", "return member"),
-        ("            check_size(sum(member.file_size for member in zip_file.infolist()))\n", ""),
-        ("        check_size(member.size)\n", ""),
+        ('filter="data"', 'filter="fully_trusted"'),
         ("if not all(filecmp.cmp(first, other, shallow=False) for other in others):", "if False:"),
         ('f"{archive} {stat.st_size} {stat.st_mtime_ns}"', 'f"{archive}"'),
         (
-            "                partial.mkdir()\n                _extract_into(archive, partial)\n                partial.rename(folder)",
-            "                folder.mkdir()\n                _extract_into(archive, folder)",
+            "                partial.mkdir()\n",
+            "                partial = folder\n                partial.mkdir()\n",
         ),
     ),
     *_mutants(
         "data/dataset_files.py",
         "test_named_images.py test_pairs.py::TestZipFiles test_rankings.py::TestLoadConsistencyRank",
-        ('if inside.anchor or inside.parts[:1] == ("..",):', "if False:"),
         ("target = path.resolve()", "target = path.absolute()"),
-        ("if not (allow_remote_images and name", "if not (name"),
+        ("    refuse_address(name)\n", ""),
     ),
 ]
 
@@ -803,7 +811,7 @@ SEPARATE_SETS = [
         ('        elif not is_text(row.get("theme")):', "        elif False:"),
         ("or not fields <= {", "or not fields >= {"),
     ),
-    *_mutants("data/edit_prompts.py", f"{_SETS}TestData", ('SEPARATE in plain["layout"]', "False")),
+    *_mutants("data/edit_prompts.py", f"{_SETS}TestData", ("layout != SEPARATE", "True")),
     *_mutants("rewards/runner.py", f"{_SETS}test_refused", ("and SEPARATE in kinds:", "and False:")),
     *_mutants(
         "generation/image_files.py",

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The T2IS format of image-set prompts: one text that names its grid and describes each panel."""
+
+import itertools
+import re
+from typing import NamedTuple
+
+from ..utils.text import shorten
+
+
+GRID = re.compile(r"([1-9]\d*)\s*[xX×]\s*([1-9]\d*)")
+GRID_LAYOUT = re.compile(GRID.pattern + r"[\s-]+grid\s+layout", re.IGNORECASE)
+# "[LEFT]:", "[TOP]-[MIDDLE-LEFT]:" or "PANEL-3:"
+_MARKER = re.compile(r"(?:\[[A-Z-]+\](?:-\[[A-Z-]+\])?|PANEL-\d+):")
+_SENTENCE_ENDS = (".", "!", "?", "…", "。", "！", "？")
+_CLOSING_MARKS = "\"'”’»)]"
+
+_ROW_NAMES = {1: [""], 2: ["TOP", "BOTTOM"], 3: ["TOP", "MIDDLE", "BOTTOM"]}
+_COL_NAMES = {
+    1: [""],
+    2: ["LEFT", "RIGHT"],
+    3: ["LEFT", "MIDDLE", "RIGHT"],
+    4: ["LEFT", "MIDDLE-LEFT", "MIDDLE-RIGHT", "RIGHT"],
+}
+_NUMBER_WORDS = dict(
+    enumerate("ONE TWO THREE FOUR FIVE SIX SEVEN EIGHT NINE TEN ELEVEN TWELVE".split(), start=1)  # then in digits
+)
+
+
+class ImageSetPrompt(NamedTuple):
+    """
+    The parts of an image-set prompt.
+
+    Attributes:
+        theme (`str`): Text in front of the first panel marker: the layout, the subject and what all panels share.
+        rows (`int`), cols (`int`): Layout of the grid.
+        panels (`list[str]`): Texts of the `rows * cols` panels, row by row from the upper left.
+    """
+
+    theme: str
+    rows: int
+    cols: int
+    panels: list[str]
+
+
+def ends_sentence(text: str) -> bool:
+    """Tell whether a text ends with a sentence, so that a panel marker may come next."""
+    return text.rstrip(_CLOSING_MARKS).endswith(_SENTENCE_ENDS)
+
+
+def find_markers(prompt: str) -> list[re.Match]:
+    """Find the markers that open a panel: those after the end of a sentence or directly after a marker."""
+    markers: list[re.Match] = []
+    for match in _MARKER.finditer(prompt):
+        before = prompt[: match.start()].rstrip()
+        # Directly after a marker: the panel in between is empty, and reported as such
+        if markers and len(before) == markers[-1].end() or ends_sentence(before):
+            markers.append(match)
+    return markers
+
+
+def _ways_to_mark(rows: int, cols: int) -> list[list[str]]:
+    """Return the markers of the panels, row by row: by position, if all positions have names, and by number."""
+    numbers = [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]
+    if rows not in _ROW_NAMES or cols not in _COL_NAMES or rows == cols == 1:
+        return [numbers]
+    positions = [filter(None, place) for place in itertools.product(_ROW_NAMES[rows], _COL_NAMES[cols])]
+    return [["-".join(f"[{name}]" for name in names) + ":" for names in positions], numbers]
+
+
+def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
+    """
+    Parse an image-set prompt in the T2IS format.
+
+    The format is `FOUR-PANEL Images with a 2x2 grid layout <subject>. <shared description> [TOP]-[LEFT]:<panel 1>
+    [TOP]-[RIGHT]:<panel 2> ...`. A grid of one row has `[LEFT]:`, `[MIDDLE]:`, `[RIGHT]:`; any grid may have
+    `PANEL-1:`, `PANEL-2:` ... instead. A marker opens a panel only after the end of a sentence; inside one it is text.
+
+    Args:
+        prompt (`str`):
+            The prompt.
+
+    Returns:
+        [`ImageSetPrompt`].
+
+    Raises:
+        ValueError: If the layout is missing, the panel markers do not fit it, or a panel is empty.
+    """
+    markers, shown = find_markers(prompt), shorten(prompt)
+    theme = prompt[: markers[0].start()].strip() if markers else prompt.strip()
+    layout = GRID_LAYOUT.search(theme)
+    if layout is None:
+        raise ValueError(
+            f"The prompt {shown} names no `RxC grid layout` in front of its first panel. Write for example "
+            '"FOUR-PANEL Images with a 2x2 grid layout ...".'
+        )
+    rows, cols = int(layout[1]), int(layout[2])
+    names = [marker[0] for marker in markers]
+    # The number first: nothing is built for a grid of a billion panels
+    if len(names) != rows * cols or names not in _ways_to_mark(rows, cols):
+        inside = len(_MARKER.findall(prompt)) - len(names)
+        first = "`[TOP]-[LEFT]:`, `[TOP]-[RIGHT]:` ... or " if rows > 1 else "`[LEFT]:`, `[RIGHT]:` ... or "
+        raise ValueError(
+            f"The prompt {shown} has {len(names)} panel markers ({' '.join(names)}) that do not fit its {rows}x{cols} grid. "
+            f"Write {first}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order; {inside} more inside a sentence do not count."
+        )
+
+    ends = [marker.start() for marker in markers[1:]] + [len(prompt)]
+    panels = [prompt[marker.end() : end].strip() for marker, end in zip(markers, ends, strict=True)]
+    if "" in panels:
+        raise ValueError(f"The panel {names[panels.index('')]} of the prompt {shown} is empty. Describe it.")
+    return ImageSetPrompt(theme, rows, cols, panels)
+
+
+def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str]) -> str:
+    """
+    Format an image-set prompt in the T2IS format, the inverse of [`parse_image_set_prompt`].
+
+    Panels are marked by position (`[TOP]-[LEFT]:`) if all positions of the layout have names, else `PANEL-1:` ...
+
+    Args:
+        theme (`str`):
+            Subject and what all panels share. `"FOUR-PANEL Images with a 2x2 grid layout: "` (with the number and the
+            layout) is put in front unless the theme names its layout.
+        rows (`int`), cols (`int`):
+            Layout of the grid.
+        panels (`list[str]`):
+            Texts of the panels, row by row. The theme and all panels but the last must end with a sentence.
+
+    Returns:
+        `str`: the prompt, which parses into the same layout, panels and theme (with the layout in front).
+
+    Raises:
+        ValueError: If the prompt would be parsed into other texts.
+    """
+    if len(panels) != rows * cols:
+        raise ValueError(f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Give {rows * cols}.")
+    theme, panels = theme.strip(), [panel.strip() for panel in panels]
+    if GRID_LAYOUT.search(theme) is None:
+        number = _NUMBER_WORDS.get(rows * cols, str(rows * cols))
+        theme = f"{number}-PANEL Images with a {rows}x{cols} grid layout: {theme}"
+    for what, text in [("theme", theme), *((f"panel {index}", text) for index, text in enumerate(panels[:-1]))]:
+        if not ends_sentence(text):
+            raise ValueError(f"The {what} does not end a sentence: {shorten(text)}. End it with `.` or `!`.")
+    marked = zip(_ways_to_mark(rows, cols)[0], panels, strict=True)
+    prompt = " ".join([theme, *(f"{marker}{panel}" for marker, panel in marked)])
+    if parse_image_set_prompt(prompt) != (theme, rows, cols, panels):
+        raise ValueError(f"The theme names another grid, or a text has a panel marker: {shorten(prompt)}.")
+    return prompt
+
+
+def usual_grid(count: int) -> tuple[int, int]:
+    """Return the grid that T2IS has for a number of panels: 1x2, 1x3, 2x2, 1x5, 2x3, 1x7, 2x4."""
+    rows = 2 if count % 2 == 0 and count > 2 else 1
+    return rows, count // rows

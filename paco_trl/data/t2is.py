@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T2IS-Bench (https://huggingface.co/papers/2506.23275): its raw rows and its own files as image-set prompts."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .columns import CRITERIA_TYPE, column_types, criteria_list
+from .dataset_files import find_dataset_folder
+from .grid_prompts import GRID, GRID_LAYOUT, ImageSetPrompt, parse_image_set_prompt, usual_grid
+from .grids import panel_size
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+
+_BENCH, _CRITERIA = "T2IS-Bench.json", "prompt_consistency.json"
+_PANEL = 512  # pixels, in the README of the benchmark's code
+
+
+def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, Any] | Dataset":
+    """
+    Convert raw rows of T2IS-Bench (https://huggingface.co/papers/2506.23275) to image-set prompts.
+
+    The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`,
+    `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a list of
+    `{"dimension", "name", "text"}`: a column of the raw dictionaries would give every row the names of all rows.
+    Inverse: [`criteria_dict`].
+
+    Args:
+        row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
+            One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
+            `theme`, `criteria`, `category`, `task_name` and `original_idx`.
+
+    Returns:
+        `dict` or [`~datasets.Dataset`]: the converted row or dataset.
+    """
+    from datasets import Dataset
+
+    if not isinstance(row_or_dataset, Dataset):
+        return _convert_row(row_or_dataset)
+    names = row_or_dataset.column_names
+    return row_or_dataset.map(_convert_row, remove_columns=names, features=_features(), desc="Converting T2IS prompts")
+
+
+def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        parsed = parse_image_set_prompt(row["prompt"])
+        layout = GRID.fullmatch(row["layout"].strip())
+        if layout is None or (int(layout[1]), int(layout[2])) != (parsed.rows, parsed.cols):
+            asked = f"{parsed.rows}x{parsed.cols}"
+            raise ValueError(f"`layout` is {row['layout']!r}, but the prompt asks for a {asked} grid layout.")
+        panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
+    except ValueError as error:
+        raise ValueError(f"T2IS row with idx {row['idx']!r}: {error}") from error
+    columns = {name: row[name] for name in ("prompt", "height", "width")} | {"id": str(row["idx"])}
+    optional = {"category": "category", "subcategory": "task_name", "case_id": "original_idx"}
+    columns |= {name: row.get(raw_name) for name, raw_name in optional.items()}
+    columns |= {"criteria": criteria_list(row.get("criteria"))} | parsed._asdict()
+    return columns | {"theme": row.get("theme") or parsed.theme}
+
+
+def _features() -> "Features":
+    """Return the types of the columns, which the first rows may not show."""
+    texts = ("id", "prompt", "theme", "category", "subcategory", "case_id")
+    numbers = ("rows", "cols", "height", "width")
+    lists = {"panels": ["string"], "criteria": CRITERIA_TYPE}
+    return column_types(**dict.fromkeys(texts, "string"), **dict.fromkeys(numbers, "int64"), **lists)
+
+
+def find_t2is_bench(path_or_id: str | Path) -> Path | None:
+    """Find the directory of T2IS-Bench's own files, downloaded if needed; None for data in another layout."""
+    path = Path(path_or_id).expanduser()
+    path = path.parent if path.name == _BENCH else path
+    if (path / _BENCH).is_file():
+        return path
+    return find_dataset_folder(path_or_id, ["*.json"]) if path_or_id == "ChengyouJia/T2IS-Bench" else None
+
+
+def read_t2is_bench(folder: Path) -> "Dataset":
+    """Read T2IS-Bench's own files as [`convert_t2is`] does raw rows; a case without a grid prompt has no `panels`."""
+    from datasets import Dataset
+
+    cases, criteria = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (_BENCH, _CRITERIA))
+    rows = []
+    for name, case in cases.items():
+        try:
+            rows.append(_convert_case(name, case, criteria_list(criteria[name])))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{folder / _BENCH} or {_CRITERIA}, case {name!r}: {error}") from error
+    return Dataset.from_list(rows, features=_features())
+
+
+def _convert_case(name: str, case: dict[str, Any], criteria: list[dict[str, str]]) -> dict[str, Any]:
+    # Only `task_name_case_id` and `output_image_count` are named in the benchmark's code: the prompt is the text of a
+    # case that describes a grid, else the longest one
+    texts = sorted((text for text in case.values() if isinstance(text, str)), key=len, reverse=True)
+    grid, count = next(filter(GRID_LAYOUT.search, texts), None), case.get("output_image_count")
+    if grid is not None:
+        parsed = parse_image_set_prompt(grid)
+    elif not texts or type(count) is not int or count < 1:
+        raise ValueError(f"it has no prompt of a grid, or no instruction with `output_image_count`: {list(case)}.")
+    else:
+        parsed = ImageSetPrompt(texts[0], *usual_grid(count), [])
+    rows, cols = parsed.rows, parsed.cols
+    if count not in (None, rows * cols):
+        raise ValueError(f"`output_image_count` is {count!r}, but its prompt asks for a {rows}x{cols} grid.")
+    columns = {"id": name, "case_id": name, "category": case.get("category"), "criteria": criteria}
+    columns |= {"prompt": grid or parsed.theme, "height": _PANEL * rows, "width": _PANEL * cols}
+    columns["subcategory"] = str(case.get("task_name_case_id", "")).rpartition("_")[0] or None
+    return columns | parsed._asdict()
