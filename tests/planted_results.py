@@ -24,12 +24,9 @@ ROWS = [
     ("logic", "Logic", "dimension", 0.403, 0.404, True),
     ("consistency", "Consistency", "group", 0.369, 0.480, True),
     ("entity", "Entity", "dimension", 0.791, 0.721, False),
-    ("attribute", "Attribute", "dimension", 0.790, 0.782, False),
-    ("relation", "Relation", "dimension", 0.786, 0.777, False),
     ("alignment", "Alignment", "group", 0.789, 0.760, False),
-    ("aesthetics", "Aesthetics", "group", None, None, False),
     ("average", "Weighted average", "average", None, None, False),
-    ("duplicate_rate", "Duplicate rate", "other", 0.0, 0.15, False),
+    ("duplicates", "Duplicate rate", "other", 0.0, 0.15, False),
 ]
 
 
@@ -50,29 +47,28 @@ def cell(mean: float | None, half: float | None = 0.02, count: int = 10) -> dict
     return {"mean": mean, "interval": interval, "count": count}
 
 
-def row(metric: str, label: str, kind: str, values: list[float | None], half: float = 0.02) -> dict[str, Any]:
+def row(metric: str, label: str, kind: str, scorer: str, values: list[float | None], half: float = 0.02) -> dict:
     """A row of a table, with the difference of its two values."""
-    difference = None
-    if len(values) > 1:
-        difference = cell(None, count=0) if None in values else cell(values[1] - values[0], half)
+    difference = cell(None, count=0) if None in values else cell(values[1] - values[0], half)
     cells = [cell(value, count=0 if value is None else 10) for value in values]
-    described = {"metric": metric, "label": label, "kind": kind, "higher_is_better": metric != "duplicate_rate"}
-    return described | {"cells": cells, "difference": difference}
+    described = {"metric": metric, "label": label, "kind": kind, "scorer": scorer}
+    return described | {"higher_is_better": metric != "duplicates", "cells": cells, "difference": difference}
 
 
-def t2is_table(judge: str, number: int, num_systems: int) -> dict[str, Any]:
+def t2is_table(judge: str, number: int) -> dict[str, Any]:
     """The table of a judge, the same but for an offset for each. Consistency rises, and prompt alignment falls."""
     rows = []
     for metric, label, kind, *both, by_judge in ROWS:
         values = [value if value is None else value + 0.3 * number * by_judge for value in both]
-        rows.append(row(metric, label, kind, values[2 - num_systems :], 0.01 if metric == "duplicate_rate" else 0.02))
+        scorer = f"judge {judge}" if by_judge else "scorer clip-flant5-xxl"
+        rows.append(row(metric, label, kind, scorer, values, 0.01 if metric == "duplicates" else 0.02))
     return {"title": f"Judge: {judge}", "rows": rows}
 
 
-def save_set(folder: Path, role: str, number: int, per_panel: bool) -> list[str]:
+def save_set(folder: Path, role: str, number: int, per_panel: bool) -> list[str | None]:
     """A set of a system, as a grid or one file for each panel; the tuned image of set 8 and a panel of set 0 are missing."""
     if role == "tuned" and number == 8:
-        return []
+        return [None]
     images = folder / "images" / role
     images.mkdir(parents=True, exist_ok=True)
     # Panels of copies are the same, and those of a system of another place
@@ -82,29 +78,26 @@ def save_set(folder: Path, role: str, number: int, per_panel: bool) -> list[str]
         join_grid(panels, 2, 2).save(images / f"{number:04d}.png")
         return [str(images / f"{number:04d}.png")]
     paths = [images / f"{number:04d}_{place}.png" for place in range(4)]
-    for place, (one, path) in enumerate(zip(panels, paths, strict=True)):
-        if (number, place) != (0, 2):
-            (panel(number, place, (96, 64)) if place == 1 else one).save(path)
-    return list(map(str, paths))
+    for one, path in zip(panels, paths, strict=True):
+        one.save(path)
+    return [None if (number, place) == (0, 2) else str(path) for place, path in enumerate(paths)]
 
 
-def plant_t2is(folder: Path, num_systems: int = 2, per_panel: bool = False) -> dict[str, Any]:
+def plant_t2is(folder: Path, per_panel: bool = False) -> dict[str, Any]:
     """Results on T2IS-Bench of ten sets of 2 x 2 panels."""
-    chosen = slice(2 - num_systems, None)
-    roles = ["base", "tuned"][chosen]
-    sets = []
+    roles, sets = ["base", "tuned"], []
     for number in range(10):
         tuned = None if number == 8 else TUNED[number]
         identity = float("nan") if tuned is None else tuned - 0.01
         scores = [
-            {"consistency": BASE[number], "identity": BASE[number] - 0.01, "alignment": 0.8, "duplicate_rate": 0.0},
-            {"consistency": tuned, "identity": identity, "alignment": 0.7, "duplicate_rate": COPIES[number]},
+            {"consistency": BASE[number], "identity": BASE[number] - 0.01, "alignment": 0.8, "duplicates": 0.0},
+            {"consistency": tuned, "identity": identity, "alignment": 0.7, "duplicates": COPIES[number]},
         ]
         sets.append(
             {
-                "key": f"{number:04d}/0", "prompt_id": f"{number:04d}", "prompt": f"{PROMPT} Number {number}.",
+                "key": f"{number:04d}/0", "prompt": f"{PROMPT} Number {number}.",
                 "category": "Story Generation" if number % 2 else "Character Generation",
-                "subcategory": "Comic | Story", "source": None, "panels": [2, 2], "scores": scores[chosen],
+                "subcategory": "Comic | Story", "source": None, "panels": [2, 2], "scores": scores,
                 "pictures": [save_set(folder, role, number, per_panel) for role in roles],
             }
         )  # fmt: skip
@@ -114,36 +107,23 @@ def plant_t2is(folder: Path, num_systems: int = 2, per_panel: bool = False) -> d
             "role": role,
             "name": "FLUX.1-dev" if role == "base" else "fox-lora",
             "settings": {**settings, "adapter": None if role == "base" else str(folder / "runs" / "fox-lora")},
-            "counts": {"images": 10 if role == "base" else 9, "missing": int(role == "tuned"), "skipped": 0},
+            "counts": {"images": 10 if role == "base" else 9, "missing": int(role == "tuned")},
         }
         for role in roles
     ]
-    changes = {"consistency": cell(0.11, 0.2), "alignment": cell(-0.1), "duplicate_rate": cell(0.1)}
-    both = {"consistency": (0.4, 0.51), "alignment": (0.8, 0.7), "duplicate_rate": (0.0, 0.1)}
-    breakdown_rows = [
-        {
-            "name": name, "num_prompts": 5, "difference": changes if num_systems == 2 else {},
-            "cells": {metric: [cell(value) for value in values][chosen] for metric, values in both.items()},
-        }
+    rows = [
+        row("consistency", name, "group", f"judge {JUDGES[0]}", [0.4, 0.51], 0.2)
         for name in ("Character Generation", "Story Generation")
-    ]  # fmt: skip
+    ]
     return {
         "benchmark": "T2IS-Bench", "protocol": "default", "dataset": "ChengyouJia/T2IS-Bench",
         "dataset_fingerprint": "0123456789abcdef", "num_prompts": 10, "seeds": [0], "systems": systems,
-        "scorers": {"consistency": list(JUDGES), "alignment": "clip-flant5-xxl", "aesthetics": None},
-        "weights": {"aesthetics": 0.2, "alignment": 0.3, "consistency": 0.5},
-        "tables": [t2is_table(judge, number, num_systems) for number, judge in enumerate(JUDGES)],
-        "breakdowns": [
-            {"title": "By category", "table": f"Judge: {judge}", "columns": list(both), "rows": breakdown_rows}
-            for judge in JUDGES
-        ],
+        "scorers": {"consistency": list(JUDGES), "alignment": ["clip-flant5-xxl"], "aesthetics": []},
+        "tables": [t2is_table(judge, number) for number, judge in enumerate(JUDGES)],
+        "breakdowns": [{"title": "By category: consistency", "rows": rows}],
         "leakage": None, "alerts": ["Missing pictures count 0 (1 of tuned)."],
-        "notes": [
-            f"The pictures are in {folder / 'images'}.",
-            "Which scorer of aesthetics the published figures are of is not known.",
-            "Missing pictures count 0 (1 of tuned).",
-        ],
-        "sets": sets, "headline": "consistency", "versions": {"paco_trl": "0.1.0", "torch": "2.15.0"},
+        "notes": [f"The pictures are in {folder / 'images'}.", "Leakage: not checked."],
+        "sets": sets, "headline": "consistency",
     }  # fmt: skip
 
 
@@ -158,17 +138,13 @@ def plant_gedit(folder: Path) -> dict[str, Any]:
         source, *edited = map(str, files.values())
         sets.append(
             {
-                "key": f"en-{number}/0", "prompt_id": f"en-{number}", "prompt": "Move the stone to the right.",
+                "key": f"en-{number}/0", "prompt": "Move the stone to the right.",
                 "category": "motion_change", "subcategory": None, "source": source, "panels": [1, 1],
                 "pictures": [[file] for file in edited],
                 "scores": [{"overall": 5.0 + number}, {"overall": 5.5 + 0.5 * number}],
             }
         )  # fmt: skip
-    rows = [
-        row("semantic_consistency", "Semantic consistency", "dimension", [6.012, 6.934], 0.3),
-        row("perceptual_quality", "Perceptual quality", "dimension", [7.123, 7.045], 0.2),
-        row("overall", "Overall", "average", [5.956, 6.469], 0.4),
-    ]
+    rows = [row("overall", "Overall", "average", "English: all, judge Qwen2.5-VL-72B-Instruct", [5.956, 6.469])]
     systems = [("base", "FLUX.1-Kontext-dev", 28), ("tuned", "kontext-lora", 8)]
     return {
         "benchmark": "GEdit-Bench", "protocol": "default", "dataset": "stepfun-ai/GEdit-Bench",
@@ -177,8 +153,7 @@ def plant_gedit(folder: Path) -> dict[str, Any]:
             {"role": role, "name": name, "settings": {"steps": steps}, "counts": {"images": 4}}
             for role, name, steps in systems
         ],
-        "scorers": {"consistency": ["Qwen2.5-VL-72B-Instruct"], "alignment": None, "aesthetics": None},
-        "weights": None, "tables": [{"title": "English: all instructions", "rows": rows}], "breakdowns": [],
-        "leakage": {"dataset": "user/edits", "num_training_prompts": 100, "exact": [], "near": []},
-        "notes": [], "sets": sets, "headline": "overall", "versions": {"paco_trl": "0.1.0"},
+        "scorers": {"consistency": ["Qwen2.5-VL-72B-Instruct"]},
+        "tables": [{"title": "English: all instructions", "rows": rows}], "breakdowns": [],
+        "leakage": None, "alerts": [], "notes": [], "sets": sets, "headline": "overall",
     }  # fmt: skip

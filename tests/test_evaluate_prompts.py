@@ -201,7 +201,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "words, error",
         [
-            (["--num_generations", "0"], "`--num_generations` is 0"),
             (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
             (["--adapter", "a", "a"], "of its last name"),
         ],

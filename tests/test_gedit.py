@@ -266,7 +266,7 @@ class TestFinding:
     def test_what_draw_edits_wrote(self, generated):
         edits, path = generated
         found = find_edits(path, edits_of(EDITS))
-        assert not (found.missing or found.unknown)
+        assert not found.missing
         stored = edits.cast_column("image", ImageFeature(decode=False))["image"]
         assert [str(one.files[0]) for one in found.sets.values()] == [image["path"] for image in stored]
 
@@ -279,17 +279,16 @@ class TestFinding:
         with caplog.at_level(logging.WARNING):
             found = find_edits(tmp_path, prompts)
         assert list(found.missing) == ["en/k1", "cn/k3"] and len(found.sets) == 12
-        assert found.unknown == ["en/K2 copy.png", "en/k10.png", "en/k1_0.png"]
         assert "2 of 12 prompts have no edit: en/k1, cn/k3." in caplog.text
-        assert "3 images belong to no prompt: en/K2 copy.png" in caplog.text
+        assert "3 images belong to no prompt: en/K2 copy.png, en/k10.png, en/k1_0.png." in caplog.text
         with pytest.raises(ValueError, match="2 of 12 sets lack images: en/k1, cn/k3"):
             found.check_complete()
 
-    def test_an_edit_of_another_task_type_is_no_edit(self, prompts, tmp_path):
+    def test_an_edit_of_another_task_type_is_no_edit(self, prompts, tmp_path, caplog):
         plant(tmp_path, places="fullset/{task_type}/{language}/{id}.png")
         os.replace(tmp_path / "fullset/ps_human/en/k0.png", tmp_path / "fullset/text_change/en/k0.png")
         found = find_edits(tmp_path, prompts)
-        assert list(found.missing) == ["en/k0"] and found.unknown == ["fullset/text_change/en/k0.png"]
+        assert list(found.missing) == ["en/k0"] and "no prompt: fullset/text_change/en/k0.png" in caplog.text
 
 
 # ---- The planted judge ----
@@ -382,29 +381,24 @@ class TestScoring:
         server.stop()  # nothing is left to ask
         assert score_edits(endpoint_of(server), prompts, found, tmp_path) == scores
 
-    def test_an_edit_that_was_changed_after_scoring_is_named(self, server, prompts, tmp_path):
+    def test_an_edit_that_was_changed_after_scoring_is_scored_again(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
         before = score_edits(endpoint_of(server), prompts, found, tmp_path)
         gedit_results(prompts, [System("base", "model", found, tmp_path)])
         Image.new("RGB", (100, 60), (1, 2, 3)).save(found.sets["cn/k2"].files[0])
-        changed = find_edits(tmp_path, prompts)
-        for call in (
-            lambda: score_edits(endpoint_of(server), prompts, changed, tmp_path),
-            lambda: gedit_results(prompts, [System("base", "model", changed, tmp_path)]),
-        ):
-            with pytest.raises(ValueError, match="semantic/cn/k2, quality/cn/k2"):
-                call()
         # So is one whose instruction is another one
         texts = [*prompts["prompt"]]
         texts[1] = "Another instruction."
-        other = prompts.remove_columns("prompt").add_column("prompt", texts)
-        with pytest.raises(ValueError, match="semantic/en/k1"):
-            score_edits(endpoint_of(server), other, found, tmp_path)
-        # On request it alone is scored again
+        other, changed = prompts.remove_columns("prompt").add_column("prompt", texts), find_edits(tmp_path, prompts)
+        for those, name in ((prompts, "semantic/cn/k2, quality/cn/k2"), (other, "semantic/en/k1")):
+            with pytest.raises(ValueError, match=name):
+                gedit_results(those, [System("base", "model", changed, tmp_path)])
         num_requests = len(server.requests)
-        after = score_edits(endpoint_of(server), prompts, changed, tmp_path, rescore_changed=True)
+        after = score_edits(endpoint_of(server), prompts, changed, tmp_path)
         assert len(server.requests) - num_requests == 2 and after["cn/k2"] != before["cn/k2"]
         assert after == {**before, "cn/k2": after["cn/k2"]}
+        score_edits(endpoint_of(server), other, changed, tmp_path)
+        assert len(server.requests) - num_requests == 4
 
     def test_each_run_asks_with_seeds_of_its_own(self, server, prompts, tmp_path, caplog):
         found = find_edits(plant(tmp_path), prompts)
@@ -535,15 +529,14 @@ class TestResults:
         assert results["tables"][0]["rows"][0]["difference"]["count"] == 6  # the missing one counts 0
 
     def test_breakdown_by_task_type(self, prompts, systems):
-        english, chinese = gedit_results(prompts, systems, missing="zero")["breakdowns"]
-        assert english["table"] == "English: all instructions" and english["columns"] == list(gedit.METRICS)
-        assert [row["name"] for row in english["rows"]] == list(TASKS)
-        first, second = chinese["rows"]
-        assert first["num_prompts"] == second["num_prompts"] == 3
-        assert first["cells"]["overall"][0]["mean"] == expected("overall", "cn", range(3))
-        assert second["cells"]["overall"][0]["count"] == 2
-        assert second["difference"]["overall"]["count"] == 2
-        assert english["rows"][0]["difference"]["semantic_consistency"]["mean"] == pytest.approx(
+        tables = {one["title"]: one["rows"] for one in gedit_results(prompts, systems, missing="zero")["breakdowns"]}
+        assert len(tables) == 2 * 3
+        assert [row["label"] for row in tables["By task type, English: overall (judge writer)"]] == list(TASKS)
+        first, second = tables["By task type, Chinese: overall (judge writer)"]
+        assert first["cells"][0]["mean"] == expected("overall", "cn", range(3))
+        assert second["cells"][0]["count"] == second["difference"]["count"] == 2
+        first, _ = tables["By task type, English: semantic consistency (judge writer)"]
+        assert first["difference"]["mean"] == pytest.approx(
             (1 + (0 - by_hand(1).semantic_consistency) + (by_hand(2, change=better)[0] - by_hand(2)[0])) / 3
         )
 
@@ -552,16 +545,16 @@ class TestResults:
             gedit_results(prompts, systems)
         alone = gedit_results(prompts, systems[:1])  # nothing is missing
         assert alone["tables"][0]["rows"][0]["difference"] is None
-        assert not any("count 0" in note for note in alone["notes"])
+        assert not any("count 0" in alert for alert in alone["alerts"])
         left_out, zero = gedit_results(prompts, systems, missing="zero")["alerts"]
-        assert "the base one: 1 edits are left out" in left_out and "(cn/k4)" in left_out
-        assert "the tuned one: 1 missing edits count 0 (en/k1)" in zero
+        assert "1 sets of 'the base one' have an unanswered question" in left_out and "left out of its" in left_out
+        assert "of 'the tuned one' are missing and count 0" in zero and "cn/k4" in left_out and "en/k1" in zero
         base, tuned = (system["counts"] for system in gedit_results(prompts, systems, missing="zero")["systems"])
-        assert base["edits without an answer (writer)"] == tuned["missing edits"] == 1
+        assert base["sets without an answer (writer)"] == tuned["missing panels"] == 1
 
     def test_sets_show_source_and_edits(self, prompts, systems, tmp_path):
         results = gedit_results(prompts, systems, missing="zero", source_folder=tmp_path)
-        assert results["headline"] == "overall" and results["weights"] is None
+        assert results["headline"] == "overall"
         sets = {one["key"]: one for one in results["sets"]}
         assert list(sets) == edit_keys(prompts)
         one = sets["cn/k5"]
@@ -571,7 +564,7 @@ class TestResults:
                 colors = [(5, 7, 9), color_of(5, "cn"), better(color_of(5, "cn"))]
                 assert image.getpixel((0, 0)) == colors[number]
         assert one["scores"][1] == pytest.approx(by_hand(5, "cn", better)._asdict())
-        assert sets["en/k1"]["pictures"][1] == [] and sets["en/k1"]["scores"][1] == dict.fromkeys(gedit.METRICS)
+        assert sets["en/k1"]["pictures"][1] == [None] and sets["en/k1"]["scores"][1] == dict.fromkeys(gedit.METRICS)
         assert sets["cn/k4"]["scores"][0] == dict.fromkeys(gedit.METRICS)
         assert sets["en/k5"]["source"] == one["source"]  # the same image
         assert all(one["source"] is None for one in gedit_results(prompts, systems[:1])["sets"])
@@ -581,12 +574,12 @@ class TestResults:
         with pytest.raises(ValueError, match="task_type"):
             gedit_results(prompts.remove_columns("task_type"), [first])
         unscored = System("tuned", "unscored", find_edits(plant(tmp_path / "a"), prompts), tmp_path / "a")
-        with pytest.raises(ValueError, match="edits of 'unscored'"):
-            gedit_results(prompts, [first, unscored])
+        with pytest.raises(ValueError, match="No judge has scored the edits of 'unscored'"):
+            gedit_results(prompts, [unscored])
         server.models = ["writer", "other"]
         other = ChatEndpoint(server.url, "other", max_retries=0)
         score_edits(other, prompts, unscored.found, tmp_path / "a")
-        with pytest.raises(ValueError, match="has scores of writer and 'unscored' of other"):
+        with pytest.raises(ValueError, match="'GEdit-Bench default other' of the two systems differ"):
             gedit_results(prompts, [first, unscored])
         score_edits(endpoint_of(server), prompts, unscored.found, tmp_path / "a")
         two_judges = gedit_results(prompts, [unscored])
@@ -723,9 +716,9 @@ class TestPublishedProtocol:
         assert chinese["mean"] == pytest.approx(
             (sum(map(values.get, (0, 1, 2))) / 3 + (values[3] + values[5]) / 2) / 2
         )
-        missing, unanswered = sorted(results["alerts"], key=lambda text: "no readable" in text)
-        assert "1 missing edits are left out, as by the benchmark's own script (en/k1)" in missing
-        assert "(cn/k4)" in unanswered and "script gives them a random score" in unanswered
+        missing, unanswered = sorted(results["alerts"], key=lambda text: "unanswered" in text)
+        assert "missing and left out, as by the benchmark's own script: en/k1" in missing
+        assert "cn/k4" in unanswered and "script gives a random score" in unanswered
         assert "under the published protocol, with the benchmark's own prompts" in results["notes"][0]
         # Scores of the one protocol are none of the other
         with pytest.raises(ValueError, match="under the protocol 'default'"):

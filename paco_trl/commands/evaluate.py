@@ -83,7 +83,6 @@ from .evaluate_arguments import (
     PromptsArguments,
     ReportArguments,
     ScoreArguments,
-    check_positive,
     load_judge,
     refuse_unused,
 )
@@ -97,6 +96,7 @@ from .parser import run_stage
 T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
 T2IS_ONLY += ("batch_size", "trust_remote_code", "judge_quantization", "judge_attn_implementation")
 GEDIT_ONLY = ("protocol", "gedit_repo")
+_ELSEWHERE = "system.json"  # says where the scored images are that were generated elsewhere
 
 # The work behind its `yield` takes hours: what can be wrong is found before
 Step = Generator[None, None, None]
@@ -183,28 +183,26 @@ def generate(args: GenerateArguments) -> Step:
         refuse_unused(args, ("panel_files", "batch_size", *PANEL_OPTIONS), "with `--benchmark gedit`")
     if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
         raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
-    check_positive(args, "num_inference_steps", "batch_size")
     check_adapter_fraction(args.adapter_fraction, args.num_inference_steps or 0)
     if args.adapter is None and args.adapter_fraction < 1:
         raise ValueError(
             f"`--adapter_fraction` is {args.adapter_fraction}, but there is no `--adapter`. Leave it out."
         )
     benchmark = _load_as_trained(args)
-    names = ("benchmark", "adapter", "dtype", "seeds", "batch_size", "height", "width")
-    settings = {name: getattr(args, name) for name in names} | args.call
-    settings |= {"model": args.model_name_or_path, "prompts": _digest_of(benchmark)}
-    if args.adapter is not None:
-        check_adapter(args.adapter, args.model_name_or_path)
-        settings["adapter_weights"] = adapter_weights_digest(args.adapter)
-    if args.adapter_fraction < 1:
-        settings["adapter_fraction"] = args.adapter_fraction
     panels = {}
     if _has_separate(benchmark):
         panels = {name: getattr(args, name) for name in PANEL_OPTIONS}
         check_panels(**panels, batch_size=args.batch_size)
     else:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
-    settings |= panels
+    names = ("benchmark", "adapter", "dtype", "seeds", "batch_size", "height", "width")
+    settings = {name: getattr(args, name) for name in names} | args.call | panels
+    settings |= {"model": args.model_name_or_path, "prompts": _digest_of(benchmark)}
+    if args.adapter is not None:
+        check_adapter(args.adapter, args.model_name_or_path)
+        settings["adapter_weights"] = adapter_weights_digest(args.adapter)
+    if args.adapter_fraction < 1:
+        settings["adapter_fraction"] = args.adapter_fraction
     if args.benchmark != "gedit":
         image_sizes(benchmark, args.height, args.width)
     with sole_writer(args.output_dir, "images"):
@@ -223,9 +221,7 @@ def generate(args: GenerateArguments) -> Step:
             if args.panel_files:
                 found = find_generated_sets(folder.images, benchmark, args.seeds, args.height, args.width)
                 write_panel_files(found, benchmark, folder.path / "panels")
-            console = Console()
-            console.print(f"The images are in {escape(str(folder.images))}.")
-            console.print_json(json.dumps(folder.report, ensure_ascii=False))
+            Console().print(f"The images are in {escape(str(folder.images))}.")
 
 
 ################
@@ -241,9 +237,8 @@ def _images_of(args, folder: str, benchmark: Dataset, settings: Any, images: str
         return find_edits(images or folder, benchmark)
     if images is not None:
         return find_image_sets(images, benchmark)
-    return find_generated_sets(
-        Path(folder) / "images", benchmark, settings["seeds"], settings["height"], settings["width"]
-    )
+    how = (settings[name] for name in ("seeds", "height", "width"))
+    return find_generated_sets(Path(folder) / "images", benchmark, *how)
 
 
 def score(args: ScoreArguments) -> Step:
@@ -261,28 +256,12 @@ def score(args: ScoreArguments) -> Step:
     found = _images_of(args, args.output_dir, benchmark, settings, args.images)
     if args.missing == "error":
         found.check_complete()
-    if args.images is not None:
-        _remember_images(args)
+    if args.images is not None and PartialState().is_main_process:  # for the report
+        write_atomically(Path(args.output_dir) / _ELSEWHERE, json.dumps({"images": str(Path(args.images).absolute())}))
     if is_gedit:
-        how = {name: getattr(args, name) for name in ("rescore_changed", "protocol", "gedit_repo")}
-        score_edits(scorers, benchmark, found, args.output_dir, **how)
+        score_edits(scorers, benchmark, found, args.output_dir, protocol=args.protocol, gedit_repo=args.gedit_repo)
     else:
         _score_t2is(args, scorers, benchmark, found)
-
-
-def _remember_images(args) -> None:
-    """Write down for the report where the scored images are."""
-    images, file = Path(args.images).absolute(), Path(args.output_dir) / "system.json"
-    known = (
-        json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"images": str(images), "name": images.name}
-    )
-    if known["images"] != str(images):
-        raise ValueError(
-            f"{args.output_dir} has scores of the images in {known['images']}. Choose another `--output_dir` for {images}."
-        )
-    if PartialState().is_main_process:
-        system = {**known, "name": args.name or known["name"]}
-        write_atomically(file, json.dumps(system, indent=2) + "\n")
 
 
 def _edit_judge(args: ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
@@ -321,19 +300,17 @@ def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
 
 
 def _score_t2is(args: ScoreArguments, work: dict, benchmark: Dataset, found) -> None:
-    options: dict[str, Any] = {"rescore_changed": args.rescore_changed}
-    score_duplicates(found, benchmark, args.output_dir, **options)
-    # How often scores are saved; the judge cuts its own batches
-    options["batch_size"] = max(64, args.batch_size)
+    score_duplicates(found, benchmark, args.output_dir)
+    size = max(64, args.batch_size)  # how often scores are saved; the judge cuts its own batches
     if args.aesthetics_head is not None:
         scorer = AestheticScorer(args.aesthetics_head, args.clip_model, args.device, batch_size=args.batch_size)
-        score_aesthetics(scorer, found, benchmark, args.output_dir, **options)
+        score_aesthetics(scorer, found, benchmark, args.output_dir, size)
         del scorer
         _free_memory()
     for (name, url), tasks in work.items():
         judge = load_judge(args, name, url)
         for task in tasks:
-            task(judge, found, benchmark, args.output_dir, **options)
+            task(judge, found, benchmark, args.output_dir, size)
         del judge
         _free_memory()
 
@@ -342,14 +319,13 @@ def _score_t2is(args: ScoreArguments, work: dict, benchmark: Dataset, found) -> 
 # 3. Report
 ################
 def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Dataset) -> System:
-    settings, other = _settings_of(folder, benchmark), Path(folder) / "system.json"
+    settings, other = _settings_of(folder, benchmark), Path(folder) / _ELSEWHERE
     known = json.loads(other.read_text(encoding="utf-8")) if settings is None and other.exists() else {}
     found = _images_of(args, folder, benchmark, settings, known.get("images"))
     if settings is None:
-        return System(role, known["name"], found, Path(folder), {})
-    shown = {
-        name: value for name, value in settings.items() if name not in ("prompts", "benchmark", "adapter_weights")
-    }
+        return System(role, Path(known["images"]).name, found, Path(folder))
+    hidden = ("prompts", "benchmark", "adapter_weights")
+    shown = {name: value for name, value in settings.items() if name not in hidden}
     shown |= {name: public_name(shown[name]) for name in ("model", "adapter") if shown[name] is not None}
     return System(role, shown["adapter"] or shown["model"], found, Path(folder), shown)
 
@@ -357,17 +333,16 @@ def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Datas
 def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
     if args.train_dataset_name is None:
         return None
-    name, split = args.train_dataset_name, args.train_dataset_split
-    training = load_image_set_prompts(name, split) if args.benchmark == "t2is" else load_edit_prompts(name, split)
-    prompts = [dataset.with_format(None)["prompt"][:] for dataset in (training, benchmark)]
-    # The same id in two languages is two edits
-    ids = benchmark["id"][:] if args.benchmark == "t2is" else edit_keys(benchmark)
-    return {"dataset": public_name(args.train_dataset_name), **find_leaks(prompts[0], prompts[1], ids)}
+    if args.benchmark == "t2is":
+        training, ids = load_image_set_prompts(args.train_dataset_name), benchmark["id"][:]
+    else:
+        training = load_edit_prompts(args.train_dataset_name)
+        ids = edit_keys(benchmark)  # the same id in two languages is two edits
+    return find_leaks(training.with_format(None)["prompt"][:], benchmark.with_format(None)["prompt"][:], ids)
 
 
 def report(args: ReportArguments) -> Step:
     """Write the report of one system, or of two and their difference."""
-    check_positive(args, "num_shown")
     if args.card is not None:
         if args.tuned is None:
             raise ValueError("`--card` is for the adapter of a tuned system, but there is none.")
@@ -393,8 +368,7 @@ def report(args: ReportArguments) -> Step:
     paths = save_generation_report(results, args.output_dir, args.num_shown)
     if args.card is not None:
         paths["card"] = add_results_to_card(args.card, results)
-    console = Console()
-    print_report(results, console)
+    print_report(results, console := Console())
     for what, path in paths.items():
         console.print(f"{what}: {escape(str(path))}")
 

@@ -38,13 +38,6 @@ class JudgeOptions(RequestArguments):
     trust_remote_code: bool = option(False, "Whether code that comes with a judge may be run.")
 
 
-def check_positive(args: Any, *names: str) -> None:
-    """Refuse numbers below 1."""
-    for name in names:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"`--{name}` is {getattr(args, name)}, but must be at least 1.")
-
-
 def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
     """Refuse options that differ from their defaults and would do nothing; `where` says in which case."""
     given = [f"`--{name}`" for name in names if getattr(args, name) != type(args).__dataclass_fields__[name].default]
@@ -139,11 +132,8 @@ class BenchmarkArguments(SetOptions):
     dataset_split: str = option("train", "Split of the dataset.")
 
     def __post_init__(self):
-        if self.benchmark not in (
-            "t2is",
-            "gedit",
-            "stories",
-        ):  # not `choices`, which a word without its option would pass
+        # Not `choices`, which a word without its option would pass
+        if self.benchmark not in ("t2is", "gedit", "stories"):
             raise ValueError(f"`--benchmark` is {self.benchmark!r}, but must be t2is, gedit or stories.")
         if self.dataset_name is None:
             raise ValueError("`--dataset_name` is missing: the prompts of the benchmark.")
@@ -194,7 +184,6 @@ class GenerateArguments(GenerationOptions):
 class ScoringOptions(ScoredArguments, JudgeOptions):
     """How images are scored: by one or more judges, and by whatever else is named."""
 
-    rescore_changed: bool = option(False, "Whether to score changed images again. Otherwise they are an error.")
     judges: list[str] | None = option(
         None, "Judges of consistency: Hub ids, directories, or names at `judge_url`. With `gedit` one, on a server."
     )
@@ -213,7 +202,6 @@ class ScoreArguments(ScoringOptions):
 
     output_dir: str = option("evaluation/base", "Directory of the system.")
     images: str | None = option(None, "Directory of images generated elsewhere. If `None`, those `generate` saved.")
-    name: str | None = option(None, "Name of such a system in the report. If `None`, that of the directory.")
 
 
 @dataclass
@@ -223,8 +211,7 @@ class ReportOptions(ScoredArguments):
     train_dataset_name: str | None = option(
         None, "Training prompts (Hub id, directory, JSON lines) to search for the benchmark's. If `None`, unchecked."
     )
-    train_dataset_split: str = option("train", "Split of the training prompts.")
-    num_shown: int = option(6, "Number of sets to show of each kind: best, worst, most changed.")
+    num_shown: int = option(12, "Number of sets on the page: those of the largest gain and loss.")
     card: str | None = option(None, "Directory of the adapter whose model card gets the results of the last system.")
 
 

@@ -3,10 +3,10 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tqdm.auto import tqdm
 
@@ -18,10 +18,9 @@ from ..utils.files import digest, to_png, write_atomically
 from ..utils.text import shorten, some_of
 from .gedit_protocols import PLACEHOLDER, EditProtocol, edit_protocol, overall
 from .image_sets import FoundImages, load_image_file
-from .report_content import NOTES
-from .score_store import ScoreStore, read_scores
-from .statistics import Unit, breakdown, metric_row, paired_cells
-from .systems import System, check_results_arguments, condition_notes, package_versions
+from .leakage import leakage_text
+from .score_store import ScoreStore, open_scores, read_scores
+from .statistics import NOTES, Line, System, Unit, breakdowns, check_systems, system_alerts, table
 
 
 if TYPE_CHECKING:
@@ -48,24 +47,12 @@ class EditScore(NamedTuple):
     overall: float  # geometric mean of both
 
 
-class _Scored(NamedTuple):
-    """A system with the scores of each judge, by key; `None` where a judge gave no readable answer."""
-
-    system: System
-    by_judge: dict[str, dict[str, EditScore | None]]
-    rubrics: dict[str, str]
-
-    def unanswered(self, judge: str) -> list[str]:
-        return [key for key, score in self.by_judge[judge].items() if score is None]
-
-
 def score_edits(
     endpoint: ChatEndpoint,
     prompts: "Dataset",
     edits: FoundImages,
     folder: str | Path,
     max_attempts: int | None = None,
-    rescore_changed: bool = False,
     protocol: str = "default",
     gedit_repo: str | Path | None = None,
 ) -> dict[str, EditScore | None]:
@@ -81,7 +68,8 @@ def score_edits(
     script does (`load_edit_prompts(..., source_column="input_image")`).
 
     Each answer is saved as it comes: interrupted runs resume, on any number of processes (`accelerate launch`), which
-    share the questions. A question without a readable answer is asked again by the next run.
+    share the questions. A question without a readable answer, or about an edit that has changed, is asked again by the
+    next run.
 
     > [!WARNING]
     > The default prompts are this project's own, and scores depend on prompt and judge: they do not compare with
@@ -98,9 +86,6 @@ def score_edits(
             Directory of the system; the answers go to `scores` in it, also those of several protocols.
         max_attempts (`int`, *optional*):
             How often a question is asked in one run. If `None`, 3, or with the published protocol 2, as its script does.
-        rescore_changed (`bool`, *optional*, defaults to `False`):
-            Whether to score edits again that have changed since they were scored, and to drop the scores of those that
-            are gone. Otherwise they are an error.
         protocol (`str`, *optional*, defaults to `"default"`):
             `"default"` or `"published"`.
         gedit_repo (`str` or `Path`, *optional*):
@@ -112,36 +97,36 @@ def score_edits(
 
     Raises:
         EndpointUnavailableError: If the judge cannot be queried. Earlier answers are kept.
-        ValueError: If an image or an instruction has changed since it was scored, or no answer is readable.
+        ValueError: If no answer is readable.
     """
     asked = edit_protocol(protocol, gedit_repo)
     max_attempts = asked.max_attempts if max_attempts is None else max_attempts
-    if max_attempts < 1:
-        raise ValueError(f"`max_attempts` is {max_attempts}, but must be at least 1.")
     sources = _sources_of(prompts)
-    row_of, files = {key: row for row, key in enumerate(edit_keys(prompts))}, _files(edits)
-    instructions = list(prompts.with_format(None)["prompt"])
+    row_of, instructions = (
+        {key: row for row, key in enumerate(edit_keys(prompts))},
+        prompts.with_format(None)["prompt"][:],
+    )
 
     def request(name: str, attempt: int) -> ChatRequest:
         kind, _, key = name.partition("/")
         row, question = row_of[key], asked.questions[kind]
+        file = cast(Path, edits.sets[key].files[0])
         if kind == "semantic":
             question = question.replace(PLACEHOLDER, instructions[row])  # not `format`, which would read braces
         if protocol == "published":
             # As the script reads an edit: transparency is dropped, and it gets the size of the source
             (source,) = sources.load(row, in_rgb=False)
-            images = [source, load_image_file(files[key], lambda image: image.convert("RGB").resize(source.size))]
+            images = [source, load_image_file(file, lambda image: image.convert("RGB").resize(source.size))]
         else:
-            images = [*sources.load(row), load_image_file(files[key])]
+            images = [*sources.load(row), load_image_file(file)]
         return asked.request(question, images if kind == "semantic" else images[-1:], name, attempt)
 
-    digests = _digests(prompts, sources, files)
     settings = {"benchmark": BENCHMARK, "kind": "edits", "scorer": endpoint.model, "protocol": protocol}
     settings["rubric"] = digest(list(asked.questions.values()))[:16]
-    with ScoreStore(folder, f"{BENCHMARK} {protocol} {endpoint.model}", settings, digests, rescore_changed) as store:
+    digests = _digests(prompts, sources, edits)
+    with open_scores(folder, f"{BENCHMARK} {protocol} {endpoint.model}", settings, digests) as store:
         _query(endpoint, store, request, asked, max_attempts)
-        records = store.finish()
-    scores = _edit_scores(records, files)
+        scores = _edit_scores(store.finish())
     unanswered = [key for key, score in scores.items() if score is None]
     if unanswered and store.is_main_process:
         logger.warning(
@@ -176,17 +161,15 @@ def _query(
     endpoint: ChatEndpoint, store: ScoreStore, request: Callable, protocol: EditProtocol, max_attempts: int
 ) -> None:
     """Query the judge with this process's part of the questions, and again where an answer is unreadable."""
-    earlier, names = _earlier_attempts(store), store.pending
-    if not names:
+    if not (names := store.pending):
         return
     endpoint.check()
-    # If some questions are done, there were readable answers before
-    num_replies, is_readable = 0, store.num_done > 0
+    num_replies, is_readable = 0, not store.is_new
     title = f"Querying {endpoint.model} about edits"
     with tqdm(total=len(names), desc=title, unit="question", disable=not store.is_main_process) as bar:
         for attempt in range(max_attempts):
             # Attempts of earlier runs count: their seeds would give the same answers again
-            numbers = [earlier.get(name, 0) + attempt for name in names]
+            numbers = [store.earlier.get(name, {"attempts": 0})["attempts"] + attempt for name in names]
             unreadable = []
             with closing(endpoint.ask_all(map(request, names, numbers))) as replies:
                 for place, reply in replies:
@@ -203,48 +186,27 @@ def _query(
                     if scores is None and attempt + 1 < max_attempts:
                         unreadable.append(name)
                         continue
-                    record = {"key": name, "digest": store.digests[name], "scores": scores and list(scores)}
-                    about = {"incomplete": scores is None, "attempts": numbers[place] + 1}
-                    store.append({**record, **about, "answer": reply.text, "problem": reply.problem})
+                    record = {"key": name, "scores": scores and list(scores), "incomplete": scores is None}
+                    about = {"attempts": numbers[place] + 1, "answer": reply.text, "problem": reply.problem}
+                    store.append(record | about)
                     bar.update()
             names = unreadable
-            if not names:
-                return
 
 
-def _earlier_attempts(store: ScoreStore) -> dict[str, int]:
-    """Count how often each question was asked in earlier runs."""
-    from accelerate.utils import gather_object
-
-    gather_object([None])  # all files exist
-    attempts: dict[str, int] = {}
-    # File by file: in a run with another number of processes, another one may have asked
-    for part in store.parts():
-        for name, record in store.check([part]).items():
-            attempts[name] = max(record["attempts"], attempts.get(name, 0))
-    gather_object([None])  # no process writes before all have read
-    return attempts
-
-
-def _files(edits: FoundImages) -> dict[str, Path]:
-    """Return the file of each edit that is not missing."""
-    return {key: file for key, one in edits.sets.items() for file in one.files if file is not None}
-
-
-def _digests(prompts: "Dataset", sources: SourceImages, files: Mapping[str, Path]) -> dict[str, str]:
-    """Digest what each question (`"semantic/<key>"`, `"quality/<key>"`) is about."""
+def _digests(prompts: "Dataset", sources: SourceImages, edits: FoundImages) -> dict[str, str]:
+    """Digest what each question (`"semantic/<key>"`, `"quality/<key>"`) is about; missing edits have none."""
     instructions, seen = prompts.with_format(None)["prompt"][:], {}
     for row, key in enumerate(edit_keys(prompts)):
-        if key in files:
-            edited = hashlib.sha256(files[key].read_bytes()).hexdigest()
+        if (file := edits.sets[key].files[0]) is not None:
+            edited = hashlib.sha256(file.read_bytes()).hexdigest()
             seen[key] = digest([edited, *sources.digests(row), instructions[row]])
     # Kind by kind, so that processes share the questions of each
-    return {f"{kind}/{key}": seen[key] for kind in _QUESTIONS for key in files}
+    return {f"{kind}/{key}": value for kind in _QUESTIONS for key, value in seen.items()}
 
 
-def _edit_scores(records: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> dict[str, EditScore | None]:
+def _edit_scores(records: Mapping[str, Mapping[str, Any]]) -> dict[str, EditScore | None]:
     scores: dict[str, EditScore | None] = {}
-    for key in keys:
+    for key in [name.partition("/")[2] for name in records if name.startswith(_QUESTIONS[0])]:
         pair = [records[f"{kind}/{key}"]["scores"] for kind in _QUESTIONS]
         lowest = None if None in pair else (float(min(pair[0])), float(min(pair[1])))
         scores[key] = lowest and EditScore(*lowest, overall(*lowest))
@@ -288,138 +250,104 @@ def gedit_results(
     Returns:
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
     """
-    check_results_arguments(systems, missing, protocol)
     check_gedit_prompts(prompts)
-    keys, prompts = edit_keys(prompts), prompts.with_format(None)
-    for system in systems:
-        if system.found.sets.keys() != set(keys):
-            raise ValueError(f"The edits of {system.name!r} are of other prompts. Call `find_edits` with the same.")
-    sources = SourceImages(prompts, "the prompts")
-    scored = [_scored(system, prompts, sources, protocol) for system in systems]
-    rubrics = [one.rubrics for one in scored]
-    if rubrics[0] != rubrics[-1]:
-        raise ValueError(
-            f"{systems[0].name!r} has scores of {', '.join(rubrics[0])} and {systems[-1].name!r} of "
-            f"{', '.join(rubrics[-1])}: compare those of the same judges, asked with the same prompts."
-        )
+    sources, prompts = SourceImages(prompts, "the prompts"), prompts.with_format(None)
+    found = [
+        read_scores(one.folder, _digests(prompts, sources, one.found), benchmark=BENCHMARK, protocol=protocol)
+        for one in systems
+    ]
+    check_systems(systems, found, missing, protocol)
+    if not found[0]:
+        raise ValueError(f"No judge has scored the edits of {systems[0].name!r} under the protocol {protocol!r}.")
+    rubrics = {one.settings["scorer"]: one.settings["rubric"] for one in found[0]}
+    scores = [{one.settings["scorer"]: _edit_scores(one.records) for one in of_system} for of_system in found]
 
     columns = ("id", "prompt", "task_type", "language", "intersection")
     names = [name for name in columns if name in prompts.column_names]
-    rows = dict(zip(keys, prompts.select_columns(names), strict=True))
-    judges = list(rubrics[0])
-    alerts = _alerts(scored, protocol)
-    notes = [NOTES[f"edits_{protocol}"].format(judge=judge, rubric=rubric) for judge, rubric in rubrics[0].items()]
-    notes += [NOTES["edits_means"]] + ([] if leakage is None else [NOTES["edits_leakage"]])
-    by_judge = [_judge_tables(scored, judge, rows, seed, protocol) for judge in judges]
+    rows = dict(zip(edit_keys(prompts), prompts.select_columns(names), strict=True))
+    tables: list[dict] = []
+    parts: list[dict] = []
+    for judge in rubrics:
+        values = [
+            _values(system, of_system[judge], seed, protocol)
+            for system, of_system in zip(systems, scores, strict=True)
+        ]
+        own = _tables(judge, values, rows, seed, ends=f", judge: {judge}" * (len(rubrics) > 1))
+        tables, parts = tables + own[0], parts + own[1]
+    gaps = [
+        {judge: [key for key, score in own.items() if score is None] for judge, own in of_system.items()}
+        for of_system in scores
+    ]
+    notes = [NOTES[f"edits_{protocol}"].format(judge=judge, rubric=rubric) for judge, rubric in rubrics.items()]
     return {
         "benchmark": BENCHMARK,
         "protocol": protocol,
         "dataset": dataset_name,
         "dataset_fingerprint": dataset_fingerprint(prompts, names, [sources.column]),
-        "num_prompts": len(keys),
+        "num_prompts": len(rows),
         "seeds": [seed],
-        "systems": [one.system.describe(_counts(one)) for one in scored],
-        "scorers": {"consistency": judges, "alignment": None, "aesthetics": None},
-        "weights": None,
-        "tables": [table for tables, _ in by_judge for table in tables],
-        "breakdowns": [part for _, breakdowns in by_judge for part in breakdowns],
+        "systems": [system.describe(of_system) for system, of_system in zip(systems, gaps, strict=True)],
+        "scorers": {"consistency": list(rubrics)},
+        "tables": tables,
+        "breakdowns": parts,
         "leakage": leakage,
-        "alerts": alerts,
-        "notes": [*notes, *alerts],
+        "alerts": system_alerts(
+            systems, gaps, protocol, "are left out, where the benchmark's own script gives a random score"
+        ),
+        "notes": [*notes, NOTES["edits_means"], leakage_text(leakage)],
         "sets": [
             {
                 "key": key,
-                "prompt_id": row["id"],
                 "prompt": row["prompt"],
                 "category": row["task_type"],
                 "subcategory": row.get("language"),
                 "source": _source_file(sources, number, source_folder),
-                "pictures": [[str(file) for file in s.found.sets[key].files if file] for s in systems],
+                "pictures": [[file and str(file) for file in system.found.sets[key].files] for system in systems],
                 "panels": [1, 1],
                 "scores": [
-                    score._asdict() if (score := one.by_judge[judges[0]].get(key)) else dict.fromkeys(METRICS)
-                    for one in scored
+                    score._asdict() if (score := next(iter(own.values())).get(key)) else dict.fromkeys(METRICS)
+                    for own in scores
                 ],
             }
             for number, (key, row) in enumerate(rows.items())
         ],
         "headline": "overall",
-        "versions": package_versions(),
     }
 
 
-def _scored(system: System, prompts: "Dataset", sources: SourceImages, protocol: str) -> _Scored:
-    files = _files(system.found)
-    found = read_scores(system.folder, _digests(prompts, sources, files), benchmark=BENCHMARK, protocol=protocol)
-    if not found:
-        raise ValueError(
-            f"No judge has scored the edits of {system.name!r} ({system.folder}) under the protocol {protocol!r}."
-        )
-    rubrics = {scores.settings["scorer"]: scores.settings["rubric"] for scores in found}
-    return _Scored(system, {s.settings["scorer"]: _edit_scores(s.records, files) for s in found}, rubrics)
+def _values(
+    system: System, scores: Mapping[str, EditScore | None], seed: int, protocol: str
+) -> dict[str, dict[Unit, float]]:
+    """Give each edit its scores by metric; a missing one counts 0, or is left out by the published protocol."""
+    zero = dict.fromkeys(system.found.missing if protocol == "default" else (), EditScore(0.0, 0.0, 0.0))
+    known = {key: score for key in system.found.sets if (score := zero.get(key, scores.get(key))) is not None}
+    return {metric: {(key, seed): getattr(score, metric) for key, score in known.items()} for metric in METRICS}
 
 
-def _judge_tables(
-    scored: list[_Scored], judge: str, rows: dict[str, dict], seed: int, protocol: str
-) -> tuple[list[dict], list[dict]]:
-    """Compute the tables and breakdowns of a judge, by language."""
-
-    def cells(metric: str, part: dict[str, dict], strata: dict | None = None) -> tuple:
-        values: list[dict[Unit, float]] = [{} for _ in scored]
-        for one, of_system in zip(scored, values, strict=True):
-            for key, row in part.items():
-                score = one.by_judge[judge].get(key)
-                if score is not None:
-                    of_system[row["id"], seed] = getattr(score, metric)
-                elif one.system.found.sets[key].missing and protocol == "default":
-                    of_system[row["id"], seed] = 0.0
-        return paired_cells([[of_system] for of_system in values], strata=strata)
-
-    def table(title: str, part: dict[str, dict]) -> dict[str, Any]:
-        strata = {(row["id"], seed): row["task_type"] for row in part.values()}
-        kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
-        lines = [metric_row(name, label, kinds[name], *cells(name, part, strata)) for name, label in METRICS.items()]
-        return {"title": title, "rows": lines}
-
-    tables, breakdowns = [], []
-    of_judge = f", judge: {judge}" if len(scored[0].by_judge) > 1 else ""
+def _tables(
+    judge: str, values: Sequence[Mapping], rows: Mapping[str, dict], seed: int, ends: str
+) -> tuple[list, list]:
+    """Compute the tables of a judge by language, and those by task type."""
+    tables, parts = [], []
+    strata: dict[Unit, Any] = {(key, seed): row["task_type"] for key, row in rows.items()}
     for language in dict.fromkeys(row.get("language") for row in rows.values()):
         spoken = {key: row for key, row in rows.items() if row.get("language") == language}
         label = "All languages" if language is None else LANGUAGES.get(language, language)
-        title = f"{label}: all instructions{of_judge}"
-        tables.append(table(title, spoken))
-        members: dict[str, dict[str, dict]] = {}
+        kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
+        named = {
+            "all instructions": spoken,
+            "intersection subset": [key for key in spoken if spoken[key].get("intersection")],
+        }
+        for what, part in named.items():
+            scorer = f"{label}: {what}, judge {judge}"
+            lines = [Line(name, title, kinds[name], scorer, [name]) for name, title in METRICS.items()]
+            tables += [table(f"{label}: {what}{ends}", lines, values, part, strata)] if part else []
+        members: dict[str, list[str]] = {}
         for key, row in spoken.items():
-            members.setdefault(row["task_type"], {})[key] = row
-        breakdowns.append(breakdown(f"By task type, {label}{of_judge}", title, list(METRICS), members, cells))
-        if subset := {key: row for key, row in spoken.items() if row.get("intersection")}:
-            tables.append(table(f"{label}: intersection subset{of_judge}", subset))
-    return tables, breakdowns
-
-
-def _counts(one: _Scored) -> dict[str, int]:
-    found = one.system.found
-    counts = {"edits": len(found.sets) - len(found.missing), "missing edits": len(found.missing)}
-    counts |= {f"edits without an answer ({judge})": len(one.unanswered(judge)) for judge in one.by_judge}
-    return counts | {"images of no prompt, left out": len(found.unknown)}
-
-
-def _alerts(scored: list[_Scored], protocol: str) -> list[str]:
-    """List what readers must know next to the headline."""
-    alerts = condition_notes([one.system for one in scored])
-    for one in scored:
-        name, missing = one.system.name, list(one.system.found.missing)
-        if missing:
-            how = "count 0" if protocol == "default" else "are left out, as by the benchmark's own script"
-            alerts.append(f"{name}: {len(missing)} missing edits {how} ({some_of(missing)}).")
-        for judge in one.by_judge:
-            if unanswered := one.unanswered(judge):
-                script = " The benchmark's own script gives them a random score." * (protocol == "published")
-                alerts.append(
-                    f"{name}: {len(unanswered)} edits are left out, also of differences, because {judge} gave no readable "
-                    f"answer about them ({some_of(unanswered)}).{script}"
-                )
-    return alerts
+            members.setdefault(row["task_type"], []).append(key)
+        lines = [line._replace(scorer=f"judge {judge}") for line in lines]
+        parts += breakdowns(f"By task type, {label}", lines, values, members)
+    return tables, parts
 
 
 def _source_file(sources: SourceImages, row: int, source_folder: str | Path | None) -> str | None:

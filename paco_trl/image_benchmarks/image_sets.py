@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the image sets of a system by prompt, check them, and read their panels."""
+"""Find the images of a system by prompt, check them, and read their panels."""
 
 import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data.grids import panel_size, split_grid
 from ..data.image_sets import SEPARATE
+from ..generation.edits import edit_keys
 from ..utils.files import file_name, to_png, write_atomically
 from ..utils.images import to_rgb
 from ..utils.text import some_of
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
+# The example of GEdit-Bench puts a copy of the source next to each edit, under this name
+_SOURCE_COPY = "_SRCIMG"
 # Method, mode, language and time of a run, in the directories of ViStoryBench
 _STORY_RUN = "paco_trl/base/en/20000101_000000"
 # Relative tolerance of the aspect ratio of a grid: sides are rounded
@@ -44,11 +47,6 @@ class ImageSet:
     files: tuple[Path | None, ...]
 
     @property
-    def is_grid(self) -> bool:
-        """Whether one file has all panels."""
-        return len(self.files) == 1
-
-    @property
     def num_panels(self) -> int:
         """Number of panels, missing ones included."""
         return self.rows * self.cols
@@ -56,20 +54,16 @@ class ImageSet:
     @property
     def missing(self) -> list[int]:
         """Numbers of the missing panels, from 0."""
-        files = self.files * (self.num_panels if self.is_grid else 1)
+        files = self.files * (self.num_panels if len(self.files) == 1 else 1)
         return [number for number, file in enumerate(files) if file is None]
 
     def panels(self) -> list["Image | None"]:
         """Read the panels in RGB, row by row; `None` for a missing one."""
-        if not self.is_grid:
+        if len(self.files) > 1:
             return [None if file is None else load_image_file(file) for file in self.files]
         if self.files[0] is None:
             return [None] * self.num_panels
-        image = load_image_file(self.files[0])
-        try:
-            return [*split_grid(image, self.rows, self.cols)]
-        except ValueError as error:
-            raise ValueError(f"{self.files[0]}: {error}") from error
+        return [*split_grid(load_image_file(self.files[0]), self.rows, self.cols)]
 
     def digest(self) -> str:
         """Compute the SHA-256 of the files, missing ones included."""
@@ -82,8 +76,6 @@ class FoundImages:
     """All images of a system: `sets` by key, in the order of prompts and seeds, incomplete ones included."""
 
     sets: dict[str, ImageSet]
-    unknown: list[str] = field(default_factory=list)  # file names that belong to no prompt
-    mixed_sizes: list[str] = field(default_factory=list)  # keys of sets whose panels differ in size
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -113,16 +105,17 @@ def find_generated_sets(
         for seed in seeds:
             path, key = Path(folder) / file_name(row["id"]) / f"{seed}.png", f"{row['id']}/{seed}"
             sets[key] = ImageSet(key, row["id"], seed, row["rows"], row["cols"], (path if path.is_file() else None,))
-    return _checked(FoundImages(sets), benchmark, height, width)
+    return _checked(sets, benchmark, height, width)
 
 
 def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     """
     Find images that were generated elsewhere: `<name>.png` is a grid, `<name>_<number>.png` a panel.
 
-    The name is the prompt's `id`, plain or as [`~paco_trl.utils.files.file_name`] writes it, or its `case_id`, as in files for the benchmark's own script (`0001_0003_0000.png`):
-    whichever more of the files have. It must match exactly: `0001_0003_0001.png` is not an image of the prompt `0001`. The
-    numbers of the panels begin with 0 or 1, the same in the full directory.
+    The name is the prompt's `id`, plain or as [`~paco_trl.utils.files.file_name`] writes it, or its `case_id`, as in files
+    for the benchmark's own script (`0001_0003_0000.png`): whichever more of the files have. It must match exactly:
+    `0001_0003_0001.png` is not an image of the prompt `0001`. The numbers of the panels begin with 0 or 1, the same in
+    the full directory.
 
     Args:
         folder (`str` or `Path`):
@@ -133,38 +126,110 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     Returns:
         [`FoundImages`].
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a directory of images.")
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS and path.is_file())
-    rows = _layouts(benchmark)
+    files, rows = _image_files(Path(folder)), _layouts(benchmark)
     columns = [name for name in ("id", "case_id") if name in benchmark.column_names]
     matched = {column: _match(files, [row[column] for row in rows]) for column in columns}
     column = max(columns, key=lambda name: len(matched[name]))
-    found = matched[column]
+    found, counts = matched[column], {row[column]: row["rows"] * row["cols"] for row in rows}
     if not found:
-        ids = " or ".join(repr(rows[0][name]) for name in columns if rows[0][name])
         raise ValueError(
             f"None of the {len(files)} images directly in {folder} ({', '.join(EXTENSIONS)}) belongs to a prompt of the "
-            f"benchmark: `<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {ids}."
+            f"benchmark: `<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {rows[0][column]!r}."
         )
-    if any(len(other) == len(found) and other != found for other in matched.values()):
-        raise ValueError(
-            f"The image names in {folder}, such as {files[0].name!r}, can be ids or case ids. Rename the files."
-        )
-
-    images: dict[str, dict[int | None, list[Path]]] = {}
+    images: dict[str, dict[int | None, Path]] = {}
     for path, (name, number) in found.items():
-        images.setdefault(name, {}).setdefault(number, []).append(path)
-    start = _first_number(images, {row[column]: row["rows"] * row["cols"] for row in rows}, folder)
+        if (other := images.setdefault(name, {}).setdefault(number, path)) != path:
+            raise ValueError(f"{other} and {path.name} are one image of {name!r} in two formats. Keep one.")
+    numbered = [(name, number) for name, of_set in images.items() for number in of_set if number is not None]
+    start = int(bool(numbered) and all(number > 0 for _, number in numbered))
+    if start == 1 and not any(number == counts[name] for name, number in numbered):
+        raise ValueError(
+            f"The panels in {folder} are numbered neither from 0 nor up to their number: add a first or last one."
+        )
     sets = {}
     for row in rows:
-        key, of_prompt = f"{row['id']}/0", _files_of(row, row[column], images.get(row[column], {}), start)
-        sets[key] = ImageSet(key, row["id"], 0, row["rows"], row["cols"], of_prompt)
-    unknown = [path.name for path in files if path not in found]
-    if unknown and _is_main_process():
-        logger.warning(f"{len(unknown)} of {len(files)} images in {folder} belong to no prompt: {some_of(unknown)}.")
-    return _checked(FoundImages(sets, unknown), benchmark)
+        of_set, count, key = images.get(row[column], {}), row["rows"] * row["cols"], f"{row['id']}/0"
+        numbers = range(start, start + count) if of_set.keys() - {None} else [None]
+        if beyond := [path.name for number, path in of_set.items() if number not in numbers]:
+            raise ValueError(
+                f"{folder} has {beyond[0]}, but {row[column]!r} is one grid or has {count} panels, numbered from {start}."
+            )
+        sets[key] = ImageSet(key, row["id"], 0, row["rows"], row["cols"], tuple(map(of_set.get, numbers)))
+    _warn_of_unknown([path.name for path in files if path not in found], Path(folder))
+    return _checked(sets, benchmark)
+
+
+def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
+    """
+    Find the edited image of each prompt, by its id.
+
+    The name of a file without its extension must be the id, plain or as [`generate_edits`] writes it. Searched are
+    `<folder>/<language>/`, `<folder>/images/<language>/` ([`generate_edits`]) and `<folder>/fullset/<task_type>/<language>/`
+    (GEdit-Bench's own script), without `<language>` if there is no such column. `<id>_SRCIMG`, its copies of sources,
+    are skipped.
+
+    Args:
+        folder (`str` or `Path`):
+            Directory of `.png`, `.jpg`, `.jpeg` or `.webp` files.
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id` and, where known, `language` and `task_type`.
+
+    Returns:
+        [`FoundImages`], each edit a set of one panel. Prompts without an image, and images without a prompt, are logged.
+    """
+    folder = Path(folder).expanduser().absolute()
+    names = [name for name in ("id", "language", "task_type") if name in prompts.column_names]
+    rows = dict(zip(edit_keys(prompts), prompts.with_format(None).select_columns(names), strict=True))
+    # A name that is the plain id of one prompt and the written id of another belongs to the latter
+    known = {(place, name): key for name_of in (str, file_name) for key, row in rows.items()
+             for place, name in ((place, name_of(row["id"])) for place in _places(folder, row))}  # fmt: skip
+    found: dict[str, Path] = {}
+    unknown = []
+    for place in dict.fromkeys(place for place, _ in known):
+        for path in _image_files(place) if place.is_dir() else ():
+            key = known.get((place, path.stem))
+            if key is None:
+                is_source = (place, path.stem.removesuffix(_SOURCE_COPY)) in known
+                unknown += [] if is_source else [str(path.relative_to(folder))]
+                continue
+            if found.setdefault(key, path) != path:
+                raise ValueError(f"{found[key]} and {path} are both named as the edit of {key!r}. Keep one of them.")
+            image_file_size(path)  # finds unreadable files before a judge is queried about the others
+    if missing := [key for key in rows if key not in found]:
+        where, name = _places(folder, rows[missing[0]]), file_name(rows[missing[0]]["id"])
+        text = (
+            f"{folder}: {len(missing)} of {len(rows)} prompts have no edit: {some_of(missing)}. The first was looked for as "
+            f"{name}.png directly in {', '.join(map(str, where))}."
+        )
+        if not found:
+            raise ValueError(text)
+        _warn(text)
+    _warn_of_unknown(sorted(unknown), folder)
+    return FoundImages({key: ImageSet(key, row["id"], 0, 1, 1, (found.get(key),)) for key, row in rows.items()})
+
+
+def _places(folder: Path, row: Mapping[str, Any]) -> list[Path]:
+    bases = [folder, folder / "images"]
+    bases += [folder / "fullset" / file_name(row["task_type"])] if row.get("task_type") else []
+    return [base / file_name(row["language"]) if "language" in row else base for base in bases]
+
+
+def _image_files(folder: Path) -> list[Path]:
+    # Not those that are being written
+    paths = (path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS and not path.name.startswith("."))
+    return sorted(filter(Path.is_file, paths))
+
+
+def _warn(text: str) -> None:
+    from accelerate import PartialState
+
+    if PartialState().is_main_process:
+        logger.warning(text)
+
+
+def _warn_of_unknown(names: list[str], folder: Path) -> None:
+    if names:
+        _warn(f"{folder}: {len(names)} images belong to no prompt: {some_of(names)}.")
 
 
 def _layouts(benchmark: "Dataset") -> list[dict]:
@@ -176,94 +241,44 @@ def _layouts(benchmark: "Dataset") -> list[dict]:
 def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, int | None]]:
     """Match files to prompts by name: file -> (name, number of the panel or `None` for a grid)."""
     # A name that is the plain id of one prompt and the written id of another belongs to the latter
-    known: dict[str, str] = {}
+    known = {name: name for name in names if name} | {file_name(name): name for name in names if name}
     found: dict[Path, tuple[str, int | None]] = {}
-    for written in (lambda name: name, file_name):
-        known |= {written(name): name for name in names if name}
     for path in files:
-        readings: list[tuple[str, int | None]] = [(known[path.stem], None)] if path.stem in known else []
         head, _, tail = path.stem.rpartition("_")
-        if head in known and re.fullmatch(r"[0-9]+", tail):
-            readings.append((known[head], int(tail)))
-        if len(readings) == 2:
-            raise ValueError(
-                f"{path} can be the grid of {readings[0][0]!r} or panel {readings[1][1]} of {readings[1][0]!r}. Rename the files."
-            )
-        if readings:
-            found[path] = readings[0]
+        is_panel = head in known and re.fullmatch(r"[0-9]+", tail) is not None
+        if is_panel and path.stem in known:
+            raise ValueError(f"{path} can be the grid of one prompt or a panel of {known[head]!r}. Rename the files.")
+        if is_panel or path.stem in known:
+            found[path] = (known[head], int(tail)) if is_panel else (known[path.stem], None)
     return found
 
 
-def _first_number(images: dict[str, dict[int | None, list[Path]]], counts: dict[str, int], folder: Path) -> int:
-    """Return 0 or 1, from which the panels are numbered."""
-    numbered = [(name, number) for name, numbers in images.items() for number in numbers if number is not None]
-    if not numbered or any(number == 0 for _, number in numbered):
-        return 0
-    if any(number == counts[name] for name, number in numbered):
-        return 1
-    raise ValueError(
-        f"The panels in {folder} are numbered neither from 0 nor up to their number: add a first or a last one."
-    )
-
-
-def _files_of(row: dict, name: str, images: dict[int | None, list[Path]], start: int) -> tuple[Path | None, ...]:
-    """Return the grid of a prompt (number `None`), or its panels."""
-    for paths in images.values():
-        if len(paths) > 1:
-            raise ValueError(f"{paths[0]} and {paths[1].name} are one image of {name!r} in two formats. Keep one.")
-    found, count = {number: paths[0] for number, paths in images.items()}, row["rows"] * row["cols"]
-    numbers = sorted(number for number in found if number is not None)
-    if not numbers:
-        return (found.get(None),)
-    if None in found:
-        folder, panel = found[None].parent, found[numbers[0]].name
-        raise ValueError(f"{folder} has a grid of {name!r} and images of its panels, such as {panel}. Keep one kind.")
-    beyond = [number for number in numbers if not start <= number < start + count]
-    if beyond:
-        raise ValueError(
-            f"{found[beyond[0]]} has the number {beyond[0]}, but {name!r} has {count} panels, from {start}."
-        )
-    return tuple(found.get(number) for number in range(start, start + count))
-
-
 def _checked(
-    found: FoundImages, benchmark: "Dataset", height: int | None = None, width: int | None = None
+    sets: dict[str, ImageSet], benchmark: "Dataset", height: int | None = None, width: int | None = None
 ) -> FoundImages:
     """Check the sizes in the headers: a wrong file is found before hours of scoring."""
-    sizes_of = {row["id"]: (height or row.get("height"), width or row.get("width")) for row in _layouts(benchmark)}
-    # Of separate images a row has the size of one, and the file shows them side by side
-    for row in _layouts(benchmark):
-        if row.get("layout") == SEPARATE and None not in sizes_of[row["id"]]:
-            sizes_of[row["id"]] = (sizes_of[row["id"]][0], sizes_of[row["id"]][1] * row["cols"])
-    for key, one in found.sets.items():
-        sizes = {file: image_file_size(file) for file in one.files if file is not None}  # (height, width)
-        if not one.is_grid:
-            found.mixed_sizes += [key] * (len(set(sizes.values())) > 1)
-            continue
-        for file, size in sizes.items():
+    rows: Mapping[str, dict[str, Any]] = {row["id"]: row for row in _layouts(benchmark)}
+    for one in sets.values():
+        for file in filter(None, one.files):
+            size, row = image_file_size(file), rows[one.prompt_id]  # (height, width)
+            expected: list[Any] = [height or row.get("height"), width or row.get("width")]
+            if len(one.files) > 1:
+                continue
             try:
                 panel_size(*size, one.rows, one.cols)
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from error
-            expected: Any = sizes_of[one.prompt_id]
-            aspect = 1.0 if None in expected else (size[1] / size[0]) / (expected[1] / expected[0])
+            if None in expected:
+                continue
+            # Of separate images a row has the size of one, and the file shows them side by side
+            expected[1] *= row["cols"] if row.get("layout") == SEPARATE else 1
+            aspect = (size[1] / size[0]) / (expected[1] / expected[0])
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
                 raise ValueError(
                     f"{file} has {size[0]}x{size[1]} pixels (height x width), but the {one.rows}x{one.cols} grid of "
                     f"{one.prompt_id!r} is {expected[0]}x{expected[1]}: the shape differs. Is it another prompt's?"
                 )
-    if found.mixed_sizes and _is_main_process():
-        logger.warning(
-            f"The panels of {len(found.mixed_sizes)} sets have different sizes, like images of different prompts: "
-            f"{some_of(found.mixed_sizes)}. Each is scored at the size of the question."
-        )
-    return found
-
-
-def _is_main_process() -> bool:
-    from accelerate import PartialState
-
-    return PartialState().is_main_process
+    return FoundImages(sets)
 
 
 def image_file_size(path: Path) -> tuple[int, int]:
@@ -294,26 +309,20 @@ def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Pa
     Write each panel under the name that the benchmark's own script expects: `<case id or id>_<number>.png`, or, of stories,
     `<id>/shots/shot_<number>.png` below what ViStoryBench asks for: method, mode, language and time.
     """
-    # What would leave the directory is written in another way, see `file_name`
-    seeds = {one.seed for one in found.sets.values()}
-    if len(seeds) > 1:
-        raise ValueError(f"There are {len(seeds)} seeds, but names of panel files have no place for one. Use one.")
     rows = {row["id"]: row for row in _layouts(benchmark)}
-    names = {name: row.get("case_id") or name for name, row in rows.items()}
-    twice = [name for name, count in Counter(names[one.prompt_id] for one in found.sets.values()).items() if count > 1]
-    if twice:
-        raise ValueError(f"Several prompts have the `case_id` {twice[0]!r}: their panels would overwrite one another.")
+    names = {key: rows[one.prompt_id].get("case_id") or one.prompt_id for key, one in found.sets.items()}
+    if twice := [name for name, count in Counter(names.values()).items() if count > 1]:
+        raise ValueError(
+            f"Several sets, such as of 2 seeds, have the name {twice[0]!r}: their panels would overwrite one another."
+        )
     written = []
-    for one in found.sets.values():
+    for key, one in found.sets.items():
         for number, panel in enumerate(one.panels()):
             if panel is not None:
-                name, shots = file_name(names[one.prompt_id]), rows[one.prompt_id].get("shots")
+                # What would leave the directory is written in another way, see `file_name`
+                name, shots = file_name(names[key]), rows[one.prompt_id].get("shots")
                 # The time is that of no run: the same call writes the same files
-                path = (
-                    f"{name}_{number:04}.png"
-                    if shots is None
-                    else f"{_STORY_RUN}/{name}/shots/shot_{shots[number]:02}.png"
-                )
-                written.append(Path(folder) / path)
+                story = f"{_STORY_RUN}/{name}/shots/shot_{shots[number]:02}.png" if shots is not None else None
+                written.append(Path(folder) / (story or f"{name}_{number:04}.png"))
                 write_atomically(written[-1], to_png(panel))
     return written

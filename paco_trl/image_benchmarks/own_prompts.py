@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .score_store import ScoreStore
-from .statistics import Unit, metric_row, paired_cells
-from .systems import package_versions
+from .score_store import open_scores
+from .statistics import Line, Unit, table
 
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def score_images(
     values: dict[str, dict[Unit, float]] = {}
     for index, name in enumerate(rewards.names):
         with (
-            ScoreStore(folder, name, rewards.descriptions[name], digests, rescore_changed=True) as store,
+            open_scores(folder, name, rewards.descriptions[name], digests) as store,
             asyncio.Runner() as runner,
             torch.no_grad(),
             tqdm(total=len(store.pending), desc=f"Scoring {name}", disable=not store.is_main_process) as progress,
@@ -72,11 +71,11 @@ def score_images(
                 )  # fmt: skip
                 scores = runner.run(scores) if inspect.iscoroutine(scores) else scores
                 records = [
-                    {"key": key, "digest": digests[key], "score": None if score is None else float(score)}
+                    {"key": key, "score": None if score is None else float(score), "incomplete": score is None}
                     for key, score in zip(keys, scores, strict=True)
                     if key in pending
                 ]
-                store.append(*[record | {"incomplete": record["score"] is None} for record in records])
+                store.append(*records)
                 progress.update(len(records))
             found = {key: record["score"] for key, record in store.finish().items()}
         values[name] = {places[key]: math.nan if score is None else score for key, score in found.items()}
@@ -89,7 +88,7 @@ def own_results(
     """Compute the mean of each reward and of their sum, with intervals over prompts and the paired gain."""
     columns = [dict(system["scores"]) for system in systems]
     labels = {name: name for name in names} | ({"sum": "sum of the rewards"} if len(names) > 1 else {})
-    table, described, alerts = [], [], []
+    described, alerts = [], []
     for system, values in zip(systems, columns, strict=True):
         total, name = len(system["files"]), system["name"]
         failed = {each: sum(map(math.isnan, values[each].values())) for each in names}
@@ -102,9 +101,9 @@ def own_results(
         ]
         if "sum" in labels:
             values["sum"] = {place: sum(values[each][place] for each in names) for place in system["files"]}
-    for name, label in labels.items():
-        cells = paired_cells([[values[name]] for values in columns])
-        table.append(metric_row(name, label, "dimension" if name in names else "average", *cells))
+    lines = [
+        Line(name, label, "dimension" if name in names else "average", "", [name]) for name, label in labels.items()
+    ]
     known = rows.dataset["id"] if "id" in rows.dataset.column_names else None
     several = len(systems[0]["files"]) > len(rows)
     sets = [
@@ -118,10 +117,10 @@ def own_results(
         }
         for row, image in systems[0]["files"]
     ]
+    leakage = "An adapter that was trained on these prompts can be better on them alone: this was not checked."
     noise = "Image k of a prompt starts from the same noise for all models, that of `evaluate()` in training with this seed."
     return {
         "benchmark": None, "dataset": dataset, "num_prompts": len(rows), "systems": described, "scorers": {},
-        "weights": None, "tables": [{"title": "Results", "rows": table}], "breakdowns": [], "leakage": None,
-        "alerts": alerts, "notes": [noise], "sets": sets, "headline": list(labels)[-1],
-        "versions": package_versions(),
+        "tables": [table("Rewards", lines, columns)], "breakdowns": [], "alerts": alerts,
+        "notes": [noise, leakage], "sets": sets, "headline": list(labels)[-1],
     }  # fmt: skip

@@ -5,33 +5,39 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 from markdown_it import MarkdownIt
 from markupsafe import Markup
-from PIL import Image, ImageOps
 from rich.console import Console
 from rich.markdown import Markdown
 
 from ..utils.files import read_template, write_atomically
-from ..utils.images import data_url, to_rgb
-from ..utils.text import markdown_text, number_text
-from . import report_content as content
+from ..utils.images import data_url
+from ..utils.names import public_text
+from ..utils.statistics import without_nan
+from ..utils.text import markdown_table, markdown_text, number_text
+from .image_sets import load_image_file
 
 
 # A set is shown with the area of a square of this side, so that a row of seven panels is not a thin strip ...
 _SIDE = 480
 # ... and not wider than this
 _MAX_WIDTH = 1280
-# Training prompts that the head of the page names; its section names more
-_LISTED_LEAKS = 5
+# Kinds of rows in bold
+MEANS = ("group", "average")
+LEGEND = (
+    "In brackets: 95 % bootstrap intervals over prompts. A difference is paired: the second system minus the first, over "
+    "what both have a value of. n: number of values of each system, and of both; n/a: no value, see the notes."
+)
 
 
-def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_shown: int = 6) -> dict[str, Path]:
+def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_shown: int = 12) -> dict[str, Path]:
     """
     Write the report of an evaluation: `results.json`, `results.md` and the self-contained page `report.html`.
 
@@ -40,34 +46,39 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
 
     Args:
         results (`dict`):
-            Results of [`t2is_results`] or [`gedit_results`], or the content of `results.json`.
+            Results of [`t2is_results`] or [`gedit_results`].
         output_dir (`str` or `Path`):
-            Directory to write to. Relative paths of images are relative to it, or else to the working directory.
-        num_shown (`int`, *optional*, defaults to `6`):
-            Number of sets in each gallery: the best, the worst, and so on. At least 1.
+            Directory to write to.
+        num_shown (`int`, *optional*, defaults to `12`):
+            Number of sets on the page: those of the largest gain and loss, or with one system of the highest and the
+            lowest score.
 
     Returns:
         `dict[str, Path]`: the files, by the names `json`, `markdown` and `html`.
     """
-    if num_shown < 1:
-        raise ValueError(f"`num_shown` is {num_shown}, but each gallery has at least one set. Set it to 1 or more.")
-    output_dir = Path(output_dir)
+    results, folder = public_results(results), Path(os.path.abspath(output_dir))
+    page = _report_page(results, num_shown)
+
+    def relative(path: str | None) -> str | None:
+        is_near = path is not None and Path(os.path.abspath(path)).is_relative_to(folder.parent)
+        return path and (Path(os.path.relpath(path, folder)).as_posix() if is_near else Path(path).name)
+
+    for one in results["sets"]:
+        one["source"], one["pictures"] = relative(one["source"]), [list(map(relative, p)) for p in one["pictures"]]
     # All are made before the first is written: they belong together
     texts = {
-        "results.json": json.dumps(_portable(results, output_dir), indent=2, ensure_ascii=False, allow_nan=False)
-        + "\n",
+        "results.json": json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         "results.md": markdown_report(results),
-        "report.html": _report_page(results, output_dir, num_shown),
+        "report.html": page,
     }
     for name, text in texts.items():
-        write_atomically(output_dir / name, text)
-    return dict(zip(("json", "markdown", "html"), (output_dir / name for name in texts), strict=True))
+        write_atomically(folder / name, text)
+    return dict(zip(("json", "markdown", "html"), (Path(output_dir) / name for name in texts), strict=True))
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
     """
-    Print the summary of an evaluation, its alerts, the tables of metrics and counts, and whether training prompts occur
-    in the benchmark.
+    Print the alerts of an evaluation, the tables of metrics and counts, and the notes.
 
     Args:
         results (`dict`):
@@ -75,55 +86,140 @@ def print_report(results: dict[str, Any], console: Console) -> None:
         console (`rich.console.Console`):
             Console to print to.
     """
-    shown = content.public_results(results)
-    tables = [f"### {markdown_text(title)}\n\n{table}" for title, table in content.metric_tables(shown).items()]
-    below = [*map(markdown_text, (*content.missing_lines(shown), content.leakage_line(shown)))]
-    console.print(Markdown("\n\n".join([*_head(shown), *tables, content.count_table(shown), *below])))
+    shown = [body for title, body in report_sections(results) if title in ("Results", "Images", "Notes")]
+    console.print(Markdown("\n\n".join([bullet_list(results["alerts"], bold=True), *shown])))
 
 
 def markdown_report(results: dict[str, Any]) -> str:
     """Write the report as Markdown."""
-    shown = content.public_results(results)
-    parts = [
-        f"# {markdown_text(content.report_title(shown))}",
-        *_head(shown),
-        content.bullet_list(content.facts(shown)),
+    head = [f"# {markdown_text(report_title(results))}", bullet_list(results["alerts"], bold=True)]
+    parts = [f"## {title}\n\n{body}" for title, body in report_sections(results)]
+    return "\n\n".join(filter(None, [*head, bullet_list(facts(results)), *parts])) + "\n"
+
+
+def report_sections(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Write everything below the head of a report, except images: title and Markdown of each section."""
+    systems = results["systems"]
+    names, is_paired = list(map(system_name, systems)), len(systems) > 1
+    counts = dict.fromkeys(name for system in systems for name in system["counts"])
+    settings = []
+    for name in dict.fromkeys(name for system in systems for name in system["settings"]):
+        values = [system["settings"].get(name, "not given") for system in systems]
+        texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+        settings.append([name, *texts, *["differs" if values[0] != values[-1] else ""] * is_paired])
+    sections = {
+        "Results": "\n\n".join([*(metric_table(table, names) for table in results["tables"]), LEGEND]),
+        "Breakdowns": "\n\n".join(metric_table(table, names) for table in results["breakdowns"]),
+        "Images": markdown_table(
+            ["", *names], [[name, *(s["counts"].get(name, "n/a") for s in systems)] for name in counts]
+        ),
+        "Settings": markdown_table(["setting", *names, *[""] * is_paired], settings),
+        "Notes": bullet_list(results["notes"]),
+    }
+    return [(title, body) for title, body in sections.items() if body]
+
+
+def metric_table(table: dict[str, Any], names: Sequence[str]) -> str:
+    """Write a table of metrics, with its title; `names` are those of the systems."""
+    rows, is_paired = [], len(names) > 1
+    for row in table["rows"]:
+        cells, change = row["cells"], row["difference"]
+        counts = [str(one["count"]) for one in [*cells, *[change] * is_paired]]
+        label = f"**{row['label']}**" if row["kind"] in MEANS else row["label"]
+        label += " (lower is better)" * (not row["higher_is_better"])
+        paired = [cell_text(change, signed=True), verdict(change, row["higher_is_better"])] if is_paired else []
+        rows.append([label, *map(cell_text, cells), *paired, " / ".join(counts if len({*counts}) > 1 else counts[:1])])
+    columns = ["", *names, *["difference", "interval excludes 0"] * is_paired, "n"]
+    return f"### {markdown_text(table['title'])}\n\n{markdown_table(columns, rows)}"
+
+
+def bullet_list(lines: Iterable[str], bold: bool = False) -> str:
+    """Write a list."""
+    mark = "**" if bold else ""
+    return "\n".join(f"- {mark}{markdown_text(line)}{mark}" for line in lines)
+
+
+def report_title(results: dict[str, Any]) -> str:
+    """Write the title of a report: the benchmark and the systems."""
+    return f"{benchmark_name(results)}: {' and '.join(map(system_name, results['systems']))}"
+
+
+def benchmark_name(results: dict[str, Any]) -> str:
+    """Name the benchmark, and its protocol unless it is the default; own prompts have the name of the dataset."""
+    is_published = results.get("protocol") == "published"
+    return (results["benchmark"] or results["dataset"]) + ", published protocol" * is_published
+
+
+def facts(results: dict[str, Any]) -> list[str]:
+    """List what was measured, and by what."""
+    prompts = f"prompts: {results['num_prompts']}; sets of each system: {len(results['sets'])}"
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("paco_trl", "torch", "transformers", "diffusers", "peft")
+    )
+    if results["benchmark"] is None:
+        return [prompts, versions]
+    scorers = [f"{kind}: {' and '.join(names) or 'none'}" for kind, names in results["scorers"].items()]
+    return [
+        f"dataset: {results['dataset'] or 'without a name'}, fingerprint {results['dataset_fingerprint']}",
+        f"protocol: {results['protocol']}",
+        f"{prompts}; seeds: {', '.join(map(str, results['seeds']))}",
+        f"scorers: {'; '.join(scorers)}",
+        versions,
     ]
-    parts += [f"## {section.title}\n\n{section.body}" for section in content.report_sections(results)]
-    return "\n\n".join(parts) + "\n"
 
 
-def _head(shown: dict[str, Any]) -> list[str]:
-    alerts = content.bullet_list(shown.get("alerts") or (), bold=True)
-    return [*filter(None, (markdown_text(" ".join(content.summary(shown))), alerts))]
+def cell_text(cell: dict[str, Any], signed: bool = False) -> str:
+    """Format a mean and, in brackets, its interval."""
+    mean, low, high = (number_text(number, signed=signed) for number in (cell["mean"], *cell["interval"]))
+    return mean if mean == "n/a" else mean + (" (no interval)" if "n/a" in (low, high) else f" [{low}, {high}]")
 
 
-def _report_page(results: dict[str, Any], directory: Path, num_shown: int) -> str:
-    sections = content.report_sections(results)
-    results = content.public_results(results)
-    labels = {row["metric"]: row["label"] for row in (results["tables"] or [{"rows": ()}])[0]["rows"]}
-    # A set can be in several galleries
-    load = cache(partial(_load_image, directory))
+def verdict(cell: dict[str, Any], higher_is_better: bool = True) -> str:
+    """Judge a difference: `"yes: better"` or `"yes: worse"` if its interval excludes 0, else `"no"` or `"n/a"`."""
+    low, high = cell["interval"]
+    if low is None or math.isnan(low):
+        return "n/a"
+    if low <= 0 <= high:
+        return "no"
+    return "yes: better" if (low > 0) == higher_is_better else "yes: worse"
+
+
+def system_name(system: dict[str, Any]) -> str:
+    """Name a system and its role."""
+    return system["name"] if system["name"] == system["role"] else f"{system['name']} ({system['role']})"
+
+
+def public_results(results: dict[str, Any]) -> dict[str, Any]:
+    """Copy results without numbers that JSON cannot hold, and without paths of this machine, but for those of the sets."""
+
+    def public(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: part if name == "sets" else public(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return list(map(public, value))
+        return public_text(value) if isinstance(value, str) else value
+
+    return public(without_nan(results))
+
+
+def _report_page(results: dict[str, Any], num_shown: int) -> str:
+    labels = {row["metric"]: row["label"] for table in results["tables"][:1] for row in table["rows"]}
+    load = cache(_load_image)  # a set can be in several galleries
     galleries = {
         name: [_shown_set(results, results["sets"][number], labels, load) for number in numbers]
         for name, numbers in choose_sets(results, num_shown).items()
     }
-    names = (results["headline"], content.duplicate_metric(results) or "")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"html": _html, "number": number_text, "system": content.system_name}
+    environment.filters |= {"html": _html, "number": number_text}
     return environment.from_string(read_template("generation_report.html.jinja")).render(
-        title=content.report_title(results),
+        title=report_title(results),
         systems=results["systems"],
-        summary="\n\n".join(map(markdown_text, content.summary(results))),
-        alerts=content.bullet_list(results.get("alerts") or ()),
-        facts=content.bullet_list([*content.facts(results), content.leakage_line(results, _LISTED_LEAKS)]),
-        sections=sections,
-        charts=[*filter(None, map(difference_chart, results["tables"]))],
+        alerts=bullet_list(results["alerts"]),
+        facts=bullet_list(facts(results)),
+        sections=report_sections(results),
         headline=results["headline"],
-        measured=[labels.get(name, name).lower() for name in names],
         labels=labels,
         galleries=galleries,
-        leaks=content.leaks(results),
     )
 
 
@@ -132,126 +228,55 @@ def _html(markdown: str) -> Markup:
     html = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
     html = re.sub(r"<tr>\n<td>(.*?)</td>", r'<tr>\n<th scope="row">\1</th>', html)
     html = re.sub(r"<td>((?:yes: )?(better|worse|differs))</td>", r'<td class="\2">\1</td>', html)
-    # The interval of a cell, which the page can put on a line of its own
-    html = re.sub(r" (\[[^\[\]<]*\]|\(no interval\))(?=</t)", r' <span class="interval">\1</span>', html)
     html = html.replace("<table>", '<div class="scroll" tabindex="0" role="region" aria-label="Table">\n<table>')
     return Markup(html.replace("</table>", "</table>\n</div>"))
 
 
 def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]:
-    """Choose the sets of each gallery, by the headline metric of the last system; own prompts have one, by gain."""
+    """Choose the sets of each gallery: by gain (of one system: by score), without those in the middle; and copies."""
 
     def values(system: int, metric: str) -> dict[int, float]:
         found = {number: one["scores"][system].get(metric) for number, one in enumerate(results["sets"])}
         return {number: value for number, value in found.items() if value is not None}
 
-    def ranked(values: dict[int, float]) -> list[int]:
-        return sorted(values, key=values.__getitem__, reverse=True)
-
-    last, metric = values(-1, results["headline"]), content.duplicate_metric(results)
-    num_best = min(num_shown, math.ceil(len(last) / 2))  # no set is among the best and the worst
-    chosen = {"best": ranked(last)[:num_best], "worst": ranked(last)[num_best:][::-1][:num_shown]}
+    scores = values(-1, results["headline"])
     if len(results["systems"]) > 1:
         first = values(0, results["headline"])
-        change = {number: last[number] - first[number] for number in last if number in first}
-    if results["benchmark"] is None:
-        found = ranked(change if len(results["systems"]) > 1 else last)
-        found += [number for number in range(len(results["sets"])) if number not in found]  # without a score
-        start, end = math.ceil(num_shown / 2), len(found) - num_shown // 2
-        return {"all": found if len(found) <= num_shown else found[:start] + found[end:]}
-    if len(results["systems"]) > 1:
-        chosen["gained"] = [number for number in ranked(change) if change[number] > 0][:num_shown]
-        chosen["lost"] = [number for number in ranked(change)[::-1] if change[number] < 0][:num_shown]
-    if metric is not None:
-        copies = values(-1, metric)
-        chosen["copies"] = [number for number in ranked(copies) if copies[number] > 0][:num_shown]
-    return chosen
-
-
-def difference_chart(table: dict[str, Any]) -> dict[str, Any] | None:
-    """Place the differences of a table and their intervals on an axis from 0 to 100."""
-    found = [(row, row["difference"]) for row in table["rows"] if row["difference"]]
-    found = [(row, change) for row, change in found if change["mean"] is not None]
-    if not found:
-        return None
-    spans = [[change["mean"] if end is None else end for end in change["interval"]] for _, change in found]
-    low, high = (function(0.0, *(end for span in spans for end in span)) for function in (min, max))
-
-    def place(value: float) -> float:
-        return round(100 * (value - low) / ((high - low) or 1), 2)
-
-    marks = [
-        {
-            "label": row["label"],
-            "text": number_text(change["mean"], signed=True),
-            "mean": place(change["mean"]),
-            "ends": list(map(place, span)),
-            "kind": content.verdict(change, row["higher_is_better"])[5:] or "open",
-        }
-        for (row, change), span in zip(found, spans, strict=True)
-    ]
-    ticks = [(place(value), number_text(value, signed=True)) for value in (low, high) if value]
-    return {"title": table["title"], "zero": place(0.0), "ticks": ticks, "marks": marks}
+        scores = {number: score - first[number] for number, score in scores.items() if number in first}
+    order = sorted(scores, key=scores.__getitem__, reverse=True)
+    if len(results["sets"]) <= num_shown:
+        chosen = order + [number for number in range(len(results["sets"])) if number not in scores]
+    else:
+        chosen = order[: -(-num_shown // 2)]
+        chosen += [number for number in order[len(order) - num_shown // 2 :] if number not in chosen]
+    copies = {number: rate for number, rate in values(-1, "duplicates").items() if rate > 0}
+    most = sorted(copies, key=copies.__getitem__, reverse=True)[: -(-num_shown // 2)]
+    return {"sets": chosen} | ({"copies": most} if most else {})
 
 
 def _shown_set(results: dict[str, Any], one: dict[str, Any], labels: dict[str, str], load: Callable) -> dict[str, Any]:
     """Add to a set its images, and the names of its scores in the order of the table, then those of other metrics."""
     scored = {name for scores in one["scores"] for name in scores}
-    images = {"source": _shown_images([one["source"]], (1, 1), load)} if one.get("source") else {}
+    images = {"source": _shown_images([one["source"]], (1, 1), load)} if one["source"] else {}
     for system, paths in zip(results["systems"], one["pictures"], strict=True):
         images[system["role"]] = _shown_images(paths, one["panels"], load)
     metrics = [name for name in labels if name in scored] + sorted(scored - labels.keys())
-    is_wide = any(shown["aspect"] > 1.6 for shown in images.values())
-    return one | {"metrics": metrics, "images": images, "is_wide": is_wide}
+    return one | {"metrics": metrics, "images": images, "is_wide": any(s["aspect"] > 1.6 for s in images.values())}
 
 
 def _shown_images(paths: Sequence[str | None], shape: Sequence[int], load: Callable) -> dict[str, Any]:
-    """Lay out the files of a set: one with all its panels, or one for each panel."""
-    is_grid = len(paths) < 2
-    layout = (1, 1) if is_grid else tuple(shape)
-    panels = [load(path, *layout) for path in [*paths, *[None] * (math.prod(layout) - len(paths))]]
-    size = next((panel["size"] for panel in panels if panel["size"]), tuple(shape[::-1]) if is_grid else (1, 1))
-    return {
-        "cols": layout[1],
-        "panels": [panel if panel["size"] else {**panel, "size": size} for panel in panels],
-        "problem": "" if is_grid or all(panel["size"] for panel in panels) else "panels are missing",
-        "aspect": (size[0] * layout[1]) / (size[1] * layout[0]),
-    }
+    """Lay out the files of a set: one with all its panels, or one for each panel; a missing one is an empty frame."""
+    rows, cols = shape if len(paths) > 1 else (1, 1)
+    panels = [(None, None) if path is None else load(path, rows, cols) for path in paths]
+    size = next((size for _, size in panels if size), (1, 1) if len(paths) > 1 else tuple(shape[::-1]))
+    shown = [{"uri": uri, "size": own or size} for uri, own in panels]
+    return {"cols": cols, "panels": shown, "aspect": size[0] * cols / (size[1] * rows)}
 
 
-def _load_image(directory: Path, path: str | Path | None, rows: int, cols: int) -> dict[str, Any]:
-    """Load an image that is one of `rows` x `cols` panels, scaled for the page, or describe what is wrong with it."""
-    problem = {"uri": None, "size": None, "problem": "missing"}
-    found = next((one for one in (directory / (path or ""), Path(path or "")) if one.is_file()), None)
-    if found is None:
-        return problem
-    try:
-        with Image.open(found) as image:
-            image = to_rgb(ImageOps.exif_transpose(image), "The image")
-    # What Pillow raises for files that are not images, and for truncated ones
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return {**problem, "problem": "not readable"}
+def _load_image(path: str, rows: int, cols: int) -> tuple[str, tuple[int, int]]:
+    """Load an image that is one of `rows` x `cols` panels, scaled for the page."""
+    image = load_image_file(Path(path))
     area = math.sqrt(image.width * cols * image.height * rows)
     scale = min(1.0, _SIDE / area, _MAX_WIDTH / max(image.width * cols, image.height * rows))
     image.thumbnail((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
-    return {"uri": data_url(image, "jpeg", quality=85), "size": image.size, "problem": None}
-
-
-def _portable(results: dict[str, Any], output_dir: Path) -> dict[str, Any]:
-    """Copy results for `results.json`: readable on other machines, and again on this one."""
-    shown = content.public_results(results)
-    directory = Path(os.path.abspath(output_dir))
-    # Everything is below the root directory
-    parent = directory.parent if directory.parent != Path(directory.anchor) else directory
-
-    def portable(path: str | Path | None) -> str | None:
-        if path is None:
-            return None
-        candidates = (directory / path, Path(os.path.abspath(path)))
-        found = Path(os.path.normpath(next((one for one in candidates if one.exists()), candidates[0])))
-        return Path(os.path.relpath(found, directory)).as_posix() if found.is_relative_to(parent) else found.name
-
-    for one in shown["sets"]:
-        one["source"] = portable(one.get("source"))
-        one["pictures"] = [list(map(portable, paths)) for paths in one["pictures"]]
-    return shown
+    return data_url(image, "jpeg", quality=85), image.size

@@ -3,16 +3,15 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock
-
-from ..utils.files import take_lock, write_atomically
-from ..utils.journals import Journal, json_line
+from ..utils.files import sole_writer
+from ..utils.journals import Journal
 from ..utils.processes import wait_for_all
-from ..utils.text import shorten, some_of
+from ..utils.text import some_of
 
 
 class Scores(NamedTuple):
@@ -22,8 +21,68 @@ class Scores(NamedTuple):
     records: dict[str, dict[str, Any]]
 
 
+class ScoreStore:
+    """Scores of one system by one scorer: a record for each key, with `digest` and `incomplete`."""
+
+    # Each process appends to `<name>.<process>.jsonl` and reads all of these files, since the next run may have another
+    # number of processes. A record counts while `digests` has its digest: a changed image is scored again
+    def __init__(self, folder: str | Path, name: str, settings: Mapping[str, Any], digests: Mapping[str, str]):
+        self.folder = Path(folder) / "scores"
+        self.name = re.sub(r"[^\w.]+", "-", name).strip("-.") or "scores"
+        self.settings = {"scores": name, **settings}
+        self.digests = dict(digests)
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Read the record of each key, the complete one if there is one, and otherwise the one with most `attempts`."""
+        own = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
+        found: dict[str, dict[str, Any]] = {}
+        for path in sorted(path for path in self.folder.glob("*.jsonl") if own.fullmatch(path.name)):
+            for record in Journal(path, self.settings).records:
+                if self.digests.get(record["key"]) == record["digest"]:
+                    found[record["key"]] = max(found.get(record["key"], record), record, key=_rank)
+        return {key: found[key] for key in self.digests if key in found}
+
+    def start(self) -> None:
+        """Find what has no complete record: `pending` is this process's part of it."""
+        from accelerate import PartialState
+        from accelerate.utils import gather_object
+
+        process, self.earlier = PartialState(), self.read()
+        gather_object([None])  # no process writes before all have read
+        missing = [key for key in self.digests if self.earlier.get(key, {"incomplete": True})["incomplete"]]
+        self.is_main_process, self.is_new = process.is_main_process, len(missing) == len(self.digests)
+        self.pending = missing[process.process_index :: process.num_processes]
+        self._own = Journal(self.folder / f"{self.name}.{process.process_index}.jsonl", self.settings)
+
+    def append(self, *records: dict[str, Any]) -> None:
+        """Add records in a single write."""
+        self._own.append(*(record | {"digest": self.digests[record["key"]]} for record in records))
+
+    def finish(self) -> dict[str, dict[str, Any]]:
+        """Wait for all processes, and give all records."""
+        from accelerate.utils import gather_object
+
+        wait_for_all()
+        records = self.read()
+        gather_object([None])  # no process releases the lock before all have read
+        return records
+
+
+def _rank(record: Mapping[str, Any]) -> tuple[bool, int]:
+    return not record["incomplete"], record.get("attempts", 0)
+
+
+@contextmanager
+def open_scores(folder: str | Path, name: str, settings: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[ScoreStore]:  # fmt: skip
+    """Open a store for this run alone."""
+    store = ScoreStore(folder, name, settings, digests)
+    with sole_writer(store.folder / store.name, f"the scores {name!r}"):
+        store.start()
+        yield store
+
+
 def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str) -> list[Scores]:
-    """Read all scores of a system whose settings have the expected values."""
+    """Read all complete scores of a system whose settings have the expected values."""
     settings_of: dict[str, dict[str, Any]] = {}
     for path in sorted((Path(folder) / "scores").glob("*.jsonl")):
         with open(path, encoding="utf-8") as file:
@@ -33,126 +92,12 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
             settings_of[settings["scores"]] = settings
     found = []
     for name, settings in settings_of.items():
-        store = ScoreStore(folder, name, {key: value for key, value in settings.items() if key != "scores"}, digests)
-        records = store.check(store.parts())
-        missing = [key for key in digests if key not in records]
-        if missing:
+        store = ScoreStore(folder, name, settings, digests)
+        records = store.read()
+        if missing := [key for key in digests if key not in records]:
             raise ValueError(
-                f"{len(missing)} of {len(digests)} sets have no scores {name!r} in {store.folder}: {some_of(missing)}. "
-                "Rerun the scoring."
+                f"{len(missing)} of {len(digests)} images have no scores {name!r} in {store.folder}, or have changed "
+                f"since: {some_of(missing)}. Rerun the scoring."
             )
-        found.append(Scores(settings, {key: records[key] for key in digests}))
+        found.append(Scores(settings, records))
     return found
-
-
-class ScoreStore:
-    """Store the scores of one system by one scorer: a record for each set, with `key`, `digest` and `incomplete`."""
-
-    # Each process writes `<name>.<process>.jsonl` and reads all of these files, since the next run may have another number
-    # of processes. What has no record, or an incomplete one, is `pending`. Records of other settings are an error; those
-    # of other images are too, or are dropped with `rescore_changed`
-    def __init__(
-        self,
-        folder: str | Path,
-        name: str,
-        settings: Mapping,
-        digests: Mapping[str, str],
-        rescore_changed: bool = False,
-    ):
-        self.folder = Path(folder) / "scores"
-        self.name = re.sub(r"[^\w.]+", "-", name).strip("-.") or "scores"
-        self.settings = {"scores": name, **settings}
-        self.digests = dict(digests)
-        self.rescore_changed = rescore_changed
-        self.pending: list[str] = []  # of this process
-        self.num_done = 0
-        self._lock = FileLock(self.folder / f".{self.name}.lock")
-
-    def __enter__(self) -> "ScoreStore":
-        from accelerate import PartialState
-        from accelerate.utils import gather_object
-
-        process = PartialState()
-        wait_for_all()
-        self.is_main_process = process.is_main_process
-        # The main process checks, and all of them hear the result: none waits for one that has stopped
-        problem, parts = gather_object([self._open() if self.is_main_process else None])[0]
-        if problem is not None:
-            self.__exit__()
-            raise ValueError(problem)
-        records = self._read(parts)
-        gather_object([None])  # no process writes before all have read
-        missing = [key for key in self.digests if records.get(key, {"incomplete": True}).get("incomplete")]
-        self.num_done = len(self.digests) - len(missing)
-        self.pending = missing[process.process_index :: process.num_processes]
-        own = self.folder / f"{self.name}.{process.process_index}.jsonl"
-        self._own = Journal(own, self.settings, "key")
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.is_main_process:
-            self._lock.release()
-
-    def append(self, *records: dict[str, Any]) -> None:
-        """Add records, in a single write."""
-        self._own.append(*records)
-
-    def finish(self) -> dict[str, dict[str, Any]]:
-        """Wait for all processes, and give all records in the order of `digests`."""
-        from accelerate.utils import gather_object
-
-        wait_for_all()
-        records = self._read(self.parts())
-        gather_object([None])  # no process releases the lock before all have read
-        return {key: records[key] for key in self.digests}
-
-    def parts(self) -> list[Path]:
-        """List the files of these scores, one for each process."""
-        own = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
-        return sorted(path for path in self.folder.glob("*.jsonl") if own.fullmatch(path.name))
-
-    def check(self, parts: list[Path]) -> dict[str, dict[str, Any]]:
-        """Read files of these scores, and refuse records of images that have changed or are gone."""
-        records = self._read(parts)
-        stale = [key for key, record in records.items() if self.digests.get(key) != record["digest"]]
-        if stale:
-            raise ValueError(
-                f"{len(stale)} of the images that have scores in {self.folder} ({self.settings['scores']!r}) have changed "
-                f"since, or are gone: {some_of(stale)}. Restore them, or score again with `rescore_changed=True` "
-                "(`--rescore_changed True`)."
-            )
-        return records
-
-    def _open(self) -> tuple[str | None, list[Path]]:
-        """Take the lock and check the files: what is wrong, and the files."""
-        if problem := take_lock(self._lock, f"the scores {self.settings['scores']!r}", self.folder):
-            return problem, []
-        parts = self.parts()
-        try:
-            if self.rescore_changed:
-                self._read(parts)  # refuses those of another run, before anything changes
-                for path in parts:
-                    self._drop_stale(path)
-            self.check(parts)
-        except ValueError as error:
-            return str(error), []
-        return None, parts
-
-    def _drop_stale(self, path: Path) -> None:
-        records = Journal(path, self.settings, "key").by_key.values()
-        kept = [one for one in records if self.digests.get(one["key"]) == one["digest"]]
-        if len(kept) < len(records):
-            write_atomically(path, b"".join(map(json_line, (self.settings, *kept))))
-
-    def _read(self, parts: list[Path]) -> dict[str, dict[str, Any]]:
-        records: dict[str, dict[str, Any]] = {}
-        for path in parts:
-            for key, record in Journal(path, self.settings, "key").by_key.items():
-                earlier = records.get(key, {"incomplete": True})
-                if not (record.get("incomplete") or earlier.get("incomplete")):
-                    raise ValueError(
-                        f"{path} has scores of {shorten(key)}, as does another file there: two runs wrote at once. Delete both."
-                    )
-                if key not in records or not record.get("incomplete"):
-                    records[key] = record
-        return records

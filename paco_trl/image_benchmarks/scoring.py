@@ -18,8 +18,8 @@ from ..rewards.image_rewards import panel_similarity
 from ..utils.images import patch_size_of
 from ..utils.names import public_name
 from ..utils.text import some_of
-from .image_sets import FoundImages, ImageSet
-from .score_store import ScoreStore
+from .image_sets import FoundImages
+from .score_store import open_scores
 from .t2is_bench import SIDE, alignment_texts, consistency_criteria
 
 
@@ -42,12 +42,7 @@ Prepared = tuple[list, Callable[[Iterator], Record]]
 
 
 def score_consistency(
-    judge: Any,
-    found: FoundImages,
-    benchmark: "Dataset",
-    folder: str | Path,
-    batch_size: int = 64,
-    rescore_changed: bool = False,
+    judge: Any, found: FoundImages, benchmark: "Dataset", folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
     Score visual consistency: query a judge about each criterion of identity, style and logic, for all unordered pairs of
@@ -63,29 +58,25 @@ def score_consistency(
         benchmark ([`~datasets.Dataset`]):
             From [`load_t2is_bench`].
         folder (`str` or `Path`):
-            Directory of the system, for the scores.
+            Directory of the system, for the scores. Images that have changed since they were scored are scored again.
         batch_size (`int`, *optional*, defaults to `64`):
             Approximate number of questions in a call of the judge: sets are not split. Scores are saved after each call.
-        rescore_changed (`bool`, *optional*, defaults to `False`):
-            Whether to score images again that have changed since they were scored. Otherwise they are an error.
 
     Returns:
         `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`: dimension -> P(Yes) of
         each pair for each criterion. `None` where there is no answer; the next run queries the judge about it again.
 
     Raises:
-        ValueError: If images have changed since they were scored, or the scores in the directory were made in another way.
+        ValueError: If the scores in the directory were made in another way.
     """
     # The benchmark's side, rounded to a multiple of the judge's merged patches, as `qwen_vl_utils` does
     processor = getattr(judge, "processor", None)
     patch = getattr(judge, "patch_size", None) or (patch_size_of(processor) if processor is not None else 14)
     side = round(SIDE / (2 * patch)) * 2 * patch
 
-    def prepare(one: ImageSet, row: dict) -> Prepared:
-        panels = one.panels()
-        pairs = _pairs(panels)
+    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
+        pairs, criteria = _pairs(panels), consistency_criteria(row)
         resized = [panel and panel.resize((side, side)) for panel in panels]  # Pillow's default, as `qwen_vl_utils`
-        criteria = consistency_criteria(row)
         questions = [
             ((resized[first], resized[second]), t2is_bench_question(text))
             for texts in criteria.values()
@@ -100,21 +91,14 @@ def score_consistency(
         return questions, record
 
     def query(questions: list[tuple]) -> list[float | None]:
-        return _checked(judge, judge.score(*map(list, zip(*questions, strict=True))), questions, is_probability=True)
+        return judge.score(*map(list, zip(*questions, strict=True)))
 
     settings = {"question": t2is_bench_question("{criterion}"), "side": side}
-    return _score(
-        "consistency", judge, settings, prepare, query, found, benchmark, folder, batch_size, rescore_changed
-    )
+    return _score("consistency", judge, settings, prepare, query, found, benchmark, folder, batch_size)
 
 
 def score_alignment(
-    judge: Any,
-    found: FoundImages,
-    benchmark: "Dataset",
-    folder: str | Path,
-    batch_size: int = 64,
-    rescore_changed: bool = False,
+    judge: Any, found: FoundImages, benchmark: "Dataset", folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
     Score prompt alignment: query a model whether each panel shows each of its texts, of entity, attribute and relation.
@@ -127,7 +111,7 @@ def score_alignment(
         judge (`Any`):
             [`~paco_trl.PaCoReward`] (which loads any vision-language model), [`~paco_trl.rewards.ServedJudge`] or an
             object with `name` and `score_images(images, prompts)`.
-        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`), rescore_changed (`bool`, *optional*, defaults to `False`):
+        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
             As in [`score_consistency`]; the benchmark must have the column `alignment`.
 
     Returns:
@@ -137,11 +121,11 @@ def score_alignment(
     if "alignment" not in benchmark.column_names:
         raise ValueError("The benchmark has no `alignment`: load it with `load_t2is_bench(..., alignment_file=...)`.")
 
-    def prepare(one: ImageSet, row: dict) -> Prepared:
-        panels = list(zip(one.panels(), alignment_texts(row), strict=True))
+    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
+        expected = list(zip(panels, alignment_texts(row), strict=True))
         questions = [
             (panel, shows_question(text))
-            for panel, dimensions in panels
+            for panel, dimensions in expected
             if panel is not None
             for texts in dimensions.values()
             for text in texts
@@ -150,28 +134,21 @@ def score_alignment(
         def record(answers: Iterator[float | None]) -> Record:
             scores = [
                 None if panel is None else {name: [next(answers) for _ in texts] for name, texts in dimensions.items()}
-                for panel, dimensions in panels
+                for panel, dimensions in expected
             ]
             return {"scores": scores}
 
         return questions, record
 
     def query(questions: list[tuple]) -> list[float | None]:
-        return _checked(
-            judge, judge.score_images(*map(list, zip(*questions, strict=True))), questions, is_probability=True
-        )
+        return judge.score_images(*map(list, zip(*questions, strict=True)))
 
     settings = {"question": shows_question("{text}")}
-    return _score("alignment", judge, settings, prepare, query, found, benchmark, folder, batch_size, rescore_changed)
+    return _score("alignment", judge, settings, prepare, query, found, benchmark, folder, batch_size)
 
 
 def score_aesthetics(
-    scorer: Any,
-    found: FoundImages,
-    benchmark: "Dataset",
-    folder: str | Path,
-    batch_size: int = 64,
-    rescore_changed: bool = False,
+    scorer: Any, found: FoundImages, benchmark: "Dataset", folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
     Score the aesthetics of each panel, with any scorer. Which one the benchmark uses is not published.
@@ -180,32 +157,26 @@ def score_aesthetics(
         scorer (`Any`):
             [`AestheticScorer`], or an object with `name` and `score_images(images)`, which gives a score in [0, 1] for
             each image, or `None`.
-        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`), rescore_changed (`bool`, *optional*, defaults to `False`):
+        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
             As in [`score_consistency`].
 
     Returns:
         `dict[str, dict]`: key -> record with `scores`, one for each panel; `None` for a missing one.
     """
 
-    def prepare(one: ImageSet, row: dict) -> Prepared:
-        panels = one.panels()
+    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
         present = [panel for panel in panels if panel is not None]
         return present, lambda scores: {"scores": [None if panel is None else next(scores) for panel in panels]}
 
-    def query(panels: list[Image.Image]) -> list[float | None]:
-        return _checked(scorer, scorer.score_images(panels), panels)
-
-    return _score("aesthetics", scorer, {}, prepare, query, found, benchmark, folder, batch_size, rescore_changed)
+    return _score("aesthetics", scorer, {}, prepare, scorer.score_images, found, benchmark, folder, batch_size)
 
 
-def score_duplicates(
-    found: FoundImages, benchmark: "Dataset", folder: str | Path, rescore_changed: bool = False
-) -> dict[str, Record]:
+def score_duplicates(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> dict[str, Record]:
     """
     Score the similarity of all pairs of panels, without a model: copies have the highest consistency.
 
     Args:
-        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), rescore_changed (`bool`, *optional*, defaults to `False`):
+        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`):
             As in [`score_consistency`].
 
     Returns:
@@ -213,8 +184,7 @@ def score_duplicates(
         of each.
     """
 
-    def prepare(one: ImageSet, row: dict) -> Prepared:
-        panels = one.panels()
+    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
         pairs = _pairs(panels)
         compared = [(panels[first], panels[second]) for first, second in pairs]
         return compared, lambda scores: {"pairs": pairs, "scores": list(scores)}
@@ -223,7 +193,7 @@ def score_duplicates(
         return [panel_similarity(*pair) for pair in pairs]
 
     scorer = SimpleNamespace(name="panel_similarity")
-    return _score("duplicates", scorer, {}, prepare, query, found, benchmark, folder, 1, rescore_changed)
+    return _score("duplicates", scorer, {}, prepare, query, found, benchmark, folder, 1)
 
 
 def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
@@ -232,44 +202,31 @@ def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
 
 
 def _score(
-    kind: str,
-    scorer: Any,
-    settings: dict,
-    prepare: Callable[[ImageSet, dict], Prepared],
-    query: Callable[[list], list[float | None]],
-    found: FoundImages,
-    benchmark: "Dataset",
-    folder: str | Path,
+    kind: str, scorer: Any, settings: dict, prepare: Callable[[list[Image.Image | None], dict], Prepared],
+    query: Callable[[list], list[float | None]], found: FoundImages, benchmark: "Dataset", folder: str | Path,
     batch_size: int,
-    rescore_changed: bool,
-) -> dict[str, Record]:
+) -> dict[str, Record]:  # fmt: skip
     """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""
     benchmark = benchmark.with_format(None)
     row_of = {name: number for number, name in enumerate(benchmark["id"][:])}
     name = public_name(str(getattr(scorer, "model_name", None) or scorer.name))
-    settings = {
-        "kind": kind,
-        "scorer": name,
-        # What a server has behind the name of a model is not known
-        "weights": getattr(scorer, "fingerprint", None),
-        **settings,
-        "benchmark": dataset_fingerprint(benchmark, COLUMNS[kind], ()),
-    }
+    # What a server has behind the name of a model is not known
+    settings = {"kind": kind, "scorer": name, "weights": getattr(scorer, "fingerprint", None), **settings}
+    settings["benchmark"] = dataset_fingerprint(benchmark, COLUMNS[kind], ())
 
     def prepared(key: str) -> tuple[str, list, Callable[[Iterator], Record]]:
-        one = found.sets[key]
-        return key, *prepare(one, benchmark[row_of[one.prompt_id]])
+        return key, *prepare(found.sets[key].panels(), benchmark[row_of[found.sets[key].prompt_id]])
 
-    with ScoreStore(folder, f"{kind}-{name}", settings, found.digests, rescore_changed) as store:
+    with open_scores(folder, f"{kind}-{name}", settings, found.digests) as store:
         bar = {"desc": f"Scoring {kind} with {name}", "unit": "set", "disable": not store.is_main_process}
         with tqdm(total=len(store.pending), **bar) as progress:
             for batch in batches(map(prepared, store.pending), lambda one: len(one[1]), batch_size):
                 questions = [question for _, of_set, _ in batch for question in of_set]
-                answers, records = iter(query(questions) if questions else []), []
+                scores = query(questions) if questions else []
+                answers, records = iter(_checked(kind, scorer.name, scores, len(questions))), []
                 for key, of_set, record in batch:
                     own = list(islice(answers, len(of_set)))
-                    head = {"key": key, "digest": found.digests[key]}
-                    records.append({**head, **record(iter(own)), "incomplete": None in own})
+                    records.append({"key": key, **record(iter(own)), "incomplete": None in own})
                 store.append(*records)
                 progress.update(len(batch))
         records = store.finish()
@@ -282,13 +239,14 @@ def _score(
     return records
 
 
-def _checked(scorer: Any, scores: Any, questions: list, is_probability: bool = False) -> list[float | None]:
+def _checked(kind: str, name: str, scores: Any, count: int) -> list[float | None]:
     """Check that there is a finite score, or `None`, for each question."""
     # NaN is what many scorers give for what they cannot score
     scores = [None if score is None or math.isnan(score) else float(score) for score in scores]
-    if len(scores) != len(questions):
-        raise ValueError(f"{scorer.name!r} gave {len(scores)} scores for {len(questions)} questions.")
+    if len(scores) != count:
+        raise ValueError(f"{name!r} gave {len(scores)} scores for {count} questions.")
+    is_probability = kind in ("consistency", "alignment")
     for score in scores:
         if score is not None and not (0 <= score <= 1 if is_probability else math.isfinite(score)):
-            raise ValueError(f"{scorer.name!r} gave {score}: not a {'probability' if is_probability else 'score'}.")
+            raise ValueError(f"{name!r} gave {score}: not a {'probability' if is_probability else 'score'}.")
     return scores

@@ -1,18 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute means over prompts with their intervals, for one system and for the difference of two, and lay them out."""
+"""Compute the figures of one system, or of two and their paired difference, with intervals over prompts."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
+from ..evaluation.runs import check_protocol
+from ..utils.files import read_template
 from ..utils.statistics import bootstrap_sums, mean_of_strata
+from ..utils.text import some_of
+from .image_sets import FoundImages
+from .score_store import Scores
 
 
 # What has a value: a tuple that begins with the id of the prompt, such as (prompt id, seed) or (prompt id, seed, panel)
 Unit = tuple[Hashable, ...]
 Values = Mapping[Unit, float]
+NOTES: dict[str, str] = yaml.safe_load(read_template("generation_report_notes.yaml"))
+# Settings that two systems must share to be comparable
+CONDITIONS = ("seeds", "num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "height", "width", "dtype")  # fmt: skip
+
+
+@dataclass
+class System:
+    """Describe a model that generated images, or a directory of images."""
+
+    role: str  # `"base"` or `"tuned"`; any word for a system alone
+    name: str  # for reports
+    found: FoundImages  # its images
+    folder: Path  # with its scores
+    settings: dict[str, Any] = field(default_factory=dict)  # how the images were generated, as far as known
+
+    def describe(self, gaps: Mapping[str, Sequence[str]], **counts: int) -> dict[str, Any]:
+        """Describe the system in results, with counts of its images and of the gaps that each scorer left."""
+        missing = sum(map(len, self.found.missing.values()))
+        counts = {"sets": len(self.found.sets), "missing panels": missing, **counts}
+        counts |= {f"sets without an answer ({scorer})": len(keys) for scorer, keys in gaps.items()}
+        return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
+
+
+class Line(NamedTuple):
+    """A metric of a table: the (weighted) mean of the means of its parts."""
+
+    metric: str
+    label: str
+    kind: str  # `dimension`; `group` or `average` of several; `other`, which no card shows
+    scorer: str
+    parts: Sequence[str]
+    weights: Sequence[float] | None = None
 
 
 def cell(
@@ -64,30 +104,85 @@ def difference(
     return cell(differences, weights, strata)
 
 
-def paired_cells(
-    values: Sequence[Sequence[Values]],
-    weights: Sequence[float] | None = None,
+def table(
+    title: str,
+    lines: Sequence[Line],
+    systems: Sequence[Mapping[str, Values]],
+    prompts: Container[Hashable] | None = None,
     strata: Mapping[Unit, Hashable] | None = None,
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Compute the cell of each system, and that of the difference of two."""
-    cells = [cell(parts, weights, strata) for parts in values]
-    return cells, difference(values[0], values[1], weights, strata) if len(values) == 2 else None
-
-
-def metric_row(metric: str, label: str, kind: str, cells: list[dict], change: dict | None) -> dict[str, Any]:
-    """Make a row of a table of results."""
-    row = {"metric": metric, "label": label, "kind": kind, "higher_is_better": metric != "duplicates"}
-    return row | {"cells": cells, "difference": change}
-
-
-def breakdown(
-    title: str, table: str, columns: list[str], members: Mapping[str, Any], cells: Callable[[str, Any], tuple]
 ) -> dict[str, Any]:
-    """Compute metrics for each group of prompts."""
+    """Compute a table from each system's values by metric; a line lacks if a part of it was not scored."""
     rows = []
-    for name, group in sorted(members.items()):
-        found = {metric: cells(metric, group) for metric in columns}
-        own = {metric: pair[0] for metric, pair in found.items()}
-        change = {metric: pair[1] for metric, pair in found.items() if pair[1] is not None}
-        rows.append({"name": name, "num_prompts": len(group), "cells": own, "difference": change})
-    return {"title": title, "table": table, "columns": columns, "rows": rows}
+    for line in lines:
+        if any(part not in values for values in systems for part in line.parts):
+            continue
+        values = [
+            [{unit: v for unit, v in of_system[part].items() if prompts is None or unit[0] in prompts} for part in line.parts]
+            for of_system in systems
+        ]  # fmt: skip
+        rows.append({
+            "metric": line.metric, "label": line.label, "kind": line.kind, "scorer": line.scorer,
+            "higher_is_better": line.metric != "duplicates",
+            "cells": [cell(parts, line.weights, strata) for parts in values],
+            "difference": difference(values[0], values[1], line.weights, strata) if len(values) == 2 else None,
+        })  # fmt: skip
+    return {"title": title, "rows": rows}
+
+
+def breakdowns(
+    title: str, lines: Sequence[Line], systems: Sequence[Mapping[str, Values]], members: Mapping[str, Container[Hashable]]
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Compute a table for each metric, with a row for each group of prompts."""
+    tables = []
+    for line in lines:
+        named = f"{title}: {line.label.lower()} ({line.scorer})"
+        parts = [table(named, [line._replace(label=name)], systems, members[name]) for name in sorted(members)]
+        tables += [{"title": named, "rows": rows}] if (rows := [row for part in parts for row in part["rows"]]) else []
+    return tables
+
+
+def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]], missing: str, protocol: str) -> None:
+    """Refuse systems that lack images, unless missing ones count 0, and two that do not compare."""
+    check_protocol(protocol)
+    for system in systems if missing == "error" else ():
+        system.found.check_complete()
+    if len(systems) == 1:
+        return
+    first, second = systems
+    if Path(first.folder).resolve() == Path(second.folder).resolve():
+        raise ValueError(f"Both systems are {first.folder}: a model is not compared with itself.")
+    if only := first.found.sets.keys() ^ second.found.sets.keys():
+        raise ValueError(f"The two systems have other prompts or seeds: only one has {some_of(sorted(only))}.")
+    before, after = ({each.settings["scores"]: each.settings for each in found} for found in scores)
+    for name in sorted(before | after):
+        pair = before.get(name, {}), after.get(name, {})
+        other = [f"`{key}` {pair[0].get(key)!r} and {pair[1].get(key)!r}" for key in pair[0] | pair[1]
+                 if pair[0].get(key) != pair[1].get(key)]  # fmt: skip
+        if other:
+            raise ValueError(f"The scores {name!r} of the two systems differ in {'; '.join(other)}: score both alike.")
+
+
+def system_alerts(
+    systems: Sequence[System], gaps: Sequence[Mapping[str, Sequence[str]]], protocol: str, published_gaps: str
+) -> list[str]:
+    """List what readers must know next to the headline: other conditions, missing images, and unanswered questions."""
+    alerts = []
+    unknown = " and ".join(repr(one.name) for one in systems if not one.settings)
+    if len(systems) > 1 and unknown:
+        alerts.append(f"How {unknown} generated is not known: the difference may come from other settings.")
+    elif len(systems) > 1:
+        pairs = {name: tuple(one.settings.get(name) for one in systems) for name in CONDITIONS}
+        other = [f"{name} {one!r} and {two!r}" for name, (one, two) in pairs.items() if one != two]
+        alerts += [f"The two systems generated under different conditions: {'; '.join(other)}."] if other else []
+    is_published = protocol == "published"
+    for system, of_system in zip(systems, gaps, strict=True):
+        if missing := system.found.missing:
+            how = "left out, as by the benchmark's own script" if is_published else "count 0, as do pairs with one"
+            lacking = f"{sum(map(len, missing.values()))} panels of {system.name!r} are missing"
+            alerts.append(f"{lacking} and {how}: {some_of(list(missing))}.")
+        for scorer, keys in of_system.items():
+            if keys:
+                then = published_gaps if is_published else "are left out of its figures"
+                text = f"{len(keys)} sets of {system.name!r} have an unanswered question ({scorer}) and {then}"
+                alerts.append(f"{text}: {some_of(keys)}.")
+    return alerts

@@ -12,7 +12,7 @@ from ..data.columns import criteria_dict
 from ..data.image_sets import load_image_set_prompts
 from ..data.t2is import find_t2is_bench, read_t2is_bench
 from ..evaluation.runs import check_protocol
-from ..utils.text import shorten, some_of
+from ..utils.text import some_of
 
 
 if TYPE_CHECKING:
@@ -64,9 +64,6 @@ def load_t2is_bench(
     """
     folder = find_t2is_bench(name_or_path)
     dataset = load_image_set_prompts(name_or_path, split) if folder is None else read_t2is_bench(folder)
-    missing = [column for column in ("id", "criteria") if column not in dataset.column_names]
-    if missing:
-        raise ValueError(f"{name_or_path} has no column `{missing[0]}`, only {dataset.column_names}.")
     seen: dict[str, int] = {}
     columns = (dataset[column] for column in ("id", "rows", "cols", "criteria"))
     for row, (name, rows, cols, criteria) in enumerate(zip(*columns, strict=True)):
@@ -176,12 +173,7 @@ def alignment_means(images: Sequence[Mapping[str, float | None]], protocol: str 
 
 
 def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
-    try:
-        cases = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        cases = None
-    if not isinstance(cases, dict):
-        raise ValueError(f"{path} is not a JSON object of cases. Give the benchmark's prompt_alignment.json.")
+    cases = json.loads(path.read_text(encoding="utf-8"))
     known = dataset["case_id"][:] if "case_id" in dataset.column_names else [None] * len(dataset)
     column, lacking = list[list](), []
     for name, case_id, rows, cols in zip(dataset["id"], known, dataset["rows"], dataset["cols"], strict=True):
@@ -193,22 +185,15 @@ def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
             raise ValueError(
                 f"{path} has {len(case)} panels of the case {shown!r}, but its {rows}x{cols} grid has {rows * cols}."
             )
-        column.append(_alignment_of(case, f"The case {shown!r} of {path}"))
+        column.append([
+            {"panel": panel, "dimension": title, "text": text}
+            for panel, dimensions in enumerate(case.values())
+            for title in ALIGNMENT.values()
+            for text in dimensions.get(title, [])
+        ])  # fmt: skip
     if lacking:
         raise ValueError(f"{path} lacks {len(lacking)} of the {len(dataset)} cases: {some_of(lacking)}.")
     present = {entry["dimension"] for entries in column for entry in entries}
-    absent = [title for title in ALIGNMENT.values() if title not in present]
-    if absent:
+    if absent := [title for title in ALIGNMENT.values() if title not in present]:
         raise ValueError(f"{path} has no text of {' and '.join(absent)} in any of the {len(dataset)} cases.")
     return dataset.add_column("alignment", column)
-
-
-def _alignment_of(case: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    entries = []
-    for panel, dimensions in enumerate(case.values()):
-        for title in ALIGNMENT.values():
-            texts = dimensions.get(title, []) if isinstance(dimensions, dict) else None
-            if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
-                raise ValueError(f"{where}: `{title}` of panel {panel} is {shorten(texts)}, not a list of texts.")
-            entries += [{"panel": panel, "dimension": title, "text": text} for text in texts]
-    return entries
