@@ -4,8 +4,6 @@
 import io
 import json
 import re
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -49,12 +47,6 @@ def orientation(value):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = value
     return exif
-
-
-def late_png(size, exif):
-    """A PNG whose orientation comes after its pixels, as exiftool writes it."""
-    data, chunk = encoded(Image.new("RGB", size, "red")), b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
-    return data[:-12] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[-12:]
 
 
 def with_paths(paths, column="image"):
@@ -118,13 +110,6 @@ class TestSizes:
             sources = SourceImages(dataset, "the dataset")
             assert sources.sizes(0) == [dataset[0]["image"].size] == [sources.load(0)[0].size]
             assert sources.sizes(0) == [(24, 40) if value > 4 else (40, 24)]
-
-    @pytest.mark.parametrize("value", [1, 6])
-    def test_a_png_may_have_its_orientation_after_its_pixels(self, value):
-        dataset = with_bytes(late_png((40, 24), orientation(value)))
-        sources = SourceImages(dataset, "the dataset")
-        assert sources.sizes(0) == [dataset[0]["image"].size] == [(24, 40) if value == 6 else (40, 24)]
-        assert sources.load(0)[0].size == sources.sizes(0)[0]
 
     def test_pixels_are_not_read(self, tmp_path, monkeypatch):
         paths = [write(tmp_path / f"{kind}.x", picture(0), kind) for kind in ("PNG", "JPEG", "TIFF", "WEBP")]

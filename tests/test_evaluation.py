@@ -685,7 +685,7 @@ class TestRows:
     def test_rows_that_are_no_ranking(self):
         dataset = rankings(5, ranking=[[0, 1, 2, 3], [0, 0, 1, 2], [3, 2, 1, 0], [1, 0], [2, 3, 0, 1]])
         scorer = ColorScorer()
-        with pytest.raises(ValueError, match="`ranking` of row 1 .*2 of 5"):
+        with pytest.raises(ValueError, match="`ranking` of row 1 "):
             evaluate_rankings(scorer, dataset)
         assert scorer.calls == []
 

@@ -73,7 +73,7 @@ def load_pairs(
     else:
         dataset = load_split(name, split)
         if "ranking" in dataset.column_names:
-            dataset = rankings_to_pairs(dataset, skip_broken=script_args.skip_broken)
+            dataset = rankings_to_pairs(dataset)
     return validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
 
 

@@ -107,15 +107,9 @@ def roles_of(count: int, roles: Any, where: str) -> list[str]:
 
 def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> dict[str, dict[str, str]]:
     """
-    Convert the criteria of one row to dimension -> name -> text, whichever way they are stored.
-
-    Args:
-        criteria (`Mapping` or `Iterable` or `None`):
-            The list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of dictionaries
-            or of lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out.
-
-    Returns:
-        `dict[str, dict[str, str]]`: the criteria of this row only; empty for `None`.
+    Convert the criteria of one row to dimension -> name -> text, whichever way they are stored: as the list of
+    `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or as a dictionary of dictionaries or of lists of
+    dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out; `None` gives no criteria.
     """
     if isinstance(criteria, Mapping):
         entries = [

@@ -33,15 +33,9 @@ _IMAGES = ("image", "images", "references", "input_image")
 
 def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     """
-    Check that a dataset has the format of editing prompts, without opening its images ([`SourceImages`] does that).
-
-    Args:
-        dataset ([`~datasets.Dataset`]), name (`str`, *optional*, defaults to `"dataset"`):
-            The dataset, and its name in errors.
-
-    Raises:
-        ValueError: If it has no rows, a column is missing or of the wrong type, there are both `image` and `images`,
-        or a row has an empty instruction, half a size, or a grid that does not fit its panels.
+    Check that a dataset has the format of editing prompts, without opening its images ([`SourceImages`] does that). Raises
+    `ValueError` if it has no rows, a column is missing or of the wrong type, there are both `image` and `images`, or a row
+    has an empty instruction, half a size, or a grid that does not fit its panels. `name` is the dataset's in errors.
     """
     check_is_dataset(dataset, name)
     names = dataset.column_names

@@ -10,27 +10,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def _check_layout(rows: int, cols: int) -> None:
-    if rows < 1 or cols < 1:
-        raise ValueError(f"A grid needs at least one row and one column, got rows={rows} and cols={cols}.")
-
-
 def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]:
-    """
-    Compute the size of one panel of a grid image.
-
-    Args:
-        height (`int`), width (`int`), rows (`int`), cols (`int`):
-            Size of the image in pixels, and layout of the grid.
-
-    Returns:
-        `tuple[int, int]`: height and width of one panel.
-
-    Raises:
-        ValueError: If the image does not divide into equal panels.
-    """
-    _check_layout(rows, cols)
-    if height < 1 or width < 1 or height % rows or width % cols:
+    """Compute height and width, in pixels, of one panel of a grid; `ValueError` if it has no equal panels."""
+    if min(rows, cols, height, width) < 1 or height % rows or width % cols:
         raise ValueError(
             f"An image of {height}x{width} pixels (height x width) does not divide into a {rows}x{cols} grid (rows x "
             f"cols) of equal panels, and panels are never cropped: {height} must divide by {rows}, and {width} by {cols}."
@@ -39,16 +21,7 @@ def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]
 
 
 def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:
-    """
-    Split a grid image into its panels.
-
-    Args:
-        image (`PIL.Image.Image`), rows (`int`), cols (`int`):
-            The grid and its layout.
-
-    Returns:
-        `list[PIL.Image.Image]`: the `rows * cols` panels, row by row from the upper left.
-    """
+    """Split a grid image into its `rows * cols` panels, row by row from the upper left."""
     height, width = panel_size(image.height, image.width, rows, cols)
     return [
         image.crop((col * width, row * height, (col + 1) * width, (row + 1) * height))
@@ -58,22 +31,10 @@ def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:
 
 
 def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
-    """
-    Join panels into one grid image, the inverse of [`split_grid`].
-
-    Args:
-        panels (`Sequence[PIL.Image.Image]`):
-            The `rows * cols` panels, row by row from the upper left, all of one size and mode.
-        rows (`int`), cols (`int`):
-            Layout of the grid.
-
-    Returns:
-        `PIL.Image.Image`: the grid.
-    """
+    """Join panels, all of one size and mode, into one grid image: the inverse of [`split_grid`]."""
     from PIL import Image
 
-    _check_layout(rows, cols)
-    if len(panels) != rows * cols:
+    if not panels or len(panels) != rows * cols:
         raise ValueError(f"A {rows}x{cols} grid (rows x cols) has {rows * cols} panels, got {len(panels)} images.")
     kinds = sorted({(panel.height, panel.width, panel.mode) for panel in panels})
     if len(kinds) > 1:

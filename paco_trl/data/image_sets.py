@@ -55,16 +55,9 @@ _GRID_PHRASE = re.compile(GRID.pattern + r"[\s-]+grid\b", re.IGNORECASE)
 
 def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, Any]]") -> None:
     """
-    Check that data are image-set prompts, before any model is loaded.
-
-    Args:
-        dataset_or_rows ([`~datasets.Dataset`] or `Iterable[Mapping]`):
-            The dataset, of which only the needed columns are read, or its rows.
-
-    Raises:
-        ValueError: If there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty
-        prompt, an empty panel, another number of panels than its grid, another grid than its prompt names, or a size
-        that is not in pixels.
+    Check that a dataset, of which only the needed columns are read, or its rows are image-set prompts. Raises `ValueError`
+    if there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty prompt, an empty panel,
+    another number of panels than its grid, another grid than its prompt names, or a size that is not in pixels.
     """
     from datasets import Dataset
 

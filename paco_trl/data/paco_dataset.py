@@ -99,7 +99,7 @@ def load_paco_dataset(
 
     Raises:
         ValueError: If a file is not a list of records, a record is broken, or `skip_broken` leaves none.
-        zipfile.BadZipFile, tarfile.ReadError: If an archive is damaged, and an image is not in the directory itself.
+        shutil.ReadError: If an archive is damaged, and an image is not in the directory itself.
     """
     from datasets import Dataset, Features
 

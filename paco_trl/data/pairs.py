@@ -110,17 +110,8 @@ def _completion_text(completion: Any) -> str:
 
 def decision_of(completion: str | list[dict[str, Any]]) -> str:
     """
-    Read the decision that a completion begins with.
-
-    Args:
-        completion (`str` or `list[dict]`):
-            The text, or one assistant turn whose content is a text or a list of text parts.
-
-    Returns:
-        `str`: `"Yes"` or `"No"`.
-
-    Raises:
-        ValueError: If the completion does not begin with the word Yes or No, in this case and without a leading space.
+    Read the decision, `"Yes"` or `"No"`, that a completion begins with: a text, or one assistant turn whose content is a
+    text or a list of text parts. Raises `ValueError` if it does not begin with this word, in this case, without a space.
     """
     text = _completion_text(completion)
     match = _DECISION.match(text)
@@ -186,15 +177,9 @@ def iter_texts(dataset: "Dataset") -> Iterator[tuple[int, Any, Any]]:
 
 def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
     """
-    Check that a dataset has the pair format, without reading its images; [`validate_pairs`] also decodes them.
-
-    Args:
-        dataset ([`~datasets.Dataset`]), name (`str`, *optional*, defaults to `"train_dataset"`):
-            The dataset, and its name in errors.
-
-    Raises:
-        ValueError: If it has no rows, a column is missing or of the wrong type, or a row does not have two images, one
-        question, and a completion that begins with Yes or No.
+    Check that a dataset has the pair format, without reading its images; [`validate_pairs`] also decodes them. Raises
+    `ValueError` if it has no rows, a column is missing or of the wrong type, or a row does not have two images, one
+    question, and a completion that begins with Yes or No. `name` is the dataset's in errors.
     """
     _check_columns(dataset, name)
     for row, problem in _find_problems(dataset):

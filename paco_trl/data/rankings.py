@@ -11,8 +11,16 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from .archives import ARCHIVE_PATTERNS, ImageFinder
-from .columns import CRITERIA_TYPE, check_image_column, check_is_dataset, column_types, criteria_list, list_lengths
-from .dataset_files import find_dataset_folder, read_rows, report_broken
+from .columns import (
+    CRITERIA_TYPE,
+    check_image_column,
+    check_is_dataset,
+    check_values,
+    column_types,
+    criteria_list,
+    list_lengths,
+)
+from .dataset_files import find_dataset_folder, read_rows
 from .grid_prompts import parse_image_set_prompt
 from .pairs import make_pair, pair_features
 from .questions import theme_question
@@ -31,52 +39,30 @@ _PROMPT_FILE = "prompt_data.jsonl"
 
 def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
     """
-    Check that a dataset has the rankings format, without reading its images.
-
-    Args:
-        dataset ([`~datasets.Dataset`]), name (`str`, *optional*, defaults to `"dataset"`):
-            The dataset, and its name in errors.
-
-    Raises:
-        ValueError: If it has no rows, a column is missing or of the wrong type, or a row has fewer than two
-        candidates, an empty prompt, or a `ranking` that does not name each candidate exactly once.
+    Check that a dataset has the rankings format, without reading its images. Raises `ValueError` if it has no rows, a column
+    is missing or of the wrong type, or a row has fewer than two candidates, an empty prompt, or a `ranking` that does not
+    name each candidate exactly once. `name` is the dataset's in errors.
     """
-    check_ranking_types(dataset, name)
-    broken = find_broken_rankings(dataset, name)
-    if broken:
-        raise ValueError(broken[min(broken)])
-
-
-def check_ranking_types(dataset: "Dataset", name: str) -> None:
-    """Check the columns of rankings and their types, but not the rows."""
     check_is_dataset(dataset, name)
     missing = [column for column in _COLUMNS if column not in dataset.column_names]
     if missing:
         raise ValueError(f"Rankings need the columns {missing}, but `{name}` has only {dataset.column_names}.")
     check_image_column(dataset, "reference", name)
     check_image_column(dataset, "candidates", name, is_list=True)
+    check_values(dataset, name, "prompt", is_text, "a text that is not empty")
+    counts = list_lengths(dataset, "candidates").tolist()
+    for row, (count, ranking) in enumerate(zip(counts, dataset.with_format(None)["ranking"], strict=True)):
+        if count < 2:
+            raise ValueError(f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2.")
+        if not is_order(ranking, count):
+            where = f"`ranking` of row {row} of `{name}`"
+            raise ValueError(f"{where} is {ranking}, but it must name 0 to {count - 1} exactly once.")
 
 
 def is_order(ranking: Any, count: int) -> bool:
     """Tell whether a ranking has each index from 0 to `count - 1` exactly once."""
     is_list = isinstance(ranking, (list, tuple)) and all(type(index) is int for index in ranking)
     return is_list and sorted(ranking) == list(range(count))
-
-
-def find_broken_rankings(dataset: "Dataset", name: str) -> dict[int, str]:
-    """Find the rows that are not valid rankings, without reading their images."""
-    broken = {}
-    counts = list_lengths(dataset, "candidates").tolist()
-    texts = dataset.with_format(None).select_columns(["ranking", "prompt"])[:]
-    for row, (count, ranking, prompt) in enumerate(zip(counts, texts["ranking"], texts["prompt"], strict=True)):
-        where = f"row {row} of `{name}`"
-        if count < 2:
-            broken[row] = f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2."
-        elif not is_order(ranking, count):
-            broken[row] = f"`ranking` of {where} is {ranking}, but it must name 0 to {count - 1} exactly once."
-        elif not is_text(prompt):
-            broken[row] = f"`prompt` of {where} is {prompt!r}. It must be a text that is not empty."
-    return broken
 
 
 def ranking_features() -> "Features":
@@ -99,7 +85,7 @@ def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
 
 
-def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Dataset":
+def load_consistency_rank(path: str | Path) -> "Dataset":
     """
     Load the published ConsistencyRank benchmark as rankings.
 
@@ -110,41 +96,34 @@ def load_consistency_rank(path: str | Path, skip_broken: bool = False) -> "Datas
     Args:
         path (`str` or `Path`):
             The directory, or the Hub id of a dataset.
-        skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
 
     Returns:
         [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a
         reference), `group` (the directory), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
-        ValueError: If a file is not of JSON objects, a record is broken, or `skip_broken` leaves none.
-        zipfile.BadZipFile: If `images.zip` is damaged.
+        ValueError: If a file is not of JSON objects, or a record is broken.
+        shutil.ReadError: If `images.zip` is damaged.
     """
     from datasets import Dataset
 
     folder = find_dataset_folder(path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
     finder = ImageFinder(folder)
-    records = read_rows(folder / RANK_FILE)
     prompts = {str(row["idx"]): row for row in read_rows(folder / _PROMPT_FILE)}
-
-    rows, broken = [], []
+    rows = []
     counts: dict[str, int] = {}
-    for place, record in enumerate(records):
+    for number, record in enumerate(read_rows(folder / RANK_FILE)):
         group = str(record.get("folder"))
-        # Counted before anything is left out, so that the id of a record does not depend on other records
         prefix = f"{group}/{record.get('ref_image', record.get('ref_img'))}"
-        number = counts[prefix] = counts.get(prefix, -1) + 1
+        counts[prefix] = counts.get(prefix, -1) + 1
         try:
             if group not in prompts:
                 raise ValueError(f"its directory {record.get('folder')!r} is not among the `idx` of {_PROMPT_FILE}.")
             ranking = _read_ranking(record, finder)
         except ValueError as error:
-            broken.append(f"{RANK_FILE}, record {place}: {error}")
-            continue
+            raise ValueError(f"{RANK_FILE}, record {number}: {error}") from error
         texts = {"prompt": prompts[group]["prompt"], "criteria": criteria_list(prompts[group].get("criteria"))}
-        rows.append({"id": f"{prefix}/{number}", "group": group, **texts, **ranking})
-    report_broken(broken, len(records), "records", skip_broken)
+        rows.append({"id": f"{prefix}/{counts[prefix]}", "group": group, **texts, **ranking})
     return Dataset.from_list(rows, features=ranking_features())
 
 
@@ -179,7 +158,6 @@ def rankings_to_pairs(
     num_positives: int = 1,
     num_negatives: int = 1,
     question: Callable[[dict[str, Any]], str] | None = None,
-    skip_broken: bool = False,
 ) -> "Dataset":
     """
     Convert rankings to pairs: the reference is consistent with its best candidates, inconsistent with its worst ones.
@@ -194,27 +172,19 @@ def rankings_to_pairs(
         question (`Callable[[dict], str]`, *optional*):
             Function from a row, without `reference` and `candidates`, to its question. If `None`, [`theme_question`]
             of the row's theme, of that of its image-set prompt, or of its prompt.
-        skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave rows that are not valid rankings out, with one warning that lists them. Images are not checked:
-            [`validate_pairs`] does that with the pairs.
 
     Returns:
         [`~datasets.Dataset`]: the pairs, the reference as the first image, and `group` if the rankings have it.
 
     Raises:
-        ValueError: If it does not have the rankings format, a row has too few candidates, or `skip_broken` leaves
-        none.
+        ValueError: If it does not have the rankings format, or a row has too few candidates.
     """
     from datasets import Features
 
-    check_ranking_types(dataset, "dataset")
+    check_ranking_columns(dataset)
     numbers = {"num_positives": num_positives, "num_negatives": num_negatives}
     if min(numbers.values()) < 1:
         raise ValueError(f"{numbers}: each must be at least 1, as the judge needs both answers.")
-    broken = find_broken_rankings(dataset, "dataset")
-    report_broken(list(broken.values()), len(dataset), "rows", skip_broken)
-    if broken:
-        dataset = dataset.select([row for row in range(len(dataset)) if row not in broken])
     counts = list_lengths(dataset, "candidates")
     if counts.min() < num_positives + num_negatives:
         raise ValueError(f"Row {counts.argmin()} has {counts.min()} candidates, not {num_positives + num_negatives}.")

@@ -149,8 +149,8 @@ class SourceImages:
             raise _unreadable(name, image, error) from error
         if decoded.size != size:
             raise ValueError(
-                f"{name} has {decoded.width} x {decoded.height} pixels (width x height), but its header reported "
-                f"{size[0]} x {size[1]} when the run began. Files must not change during a run: start it again."
+                f"{name} has {decoded.width} x {decoded.height} pixels (width x height), but its header reported {size[0]} x "
+                f"{size[1]} when the run began. Do not change files during a run; save a PNG turned at its end again."
             )
         return decoded
 
@@ -176,16 +176,11 @@ def _decoded_size(stream: Any) -> tuple[int, int]:
     """Read from its header the size that an image has when `datasets` decodes it."""
     from PIL import ExifTags, Image
 
-    # Pillow decodes a PNG to find out whether an orientation follows its pixels. It seldom does, and then near the end
-    stream.seek(-min(1 << 16, stream.seek(0, io.SEEK_END)), io.SEEK_END)
-    tail = stream.read()
-    stream.seek(0)
     image: Any = Image.open(stream)
     width, height = image.size
     if image.format == "TIFF":
         # As stored: newer versions of Pillow already report the turned size
         width, height = (image.tag_v2[tag] for tag in (ExifTags.Base.ImageWidth, ExifTags.Base.ImageLength))
-    late = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
-    is_in_header = image.format == "PNG" and not any(chunk in tail for chunk in late)
-    exif = Image.Image.getexif(image) if is_in_header else image.getexif()
+    # Pillow would decode a PNG to find out whether an orientation follows its pixels
+    exif = Image.Image.getexif(image) if image.format == "PNG" else image.getexif()
     return (height, width) if exif.get(ExifTags.Base.Orientation) in _TURNED_SIDEWAYS else (width, height)

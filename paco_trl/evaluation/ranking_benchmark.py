@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.columns import criteria_dict
 from ..data.questions import criterion_question, plain_question
-from ..data.rankings import check_ranking_types, default_question, find_broken_rankings
+from ..data.rankings import check_ranking_columns, default_question
 from ..utils.statistics import without_nan
 from . import runs
 from .metrics import list_order_metrics, ranking_metrics
@@ -103,10 +103,8 @@ def evaluate_rankings(
         raise ValueError(f"`template` is {template!r}, but must be one of {', '.join(TEMPLATES)}.")
     if protocol == "published" and template != "plain":
         raise ValueError(f"`template` is {template!r}, but the published protocol asks that of 'plain'. Leave it out.")
-    check_ranking_types(dataset, "dataset")
+    check_ranking_columns(dataset)
     dataset = dataset.with_format(None)  # plain Python values
-    if broken := list(find_broken_rankings(dataset, "dataset").values()):
-        raise ValueError(f"{broken[0]} Correct it, or leave it out ({len(broken)} of {len(dataset)} rows are broken).")
     columns = ("prompt", "theme", "criteria", "ranking", "group", "id")
     columns = [name for name in columns if name in dataset.column_names]
     # A column `id` takes the place of the number

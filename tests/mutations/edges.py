@@ -495,7 +495,7 @@ DATA = [
             "        for col in range(cols)\n        for row in range(rows)\n",
         ),
         ("return height // rows, width // cols", "return height // cols, width // rows"),
-        ("height % rows or width % cols:", "height % rows and width % cols:"),
+        ("or height % rows or width % cols:", "or height % rows and width % cols:"),
         ('head = f"{image.width}x{image.height} {image.mode}\\n"', 'head = f"{image.mode}\\n"'),
     ),
     *_mutants(
