@@ -86,7 +86,7 @@ def build(folder: Path, args: argparse.Namespace, figures: multiprocessing.Queue
         nonlocal started
         seconds[name], started = time.perf_counter() - started, time.perf_counter()
 
-    panels = cut_panels(grids, StageFolder(folder / "panels"), num_workers=args.workers)
+    panels = cut_panels(grids, StageFolder(folder / "panels"))
     lap("cutting, and saving the panels")
     instances = make_instances(panels)
     StageFolder(folder / "instances").finish(instances, {})
@@ -136,7 +136,6 @@ def main() -> None:
     parser.add_argument("--cols", type=int, default=2)
     parser.add_argument("--size", type=int, default=1024, help="pixels per side of a grid")
     parser.add_argument("--pictures", type=int, default=40, help="different grids; the others link to them")
-    parser.add_argument("--workers", type=int, default=2, help="threads that cut")
     parser.add_argument(
         "--folder", help="directory for 5 GB of images, removed at the end; by default a temporary one"
     )

@@ -63,12 +63,9 @@ def measure(args: argparse.Namespace) -> dict:
         "peak memory, GiB": round(peak(), 3),
         "peak memory before it begins, GiB": round(before, 3),
         "coverage": round(result.coverage, 4),
-        "coverage of the first": round(result.coverage_of_first, 4),
         "coverage of random ones": round(result.coverage_of_random, 4),
         "near-duplicates left out": result.num_duplicates,
         "largest similarity between two selected": round(float(np.triu(chosen @ chosen.T, 1).max()), 4),
-        "mean similarity to the nearest selected": round(result.mean_similarity, 4),
-        "smallest similarity to the nearest selected": round(result.min_similarity, 4),
     }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotation by people: what is asked of whom, what is written, what is refused, and Label Studio."""
+"""Annotation by people: what is asked of whom, what is written, and what is refused."""
 
 import hashlib
 import json
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 import pytest
 import requests
@@ -24,7 +23,7 @@ from datasets import Image as ImageFeature
 from PIL import Image, ImageDraw
 
 from launching import free_port
-from paco_trl.dataset_building import export_label_studio, import_annotations, read_annotations
+from paco_trl.dataset_building import read_annotations
 from paco_trl.dataset_building.annotate import (
     AnnotationWork,
     is_gold_turn,
@@ -90,7 +89,6 @@ def served(world: World, folder: Path, port: int | None = None, **options):
         yield f"http://127.0.0.1:{port}"
     finally:
         app.close(verbose=False)
-        work.file_lock.release()
 
 
 def order_of(annotator: str, instance: str, ranking: list[int]) -> list[int]:
@@ -263,15 +261,14 @@ GOOD = {"annotator": "anna", "instance": "p 0/0/0/1", "order": [0, 1, 2, 3]}
         ({"instance": "p 0/0/0/9"}, "p 0/0/0/9"),
         ({"order": [0, 1]}, "2 of 4 are left"),
         ({"order": [0, 1, 2, 2]}, "exactly once"),
-        ({"order": [0, 1, 2, 3, 4]}, "5 candidates"),
+        ({"order": [0, 1, 2, 3, 4]}, "of 4 are left"),
         ({"annotator": "../anna"}, "../anna"),
         ({"annotator": None}, "None"),
-        ({"annotator": "judge"}, "automatic ranking"),
         ({"annotator": "automatic"}, "automatic ranking"),
     ],
 )
 def test_bad_rankings_are_refused(world, folder, changes, token):
-    work = AnnotationWork(*world, folder, not_people=["judge"])
+    work = AnnotationWork(*world, folder)
     with pytest.raises(ValueError, match=token):
         work.save(**(GOOD | changes), seconds=1)
     assert not folder.exists()
@@ -310,14 +307,9 @@ def test_gold_questions(tmp_path, folder):
     regular = Counter(instance for done in seen.values() for instance in done if instance not in gold)
     assert regular == dict.fromkeys([name for name in names if name not in gold], 1)
     assert work.task("bob")["percent"] == 100
-    folder.mkdir(exist_ok=True)
     everything = write_true_rankings(tmp_path / "all.jsonl", world, names)
-    for path, token in [
-        (write_true_rankings(folder / "in.jsonl", world, names[:2]), "directory"),
-        (everything, "All 64"),
-    ]:
-        with pytest.raises(ValueError, match=token):
-            AnnotationWork(*world, tmp_path / "annotations", gold=path)
+    with pytest.raises(ValueError, match="All 64"):
+        AnnotationWork(*world, tmp_path / "annotations", gold=everything)
     # They look like others
     keys = {(instance in gold, tuple(work.task("anna", instance))) for instance in seen["anna"]}
     assert {is_gold for is_gold, _ in keys} == {False, True} and len({key for _, key in keys}) == 1
@@ -325,10 +317,13 @@ def test_gold_questions(tmp_path, folder):
 
 def test_a_judge_does_not_take_the_place_of_people(world, folder):
     folder.mkdir()
-    write_true_rankings(folder / "judge.jsonl", world, world.instances["id"][:], "judge")
+    path = write_true_rankings(folder / "judge.jsonl", world, world.instances["id"][:], "judge")
     assert AnnotationWork(*world, folder, annotations_per_instance=1).task("anna")["instance"] is None
-    work = AnnotationWork(*world, folder, annotations_per_instance=1, not_people=["judge"])
+    path.write_text(path.read_text().replace("}", ', "scores": []}'))
+    work = AnnotationWork(*world, folder, annotations_per_instance=1)
     assert work.task("anna")["percent"] == 0
+    with pytest.raises(ValueError, match="automatic ranking"):
+        work.task("judge")
     assert len(rank_all(work, world, "anna")) == 16
 
 
@@ -392,21 +387,6 @@ def test_hosts_and_ports(world, folder, caplog, monkeypatch):
         serve_annotation(work)
 
 
-def test_a_second_process_is_refused(world, folder):
-    pytest.importorskip("gradio")
-    file = folder.parent / "other.jsonl"
-    file.write_text(json.dumps({"annotator": "bob", "instance": world.instances[0]["id"], "ranking": [0, 1, 2, 3]}))
-    with served(world, folder):
-        with pytest.raises(ValueError, match="Another run"), served(world, folder):
-            pass
-        with pytest.raises(ValueError, match="Another run"):
-            import_annotations(file, folder, world.instances)
-        assert not list(folder.glob("*"))
-    assert import_annotations(file, folder, world.instances) == {"bob": 1}
-    with served(world, folder) as url:
-        assert requests.get(url, timeout=60).ok
-
-
 def test_server_runs_until_it_is_stopped(world, tmp_path):
     gradio = pytest.importorskip("gradio")
     fork, port = multiprocessing.get_context("fork"), free_port()
@@ -427,79 +407,3 @@ def test_server_runs_until_it_is_stopped(world, tmp_path):
         assert process.exitcode == 0
     finally:
         process.kill()
-
-
-# ------------------------------------------------------------------------------------------------ Label Studio
-
-
-def exported(tasks: list[dict], orders: list[dict[int, list[str] | None]]) -> list[dict]:
-    """What Label Studio exports as JSON: for each task the rankings of some users, the later ones first."""
-    for number, (task, of_users) in enumerate(zip(tasks, orders, strict=True)):
-        task["id"] = number
-        task["annotations"] = [
-            {
-                "id": 100 * number + user,
-                "completed_by": user if number % 2 else {"id": user, "email": "anna@example.com"},
-                "was_cancelled": names is None,
-                "lead_time": 12.5,
-                "result": [{"id": "x", "type": "ranker", "value": {"ranker": {"ranking": names}}}][
-                    : names is not None
-                ],
-            }
-            for user, names in reversed(of_users.items())
-        ]
-    return tasks
-
-
-def test_label_studio_there_and_back(world, folder, tmp_path):
-    root = Path(world.panels[0]["image"].filename).parent
-    config = export_label_studio(world.instances, world.panels, world.prompts, tmp_path / "tasks.json", root)
-    assert config == tmp_path / "tasks.xml"
-    view = ElementTree.fromstring(config.read_text())
-    tags = {tag.get("name"): tag for tag in view}
-    assert tags["ranking"].tag == "Ranker" and tags["ranking"].get("toName") == "candidates"
-    tasks = json.loads((tmp_path / "tasks.json").read_text())
-    assert len(tasks) == 16
-    used = {tag.get("value")[1:] for tag in view if (tag.get("value") or "").startswith("$")}
-    assert used <= set(tasks[0]["data"]) and "candidates" in used
-    for task, row in zip(tasks, world.instances, strict=True):
-        data = task["data"]
-        assert (data["instance"], data["prompt"]) == (row["id"], THEME + " " + row["prompt_id"][2:])
-        seed, position = row["reference"].split("/")[1:]
-        assert data["reference"] == f"/data/local-files/?d={row['prompt_id'][2:]}%20%26%20{seed}-{position}.png"
-        for item in data["candidates"]:
-            assert f"%20{item['candidate']}-{1 - int(position)}.png" in item["html"]
-        # Neither the order nor the names say how they were made
-        assert [item["id"] for item in data["candidates"]] == ["#1", "#2", "#3", "#4"]
-    assert len({tuple(item["candidate"] for item in task["data"]["candidates"]) for task in tasks}) > 5
-
-    names = [{item["candidate"]: item["id"] for item in task["data"]["candidates"]} for task in tasks]
-    tasks_and_rows = zip(names, world.instances, strict=True)
-    true = [[of_task[index] for index in world.truth(row["id"])] for of_task, row in tasks_and_rows]
-    orders = [{1: order, 7: order[::-1]} if number else {1: None, 7: order} for number, order in enumerate(true)]
-    path = tmp_path / "export.json"
-    path.write_text(json.dumps(exported(tasks, orders)))
-    assert import_annotations(path, folder, world.instances) == {"label-studio-1": 16, "label-studio-7": 16}
-    read = read_annotations([folder / "label-studio-1.jsonl"], world.instances)
-    assert read[0].ranks is None
-    for annotation in read[1:]:
-        assert sorted(range(4), key=annotation.ranks.__getitem__) == world.truth(annotation.instance)
-
-    # Nothing of a file that does not fit is taken: other images, an incomplete or an unknown ranking
-    for change, reason in [
-        (lambda task: task["data"].update(digest="other"), "other images"),
-        (
-            lambda task: task["annotations"][0]["result"][0]["value"]["ranker"]["ranking"].pop(),
-            "exactly once|incomplete",
-        ),
-        (lambda task: task["annotations"][0]["result"].clear(), "not one of this dataset"),
-        (lambda task: task["data"].pop("instance"), "KeyError: 'instance'"),
-    ]:
-        broken = json.loads(path.read_text())
-        change(broken[3])
-        (tmp_path / "broken.json").write_text(json.dumps(broken))
-        with pytest.raises(ValueError, match=reason):
-            import_annotations(tmp_path / "broken.json", tmp_path / "nothing", world.instances)
-    assert not (tmp_path / "nothing").exists()
-    with pytest.raises(ValueError, match="is not below"):
-        export_label_studio(world.instances, world.panels, world.prompts, tmp_path / "tasks.json", tmp_path)

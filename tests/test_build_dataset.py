@@ -19,6 +19,7 @@ from hub_server import HubServer
 from paco_trl.commands import build as script
 from paco_trl.commands import reward
 from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
+from paco_trl.dataset_building import append_annotation
 from paco_trl.rewards import JudgeUnavailableError
 from planted_world import PlantedWorld
 
@@ -63,7 +64,7 @@ def generated_once(tiny_flux, tmp_path_factory) -> Path:
         run("prompts", dataset_name=write_prompts_file(folder / "prompts.jsonl", 5))
         options = {"model_name_or_path": tiny_flux, "dtype": "float32", "seeds": [0, 1, 2], "height": 32, "width": 32}
         run("grids", **options, batch_size=3, num_inference_steps=1)
-        run("panels", num_workers=1)
+        run("panels")
     return folder
 
 
@@ -83,7 +84,7 @@ def planted_once(tmp_path_factory) -> tuple[Path, PlantedWorld]:
     script.StageFolder(folder / "build/prompts").finish(world.prompts, {})
     script.StageFolder(folder / "build/grids", generated_with).finish(world.grids, {})
     with contextlib.chdir(folder):
-        run("panels", num_workers=1)
+        run("panels")
     return folder, world
 
 
@@ -102,6 +103,15 @@ def write_lines(path: Path, records: list[dict]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def annotate(folder: Path, records: list[dict]) -> None:
+    for record in records:
+        append_annotation(folder / "build/annotations", record)
+
+
+def same_ranking(world: PlantedWorld) -> list[dict]:
+    return [{"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in world.instances["id"]]
+
+
 class TestStages:
     def test_from_prompts_to_pairs(self, generated, tmp_path, capsys):
         folder = tmp_path / "build"
@@ -116,14 +126,14 @@ class TestStages:
         for split in pairs.values():
             check_pair_columns(split)
             assert len(validate_pairs(split)) == len(split) > 0
-        for name in ("grids", "instances", "pairs"):
+        for name in ("grids", "pairs"):
             assert (folder / name / "sample.png").stat().st_size > 1000
         report = json.loads((folder / "pairs" / "report.json").read_text())
         assert report["pairs"]["splits"]["train"]["consistent"] == 3 * 3 * 6
         assert report["ranking"]["annotators"]["automatic"]["ranked"] == 180
         assert "consistent" in capsys.readouterr().out
         # As the script that trains a judge loads it; the copy names the images of the original
-        generated("panels", num_workers=1)
+        generated("panels")
         generated("pairs", test_size=0.4)
         pairs = loaded(folder / "pairs")
         training = SimpleNamespace(process_index=0, dataset_num_proc=None)
@@ -141,13 +151,8 @@ class TestStages:
             return call(*args, **kwargs)
 
         monkeypatch.setattr(FluxPipeline, "__call__", counted)
-        options = {
-            "model_name_or_path": tiny_flux,
-            "dtype": "float32",
-            "height": 32,
-            "width": 32,
-            "num_inference_steps": 1,
-        }
+        options = {"model_name_or_path": tiny_flux, "dtype": "float32", "height": 32, "width": 32}
+        options["num_inference_steps"] = 1
         (tmp_path / "build/grids/images/000003/1.png").unlink()
         generated("grids", **options, seeds=[0, 1, 2], batch_size=3)
         assert len(calls) == 1
@@ -170,10 +175,10 @@ class TestStages:
 
     def test_prompts_that_are_left_out(self, generated, tmp_path):
         assert len(set(loaded(tmp_path / "build/instances")["prompt_id"])) == 5
-        generated("panels", num_workers=1, exclude_prompts=["000001", "000004"])
+        generated("panels", exclude_prompts=["000001", "000004"])
         assert sorted(set(loaded(tmp_path / "build/instances")["prompt_id"])) == ["000000", "000002", "000003"]
         with pytest.raises(ValueError, match="`--exclude_prompts` has '7', which is the id of no prompt"):
-            generated("panels", num_workers=1, exclude_prompts=["7"])
+            generated("panels", exclude_prompts=["7"])
 
     def test_what_is_refused(self, build, tmp_path, capsys):
         script.main(["--help"])
@@ -183,7 +188,6 @@ class TestStages:
             ("pairs", {"no_such_option": 1}, ValueError, "no_such_option"),
             ("prompts", {}, ValueError, "`--base_url` is None"),
             ("grids", {"dtype": "float8"}, ValueError, "float8"),
-            ("export", {}, ValueError, "--file"),
             ("publish", {}, ValueError, "--hub_model_id"),
             ("grids", {}, FileNotFoundError, "'prompts' is not finished"),
             ("reasons", {}, FileNotFoundError, "'pairs' is not finished"),
@@ -200,29 +204,20 @@ class TestStages:
 
 
 class TestRankings:
-    def test_by_hand_and_back(self, planted, planted_once, tmp_path):
-        """Tasks go to another tool, and what comes back becomes pairs and held-out rankings."""
-        world = planted.world
-        with contextlib.chdir(planted_once[0]):  # the copy has the paths of its images
-            run("export", file=tmp_path / "tasks.json")
-        tasks = [task["data"] for task in json.loads((tmp_path / "tasks.json").read_text())]
-        rows = {row["id"]: row for row in world.instances}
-        records = []
-        for task in tasks:
-            row = rows[task["instance"]]
+    def test_by_people(self, planted, tmp_path):
+        world, records = planted.world, []
+        for row in world.instances:
             truth = [world.is_consistent(row["reference"], name) for name in row["candidates"]]
             order = sorted(range(4), key=lambda index, truth=truth: not truth[index])
-            for annotator in ("anna", "ben"):
-                records.append({"annotator": annotator, "instance": task["instance"], "ranking": order})
-            records.append({"annotator": "carl", "instance": task["instance"], "ranking": order[::-1]})
-        write_lines(tmp_path / "back.jsonl", records)
+            for annotator, ranking in (("anna", order), ("ben", order), ("carl", order[::-1])):
+                records.append({"annotator": annotator, "instance": row["id"], "ranking": ranking})
+        annotate(tmp_path, records)
         write_lines(tmp_path / "gold.jsonl", [{**record, "annotator": "expert"} for record in records[:30:3]])
-        planted("import", file=tmp_path / "back.jsonl")
         folder = planted("pairs", test_size=0.2, max_rankings=20, gold=tmp_path / "gold.jsonl")
         report = json.loads((folder / "pairs" / "report.json").read_text())
         assert report["ranking"]["annotators"]["carl"]["gold_agreement"] == 0
         assert report["ranking"]["pairwise_agreement"] == pytest.approx(1 / 3)
-        assert report["pairs"]["votes"]["ordered"] == len(tasks) == 240
+        assert report["pairs"]["votes"]["ordered"] == len(world.instances) == 240
         rankings = loaded(folder / "rankings")
         check_ranking_columns(rankings)
         assert len(rankings) == 20
@@ -234,18 +229,14 @@ class TestRankings:
         report = json.loads((folder / "pairs" / "report.json").read_text())
         assert report["ranking"]["excluded"] == ["carl"]
         assert list(report["ranking"]["annotators"]) == ["anna", "ben"]
-        assert report["ranking"]["pairwise_agreement"] == 1
         for row in loaded(folder / "pairs")["train"].remove_columns("images"):
             is_consistent = row["completion"][0]["content"] == "Yes"
             assert world.is_consistent(*row["panels"]) or not is_consistent
             assert row["votes"]["no" if is_consistent else "yes"] == 0
 
     def test_construction_is_not_a_vote_along_with_people(self, planted, tmp_path):
-        names = planted.world.instances["id"]
-        lines = [{"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in names]
-        write_lines(tmp_path / "anna.jsonl", lines)
         planted("rank")
-        planted("import", file=tmp_path / "anna.jsonl")
+        annotate(tmp_path, same_ranking(planted.world))
         rankings = tmp_path / "build/rankings/dataset"
         for annotators, kinds, has_rankings in (
             (["automatic", "anna"], ["automatic", "people"], True),
@@ -277,7 +268,7 @@ class TestRankings:
         ]
         assert np.mean(right) > 0.9
         with pytest.raises(JudgeUnavailableError, match=re.escape(server.url)):
-            script.main(["rank", "--judge_model", "judge", "--judge_url", server.url, "--annotator", "other"])
+            planted("rank", judge_model="judge", judge_url=server.url)
 
 
 class TestWritten:
@@ -342,75 +333,30 @@ class TestWritten:
             assert split["id"][:] == pairs[name]["id"][:]
             for before, after in zip(pairs[name]["completion"], split["completion"], strict=True):
                 assert after[0]["content"].startswith(before[0]["content"] + ". In the first")
-        report = json.loads((tmp_path / "build/reasons/report.json").read_text())
-        assert report["with reasons"] == report["pairs"] == sum(map(len, pairs.values()))
-        assert sum(report["rejected"].values()) == len(refused)
-        # Other pairs have no reasons yet: what is published would not fit together
+        reports = json.loads((tmp_path / "build/reasons/report.json").read_text())
+        assert sum(sum(reports[name]["rejected"].values()) for name in pairs) == len(refused)
+        # Other pairs have no reasons: what is published would not fit together
         planted("pairs", test_size=0.4, seed=1)
-        with pytest.raises(ValueError, match="were written for other pairs"):
-            planted("publish", hub_model_id="user/name")
-        # The new ones are asked about, and no others
-        known = {name for split in pairs.values() for name in split["id"]}
-        now = loaded(tmp_path / "build/pairs")
-        new = [name for split in now.values() for name in split["id"] if name not in known]
-        asked_before.clear()
-        refused.clear()
-        with ChatServer(explain) as server:
-            planted("reasons", base_url=server.url, model="writer")
-        assert 0 < len(asked_before) == len(new) < len(known)
-        again = loaded(tmp_path / "build/reasons")
-        assert {name: split["id"][:] for name, split in again.items()} == {
-            name: split["id"][:] for name, split in now.items()
-        }
+        for stage, options in (("publish", {"hub_model_id": "user/name"}), ("reasons", {"base_url": server.url})):
+            with pytest.raises(ValueError, match="other pairs|`pairs` was"):
+                planted(stage, **options, **({"model": "writer"} if stage == "reasons" else {}))
 
 
 class TestPublish:
-    @pytest.mark.parametrize("stage", ["prompts", "pairs"])
-    def test_no_stage_goes_to_a_public_dataset(self, planted, tmp_path, stage):
-        """`private=True` of `push_to_hub` is ignored where the repository exists."""
-        work = sorted(tmp_path.rglob("*"))
-        with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
-            hub.add_repo("tester/parts", {"README.md": b""}, "dataset")
-            with pytest.raises(ValueError, match="public"):
-                run(stage, hub_model_id="parts")
-            assert set(hub.files("tester/parts")) == {"README.md"}
-        assert sorted(tmp_path.rglob("*")) == work  # said before any work
-
-    def test_a_stage_goes_to_a_private_dataset(self, planted, tmp_path):
-        with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
-            planted("rank")
-            planted("pairs", test_size=0.2, hub_model_id="parts")
-            assert hub.repos["dataset", "tester/parts"].private
-            assert any(name.startswith("pairs/") for name in hub.files("tester/parts"))
-            hub.repos["dataset", "tester/parts"].private = False  # while a stage is running
-            with pytest.raises(ValueError, match="public"):
-                script.finish(
-                    SimpleNamespace(hub_model_id="parts"), script.StageFolder(tmp_path / "build/prompts"), {}
-                )
-
     def test_what_is_published_is_what_was_built(self, planted, tmp_path):
         planted("rank")
-        names = planted.world.instances["id"]
-        rankings = [{"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3]} for name in names]
-        write_lines(tmp_path / "anna.jsonl", rankings)
-        planted("import", file=tmp_path / "anna.jsonl")
+        annotate(tmp_path, same_ranking(planted.world))
         planted("pairs", test_size=0.2, annotators=["anna", "automatic"])
         count = len(loaded(tmp_path / "build/pairs")["train"])
         with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path.parent / "cache", "hf_a"):
-            hub.add_repo("tester/figures", {"README.md": b""}, "dataset")  # where stages refuse to put their results
-            with pytest.raises(ValueError, match="public"):
-                planted("pairs", test_size=0.2, hub_model_id="tester/figures")
+            hub.add_repo("tester/figures", {"README.md": b""}, "dataset")
             with pytest.raises(ValueError, match="license"):  # nobody knows that of a model that is on no Hub
                 planted("publish", hub_model_id="tester/figures", private=False)
-            assert not [path for _, path in hub.requests if "create" in path or "commit" in path]
             with pytest.raises(ValueError, match="public"):
                 planted("publish", hub_model_id="tester/figures", license="apache-2.0")
+            assert not [path for _, path in hub.requests if "create" in path or "commit" in path]
             planted("publish", hub_model_id="tester/figures", license="apache-2.0", private=False)
-            planted("pairs", test_size=0.2, annotators=["anna"], hub_model_id="tester/parts")
-            files, parts = hub.files("tester/figures"), hub.files("tester/parts")
-            assert hub.repos["dataset", "tester/parts"].private
-        shards = {name.split("-")[0] for name in parts if name.endswith(".parquet")}
-        assert shards == {"pairs/train", "pairs/test", "rankings/train"}
+            files = hub.files("tester/figures")
         card = files["README.md"].decode()
         for text in (f"| train | {count} |", "apache-2.0", "a-model", "Kendall's W"):
             assert text in card
@@ -425,20 +371,8 @@ def test_two_processes_generate_what_one_generates(tiny_flux, tmp_path):
     """The command of the documentation, on two CPU processes."""
     write_prompts_file(tmp_path / "prompts.jsonl", 4)
     command = ["-m", "paco_trl.commands.main", "build"]
-    options = [
-        "--model_name_or_path",
-        str(tiny_flux),
-        "--dtype",
-        "float32",
-        "--seeds",
-        "0",
-        "1",
-        "--height",
-        "32",
-        "--width",
-        "32",
-    ]
-
+    options = ["--model_name_or_path", str(tiny_flux), "--dtype", "float32", "--seeds", "0", "1"]
+    options += ["--height", "32", "--width", "32"]
     found = {}
     for name in ("one", "two"):
         with contextlib.chdir(tmp_path):

@@ -22,7 +22,6 @@ from paco_trl.dataset_building import (
     append_annotation,
     build_pairs,
     digest,
-    import_annotations,
     judge_annotator_name,
     rank_automatically,
     rank_with_judge,
@@ -31,14 +30,8 @@ from paco_trl.dataset_building import (
     untrusted_annotators,
 )
 from paco_trl.dataset_building.agreement import count_agreement, kendalls_w, majority_vote
-from paco_trl.dataset_building.annotations import check_annotator, instance_digest
-from paco_trl.dataset_building.pairs import (
-    check_no_leak,
-    connected_prompts,
-    decide_pairs,
-    split_prompts,
-    vote_on_instances,
-)
+from paco_trl.dataset_building.annotations import check_annotator
+from paco_trl.dataset_building.pairs import connected_prompts, decide_pairs, split_prompts, vote_on_instances
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.utils.files import file_name, write_atomically
 from paco_trl.utils.journals import Journal, append_lines, read_lines
@@ -56,12 +49,9 @@ def automatic(world, tmp_path) -> list[Annotation]:
     return read_annotations(annotation_files(tmp_path), world.instances)
 
 
-def tasks(counts: dict[str, int]) -> Dataset:
+def tasks(counts: dict[str, int], digest: str = "old") -> Dataset:
     """Instances with so many candidates each."""
-    rows = [
-        {"id": name, "prompt_id": "p", "reference": "r", "candidates": [f"{name}{index}" for index in range(count)]}
-        for name, count in counts.items()
-    ]
+    rows = [{"id": name, "candidates": ["p"] * count, "digest": digest} for name, count in counts.items()]
     return Dataset.from_list(rows)
 
 
@@ -134,27 +124,10 @@ class TestStageFolder:
     def test_names_and_digests(self):
         assert all(file_name(name) == name for name in ("0001_0003", "x.png", "v1.0-b", "ä-b", "兔子", "A"))
         long = "兔" * 300
-        names = [
-            "a b",
-            "a/b",
-            "a%2Fb",
-            "..",
-            ".",
-            ".a",
-            "a\0b",
-            "../../x",
-            "/abs/x",
-            "a\nb",
-            long,
-            long + "子",
-            "兔" * 100,
-            "b" * 300,
-        ]
+        names = ["a b", "a/b", "a%2Fb", "..", ".a", "a\0b", "../../x", "a\nb", long, long + "子", "b" * 300]
         written = [file_name(name) for name in names]
         assert len(set(written)) == len(names)
-        assert not any(
-            "/" in name or "\0" in name or name.startswith(".") or len(name.encode()) > 200 for name in written
-        )
+        assert not any(set(name) & {"/", "\0"} or name[0] == "." or len(name.encode()) > 200 for name in written)
         with pytest.raises(ValueError, match="empty"):
             file_name("")
         assert digest({"a": 1, "b": [2]}) == digest({"b": (2,), "a": 1}) != digest({"a": 1, "b": [3]})
@@ -185,91 +158,54 @@ class TestAnnotations:
         ("record", "token"),
         [
             ({"instance": "z", "ranking": [0, 1, 2]}, "no instance 'z'"),
-            ({"instance": "x", "ranking": [0, 1]}, "2 candidates"),
-            ({"instance": "x", "ranking": [0, 1, 1]}, "exactly once"),
-            ({"instance": "x", "ranking": [True, 0, 2]}, "exactly once"),
-            ({"instance": "x", "ranks": [1, 2]}, "2 candidates"),
-            ({"instance": "x", "ranks": [0, 1, 2]}, "integers from 1"),
-            ({"instance": "x"}, "must have one of"),
-            ({"instance": "x", "ranking": [0, 1, 2], "annotator": "../a"}, "'../a'"),
-            ({"instance": "x", "ranking": [0, 1, 2], "annotator": ".hidden"}, "'.hidden'"),
-            ({"instance": "x", "ranking": [0, 1, 2], "annotator": "x" * 41}, "name"),
-            ({"instance": "x", "ranking": [0, 1, 2], "annotator": None}, "None"),
-            ({"instance": "x", "ranking": 7}, "must be a list"),
+            ({"ranking": [0, 1]}, "2 candidates"),
+            ({"ranking": [True, 0, 2]}, "exactly once"),
+            ({"ranks": [1, 2]}, "2 candidates"),
+            ({"ranks": [0, 1, 2]}, "integers from 1"),
+            ({}, "`ranks` must be"),
+            ({"ranking": [0, 1, 2], "annotator": "../a"}, "'../a'"),
+            ({"ranking": [0, 1, 2], "annotator": ".hidden"}, "'.hidden'"),
+            ({"ranking": [0, 1, 2], "annotator": "x" * 41}, "name"),
+            ({"ranking": [0, 1, 2], "digest": "new"}, "other images"),
         ],
     )
     def test_broken_ones_are_named(self, tmp_path, record, token):
         instances, path = tasks({"x": 3}), tmp_path / "all.jsonl"
-        good = {"annotator": "Anna_2.b-c", "instance": "x", "ranking": [2, 0, 1]}
+        good = {"annotator": "Anna_2.b-c", "instance": "x", "ranking": [2, 0, 1], "digest": "old"}
         path.write_text(json.dumps(good) + "\n")
         assert len(read_annotations([path], instances)) == 1
-        path.write_text(json.dumps(good) + "\n" + json.dumps({"annotator": "anna", **record}) + "\n")
+        path.write_text(json.dumps(good) + "\n" + json.dumps({"annotator": "anna", "instance": "x", **record}) + "\n")
         with pytest.raises(ValueError, match=rf"all\.jsonl, line 2.*{token}"):
-            import_annotations(path, tmp_path / "annotations", instances)
-        assert not (tmp_path / "annotations").exists()
-
-    def test_other_images_under_the_same_id(self, tmp_path):
-        """Grids that were generated again have the ids of before. What was said of the old images is not said of them."""
-        instances = tasks({"x": 3}).add_column("digest", ["old"])
-        append_annotation(tmp_path, {"annotator": "anna", "instance": "x", "ranking": [0, 1, 2], "digest": "old"})
-        append_annotation(tmp_path, {"annotator": "ben", "instance": "x", "ranking": [0, 1, 2]})
-        assert len(read_annotations(annotation_files(tmp_path), instances)) == 2
-        generated_again = tasks({"x": 3}).add_column("digest", ["new"])
-        assert len(read_annotations([tmp_path / "ben.jsonl"], generated_again)) == 1  # it does not say of which images
-        with pytest.raises(
-            ValueError, match=r"anna\.jsonl, line 1: the instance 'x' has other images than those ranked"
-        ):
-            read_annotations(annotation_files(tmp_path), generated_again)
+            read_annotations([path], instances)
 
     def test_a_digest_is_that_of_the_images_in_their_order(self, world, tmp_path):
         digests = dict(zip(world.panels["id"], world.panels["sha256"], strict=True))
         row = world.instances[3]
-        own = [digests[name] for name in row["candidates"]]
-        assert row["digest"] == instance_digest(digests[row["reference"]], own)
-        assert row["digest"] != instance_digest(digests[row["reference"]], own[::-1])
+        own = [digests[name] for name in (row["reference"], *row["candidates"])]
+        assert row["digest"] == digest(own)[:16] != digest(own[::-1])[:16]
         assert len(set(world.instances["digest"])) == len(world.instances)
         # All who annotate write it
         rank_automatically(world.instances, world.panels, tmp_path)
         rank_with_judge(world.instances, world.panels, world.prompts, ColorJudge(), "judge", tmp_path)
-        append_annotation(tmp_path / "in", {"annotator": "anna", "instance": row["id"], "ranks": [1, 2, 2, 4]})
-        assert import_annotations(tmp_path / "in" / "anna.jsonl", tmp_path, world.instances) == {"anna": 1}
-        assert read_annotations([tmp_path / "anna.jsonl"], world.instances)[0].ranks == (1, 2, 2, 4)
-        for name in ("automatic", "judge", "anna"):
+        for name in ("automatic", "judge"):
             lines = {line["instance"]: line for _, line in read_lines(tmp_path / f"{name}.jsonl")}
             assert lines[row["id"]]["digest"] == row["digest"]
 
     def test_names_that_are_taken(self, world, tmp_path):
         arguments = (world.instances, world.panels, world.prompts)
         append_annotation(tmp_path, {"annotator": "anna", "instance": "p000/0/0/1", "ranking": [0, 1, 2, 3]})
-        for name in ("anna", "automatic"):
-            with pytest.raises(ValueError, match=f"'{name}'"):
-                rank_with_judge(*arguments, ColorJudge(), name, tmp_path)
         rank_with_judge(*arguments, ColorJudge(), "judge", tmp_path)
         other = ColorJudge()
         other.name = "other/colour-judge"
-        with pytest.raises(ValueError, match="'user/colour-judge' already"):
-            rank_with_judge(*arguments, other, "judge", tmp_path)
-        rank_automatically(world.instances, world.panels, tmp_path / "other")
-        with pytest.raises(ValueError, match="annotations by 'automatic'"):
-            import_annotations(tmp_path / "other" / "automatic.jsonl", tmp_path, world.instances)
+        for name, owner in (("anna", "a person"), ("judge", "user/colour-judge")):
+            with pytest.raises(ValueError, match=f"'{owner}' already"):
+                rank_with_judge(*arguments, other, name, tmp_path)
         assert annotator_kinds(tmp_path) == {"anna": "people", "judge": "judge"}
         rank_automatically(world.instances, world.panels, tmp_path)
         assert annotator_kinds(tmp_path, ["automatic"]) == {"automatic": "automatic"}
-        assert annotator_kinds(tmp_path / "nobody") == {}
         for folder, names in ((tmp_path / "nobody", None), (tmp_path, ["ben"])):
             with pytest.raises(FileNotFoundError, match="no annotations"):
                 annotation_files(folder, names)
-
-    def test_incomplete_files_are_not_imported(self, tmp_path):
-        for name, content, message in [
-            ("in.jsonl", b'{"annotator": "anna", "instance": "x", "rank', "Unterminated"),
-            ("in.json", b'[{"annotator": "anna", "instance": "x", "skipped": true}]', "Label Studio"),
-            ("in.csv", b"", "jsonl"),
-        ]:
-            (tmp_path / name).write_bytes(content)
-            with pytest.raises(ValueError, match=message):
-                import_annotations(tmp_path / name, tmp_path / "folder", tasks({"x": 3}))
-        assert not (tmp_path / "folder").exists()
 
 
 class TestVoting:
@@ -309,11 +245,9 @@ class TestAgreement:
             compared += 1
         assert compared > 80
 
-    def test_kendalls_w_at_its_ends(self):
+    def test_at_the_ends(self):
         assert kendalls_w([[1, 2, 3, 4]] * 3) == 1
-        assert kendalls_w([[1, 2, 3, 4], [4, 3, 2, 1]]) == 0
         assert math.isnan(kendalls_w([[1, 2, 3]]))
-        assert math.isnan(kendalls_w([[1, 1], [1, 1]]))
         assert count_agreement([1, 2, 3, 4], [4, 3, 2, 1]) == (0, 6)
         assert count_agreement([1, 2, 2, 4], [1, 2, 3, 3]) == (4, 4)
 
@@ -349,8 +283,6 @@ class TestAgreement:
         assert [*report["annotators"]["anna"].values()] == [1, 0, None, None]
         with pytest.raises(ValueError, match="answered a gold question"):
             untrusted_annotators(report, 0.5)
-        with pytest.raises(ValueError, match="from 0 to 1"):
-            untrusted_annotators(report, 2)
 
 
 class TestSplit:
@@ -370,21 +302,6 @@ class TestSplit:
         for some, size in (([["a", "b"]], 0.4), ([["a"]], 0.9), (groups, -0.1), (groups, 1)):
             with pytest.raises(ValueError, match="`test_size`"):
                 split_prompts(some, size, seed=0)
-
-    def test_leaks_are_found(self):
-        def data(group, panels):
-            return Dataset.from_dict({"group": [group], "panels": [panels]})
-
-        texts = {"a": "one", "b": "two", "c": "ONE "}
-        images = {"1": "x", "2": "y", "3": "x"}
-        check_no_leak(data("a", ["1"]), data("b", ["2"]), texts, images)
-        for train, test, what in [
-            (data("a", ["1"]), data("a", ["2"]), "prompts"),
-            (data("a", ["1"]), data("c", ["2"]), "prompt texts"),
-            (data("a", ["1"]), data("b", ["3"]), "images"),
-        ]:
-            with pytest.raises(ValueError, match=f"1 {what} are both"):
-                check_no_leak(train, test, texts, images)
 
 
 class TestDecisions:

@@ -55,8 +55,8 @@ def tiny_bert(tmp_path_factory):
 
 
 def test_embeddings_are_those_of_each_text_alone(tiny_bert):
-    embeddings, cut = embed_texts(tiny_bert, TEXTS)
-    assert cut == 1 and embeddings.dtype == np.float32 and embeddings.shape == (5, 32)
+    embeddings = embed_texts(tiny_bert, TEXTS)
+    assert embeddings.dtype == np.float32 and embeddings.shape == (5, 32)
     tokenizer, model = PreTrainedTokenizerFast.from_pretrained(tiny_bert), BertModel.from_pretrained(tiny_bert).eval()
     for text, embedding in zip(TEXTS, embeddings, strict=True):
         with torch.no_grad():
@@ -71,8 +71,8 @@ def test_embeddings_are_those_of_each_text_alone(tiny_bert):
 def test_long_texts_are_cut_and_counted(tiny_bert, caplog):
     long = ["a cat and a dog " * 100, "a cat and a dog " * 100 + " in a red house", *TEXTS[:2]]
     with caplog.at_level(logging.WARNING):
-        embeddings, cut = embed_texts(tiny_bert, long)
-    assert cut == 2 and f"longer than the {BERT_LENGTH} tokens" in caplog.text
+        embeddings = embed_texts(tiny_bert, long)
+    assert f"2 of 4 texts are longer than the {BERT_LENGTH} tokens" in caplog.text
     assert np.abs(embeddings[0] - embeddings[1]).max() < 1e-6 < np.abs(embeddings[0] - embeddings[2]).max()
 
 
@@ -144,10 +144,7 @@ def test_the_greedy_selection(num_neighbors, seed):
     assert similarities[expected][np.triu_indices(12, 1)].max() < 0.95  # no two near-duplicates
     nearest = similarities.max(axis=1)
     assert result.coverage == pytest.approx((nearest >= 0.8).mean(), abs=0.02)
-    assert result.mean_similarity == pytest.approx(nearest.mean(), abs=1e-4)
-    assert result.min_similarity == pytest.approx(nearest.min(), abs=1e-4)
-    duplicates = (nearest >= 0.95).sum() - 12
-    assert result.num_duplicates == duplicates
+    assert result.num_duplicates == (nearest >= 0.95).sum() - 12
     # The first of more are the selection of fewer
     assert diversify(embeddings, 5, 0.95, num_neighbors).indices.tolist() == expected[:5]
 
@@ -189,23 +186,13 @@ def test_planted_subjects_are_all_covered():
     result = diversify(embeddings, 20, duplicate_threshold=0.99)
     assert len({of_subject[row] for row in result.indices}) == 20
     assert result.coverage > 0.99
-    assert result.coverage_of_random < 0.95 and result.coverage_of_first < 0.95
-    assert len(set(of_subject[:20])) < 15  # as the first ones show
-    of_first = ((embeddings @ embeddings[:20].T).max(axis=1) >= 0.8).mean()
-    assert result.coverage_of_first == pytest.approx(of_first, abs=2e-3) != pytest.approx(result.coverage_of_random)
+    assert result.coverage_of_random < 0.95
 
 
-def test_what_cannot_be_selected_from():
-    good = random_units(10)
-    for arguments, said in [
-        ((good, 0), "num_selected"),
-        ((good, 11), "num_selected"),
-        ((good, 2, 0.0), "duplicate_threshold"),
-        ((good, 2, 1.1), "duplicate_threshold"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            diversify(*arguments)
-    assert diversify(good[:1], 1).indices.tolist() == [0]
+@pytest.mark.parametrize("arguments, said", [((0,), "num_selected"), ((11,), "num_sel"), ((2, 1.1), "duplicate_thr")])
+def test_what_cannot_be_selected(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        diversify(random_units(10), *arguments)
 
 
 def test_prompts_are_embedded_and_selected(tiny_bert):
@@ -219,11 +206,6 @@ def test_prompts_are_embedded_and_selected(tiny_bert):
     selected, report = diversify_prompts(doubled, tiny_bert, 8, duplicate_threshold=0.9999)
     ids = [name.removesuffix("-copy") for name in selected["id"]]
     assert len(set(ids)) == 8 and selected.column_names == doubled.column_names
-    assert report["prompts"] == 48 and report["selected"] == 8 and report["texts cut"] > 0
-    assert report["near-duplicates left out"] >= 8 and 0 < report["coverage"] <= 1
+    assert report["selected"] == 8 and report["near-duplicates left out"] >= 8 and 0 < report["coverage"] <= 1
     without_theme = doubled.remove_columns("theme")
     assert len(diversify_prompts(without_theme, tiny_bert, 8, duplicate_threshold=0.9999)[0]) == 8
-    with pytest.raises(ValueError, match="num_selected"):
-        diversify_prompts(doubled, "no-such/model", 49)
-    with pytest.raises(ValueError, match="columns"):
-        diversify_prompts(Dataset.from_dict({"prompt": ["a"]}), tiny_bert, 1)

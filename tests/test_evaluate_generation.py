@@ -465,10 +465,7 @@ class TestOptions:
             (["score", "--judges", "a", "--judge_url", "http://a:1/v1", "--api_key_variable", "NO_SUCH"], "NO_SUCH"),
             (["score", "--judges", "a", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
             (["generate", "--set_layout", "separate", "--model_name_or_path", "nowhere"], "height and width"),
-            (
-                ["generate", "--set_layout", "separate", "--panel_generation", "anchored", "--batch_size", "4"],
-                "batch_size",
-            ),
+            (["generate", "--set_layout", "separate", "--panel_template", "{theme}"], "panel_template"),
             (["report", "--card", "adapter"], "tuned system"),
             (["report", "--card", "nowhere", "--tuned", "tuned"], "nowhere"),
         ],

@@ -36,7 +36,7 @@ HELLO = [{"role": "user", "content": "Hello."}]
 # ---- The format ----
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (1, 3), (1, 5), (2, 1), (2, 2), (3, 4), (5, 3)])
+@pytest.mark.parametrize("layout", [(1, 1), (1, 5), (2, 2), (5, 3)])
 def test_what_is_written_is_read(layout):
     rows, cols = layout
     theme = "A fox, who speaks of PANEL-2: and [LEFT]: in a sentence. It is red!"
@@ -54,7 +54,6 @@ def test_what_is_written_is_read(layout):
         ("A fox", ["It runs.", "It sleeps."], "theme"),
         ("A fox.", ["It runs", "It sleeps."], "panel 0"),
         ("A fox.", ["It runs.", "It sleeps. [LEFT]:It eats."], "3 panel markers"),
-        ("A fox. PANEL-1: It sits.", ["It runs.", "It sleeps."], "3 panel markers"),
         ("A fox.", ["It runs.", " "], "empty"),
         ("A fox.", ["It runs."], "1 panel texts"),
         ("Images with a 2x1 grid layout of a fox.", ["It runs.", "It sleeps."], "1x2|2x1"),
@@ -63,7 +62,6 @@ def test_what_is_written_is_read(layout):
 def test_texts_that_would_break_the_markers(theme, panels, said):
     with pytest.raises(ValueError, match=said):
         format_image_set_prompt(theme, 1, 2, panels)
-    assert format_image_set_prompt("A fox.", 1, 2, ["It runs.", "It sleeps"]).endswith("[RIGHT]:It sleeps")
 
 
 # ---- The categories ----
@@ -397,7 +395,7 @@ def test_what_is_always_bad_is_left_out(server, tmp_path, name, caplog):
     # What is missing once is asked for alone, where some of these answers are good ones
     assert left_out == count or name == "one twice"
     if left_out:
-        assert f"{len(dataset)} of 8 prompts were written" in caplog.text
+        assert "left out" in caplog.text
     assert Counter(dataset["category"])["comic story"] == 4 and report["rejected"][cause] > 0
 
 
@@ -431,29 +429,6 @@ def test_only_nonsense_ends_with_an_example(server, tmp_path):
         write_prompts(server.endpoint(), StageFolder(tmp_path / "few"), 1)
 
 
-def test_a_server_that_goes_down_loses_nothing(server, tmp_path):
-    """Some answers are bad, so that the order of attempts counts."""
-    server.say = moody
-    arguments = {"num_prompts": 70, "layouts": [(2, 2), (1, 2)]}
-    whole = write_prompts(server.endpoint(), StageFolder(tmp_path / "whole", {"seed": 0}), **arguments)
-    assert StageFolder(tmp_path / "whole").report["rejected"]
-    asked = len(server.requests)
-    # More than are under way at a time: some were answered, whatever overtakes what
-    for broken_at in (12, asked - 2):
-        server.forget_requests()
-        folder = tmp_path / str(broken_at)
-        server.fault = lambda number, limit=broken_at: "503" if number >= limit else None
-        with pytest.raises(EndpointUnavailableError, match=server.url):
-            write_prompts(server.endpoint(), StageFolder(folder, {"seed": 0}), **arguments)
-        kept = len(StageFolder(folder).journal("prompts").records)
-        assert broken_at - 8 <= kept <= broken_at
-        server.forget_requests()
-        server.fault = lambda number: None
-        resumed = write_prompts(server.endpoint(), StageFolder(folder, {"seed": 0}), **arguments)
-        assert plain(resumed) == plain(whole) and len(server.requests) == asked - kept
-        assert StageFolder(folder).report == StageFolder(tmp_path / "whole").report
-
-
 def moody(body):
     """Good or bad by the request alone."""
     chance = random.Random(body["seed"]).random()
@@ -464,13 +439,16 @@ def moody(body):
 
 def test_killed_and_resumed(server, tmp_path):
     server.say = moody
-    whole = write_prompts(server.endpoint(), StageFolder(tmp_path / "whole"), 70, layouts=[(2, 2), (1, 2)])
+    arguments = {"num_prompts": 70, "layouts": [(2, 2), (1, 2)]}
+    whole = write_prompts(server.endpoint(), StageFolder(tmp_path / "whole"), **arguments)
+    assert StageFolder(tmp_path / "whole").report["rejected"]
+    asked = len(server.requests)
     server.forget_requests()
     server.fault = lambda number: "hang" if number >= 12 else None  # so that it cannot end before it is killed
     journal = tmp_path / "killed" / "prompts.jsonl"
     # Forked, so that nothing is imported anew
     process = multiprocessing.get_context("fork").Process(
-        target=lambda: write_prompts(server.endpoint(), StageFolder(tmp_path / "killed"), 70, layouts=[(2, 2), (1, 2)])
+        target=lambda: write_prompts(server.endpoint(), StageFolder(tmp_path / "killed"), **arguments)
     )
     process.start()
     try:
@@ -480,7 +458,16 @@ def test_killed_and_resumed(server, tmp_path):
         process.join()
     assert not StageFolder(tmp_path / "killed").is_done
     with open(journal, "ab") as file:
-        file.write(b'{"request": 3, "att')  # torn in the middle of a line
+        file.write(b'{"name": 3, "rep')  # torn in the middle of a line
+    # The server goes down in the second round
+    server.forget_requests()
+    kept = len(StageFolder(tmp_path / "killed").journal("prompts").records)
+    server.fault = lambda number: "503" if number >= asked - kept - 2 else None
+    with pytest.raises(EndpointUnavailableError, match=server.url):
+        write_prompts(server.endpoint(), StageFolder(tmp_path / "killed"), **arguments)
+    kept = len(StageFolder(tmp_path / "killed").journal("prompts").records)
+    server.forget_requests()
     server.fault = lambda number: None
-    resumed = write_prompts(server.endpoint(), StageFolder(tmp_path / "killed"), 70, layouts=[(2, 2), (1, 2)])
-    assert plain(resumed) == plain(whole)
+    resumed = write_prompts(server.endpoint(), StageFolder(tmp_path / "killed"), **arguments)
+    assert plain(resumed) == plain(whole) and len(server.requests) == asked - kept > 0
+    assert StageFolder(tmp_path / "killed").report == StageFolder(tmp_path / "whole").report

@@ -3,7 +3,6 @@
 
 import base64
 import importlib
-import logging
 import random
 from collections import Counter
 from io import BytesIO
@@ -12,7 +11,7 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pillow
 
-from chat_server import ChatServer, answer
+from chat_server import ChatServer
 from judge_server import pictures_of
 from paco_trl.data import check_pair_columns, criterion_question, decision_of, theme_question, validate_pairs
 from paco_trl.data.pairs import make_pair, pair_features
@@ -45,9 +44,7 @@ LONG = (
         ("No. Nothing is alike: one shows an apple, and the other one a pear which is twice as large and blue.", "No", None),
         (f"No. {LONG}", "Yes", module.NO_LABEL),
         (f"yes. {LONG}", "Yes", module.NO_LABEL),
-        (f"**Yes.** {LONG}", "Yes", module.NO_LABEL),
         (f"Yes.{LONG}", "Yes", module.NO_LABEL),
-        (f"Yesterday. {LONG}", "Yes", module.NO_LABEL),
         (f"Yes. No. {LONG}", "Yes", module.TWO_LABELS),
         ("Yes. The same colour.", "Yes", module.LENGTH),
         (f"Yes. {LONG * 20}", "Yes", module.LENGTH),
@@ -68,9 +65,8 @@ def test_checked_reasons(answer, decision, problem):
 
 def test_the_length_is_a_setting():
     reasons = "Yes. The same red hat and the same coat."  # 8 words
-    ranges = [(15, 200), (8, 8), (9, 20), (1, 7)]
-    found = [check_reasons(reasons, "Yes", *words) for words in ranges]
-    assert found == [module.LENGTH, None, module.LENGTH, module.LENGTH]
+    found = [check_reasons(reasons, "Yes", *words) for words in ((8, 8), (9, 20), (1, 7))]
+    assert found == [None, module.LENGTH, module.LENGTH]
 
 
 def test_the_vocabulary():
@@ -236,92 +232,47 @@ def paths_of(dataset):
     return [[image["path"] for image in row["images"]] for row in plain(dataset)]
 
 
-def test_no_more_images_are_kept_than_allowed(folder):
-    encode = module._encoder(2)
-    images = [{"path": str(folder / f"{colour}.png"), "bytes": None} for colour in COLOURS]
-    urls = [encode("a", image) for image in images]
-    assert len(set(urls)) == 6
-    assert encode("a", images[-2]) is urls[-2]  # used last, stored longest
-    assert encode("a", images[0]) == urls[0] and encode("a", images[0]) is not urls[0]
-    assert encode("a", images[-2]) is urls[-2] and encode("a", images[-1]) is not urls[-1]
-
-
-BAD_ANSWERS = {
-    "twice": (lambda text: f"{text[: text.index('.')]}. {text}", module.TWO_LABELS),
-    "cut": (lambda text: answer(text, "length"), "an answer cut after 600 tokens"),
-    "refused": (lambda text: (400, "too many pixels"), "refused by the server"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ANSWERS)
-def test_a_bad_answer_is_requested_again(server, pairs, tmp_path, name, caplog):
-    change, cause = BAD_ANSWERS[name]
-    asked_before = Counter()
+def test_a_bad_answer_is_requested_again(server, pairs, tmp_path):
+    times = Counter()
 
     def bad_at_first(body):
         number = asked(body)[1]
-        asked_before[number] += 1
-        return change(say(body)) if number % 5 == 0 and asked_before[number] <= 2 else say(body)
+        times[number] += 1
+        text = say(body)
+        return f"{text[: text.index('.')]}. {text}" if number % 5 == 0 and times[number] <= 2 else text
 
     server.say = bad_at_first
     few = pairs.select(range(10))
     dataset = write_reasons(few, server.endpoint(), StageFolder(tmp_path / "a"))
     assert dataset["id"][:] == few["id"][:]
     report = StageFolder(tmp_path / "a").report
-    assert report["rejected"] == {cause: 4} and report["requests"] == 14 and report["left out"] == {}
-    seeds = Counter((asked(body)[1], body["seed"]) for body in server.requests)
-    assert len(seeds) == 14  # each time with another one
-
-    asked_before.clear()
-    with caplog.at_level(logging.WARNING):
-        dataset = write_reasons(few, server.endpoint(), StageFolder(tmp_path / "b"), max_attempts=2)
+    assert report["rejected"] == {module.TWO_LABELS: 4} and report["requests"] == 14 and report["left out"] == {}
+    assert len({(asked(body)[1], body["seed"]) for body in server.requests}) == 14  # each time with another seed
+    times.clear()
+    dataset = write_reasons(few, server.endpoint(), StageFolder(tmp_path / "b"), max_attempts=2)
     assert dataset["id"][:] == [f"p/{number}" for number in range(10) if number % 5]
-    assert StageFolder(tmp_path / "b").report["left out"] == {cause: 2}
-    assert f"8 of 10 pairs have reasons. Left out: 2 x {cause}." in caplog.text
-
-
-def test_only_nonsense_ends_with_an_example(server, pairs, tmp_path):
-    server.say = lambda body: "I am a teapot, " * 100
-    with pytest.raises(ValueError, match="24 x does not begin.*I am a teapot") as error:
-        write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "many"))
-    assert len(server.requests) <= 24 + 8 and len(str(error.value)) < 900
-    assert not StageFolder(tmp_path / "many").is_done
-    with pytest.raises(ValueError, match="None of 6 answers.*'p/0'.*I am a teapot"):
-        write_reasons(pairs.select(range(2)), server.endpoint(), StageFolder(tmp_path / "few"))
-
-
-def moody(body):
-    """Good or bad by the request alone."""
-    return "No idea." if random.Random(body["seed"]).random() < 0.4 else say(body)
+    assert StageFolder(tmp_path / "b").report["left out"] == {module.TWO_LABELS: 2}
 
 
 def test_a_server_that_goes_down_loses_nothing(server, pairs, tmp_path):
-    server.say = moody
-    whole = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "whole", {}), max_attempts=2)
-    assert 0 < len(whole) < 30
+    server.say = lambda body: "No idea." if random.Random(body["seed"]).random() < 0.4 else say(body)
+    whole = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "whole"), max_attempts=2)
     total = len(server.requests)
-    # More than are under way at a time: some were answered, whatever overtakes what
-    for broken_at in (12, total - 1):
-        server.forget_requests()
-        server.fault = lambda number, limit=broken_at: "503" if number >= limit else None
-        with pytest.raises(EndpointUnavailableError, match=server.url):
-            write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / str(broken_at), {}), max_attempts=2)
-        kept = len(StageFolder(tmp_path / str(broken_at)).journal("reasons").records)
-        assert broken_at - 8 <= kept <= broken_at
-        server.forget_requests()
-        server.fault = lambda number: None
-        folder = StageFolder(tmp_path / str(broken_at), {})
-        resumed = write_reasons(pairs, server.endpoint(), folder, max_attempts=2)
-        assert plain(resumed) == plain(whole) and len(server.requests) == total - kept
-        assert folder.report == StageFolder(tmp_path / "whole").report
-    server.stop()
-    down = tmp_path / "down"
-    with pytest.raises(EndpointUnavailableError, match=f"{server.url} does not answer"):
-        write_reasons(pairs, server.endpoint(), StageFolder(down), max_attempts=2)
+    assert 0 < len(whole) < 30 < total
+    server.forget_requests()
+    server.fault = lambda number: "503" if number >= total - 1 else None
+    with pytest.raises(EndpointUnavailableError, match=server.url):
+        write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "cut"), max_attempts=2)
+    kept = len(StageFolder(tmp_path / "cut").journal("reasons").records)
+    assert kept >= total - 9
+    server.forget_requests()
+    server.fault = lambda number: None
+    resumed = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "cut"), max_attempts=2)
+    assert plain(resumed) == plain(whole) and len(server.requests) == total - kept
     # What is settled needs no server
-    folder = StageFolder(tmp_path / "settled")
-    for record in StageFolder(tmp_path / "whole").journal("reasons").records:
-        folder.journal("reasons").append(record)
+    server.stop()
+    folder = StageFolder(tmp_path / "cut")
+    folder.clear()
     assert plain(write_reasons(pairs, server.endpoint(), folder, max_attempts=2)) == plain(whole)
 
 
@@ -332,15 +283,13 @@ def test_pairs_that_cannot_be_used(server, pairs, tmp_path):
         with pytest.raises(ValueError, match=said):
             write_reasons(bad, endpoint, StageFolder(tmp_path / said.replace(" ", "")), **kwargs)
 
-    refused(pairs.remove_columns("id"), "no column `id`")
     refused(pairs.select([0, 1, 0]), "'p/0' .* twice")
-    refused(pairs.remove_columns("prompt"), "prompt")
     refused(pairs.map(lambda row: {"dimensions": ["taste"]}), "taste")
     refused(pairs, "30 to 20", min_words=30, max_words=20)
     assert not server.requests
     gone = [*plain(pairs.select(range(3)))]
     gone[1]["images"][1]["path"] += ".gone"
-    refused(Dataset.from_list(gone, features=pairs.features), "image of pair 'p/1' cannot be read.*gone")
+    refused(Dataset.from_list(gone, features=pairs.features), "cannot be read.*gone")
     criterion = make_pair(*paths_of(pairs)[0], criterion_question("The light is the same."), "Yes") | {"id": "c"}
     server.say = lambda body: f"Yes. {LONG}"
     one = Dataset.from_list([criterion], features=Features({**pair_features(), "id": Value("string")}))

@@ -10,9 +10,8 @@ Build a dataset of consistent and inconsistent pairs of images as PaCo-Dataset w
     paco-trl build reasons --base_url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-72B-Instruct
     paco-trl build publish --hub_model_id user/my-pairs
 
-Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app, or in another tool such as
-Label Studio, with `export` and `import`. `paco-trl build <stage> --help` lists the options of a stage;
-`--config file.yaml` reads them from a file.
+Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app. `paco-trl build <stage>
+--help` lists the options of a stage; `--config file.yaml` reads them from a file.
 
 Interrupted stages resume automatically. The pairs train a judge:
 
@@ -21,21 +20,17 @@ Interrupted stages resume automatically. The pairs train a judge:
 """
 
 import json
-import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, concatenate_datasets
-from huggingface_hub import HfApi
+from datasets import Dataset, DatasetDict
 from rich.console import Console
 from rich.markup import escape
 
 from .. import dataset_building as building
 from ..data import load_image_set_prompts
-from ..generation.sample_sheet import instances_sheet, pairs_sheet
-from ..hub.account import find_repository, hub_errors
+from ..generation.sample_sheet import pairs_sheet
 from ..utils.addresses import check_port
 from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
@@ -77,23 +72,11 @@ def _annotations_dir(args) -> Path:
     return Path(args.build_dir) / "annotations"
 
 
-def finish(args, folder: StageFolder, report: dict, **also: Dataset) -> None:
-    """Print the report, and push the result to the Hub if `--hub_model_id` is given, with what it is about."""
+def finish(folder: StageFolder) -> None:
+    """Print where the result of a stage is, and its report."""
     console = Console()
     console.print(f"[bold]{escape(folder.path.name)}[/] is in {escape(str(folder.path / 'dataset'))}")
-    console.print_json(json.dumps(report, ensure_ascii=False))
-    if args.hub_model_id is not None:
-        api, repo_id = _private_repository(args.hub_model_id)
-        with hub_errors(api, repo_id, "Nothing is lost: rerun the stage, which only uploads."):
-            for name, dataset in {folder.path.name: folder.load(), **also}.items():
-                dataset.push_to_hub(repo_id, config_name=name, private=True)
-        console.print(f"It is on the Hub as {escape(repo_id)}.")
-
-
-def _private_repository(hub_id: str) -> tuple[HfApi, str]:
-    """Check that a stage's result may be pushed, and that a repository that exists is private."""
-    api = HfApi(library_name="paco_trl")
-    return api, find_repository(api, hub_id, private=True, repo_type="dataset")[0]
+    console.print_json(json.dumps(folder.report, ensure_ascii=False))
 
 
 def _endpoint_of(args) -> ChatEndpoint:
@@ -136,7 +119,7 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
         report["diversification"] = diversity
     folder = stage(args, "prompts")
     folder.finish(prompts, report)
-    finish(args, folder, report)
+    finish(folder)
 
 
 # 2. Grids
@@ -155,8 +138,8 @@ def make_grids(args: arguments.GridsArguments) -> None:
     pipeline = building.load_pipeline(args.model_name_or_path, getattr(torch, args.dtype))
     size = (args.height, args.width)
     building.generate_grids(pipeline, prompts, folder, args.seeds, args.batch_size, *size, **args.call)
-    if state.is_main_process:  # the others are done: an upload may take longer than they would wait
-        finish(args, folder, folder.report)
+    if state.is_main_process:
+        finish(folder)
 
 
 # 3. Panels and ranking instances
@@ -169,7 +152,7 @@ def make_panels(args: arguments.PanelsArguments) -> None:
     rows = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
     grids = grids.select(rows)
     generated_with = digest(stage(args, "grids").settings)
-    panels = building.cut_panels(grids, stage(args, "panels", {"generated_with": generated_with}), args.num_workers)
+    panels = building.cut_panels(grids, stage(args, "panels", {"generated_with": generated_with}))
     instances = building.make_instances(panels, args.max_instances_per_prompt, args.seed)
     folder = stage(args, "instances")
     report = {
@@ -178,27 +161,17 @@ def make_panels(args: arguments.PanelsArguments) -> None:
         "max_instances_per_prompt": args.max_instances_per_prompt,
     }
     folder.finish(instances, report)
-    instances_sheet(instances, panels, prompts, folder.path / "sample.png")
-    finish(args, folder, report, panels=panels)
+    finish(folder)
 
 
-# 4. Ranking: by people in a Gradio app or in another tool, by a judge, by construction
+# 4. Ranking: by people in a Gradio app, by a judge, by construction
 def annotate(args: arguments.AnnotateArguments) -> None:
     """Serve the app in which people rank."""
     from ..dataset_building.annotate import AnnotationWork, serve_annotation
 
     check_port(args.host, args.port)
-    work = AnnotationWork(
-        result(args, "instances"),
-        result(args, "panels"),
-        grid_prompts(args),
-        _annotations_dir(args),
-        annotations_per_instance=args.annotations_per_instance,
-        gold=args.gold,
-        not_people=[
-            name for name, kind in building.annotator_kinds(_annotations_dir(args)).items() if kind != "people"
-        ],
-    )
+    data = (result(args, "instances"), result(args, "panels"), grid_prompts(args))
+    work = AnnotationWork(*data, _annotations_dir(args), args.annotations_per_instance, args.gold)
     serve_annotation(work, args.host, args.port)
 
 
@@ -209,7 +182,7 @@ def rank(args: arguments.RankArguments) -> None:
         count = building.rank_automatically(instances, panels, _annotations_dir(args))
         Console().print(f"{count} instances are ranked by construction, in {escape(str(_annotations_dir(args)))}.")
         return
-    annotator = args.annotator or building.judge_annotator_name(args.judge_model)
+    annotator = building.judge_annotator_name(args.judge_model)
     if args.judge_url is not None:
         from ..rewards import ServedJudge
 
@@ -221,20 +194,6 @@ def rank(args: arguments.RankArguments) -> None:
         judge = PaCoReward.from_pretrained(args.judge_model, dtype=args.dtype)
     counts = building.rank_with_judge(instances, panels, grid_prompts(args), judge, annotator, _annotations_dir(args))
     Console().print_json(json.dumps({"annotator": annotator, **counts}))
-
-
-def export(args: arguments.ExchangeArguments) -> None:
-    """Write the instances as tasks for Label Studio."""
-    config = building.export_label_studio(
-        result(args, "instances"), result(args, "panels"), grid_prompts(args), args.file, args.build_dir
-    )
-    Console().print(f"Wrote {escape(args.file)} and the labeling configuration of the project, {escape(str(config))}.")
-
-
-def import_(args: arguments.ExchangeArguments) -> None:
-    """Read rankings of another tool."""
-    counts = building.import_annotations(args.file, _annotations_dir(args), result(args, "instances"))
-    Console().print_json(json.dumps({"imported": counts}))
 
 
 # 5. Pairs and held-out rankings
@@ -259,54 +218,35 @@ def make_pairs(args: arguments.PairsArguments) -> None:
         "judges": [name for name, kind in kinds.items() if kind == "judge"],
         "excluded": excluded,
     }
-    report = {"ranking": ranking, "pairs": counts}
     folder, held_out = stage(args, "pairs"), stage(args, "rankings")
-    folder.finish(pairs, report)
+    folder.finish(pairs, {"ranking": ranking, "pairs": counts})
     pairs_sheet(pairs["train"], folder.path / "sample.png")
     if rankings is None:
         held_out.clear()
     else:
         held_out.finish(rankings, {"rankings": len(rankings)})
-    finish(args, folder, report, **({} if rankings is None else {"rankings": rankings}))
+    finish(folder)
 
 
 # 6. Reasons
-def keys_of_pairs(pairs: Dataset) -> list[str]:
-    """Name what a pair's reasons are about: another label or other images under the same id need other reasons."""
+def digest_of_pairs(pairs: DatasetDict) -> str:
+    """Compute a digest of what the reasons are about."""
     columns = ["id", "prompt", "completion", "dimensions", "sha256"]
-    return [f"{row['id']}~{digest(row)[:16]}" for row in pairs.select_columns(columns)]
+    return digest({name: split.select_columns(columns)[:] for name, split in pairs.items()})
 
 
 def make_reasons(args: arguments.ReasonsArguments) -> None:
     """Let a model write reasons for the label of each pair."""
     pairs, endpoint = result(args, "pairs"), _endpoint_of(args)
-    keys = {name: keys_of_pairs(split) for name, split in pairs.items()}
-    folder = stage(
-        args, "reasons", {name: getattr(args, name) for name in ("model", "min_words", "max_words", "seed")}
-    )
-    if folder.is_done and folder.report["keys"] == digest(keys) and folder.report["max_attempts"] >= args.max_attempts:
-        finish(args, folder, folder.report)
-        return
-    # All splits in one go, by keys: what was written for a pair stays, whatever else has changed since
-    keyed = concatenate_datasets(
-        [split.remove_columns("id").add_column("id", keys[name]) for name, split in pairs.items()]
-    )
-    part = StageFolder(folder.path / "written")
-    part.clear()
-    written = building.write_reasons(
-        keyed, endpoint, part, args.max_attempts, args.min_words, args.max_words, args.seed
-    )
-    rows = {key: row for row, key in enumerate(written["id"][:])}
-    splits = {}
-    for name, split in pairs.items():
-        reasoned_keys = [(row, key) for row, key in enumerate(keys[name]) if key in rows]
-        if reasoned_keys:
-            reasoned = written.select([rows[key] for _, key in reasoned_keys]).remove_columns("id")
-            ids = split.select([row for row, _ in reasoned_keys])["id"][:]
-            splits[name] = reasoned.add_column("id", ids).select_columns(split.column_names)
-    report = {"model": args.model, "max_attempts": args.max_attempts, "keys": digest(keys), **part.report}
-    folder.finish(DatasetDict(splits), report)
-    finish(args, folder, report)
+    names = ("model", "max_attempts", "min_words", "max_words", "seed")
+    settings = {name: getattr(args, name) for name in names} | {"pairs": digest_of_pairs(pairs)}
+    folder = stage(args, "reasons", settings)
+    parts = {name: StageFolder(folder.path / name) for name in pairs}
+    options = (args.max_attempts, args.min_words, args.max_words, args.seed)
+    written = {name: building.write_reasons(pairs[name], endpoint, part, *options) for name, part in parts.items()}
+    reports = {name: part.report for name, part in parts.items()}
+    folder.finish(DatasetDict(written), {"model": args.model, **reports})
+    finish(folder)
 
 
 # 7. The Hub
@@ -321,10 +261,10 @@ def publish(args: arguments.PublishArguments) -> None:
         **stage(args, "pairs").report,
     }
     if reasons.is_done:
-        if reasons.report["keys"] != digest({name: keys_of_pairs(split) for name, split in pairs.items()}):
+        if reasons.settings["pairs"] != digest_of_pairs(pairs):
             raise ValueError(
-                f"The reasons in {reasons.path} were written for other pairs. Run the stage `reasons` "
-                "again, which writes only the new ones, or delete the directory to publish the labels alone."
+                f"The reasons in {reasons.path} were written for other pairs. Delete the directory; then run the stage "
+                "`reasons`, or publish the labels alone."
             )
         pairs, report["reasons"] = reasons.load(), reasons.report
     url = building.publish_dataset(
@@ -335,7 +275,6 @@ def publish(args: arguments.PublishArguments) -> None:
         private=args.private,
         license=args.license,
         generator=grids.settings["model"],
-        pretty_name=args.pretty_name,
     )
     Console().print(f"The dataset is at {escape(url)}.")
 
@@ -346,8 +285,6 @@ STAGES: dict[str, tuple[type, Callable]] = {
     "panels": (arguments.PanelsArguments, make_panels),
     "annotate": (arguments.AnnotateArguments, annotate),
     "rank": (arguments.RankArguments, rank),
-    "export": (arguments.ExchangeArguments, export),
-    "import": (arguments.ExchangeArguments, import_),
     "pairs": (arguments.PairsArguments, make_pairs),
     "reasons": (arguments.ReasonsArguments, make_reasons),
     "publish": (arguments.PublishArguments, publish),
@@ -357,12 +294,4 @@ STAGES: dict[str, tuple[type, Callable]] = {
 def main(words: list[str]) -> int:
     """Run a stage."""
 
-    def checked(run: Callable, args: arguments.BuildArguments) -> None:
-        hub_id = getattr(args, "hub_model_id", None)
-        # What is published may be public: `publish` has checks of its own
-        if run is not publish and hub_id is not None and os.environ.get("RANK", "0") == "0":
-            _private_repository(hub_id)  # before hours of work
-        run(args)
-
-    stages = {name: (options, partial(checked, run)) for name, (options, run) in STAGES.items()}
-    return run_stage(words, stages, "paco-trl build", __doc__)
+    return run_stage(words, STAGES, "paco-trl build", __doc__)

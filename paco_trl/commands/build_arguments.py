@@ -18,15 +18,6 @@ class BuildArguments:
 
 
 @dataclass
-class PushableArguments(BuildArguments):
-    """Directory of a dataset build, and a dataset on the Hub for the result of a stage."""
-
-    hub_model_id: str | None = option(
-        None, "Hub id to also push the result of this stage to, as a private dataset; a public one is refused."
-    )
-
-
-@dataclass
 class RequestArguments:
     """Requests to an OpenAI-compatible server."""
 
@@ -63,7 +54,7 @@ class PipelineArguments:
 
 
 @dataclass
-class PromptsArguments(ServerArguments, PushableArguments):
+class PromptsArguments(ServerArguments, BuildArguments):
     """Image-set prompts: from a dataset, or written by a language model; then the most diverse of them."""
 
     dataset_name: str | None = option(None, "Prompts: Hub id, directory or file. If `None`, an LLM writes them.")
@@ -80,7 +71,7 @@ class PromptsArguments(ServerArguments, PushableArguments):
 
 
 @dataclass
-class GridsArguments(PipelineArguments, PushableArguments):
+class GridsArguments(PipelineArguments, BuildArguments):
     """Grids: each prompt generated with several seeds."""
 
     seeds: list[int] = option([0, 1, 2, 3], "Seeds for each prompt (paper: four).")
@@ -88,10 +79,9 @@ class GridsArguments(PipelineArguments, PushableArguments):
 
 
 @dataclass
-class PanelsArguments(PushableArguments):
+class PanelsArguments(BuildArguments):
     """Panels, cut from the grids, and the ranking instances that they give."""
 
-    num_workers: int = option(2, "Number of threads that cut grids.")
     exclude_prompts: list[str] = option([], "Ids of prompts to leave out, for example of those with flat grids.")
     max_instances_per_prompt: int | None = option(None, "Maximum of instances per prompt, sampled. If `None`, all.")
     seed: int = option(0, "Seed of the sampling.")
@@ -115,24 +105,14 @@ class RankArguments(BuildArguments):
         "automatic", "`automatic` (construction) or a judge: Hub id, directory, or name at `judge_url`."
     )
     judge_url: str | None = option(None, "Address of its server (key: `VLLM_API_KEY`). If `None`, in this process.")
-    annotator: str | None = option(None, "Name of the judge as an annotator. If `None`, the last part of its name.")
     dtype: str = option(
         "auto", "Dtype of a judge in this process: `auto`, `bfloat16`, `float16` or `float32`.",
         choices=("auto", *DTYPES),
     )  # fmt: skip
 
 
-@dataclass(kw_only=True)
-class ExchangeArguments(BuildArguments):
-    """Tasks for Label Studio, and rankings from it or from another tool."""
-
-    file: str = option(
-        MISSING, "`.json` with tasks to write; `.jsonl`, or the JSON of Label Studio's project, to read."
-    )
-
-
 @dataclass
-class PairsArguments(PushableArguments):
+class PairsArguments(BuildArguments):
     """Pairs in two splits, and rankings that are held out."""
 
     annotators: list[str] | None = option(None, "Annotators to count. If `None`, all; `automatic` only if alone.")
@@ -145,7 +125,7 @@ class PairsArguments(PushableArguments):
 
 
 @dataclass
-class ReasonsArguments(ServerArguments, PushableArguments):
+class ReasonsArguments(ServerArguments, BuildArguments):
     """Reasons for the label of each pair, written by a vision-language model on a server."""
 
     max_attempts: int = option(3, "Maximum number of queries about a pair before it is left out.")
@@ -161,4 +141,3 @@ class PublishArguments(BuildArguments):
     hub_model_id: str = option(MISSING, "Hub id of the dataset.")
     private: bool = option(True, "Whether a new dataset is private.")
     license: str | None = option(None, "License of the dataset. If `None`, that of the model of the grids.")
-    pretty_name: str | None = option(None, "Title of the card. If `None`, the name of the dataset.")

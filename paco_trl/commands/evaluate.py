@@ -42,11 +42,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..data import SourceImages, load_edit_prompts, load_image_set_prompts, load_stories
-from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets, complete_image_sets
+from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets, check_panel_options, complete_image_sets
 from ..evaluation import AestheticScorer
 from ..generation import generate_edits, generate_grids, load_pipeline
 from ..generation.edits import edit_keys
-from ..generation.grids import check_panels, image_sizes
+from ..generation.grids import image_sizes
 from ..generation.loading import check_adapter
 from ..hub.settings import ImageSettings
 from ..image_benchmarks import (
@@ -192,7 +192,7 @@ def generate(args: GenerateArguments) -> Step:
     panels = {}
     if _has_separate(benchmark):
         panels = {name: getattr(args, name) for name in PANEL_OPTIONS}
-        check_panels(**panels, batch_size=args.batch_size)
+        check_panel_options(**panels)
     else:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
     names = ("benchmark", "adapter", "dtype", "seeds", "batch_size", "height", "width")

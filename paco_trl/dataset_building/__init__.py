@@ -6,16 +6,8 @@ from ..utils.chat import ChatEndpoint, EndpointUnavailableError
 from ..utils.files import digest
 from ..utils.stage_folder import StageFolder
 from .agreement import agreement_report, untrusted_annotators
-from .annotations import (
-    Annotation,
-    annotation_files,
-    append_annotation,
-    import_annotations,
-    ranks_of_ranking,
-    read_annotations,
-)
+from .annotations import Annotation, annotation_files, append_annotation, ranks_of_ranking, read_annotations
 from .diversify import diversify_prompts
-from .label_studio import export_label_studio
 from .pairs import build_pairs
 from .panels import cut_panels, make_instances
 from .prompts import CATEGORIES, DIMENSIONS, write_prompts
@@ -27,7 +19,7 @@ from .reasons import VISIBLE_ATTRIBUTES, write_reasons
 __all__ = [
     "CATEGORIES", "DIMENSIONS", "VISIBLE_ATTRIBUTES", "Annotation", "ChatEndpoint", "EndpointUnavailableError",
     "StageFolder", "agreement_report", "annotation_files", "annotator_kinds", "append_annotation", "build_pairs",
-    "cut_panels", "digest", "diversify_prompts", "export_label_studio", "generate_grids", "import_annotations", "judge_annotator_name", "load_pipeline", "make_instances",
-    "publish_dataset", "rank_automatically", "rank_with_judge", "ranks_of_ranking", "read_annotations",
-    "untrusted_annotators", "write_prompts", "write_reasons",
+    "cut_panels", "digest", "diversify_prompts", "generate_grids", "judge_annotator_name", "load_pipeline",
+    "make_instances", "publish_dataset", "rank_automatically", "rank_with_judge", "ranks_of_ranking",
+    "read_annotations", "untrusted_annotators", "write_prompts", "write_reasons",
 ]  # fmt: skip

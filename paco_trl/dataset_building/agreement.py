@@ -135,8 +135,6 @@ def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -
     Returns:
         `list[str]`: those below it, without those who saw no gold question.
     """
-    if not 0 <= min_gold_agreement <= 1:
-        raise ValueError(f"`min_gold_agreement` is {min_gold_agreement}, but must be a fraction from 0 to 1.")
     fractions = {name: entry["gold_agreement"] for name, entry in report["annotators"].items()}
     if all(fraction is None for fraction in fractions.values()):
         raise ValueError(f"`min_gold_agreement` is set, but none of {list(fractions)} answered a gold question.")

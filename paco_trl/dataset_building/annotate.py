@@ -2,7 +2,6 @@
 """Stage 4, by people: a Gradio app in which they rank the candidates of ranking instances."""
 
 import html
-import itertools
 import logging
 import re
 import threading
@@ -18,16 +17,15 @@ from urllib.parse import urlsplit
 from ..data.columns import by_id
 from ..data.rankings import theme_of
 from ..utils.addresses import is_loopback
-from ..utils.files import read_template, take_lock
+from ..utils.files import read_template
 from ..utils.journals import read_lines
 from ..utils.text import shorten
 from .annotations import (
     AUTOMATIC,
-    annotations_lock,
     append_annotation,
     check_annotator,
-    digests_by_instance,
     keyed_hash,
+    ranks_of_ranking,
     ranks_of_record,
     read_annotations,
 )
@@ -96,19 +94,17 @@ def next_instance(
 
 class AnnotationWork:
     """
-    Instances and rankings of all annotators, on disk and in memory.
+    Instances and rankings of all annotators, on disk and in memory; rankings of judges do not count.
 
     Args:
         instances, panels, prompts ([`~datasets.Dataset`]):
             Results of the earlier stages.
         folder (`str` or `Path`):
-            Directory of the annotations.
+            Directory of the annotations, into which no other process may write.
         annotations_per_instance (`int`, *optional*, defaults to `3`):
             Number of people who rank each instance.
         gold (`str` or `Path`, *optional*):
             File of annotations known to be right, of some instances: each annotator gets these too.
-        not_people (`Collection[str]`, *optional*, defaults to `()`):
-            Annotators that are judges, whose rankings do not count.
     """
 
     def __init__(
@@ -119,41 +115,33 @@ class AnnotationWork:
         folder: str | Path,
         annotations_per_instance: int = 3,
         gold: str | Path | None = None,
-        not_people: Collection[str] = (),
     ):
         if annotations_per_instance < 1:
             raise ValueError(f"`annotations_per_instance` is {annotations_per_instance}. It must be at least 1.")
         self.folder, self.annotations_per_instance = Path(folder), annotations_per_instance
-        self._not_people = {AUTOMATIC, *not_people}
         self._lock = threading.Lock()
-        self.file_lock = annotations_lock(self.folder)  # of the process that serves them
         self._rows = {row["id"]: row for row in instances.with_format(None)}
-        self._digests = digests_by_instance(instances)
         self._prompts = {row["id"]: row for row in prompts.with_format(None)}
         self._sha_of = by_id(panels, "sha256")
         # The address of an image is the digest of its pixels: a browser may keep it, and it does not tell the seed
         self.image_files = {self._sha_of[name]: image["path"] for name, image in by_id(panels, "image").items()}
-        self.gold = self._read_gold(gold, instances)
+        gold_annotations = [] if gold is None else read_annotations([gold], instances)
+        self.gold = {annotation.instance for annotation in gold_annotations if annotation.ranks}
         self._regular = [name for name in self._rows if name not in self.gold]
         if not self._regular:
             raise ValueError(f"All {len(self.gold)} instances are gold questions of {gold}: nothing is left to rank.")
-        paths = sorted(self.folder.glob("*.jsonl"))
-        ranks = {
-            (annotation.annotator, annotation.instance): annotation.ranks
-            for annotation in read_annotations(paths, instances)
-        }
         # Of each annotator, by instance, in the order in which they were first ranked: this is the way back
         self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
-        for _, record in itertools.chain.from_iterable(map(read_lines, paths)):
-            annotator, instance = record["annotator"], record["instance"]
-            self._done.setdefault(annotator, {})[instance] = ranks[annotator, instance]
-
-    def _read_gold(self, gold: str | Path | None, instances: "Dataset") -> set[str]:
-        if gold is None:
-            return set()
-        if Path(gold).resolve().parent == self.folder.resolve():
-            raise ValueError(f"The gold questions {gold} are in the directory of the annotations. Move them.")
-        return {annotation.instance for annotation in read_annotations([gold], instances) if annotation.ranks}
+        self._not_people = {AUTOMATIC}
+        paths = sorted(self.folder.glob("*.jsonl"))
+        read_annotations(paths, instances)  # checks them
+        for path in paths:
+            for _, record in read_lines(path):
+                annotator, instance = record["annotator"], record["instance"]
+                count = len(self._rows[instance]["candidates"])
+                self._done.setdefault(annotator, {})[instance] = ranks_of_record(record, count)
+                if "scores" in record:
+                    self._not_people.add(annotator)
 
     def _check_name(self, annotator: Any) -> str:
         if check_annotator(annotator) in self._not_people:
@@ -208,17 +196,15 @@ class AnnotationWork:
         if instance not in self._rows:
             raise ValueError(f"There is no instance {shorten(instance)}. Reload the page.")
         count = len(self._rows[instance]["candidates"])
-        record = {"annotator": annotator, "instance": instance, **self._digests.get(instance, {})}
+        record = {"annotator": annotator, "instance": instance, "digest": self._rows[instance]["digest"]}
         if order is None:
             ranks, record["skipped"] = None, True
         else:
-            if len(order) < count:
+            if len(order) != count:
                 raise ValueError(f"Rank all candidates: {count - len(order)} of {count} are left.")
-            # Checks the order before its places are looked up
-            ranks_of_record({"ranking": order}, count)
-            shown = shown_order(annotator, instance, count)
-            record["ranking"] = [shown[place] for place in order]
-            ranks = ranks_of_record(record, count)
+            ranks_of_ranking(order)  # checks it before its places are looked up
+            record["ranking"] = [shown_order(annotator, instance, count)[place] for place in order]
+            ranks = ranks_of_ranking(record["ranking"])
         record |= {"seconds": round(seconds, 1), "time": datetime.now(UTC).isoformat(timespec="seconds")}
         with self._lock:
             append_annotation(self.folder, record)
@@ -312,7 +298,7 @@ async def _same_origin_only(request: "Request", call_next: Any) -> "Response":
 def serve_annotation(
     work: AnnotationWork, host: str = "127.0.0.1", port: int = 8090, prevent_thread_lock: bool = False
 ) -> "Blocks":
-    """Serve the app until it is stopped (Ctrl+C); a second process that would write into the directory is refused."""
+    """Serve the app until it is stopped (Ctrl+C)."""
     try:
         import gradio  # noqa: F401
     except ImportError as error:
@@ -335,31 +321,25 @@ def serve_annotation(
 
     if not is_loopback(host):
         logger.warning(f"Everyone who reaches {host} can rank under any name: the app has no password.")
-    if problem := take_lock(work.file_lock, "annotations", work.folder):
-        raise ValueError(problem)
-    try:
-        app = make_app(work)
-        app.launch(
-            server_name=host,
-            server_port=port,
-            share=False,
-            inline=False,
-            footer_links=[],
-            run_history=False,
-            enable_monitoring=False,
-            max_file_size=1,  # nothing is uploaded
-            css=_PAGE_STYLE,
-            prevent_thread_lock=prevent_thread_lock,
-            app_kwargs={
-                "routes": [Route("/image/{sha256}", image)],
-                "middleware": [
-                    # A name of another site that was made to point here
-                    Middleware(TrustedHostMiddleware, allowed_hosts=[host.lower(), "127.0.0.1", "localhost"]),
-                    Middleware(BaseHTTPMiddleware, dispatch=_same_origin_only),
-                ],
-            },
-        )
-    finally:
-        if not prevent_thread_lock:
-            work.file_lock.release()
+    app = make_app(work)
+    app.launch(
+        server_name=host,
+        server_port=port,
+        share=False,
+        inline=False,
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        max_file_size=1,  # nothing is uploaded
+        css=_PAGE_STYLE,
+        prevent_thread_lock=prevent_thread_lock,
+        app_kwargs={
+            "routes": [Route("/image/{sha256}", image)],
+            "middleware": [
+                # A name of another site that was made to point here
+                Middleware(TrustedHostMiddleware, allowed_hosts=[host.lower(), "127.0.0.1", "localhost"]),
+                Middleware(BaseHTTPMiddleware, dispatch=_same_origin_only),
+            ],
+        },
+    )
     return app

@@ -1,88 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query a served model, and stop early if none of its replies can be used."""
+"""Query a served model until each question has a usable answer, and stop early if none of its replies can be used."""
 
+import logging
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from tqdm.auto import tqdm
 
 from ..utils.chat import ChatEndpoint, ChatRequest, Reply
 from ..utils.journals import Journal
 from ..utils.text import shorten
 
 
-def causes_text(causes: Counter[str]) -> str:
-    """List causes, the most frequent first."""
+logger = logging.getLogger(__name__)
+
+TEMPLATES = Environment(loader=PackageLoader("paco_trl"))
+
+# Answers after which it is clear that there will be no usable one
+_TRIED_ENOUGH = 24
+
+
+def ask_in_rounds(
+    endpoint: ChatEndpoint,
+    journal: Journal,
+    purpose: str,
+    seed: int,
+    max_attempts: int,
+    names: Sequence[Any],
+    is_open: Callable[[Any], bool],
+    request: Callable[[Any], tuple[Any, int]],
+    read: Callable[[Any, Reply], tuple[Any, Counter[str]]],
+    use: Callable[[Any, Any], Counter[str]],
+) -> dict[str, Any]:
+    """
+    Send the open questions of `names`, at most `max_attempts` times, each time with another seed; report on the replies.
+
+    `request` gives the content of a question and the length of its answer, `read` what is usable in a reply and why the
+    rest is not, and `use` takes the former and may find it unusable too. Replies are saved as they come, and used in the
+    order of `names`: the result does not depend on which came first.
+    """
+    replies: dict[Any, list[Reply]] = defaultdict(list)
+    for record in journal.records:
+        replies[record["name"]].append(Reply(*record["reply"]))
+    has_usable = any(read(name, reply)[0] for name in names for reply in replies[name][:max_attempts])
+
+    def sampled(name: Any, attempt: int) -> ChatRequest:
+        content, max_tokens = request(name)
+        key = random.Random(f"{seed}/{name}/{attempt}").getrandbits(31)
+        return ChatRequest([{"role": "user", "content": content}], key, max_tokens, temperature=1.0)
+
+    def none_usable() -> ValueError:
+        causes = sum((read(name, reply)[1] for name in names for reply in replies[name]), Counter())
+        name = next(name for name in names if replies[name])
+        text, problem = replies[name][0]
+        return ValueError(
+            f"None of {sum(map(len, replies.values()))} answers of {endpoint.name} can be used as {purpose} "
+            f"({_listed(causes)}). The answer to {name!r}: {problem or shorten(text)}. Serve a model that follows "
+            f"instructions, without thinking aloud; then delete {journal.path}, or choose another directory."
+        )
+
+    used, rejected, dropped = 0, Counter[str](), Counter[str]()
+    for attempt in range(max_attempts):
+        asked = [name for name in names if is_open(name)]
+        unsent = [name for name in asked if len(replies[name]) <= attempt]
+        if unsent:
+            endpoint.check()
+            progress = {"total": len(unsent), "desc": f"Writing {purpose} (attempt {attempt + 1} of {max_attempts})"}
+            requests = (sampled(name, attempt) for name in unsent)
+            with closing(endpoint.ask_all(requests)) as answers, tqdm(**progress) as bar:
+                for number, reply in answers:
+                    name = unsent[number]
+                    journal.append({"name": name, "reply": list(reply)})
+                    replies[name].append(reply)
+                    bar.update()
+                    has_usable = has_usable or bool(read(name, reply)[0])
+                    if not has_usable and sum(map(len, replies.values())) >= _TRIED_ENOUGH:
+                        raise none_usable()
+        dropped = Counter()
+        for name in asked:
+            usable, causes = read(name, replies[name][attempt])
+            dropped += causes
+            if usable:
+                dropped += use(name, usable)
+        used += len(asked)
+        rejected += dropped
+    if not has_usable:
+        raise none_usable()
+    if dropped:
+        logger.warning(f"Some {purpose} could not be written and are left out: {_listed(dropped)}.")
+    return {"requests": used, "rejected": dict(rejected.most_common()), "left out": dict(dropped.most_common())}
+
+
+def _listed(causes: Counter[str]) -> str:
     return "; ".join(f"{count} x {cause}" for cause, count in causes.most_common())
 
 
 def cause_of(reply: Reply) -> str:
     """Return why a reply has no text, without details, so that equal causes are counted together."""
     return str(reply.problem).partition(" (")[0]
-
-
-def sampled_request(content: Any, key: str, max_tokens: int) -> ChatRequest:
-    """Ask for one answer, sampled with a seed that depends on the key alone."""
-    seed = random.Random(key).getrandbits(31)
-    return ChatRequest([{"role": "user", "content": content}], seed, max_tokens, temperature=1.0)
-
-
-class Answers:
-    """Replies of a model to named questions. If none of the first `enough` can be used, asking ends with an error."""
-
-    def __init__(self, endpoint: ChatEndpoint, journal: Journal, purpose: str, enough: int):
-        self.endpoint, self.journal, self.purpose, self.enough = endpoint, journal, purpose, enough
-        self.count, self.has_usable = 0, False
-        self.causes: Counter[str] = Counter()
-        self.first: dict[str, Reply] = {}  # to each question
-
-    def add(self, name: str, reply: Reply, is_usable: bool, causes: Counter[str]) -> None:
-        """Count a reply to a question."""
-        self.count += 1
-        self.has_usable |= is_usable
-        self.causes += causes
-        self.first.setdefault(name, reply)
-
-    def collect(
-        self,
-        questions: Iterator[Any],
-        request: Callable[[Any], ChatRequest],
-        save: Callable[[Any, Reply], bool],
-        **bar_options: Any,
-    ) -> None:
-        """Send questions; `save` adds a reply and tells whether its question is done, or must be sent again."""
-        from tqdm.auto import tqdm
-
-        self.endpoint.check()
-        sent: dict[int, Any] = {}
-        again: deque[tuple[int, ChatRequest]] = deque()
-
-        def requests() -> Iterator[ChatRequest]:
-            for number, question in enumerate(questions):
-                sent[number] = question
-                yield request(question)
-
-        self._check_usable()
-        with closing(self.endpoint.ask_all(requests(), again)) as replies, tqdm(**bar_options) as bar:
-            for number, reply in replies:
-                if save(sent[number], reply):
-                    del sent[number]
-                    bar.update()
-                else:
-                    again.append((number, request(sent[number])))
-                self._check_usable()
-
-    def _check_usable(self) -> None:
-        if not self.has_usable and self.count >= self.enough:
-            raise self.none_usable()
-
-    def none_usable(self) -> ValueError:
-        """Build the error for a model without a usable reply, with an example."""
-        name = min(self.first)  # whichever reply came first
-        text, problem = self.first[name]
-        return ValueError(
-            f"None of {self.count} answers of {self.endpoint.name} can be used as {self.purpose} "
-            f"({causes_text(self.causes)}). The answer to {name!r}: {problem or shorten(text)}. Serve a model that "
-            f"follows instructions, without thinking aloud; then delete {self.journal.path}, or choose another directory."
-        )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the card of a dataset from its data: contents, method, use."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,8 @@ from ..hub.licenses import License
 from ..utils.names import public_name, public_text
 from ..utils.paper import PAPER
 from ..utils.text import markdown_table, markdown_text
-from .rank import AUTOMATIC, judge_annotator_name
+from .annotations import AUTOMATIC
+from .rank import judge_annotator_name
 
 
 if TYPE_CHECKING:
@@ -24,25 +24,19 @@ if TYPE_CHECKING:
 
 TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
 
-# Upper ends of the Hub's size categories
-_SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M")]
-
 
 def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
     """Count the contents of a split of pairs."""
     columns = pairs.with_format(None)
     completions = columns["completion"][:]
-    consistent = sum(decision_of(completion) == "Yes" for completion in completions)
+    yes = sum(decision_of(completion) == "Yes" for completion in completions)
+    counts = {"consistent": yes, "inconsistent": len(pairs) - yes}
     categories = columns["category"][:] if "category" in pairs.column_names else []
     dimensions = columns["dimensions"][:] if "dimensions" in pairs.column_names else []
-    counts = {"consistent": consistent, "inconsistent": len(pairs) - consistent}
     return {
-        "rows": len(pairs),
+        **_describe(pairs, num_images),
         **{name: f"{count} ({_percent(count / len(pairs))})" for name, count in counts.items()},
         "with_reasons": sum(not is_label_only(completion) for completion in completions) or None,
-        "columns": pairs.column_names,
-        "images": num_images,
-        "prompts": len(set(columns["group"][:])) if "group" in pairs.column_names else None,
         "categories": Counter(name for name in categories if name),
         "dimensions": Counter(name for names in dimensions for name in names or []),
     }
@@ -51,14 +45,12 @@ def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
 def describe_rankings(rankings: "Dataset", num_images: int) -> dict[str, Any]:
     """Count the contents of rankings."""
     counts = list_lengths(rankings, "candidates")
-    return {
-        "rows": len(rankings),
-        "fewest": int(counts.min()),
-        "most": int(counts.max()),
-        "columns": rankings.column_names,
-        "images": num_images,
-        "prompts": len(set(rankings["group"][:])) if "group" in rankings.column_names else None,
-    }
+    return _describe(rankings, num_images) | {"fewest": int(counts.min()), "most": int(counts.max())}
+
+
+def _describe(dataset: "Dataset", num_images: int) -> dict[str, Any]:
+    prompts = len(set(dataset.with_format(None)["group"][:])) if "group" in dataset.column_names else None
+    return {"rows": len(dataset), "columns": dataset.column_names, "images": num_images, "prompts": prompts}
 
 
 def dataset_card(
@@ -69,26 +61,21 @@ def dataset_card(
     license: License,
     generator: str | None = None,
     is_generators_license: bool = False,
-    pretty_name: str | None = None,
-    sheets: Sequence[str] = (),
 ) -> "DatasetCard":
     """Render the card, without the metadata that `push_to_hub` writes; sections appear only when they have content."""
     from huggingface_hub import DatasetCard, DatasetCardData
 
-    total = sum(split["rows"] for split in splits.values()) + (rankings["rows"] if rankings else 0)
     report = {stage: dict(values) for stage, values in report.items() if values}
     ranking, prompts = report.get("ranking", {}), report.get("prompts", {})
-    title = pretty_name or repo_id.split("/")[-1]
+    title = repo_id.split("/")[-1]
     generator_text = public_name(generator) if generator else None
     if generator and generator_text == generator:  # a model on the Hub
         generator_text = f"[{generator}](https://huggingface.co/{generator})"
     card_data = DatasetCardData(
-        language=prompts.get("language"),
         license=license.identifier,
         license_name=license.name,
         license_link=license.link,
         pretty_name=title,
-        size_categories=next((name for end, name in _SIZES if total < end), "n>10M"),
         tags=TAGS,
         task_categories=["image-text-to-text"],
     )
@@ -107,7 +94,6 @@ def dataset_card(
             name_tables=[*_name_tables(splits)],
             has_reasons=any(split["with_reasons"] for split in splits.values()),
             split_by_prompt=len(splits) > 1 and all(split["prompts"] for split in splits.values()),
-            sheets=sheets,
             generator=generator_text,
             license=license,
             is_generators_license=is_generators_license,
@@ -149,25 +135,17 @@ def _annotators_table(ranking: Mapping[str, Any]) -> str:
     people = [name for name in annotators if name not in (AUTOMATIC, *judges)]
     names = [f"person {people.index(name) + 1}" if name in people else public_name(name) for name in annotators]
     counts = {key: [entry[key] for entry in annotators.values()] for key in ("ranked", "skipped")}
-    fractions = {
-        label: [_percent(entry[key]) for entry in annotators.values()]
-        for label, key in (
-            ("as the majority of the others", "agreement_with_others"),
-            ("as the gold answers", "gold_agreement"),
-        )
-    }
-    has_any = any(value is not None for values in fractions.values() for value in values)
-    return _table({"annotator": names, **counts, **fractions}) if has_any else ""
+    others, gold = (
+        [_percent(entry[key]) for entry in annotators.values()] for key in ("agreement_with_others", "gold_agreement")
+    )
+    fractions = {"as the majority of the others": others, "as the gold answers": gold}
+    return _table({"annotator": names, **counts, **fractions}) if any(others + gold) else ""
 
 
 def _value(value: Any) -> str:
     """Format a value of a report; empty if there is nothing to report."""
-    if value is None or isinstance(value, float) and math.isnan(value):
+    if value is None or isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):  # a digest of inputs
         return ""
-    if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):  # a digest of inputs
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
@@ -183,7 +161,7 @@ def _named(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def _facts(values: Mapping[str, Any] | None, *shown: str) -> str:
+def _facts(values: Mapping[str, Any], *shown: str) -> str:
     """List the values of a stage other than those that the card shows elsewhere."""
-    others = {name: value for name, value in (values or {}).items() if name not in shown}
+    others = {name: value for name, value in values.items() if name not in shown}
     return "".join(f"- {name}: {text}\n" for name, text in _named(others).items()) + "\n"

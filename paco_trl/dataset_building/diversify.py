@@ -31,11 +31,8 @@ class Diversified(NamedTuple):
 
     indices: "np.ndarray"  # in the order of selection: the first m are the selection of m
     coverage: float  # fraction of all rows with a selected one at `coverage_threshold` or more
-    coverage_of_first: float  # the same for as many first rows
     coverage_of_random: float  # the same for as many random rows, from a fixed seed
     num_duplicates: int  # rows left out because a selected one is at `duplicate_threshold` or more
-    mean_similarity: float  # of a row to the selected one nearest to it
-    min_similarity: float  # that of the row that is farthest from all selected ones
 
 
 def diversify(
@@ -53,7 +50,8 @@ def diversify(
     import numpy as np
 
     total = len(embeddings)
-    _check_num_selected(num_selected, total)
+    if not 1 <= num_selected <= total:
+        raise ValueError(f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}.")
     if not 0 < duplicate_threshold <= 1:
         raise ValueError(f"`duplicate_threshold` is {duplicate_threshold}, but must be in (0, 1].")
     gains = _linked(_similarities(embeddings, range(total)), num_neighbors)  # (n, n)
@@ -83,17 +81,9 @@ def diversify(
     return Diversified(
         indices=np.array(selected),
         coverage=coverage(nearest),
-        coverage_of_first=coverage(_similarities(embeddings, range(num_selected)).max(axis=1)),
         coverage_of_random=coverage(_similarities(embeddings, random_rows).max(axis=1)),
         num_duplicates=int(total - is_open.sum()) - len(selected),
-        mean_similarity=float(nearest.mean()) / _SCALE,
-        min_similarity=int(nearest.min()) / _SCALE,
     )
-
-
-def _check_num_selected(num_selected: int, total: int) -> None:
-    if not 1 <= num_selected <= total:
-        raise ValueError(f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}.")
 
 
 def _threshold(similarity: float) -> int:
@@ -120,8 +110,8 @@ def _linked(similarities: "np.ndarray", num_neighbors: int) -> "np.ndarray":
     return np.where(is_linked | is_linked.T, np.maximum(similarities, 0), 0).astype(np.int16)
 
 
-def embed_texts(model: str | Path, texts: list[str]) -> "tuple[np.ndarray, int]":
-    """Embed texts as unit vectors (len(texts), D), float32; return also how many texts were cut."""
+def embed_texts(model: str | Path, texts: list[str]) -> "np.ndarray":
+    """Embed texts as unit vectors (len(texts), D), float32."""
     import numpy as np
     from accelerate import PartialState
 
@@ -136,13 +126,12 @@ def embed_texts(model: str | Path, texts: list[str]) -> "tuple[np.ndarray, int]"
     options = {"dtype": "float32", "use_safetensors": True}
     encoder = SentenceTransformer(str(model), device=str(PartialState().device), model_kwargs=options)
     limit = encoder.max_seq_length or math.inf
-    cut = sum(len(ids) > limit for ids in encoder.tokenizer(texts, verbose=False)["input_ids"])
-    if cut:
+    if cut := sum(len(ids) > limit for ids in encoder.tokenizer(texts, verbose=False)["input_ids"]):
         logger.warning(f"{cut} of {len(texts)} texts are longer than the {limit} tokens that {model} reads.")
     embeddings = encoder.encode(texts, batch_size=64, normalize_embeddings=True, show_progress_bar=True)
     if not np.isfinite(embeddings).all():
         raise ValueError(f"Embeddings of {model} are not finite. Check its weights.")
-    return embeddings, cut
+    return embeddings
 
 
 def diversify_prompts(
@@ -167,24 +156,17 @@ def diversify_prompts(
         `tuple[Dataset, dict]`: the selected rows, in the order of selection, and a report of their coverage.
     """
     check_image_set_columns(dataset)
-    _check_num_selected(num_selected, len(dataset))  # before anything is embedded
     names = [name for name in ("theme", "prompt", "panels") if name in dataset.column_names]
     rows = dataset.with_format(None).select_columns(names)
     texts = [" ".join([row["theme"], *row["panels"]]) if row.get("theme") else row["prompt"] for row in rows]
-    embeddings, cut = embed_texts(model, texts)
-    result = diversify(embeddings, num_selected, duplicate_threshold)
+    result = diversify(embed_texts(model, texts), num_selected, duplicate_threshold)
     report = {
-        "prompts": len(dataset),
         "selected": num_selected,
         "model": str(model),
-        "texts cut": cut,
         "duplicate threshold": duplicate_threshold,
         "near-duplicates left out": result.num_duplicates,
         "coverage threshold": _COVERAGE_THRESHOLD,
         "coverage": round(result.coverage, 4),
-        "coverage of the first": round(result.coverage_of_first, 4),
         "coverage of random ones": round(result.coverage_of_random, 4),
-        "mean similarity to the nearest selected": round(result.mean_similarity, 4),
-        "smallest similarity to the nearest selected": round(result.min_similarity, 4),
     }
     return dataset.select(result.indices.tolist()), report

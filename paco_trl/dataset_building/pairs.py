@@ -36,7 +36,7 @@ class Decision(NamedTuple):
 
 
 def vote_on_instances(annotations: Sequence[Annotation]) -> dict[str, tuple[Vote, list[tuple[int, ...]]]]:
-    """Count the votes on each instance."""
+    """Count the votes on each instance, and list the ranks by its annotators."""
     ranks: dict[str, list[tuple[int, ...]]] = {}
     for annotation in annotations:
         if annotation.ranks is not None:
@@ -140,9 +140,8 @@ def build_pairs(
         rankings of the held-out prompts whose candidates the majority puts in one order, or `None`; and the report:
 
         - `instances`, and `votes`: how many of them are `ranked`, `ordered` (all candidates in one order),
-          `with_ties`, `circular`, `without_best`, `without_worst`, and the discarded `tied_pairs` of candidates;
-        - dropped pairs: `contradictions` (as many votes for Yes as for No), `without_votes` (the majority puts the
-          candidate first or last, but no single annotator does), `same_image_twice`;
+          `with_ties` and `circular`;
+        - dropped pairs: `contradictions` (as many votes for Yes as for No), `same_image_twice`;
         - `splits` (each with `pairs`, `consistent`, `inconsistent`, `prompts`, `images`, `categories`) and
           `held_out_rankings`.
     """
@@ -157,9 +156,13 @@ def build_pairs(
     pairs = pairs_dataset(decisions, panels, prompts)
     report = {
         "instances": len(rows),
-        "votes": _count_votes(votes),
+        "votes": {
+            "ranked": len(votes),
+            "ordered": sum(vote.ranking is not None for vote, _ in votes.values()),
+            "with_ties": sum(vote.num_ties > 0 for vote, _ in votes.values()),
+            "circular": sum(vote.is_circular for vote, _ in votes.values()),
+        },
         "contradictions": sum(pair.yes == pair.no > 0 for pair in decisions),
-        "without_votes": sum(pair.yes == pair.no == 0 for pair in decisions),
         "same_image_twice": len(decided) - len(decisions),
     }
     if len(pairs) == 0:
@@ -176,9 +179,6 @@ def build_pairs(
     for number, group in enumerate(pairs["group"][:]):
         rows_by_split["test" if group in held_out else "train"].append(number)
     splits = DatasetDict({name: pairs.select(numbers) for name, numbers in rows_by_split.items() if numbers})
-    if "test" in splits:
-        check_no_leak(splits["train"], splits["test"], texts, hashes)
-
     names = [row["id"] for row in rows if row["prompt_id"] in held_out and row["id"] in votes]
     names = [name for name in names if votes[name][0].ranking is not None]
     names = sorted(names, key=lambda name: keyed_hash(seed, name))[:max_rankings]
@@ -188,19 +188,6 @@ def build_pairs(
     report["splits"] = {name: _describe(split) for name, split in splits.items()}
     report["held_out_rankings"] = len(orders)
     return splits, rankings, report
-
-
-def _count_votes(votes: dict[str, tuple[Vote, Any]]) -> dict[str, int]:
-    results = [vote for vote, _ in votes.values()]
-    return {
-        "ranked": len(results),
-        "ordered": sum(vote.ranking is not None for vote in results),
-        "with_ties": sum(vote.num_ties > 0 for vote in results),
-        "circular": sum(vote.is_circular for vote in results),
-        "tied_pairs": sum(vote.num_ties for vote in results),
-        "without_best": sum(vote.best is None for vote in results),
-        "without_worst": sum(not vote.worst for vote in results),
-    }
 
 
 def _describe(pairs: "Dataset") -> dict[str, Any]:
@@ -248,26 +235,3 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
             "image has more. Generate more prompts, or set it to 0."
         )
     return chosen
-
-
-def check_disjoint(trained: Mapping[str, set[str]], held_out: Mapping[str, set[str]], train: str, test: str) -> None:
-    """Check that two datasets share nothing, by kind of content."""
-    for kind in trained:
-        shared = sorted(trained[kind] & held_out[kind])
-        if shared:
-            shown = f"{len(shared)} {kind} are both in {train} and in {test}, such as {shared[0]!r}"
-            raise ValueError(f"{shown}: a judge would be evaluated on what it was trained on. Split again.")
-
-
-def check_no_leak(train: "Dataset", test: "Dataset", texts: Mapping[str, str], images: Mapping[str, str]) -> None:
-    """Check that two datasets share no prompt, no text and no image."""
-
-    def contents(dataset: "Dataset") -> dict[str, set[str]]:
-        groups = set(dataset["group"][:])
-        return {
-            "prompts": groups,
-            "prompt texts": {normalized(texts[name]) for name in groups},
-            "images": {images[name] for names in dataset["panels"][:] for name in names},
-        }
-
-    check_disjoint(contents(train), contents(test), "the training data", "what is held out")

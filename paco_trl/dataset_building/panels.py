@@ -4,27 +4,24 @@
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from ..data.columns import by_id, check_is_dataset, column_types, criteria_list, typed_dataset
-from ..data.grids import panel_size, pixels_sha256, split_grid
+from ..data.columns import by_id, column_types, criteria_list, typed_dataset
+from ..data.grids import pixels_sha256, split_grid
 from ..data.rankings import ranking_features
-from ..utils.files import file_name, to_png, write_atomically
+from ..utils.files import digest, file_name, to_png, write_atomically
 from ..utils.stage_folder import StageFolder
-from .annotations import instance_digest
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from PIL.Image import Image
 
 
-def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "Dataset":
+def cut_panels(grids: "Dataset", folder: StageFolder) -> "Dataset":
     """
     Cut grids into their panels, and save each of them once. Interrupted runs resume automatically.
 
@@ -34,20 +31,15 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
             grid; palettes are resolved.
         folder ([`StageFolder`]):
             Directory of the stage. Its settings should have a digest of the grids.
-        num_workers (`int`, *optional*, defaults to `1`):
-            Number of threads that cut.
 
     Returns:
         [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt
         id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a
         path.
     """
-    check_is_dataset(grids, "grids")
-    rows = [{**row, "image": row["image"]["path"]} for row in _with_paths(grids)]
-    for grid in tqdm(rows, desc="Checking grids", unit="grid"):
-        with _open_grid(grid) as image:  # reads its header
-            panel_size(image.height, image.width, grid["rows"], grid["cols"])
+    from datasets import Image
 
+    rows = list(grids.with_format(None).cast_column("image", Image(decode=False)))
     journal = folder.journal("panels")
     hashes = {record["grid"]: record["sha256"] for record in journal.records}
     paths = {
@@ -58,13 +50,11 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
         for grid in rows
     }
     todo = [grid for grid in rows if grid["id"] not in hashes or not all(map(os.path.isfile, paths[grid["id"]]))]
-    bar = tqdm(total=len(rows), initial=len(rows) - len(todo), desc="Cutting panels", unit="grid")
-    with ThreadPoolExecutor(num_workers) as pool, bar:  # Pillow and hashlib release the GIL
-        run = map if num_workers == 1 else pool.map
-        for grid, sha256 in zip(todo, run(lambda grid: _cut(grid, paths[grid["id"]]), todo), strict=True):
+    with ThreadPoolExecutor(2) as pool:  # Pillow and hashlib release the GIL
+        cut = pool.map(lambda grid: _cut(grid, paths[grid["id"]]), todo)
+        for grid, sha256 in zip(tqdm(todo, desc="Cutting panels", unit="grid"), cut, strict=True):
             journal.append({"grid": grid["id"], "sha256": sha256})
             hashes[grid["id"]] = sha256
-            bar.update()
 
     panels = [
         (f"{grid['id']}/{position}", grid["prompt_id"], grid["seed"], position, hashes[grid["id"]][position], path)
@@ -84,37 +74,19 @@ def cut_panels(grids: "Dataset", folder: StageFolder, num_workers: int = 1) -> "
     return dataset
 
 
-def _with_paths(dataset: "Dataset") -> "Dataset":
-    """Read images as they are stored, which must be by path: an embedded one would be copied into each dataset."""
-    from datasets import Image
-
-    stored = dataset.with_format(None).cast_column("image", Image(decode=False))
-    for row, image in enumerate(stored["image"]):
-        if image is None or image["path"] is None or image["bytes"] is not None:
-            raise ValueError(f"Row {row} ({stored[row]['id']!r}) has no image given by its path. Save it as a file.")
-    return stored
-
-
-@contextmanager
-def _open_grid(grid: Mapping[str, Any]) -> Iterator["Image"]:
-    """Open the image of a grid; errors inside name the grid."""
+def _cut(grid: Mapping[str, Any], paths: list[str]) -> list[str]:
+    """Cut and save the panels of one grid; return their digests."""
     from PIL import Image
 
     try:
-        with Image.open(grid["image"]) as image:
-            yield image
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises, and `panel_size`
+        with Image.open(grid["image"]["path"]) as image:
+            image.load()
+            # The pixels of a palette image say nothing without the palette
+            panels = split_grid(image.convert() if image.mode == "P" else image, grid["rows"], grid["cols"])
+    except (AttributeError, OSError, SyntaxError, ValueError) as error:  # what Pillow raises, and `split_grid`
         raise ValueError(
-            f"The grid {grid['id']!r} ({grid['image']}) cannot be cut: {error}. Rerun the stage `grids`."
+            f"The grid {grid['id']!r} ({grid['image']['path']}) cannot be cut: {error}. Rerun the stage `grids`."
         ) from error
-
-
-def _cut(grid: Mapping[str, Any], paths: list[str]) -> list[str]:
-    """Cut and save the panels of one grid; return their digests."""
-    with _open_grid(grid) as image:
-        image.load()
-        # The pixels of a palette image say nothing without the palette
-        panels = split_grid(image.convert() if image.mode == "P" else image, grid["rows"], grid["cols"])
     for panel, path in zip(panels, paths, strict=True):
         write_atomically(path, to_png(panel))
     return [pixels_sha256(panel) for panel in panels]
@@ -165,8 +137,8 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
             if position != other:
                 name = f"{prompt_id}/{seed_of_reference}/{position}/{other}"
                 reference, candidates = names[seed_of_reference, position], [names[each, other] for each in seeds]
-                digest = instance_digest(digests[reference], [digests[candidate] for candidate in candidates])
-                instances.append((name, prompt_id, reference, candidates, digest))
+                images = [digests[panel] for panel in (reference, *candidates)]
+                instances.append((name, prompt_id, reference, candidates, digest(images)[:16]))
         # At random, each by its id alone, whatever other instances there are
         chosen = sorted(instances, key=lambda row: hashlib.sha256(f"{seed}\n{row[0]}".encode()).digest())[:limit]
         rows += [instance for instance in instances if limit is None or instance in chosen]

@@ -2,29 +2,21 @@
 """Stage 1: write image-set prompts with a language model, spread evenly over categories and layouts."""
 
 import json
-import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader
-
-from ..data.columns import column_types
 from ..data.grid_prompts import ends_sentence, format_image_set_prompt
 from ..data.texts import normalized
-from ..utils.chat import ChatEndpoint, ChatRequest, Reply
+from ..utils.chat import ChatEndpoint, Reply
 from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
-from .answers import Answers, cause_of, causes_text, sampled_request
+from .answers import TEMPLATES, ask_in_rounds, cause_of
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-logger = logging.getLogger(__name__)
 
 
 class Category(NamedTuple):
@@ -35,8 +27,6 @@ class Category(NamedTuple):
     dimensions: tuple[str, ...]
 
 
-# Also of the texts that ask for reasons
-TEMPLATES = Environment(loader=PackageLoader("paco_trl"))
 _DATA = json.loads(read_template("categories.json"))
 # Dimension -> its meaning, as LLMs and VLMs are told
 DIMENSIONS: dict[str, str] = _DATA["dimensions"]
@@ -45,8 +35,6 @@ CATEGORIES = tuple(Category(name, group, tuple(dimensions)) for name, group, dim
 
 # Prompts of a request: the model makes those of one answer different from each other
 _PROMPTS_PER_REQUEST = 4
-# Answers after which it is clear that there will be no usable one
-_TRIED_ENOUGH = 16
 # Length of an answer: a panel takes about 60 tokens, the theme about 100
 _TOKENS_PER_PANEL = 160
 _TOKENS_PER_THEME = 320
@@ -124,69 +112,57 @@ def write_prompts(
     if not layouts or any(rows < 1 or rows * cols < 2 for rows, cols in layouts):
         raise ValueError(f"`layouts` is {layouts}, but each must have two panels or more, such as (2, 2).")
     batches = _plan(num_prompts, [known[name] for name in names], list(layouts))
-    journal = folder.journal("prompts")
-    answers = Answers(endpoint, journal, "image-set prompts", _TRIED_ENOUGH)
-    replies: dict[tuple[int, int], Reply] = {}
-
-    def add(number: int, attempt: int, reply: Reply) -> None:
-        usable, causes = _read(reply, batches[number], _PROMPTS_PER_REQUEST)
-        answers.add(f"{seed}/{number}/{attempt}", reply, bool(usable), causes)
-        replies[number, attempt] = reply
-
-    def save(question: tuple[int, int, ChatRequest], reply: Reply) -> bool:
-        number, attempt, _ = question
-        journal.append({"request": number, "attempt": attempt, "reply": list(reply)})
-        add(number, attempt, reply)
-        return True
-
-    for record in journal.records:
-        add(record["request"], record["attempt"], Reply(*record["reply"]))
-    written: list[list[tuple[str, list[str]]]] = [[] for _ in batches]
-    rejected: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
+    rows: dict[int, dict[str, Any]] = {}  # by slot
     seen: set[str] = set()
 
-    # All are sent, then all are checked in order: of two equal prompts the same one is dropped, whichever came first
-    for attempt in range(max_attempts):
-        lacking = {n: len(batch.slots) - len(written[n]) for n, batch in enumerate(batches)}
-        lacking = {number: count for number, count in lacking.items() if count}
-        unsent = [
-            (number, attempt, _request(batches[number], count, f"{seed}/{number}/{attempt}"))
-            for number, count in lacking.items()
-            if (number, attempt) not in replies
-        ]
-        if unsent:
-            description = f"Writing prompts (attempt {attempt + 1} of {max_attempts})"
-            answers.collect(iter(unsent), itemgetter(2), save, total=len(unsent), desc=description)
-        dropped = Counter()
-        for number, count in lacking.items():
-            usable, causes = _read(replies[number, attempt], batches[number], count)
-            for theme, panels in usable:
-                key = normalized(" ".join([theme, *panels]))
-                if key in seen:
-                    causes[SAME_PROMPT] += 1
-                else:
-                    seen.add(key)
-                    written[number].append((theme, panels))
-            dropped += causes
-        rejected += dropped
-    if not seen:
-        raise answers.none_usable()
+    def lacking(number: int) -> list[int]:
+        return [slot for slot in batches[number].slots if slot not in rows]
 
-    rows = _rows(batches, written)
-    report = {
-        "asked for": num_prompts,
-        "written": len(rows),
-        "requests": len(replies),
-        "rejected": dict(rejected.most_common()),
-        "left out": dict(dropped.most_common()),
-        "of each category": dict(Counter(row["category"] for row in rows)),
-    }
-    if dropped:
-        logger.warning(f"{len(rows)} of {num_prompts} prompts were written. Left out: {causes_text(dropped)}.")
-    kinds = {"rows": "int64", "cols": "int64", "panels": ["string"], "dimensions": ["string"]}
-    features = column_types(**{name: kinds.get(name, "string") for name in rows[0]})
-    folder.finish(Dataset.from_list(rows, features=features), report)
+    def request(number: int) -> tuple[str, int]:
+        batch, count = batches[number], len(lacking(number))
+        panels = batch.rows * batch.cols
+        text = TEMPLATES.get_template("write_prompts.txt.jinja").render(
+            count=count, panels=panels, category=batch.category, meanings=DIMENSIONS
+        )
+        return text, count * (panels * _TOKENS_PER_PANEL + _TOKENS_PER_THEME)
+
+    def use(number: int, prompts: list[tuple[str, list[str]]]) -> Counter[str]:
+        category, layout_rows, layout_cols, _ = batches[number]
+        repeated: Counter[str] = Counter()
+        for theme, panels in prompts:
+            key = normalized(" ".join([theme, *panels]))
+            if key in seen:
+                repeated[SAME_PROMPT] += 1
+                continue
+            seen.add(key)
+            slot = lacking(number)[0]
+            rows[slot] = {
+                "id": f"{category.name.lower().replace(' ', '-')}-{slot:05d}",
+                "prompt": format_image_set_prompt(theme, layout_rows, layout_cols, panels),
+                "theme": theme,
+                "rows": layout_rows,
+                "cols": layout_cols,
+                "panels": panels,
+                "category": category.name,
+                "dimensions": list(category.dimensions),
+            }
+        return repeated
+
+    report = ask_in_rounds(
+        endpoint,
+        folder.journal("prompts"),
+        "image-set prompts",
+        seed,
+        max_attempts,
+        range(len(batches)),
+        is_open=lambda number: bool(lacking(number)),
+        request=request,
+        read=lambda number, reply: _read(reply, batches[number], len(lacking(number))),
+        use=use,
+    )
+    of_category = dict(Counter(row["category"] for row in rows.values()))
+    report = {"asked for": num_prompts, "written": len(rows), **report, "of each category": of_category}
+    folder.finish(Dataset.from_list([rows[slot] for slot in sorted(rows)]), report)
     return folder.load()
 
 
@@ -202,14 +178,6 @@ def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int,
         for (category, layout), slots in sorted(places.items())
         for start in range(0, len(slots), _PROMPTS_PER_REQUEST)
     ]
-
-
-def _request(batch: _Batch, count: int, key: str) -> ChatRequest:
-    panels = batch.rows * batch.cols
-    text = TEMPLATES.get_template("write_prompts.txt.jinja").render(
-        count=count, panels=panels, category=batch.category, meanings=DIMENSIONS
-    )
-    return sampled_request(text, key, count * (panels * _TOKENS_PER_PANEL + _TOKENS_PER_THEME))
 
 
 def _read(reply: Reply, batch: _Batch, count: int) -> tuple[list[tuple[str, list[str]]], Counter[str]]:
@@ -253,20 +221,3 @@ def _checked(entry: Any, rows: int, cols: int) -> tuple[str, list[str]] | str:
     except ValueError:
         return MARKERS
     return MARKERS if prompt.startswith(theme) else (theme, panels)  # the model wrote a layout itself
-
-
-def _rows(batches: list[_Batch], written: list[list[tuple[str, list[str]]]]) -> list[dict[str, Any]]:
-    rows = {}
-    for batch, prompts in zip(batches, written, strict=True):
-        for slot, (theme, panels) in zip(batch.slots, prompts, strict=False):
-            rows[slot] = {
-                "id": f"{batch.category.name.lower().replace(' ', '-')}-{slot:05d}",
-                "prompt": format_image_set_prompt(theme, batch.rows, batch.cols, panels),
-                "theme": theme,
-                "rows": batch.rows,
-                "cols": batch.cols,
-                "panels": panels,
-                "category": batch.category.name,
-                "dimensions": list(batch.category.dimensions),
-            }
-    return [rows[slot] for slot in sorted(rows)]

@@ -15,14 +15,7 @@ from ..data.columns import by_id
 from ..data.rankings import default_question
 from ..utils.files import write_atomically
 from ..utils.journals import read_lines
-from .annotations import (
-    AUTOMATIC,
-    annotation_files,
-    append_annotation,
-    check_annotator,
-    digests_by_instance,
-    read_annotations,
-)
+from .annotations import AUTOMATIC, annotation_files, append_annotation, check_annotator, read_annotations
 
 
 if TYPE_CHECKING:
@@ -40,13 +33,12 @@ def rank_automatically(instances: "Dataset", panels: "Dataset", folder: str | Pa
 
     The annotator is `automatic`, whose earlier annotations in `folder` are replaced. Returns the number of instances.
     """
-    seeds = by_id(panels, "seed")
-    digests, lines = digests_by_instance(instances), []
-    for instance in tqdm(instances.with_format(None), desc="Ranking by construction", unit="instance"):
-        ranks = [1 if seeds[name] == seeds[instance["reference"]] else 2 for name in instance["candidates"]]
-        record = {"annotator": AUTOMATIC, "instance": instance["id"], "ranks": ranks}
-        lines.append(json.dumps(record | digests.get(instance["id"], {})))
-    write_atomically(Path(folder) / f"{AUTOMATIC}.jsonl", "".join(f"{line}\n" for line in lines))
+    seeds, lines = by_id(panels, "seed"), []
+    for row in instances.with_format(None):
+        ranks = [1 if seeds[name] == seeds[row["reference"]] else 2 for name in row["candidates"]]
+        record = {"annotator": AUTOMATIC, "instance": row["id"], "ranks": ranks, "digest": row["digest"]}
+        lines.append(json.dumps(record) + "\n")
+    write_atomically(Path(folder) / f"{AUTOMATIC}.jsonl", "".join(lines))
     return len(lines)
 
 
@@ -57,26 +49,11 @@ def judge_annotator_name(name: str) -> str:
 
 def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None) -> dict[str, str]:
     """Map annotators (all if `None`) to `"people"`, `"judge"` (its annotations have scores) or `"automatic"`."""
-    if not any(Path(folder).glob("*.jsonl")):
-        return {}
     kinds = {}
     for path in annotation_files(folder, annotators):
         has_scores = any("scores" in record for _, record in read_lines(path))
         kinds[path.stem] = AUTOMATIC if path.stem == AUTOMATIC else "judge" if has_scores else "people"
     return kinds
-
-
-def _done_by_judge(folder: str | Path, annotator: str, judge: str, instances: "Dataset") -> set[str]:
-    """Find the instances that a judge has ranked already, if the annotator's name is its own."""
-    file = Path(folder) / f"{annotator}.jsonl"
-    if annotator == AUTOMATIC:
-        raise ValueError(f"{AUTOMATIC!r} is the name of rankings by construction. Give another `annotator`.")
-    if not file.exists():
-        return set()
-    others = sorted({str(record.get("judge", "a person")) for _, record in read_lines(file)} - {judge})
-    if others:
-        raise ValueError(f"The annotator {annotator!r} is {others[0]!r} already, not {judge!r}. Choose another name.")
-    return {annotation.instance for annotation in read_annotations([file], instances)}
 
 
 def rank_with_judge(
@@ -102,25 +79,21 @@ def rank_with_judge(
     Returns:
         `dict[str, int]`: `ranked` (now), `found` (by an earlier run), `unanswered`.
     """
-    from datasets import Image
-
-    done = _done_by_judge(folder, check_annotator(annotator), judge.name, instances)
-    digests = digests_by_instance(instances)
+    file = Path(folder) / f"{check_annotator(annotator)}.jsonl"
+    earlier = [file] if file.exists() else []
+    others = {str(record.get("judge", "a person")) for path in earlier for _, record in read_lines(path)}
+    if others - {judge.name}:
+        raise ValueError(f"The annotator {annotator!r} is {min(others - {judge.name})!r} already, not {judge.name!r}.")
+    done = {annotation.instance for annotation in read_annotations(earlier, instances)}
     rows = [row for row in instances.with_format(None) if row["id"] not in done]
-
-    # Paths, or bytes if the panels came from the Hub, which are read by prompt
-    stored = panels.cast_column("image", Image(decode=False)).select_columns(["id", "image"])
-    rows_by_id = {name: row for row, name in enumerate(stored["id"][:])}
+    paths = {name: image["path"] for name, image in by_id(panels, "image").items()}
     questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
 
     unanswered = 0
     with tqdm(total=len(instances), initial=len(done), desc=f"Ranking by {annotator}", unit="instance") as bar:
         for prompt_id, group in itertools.groupby(rows, key=lambda row: row["prompt_id"]):
             same_prompt = list(group)
-            names = {name for row in same_prompt for name in (row["reference"], *row["candidates"])}
-            images = {name: stored[rows_by_id[name]]["image"] for name in names}
-            images = {name: image["bytes"] or image["path"] for name, image in images.items()}
-            pairs = [(images[row["reference"]], images[name]) for row in same_prompt for name in row["candidates"]]
+            pairs = [(paths[row["reference"]], paths[name]) for row in same_prompt for name in row["candidates"]]
             scores = iter(judge.score(pairs, [questions[prompt_id]] * len(pairs)))
             for row in same_prompt:
                 yes: list = [next(scores) for _ in row["candidates"]]
@@ -130,7 +103,7 @@ def rank_with_judge(
                 # 1 for the highest score, equal ones tied
                 ranks = [1 + sum(other > score for other in yes) for score in yes]
                 record = {"annotator": annotator, "instance": row["id"], "ranks": ranks, "scores": yes}
-                append_annotation(folder, record | {"judge": judge.name} | digests.get(row["id"], {}))
+                append_annotation(folder, record | {"judge": judge.name, "digest": row["digest"]})
             bar.update(len(same_prompt))
     if unanswered:
         logger.warning(f"{annotator} did not score {unanswered} of {len(rows)} instances. Rerun to score them.")

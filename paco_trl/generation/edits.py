@@ -11,7 +11,7 @@ from ..utils.files import file_name
 from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
-from .image_files import LARGEST_SEED, generate_missing, name_prompts, own_arguments
+from .image_files import generate_missing, name_prompts, own_arguments
 
 
 if TYPE_CHECKING:
@@ -65,8 +65,6 @@ def generate_edits(
     import torch
     from accelerate import PartialState
 
-    if not 0 <= seed <= LARGEST_SEED:
-        raise ValueError(f"`seed` is {seed}. It must be from 0 to {LARGEST_SEED}.")
     advice = "Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
     check_call(pipeline, _CALL, f"edit a given image as a text describes, from given noise. {advice}")
     height, width = call_arguments.get("height"), call_arguments.get("width")

@@ -1,26 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate a grid of panels for each prompt with each seed."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.columns import typed_dataset
 from ..data.grids import join_grid
-from ..data.image_sets import (
-    PANEL_TEMPLATE,
-    SEPARATE,
-    check_image_set_columns,
-    check_panel_options,
-    prompts_of_row,
-)
+from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, check_image_set_columns, check_panel_options, prompts_of_row
 from ..data.source_images import SourceImages
 from ..utils.files import file_name
 from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
 from .edits import check_sources
-from .image_files import LARGEST_SEED, generate_missing, name_prompts, own_arguments
+from .image_files import generate_missing, name_prompts, own_arguments
 from .sample_sheet import grids_sheet
 
 
@@ -85,7 +78,8 @@ def generate_grids(
         seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2, 3)`):
             Seeds of each prompt.
         batch_size (`int`, *optional*, defaults to `1`):
-            Largest number of images of a call. With a multiple of the number of seeds, each prompt is encoded once.
+            Largest number of images of a call. With a multiple of the number of seeds, each prompt is encoded once. Of
+            anchored sets it is 1.
         height (`int`, *optional*), width (`int`, *optional*):
             Size of the images in pixels; that of the prompt's row if `None`.
         panel_template (`str`, *optional*, defaults to `"{theme} {panel}"`), panel_generation (`str`, *optional*, defaults to `"independent"`):
@@ -104,13 +98,13 @@ def generate_grids(
 
     check_image_set_columns(prompts)
     seeds = list(seeds)
-    if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) <= LARGEST_SEED:
-        raise ValueError(f"`seeds` is {seeds}, but must be different ints from 0 to {LARGEST_SEED}.")
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"`seeds` is {seeds}, but must be different ints.")
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}. It must be at least 1.")
     arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
     check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
-    check_panels(panel_template, panel_generation, batch_size)
+    check_panel_options(panel_template, panel_generation)
     name, is_anchored = type(pipeline).__name__, panel_generation == "anchored"
     family = FAMILIES.get(name, Family)
     check_panel_generation(panel_generation, name, family)
@@ -121,6 +115,8 @@ def generate_grids(
         references = SourceImages(prompts, "the prompts", "references")
         check_sources(pipeline, references, ids, is_anchored)
         batch_size = min(batch_size, len(seeds))  # a call shares its source images
+    if is_anchored:
+        batch_size = 1  # the first panel is that of one set alone
     batches = plan_batches(list(sizes.values()), seeds, batch_size)
     files = {f"{name}/{seed}": folder.images / file_name(name) / f"{seed}.png" for name in ids for seed in seeds}
     names = [[f"{ids[row]}/{seed}" for row in batch.rows for seed in batch.seeds] for batch in batches]
@@ -154,25 +150,10 @@ def generate_grids(
     dataset = typed_dataset(rows, id="string", prompt_id="string", **numbers, image="image")
     if PartialState().is_main_process:
         grids_sheet(dataset, prompts, folder.path / "sample.png")
-        counts = Counter(f"{height}x{width}" for height, width, _ in sizes.values())
-        report = {
-            "prompts": len(prompts),
-            "seeds": seeds,
-            "grids": len(dataset),
-            "grids by size (height x width)": {size: count * len(seeds) for size, count in counts.items()},
-            "flat grids": flat,
-        }
+        report = {"prompts": len(prompts), "seeds": seeds, "grids": len(dataset), "flat grids": flat}
         folder.finish(dataset, report)
     wait_for_all()
     return dataset
-
-
-def check_panels(panel_template: str, panel_generation: str, batch_size: int) -> None:
-    """Check settings of separate images, before a pipeline is loaded."""
-    check_panel_options(panel_template, panel_generation)
-    if panel_generation == "anchored" and batch_size > 1:
-        reason = "a call shares its source images, but the first panel is that of one set alone"
-        raise ValueError(f"`batch_size` is {batch_size} and `panel_generation` 'anchored': {reason}. Set it to 1.")
 
 
 def _size_multiple(pipeline: "DiffusionPipeline") -> int:

@@ -3,6 +3,7 @@
 
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from ..data.grids import split_grid
 from ..utils.files import to_png, write_atomically
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
+from ..utils.text import some_of
 
 
 if TYPE_CHECKING:
@@ -23,29 +25,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LARGEST_SEED = 2**63 - 1  # of a column of int64
-
 
 def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)) -> list[str]:
     """Name prompts by their `id` and their other `columns`, joined by slashes; `what` is their name in errors."""
-    if "id" not in prompts.column_names:
-        raise ValueError(
-            f"The prompts have no column `id`, which names the {what}, only {prompts.column_names}. Add it."
-        )
     rows: dict[str, int] = {}
-    columns = [name for name in columns if name in prompts.column_names]
+    columns = [name for name in columns if name == "id" or name in prompts.column_names]
     for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
         for name, value in values.items():
             if not isinstance(value, str) or not value:
                 raise ValueError(
-                    f"The `{name}` of row {row} of the prompts is {value!r}, but must be a non-empty text."
+                    f"The `{name}` of row {row} of the prompts is {value!r}. It must be a non-empty text."
                 )
         key = "/".join(values[name] for name in columns)
         if key in rows:
-            language = " in the same `language`" if len(columns) == 2 else ""
             raise ValueError(
-                f"Rows {rows[key]} and {row} of the prompts have the same `id` {values['id']!r}{language}, so that their {what} "
-                "would overwrite each other. Give each a unique id."
+                f"Rows {rows[key]} and {row} of the prompts are both {key!r}, so that their {what} would overwrite each "
+                "other. Give each a unique `id`."
             )
         rows[key] = row
     return list(rows)
@@ -73,51 +68,39 @@ def generate_missing(
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
-    # Each process reads a part of the existing files; then all of them divide the same list of calls
     state = PartialState()
-    count_of = lambda number: 1 if sizes is None else sizes[number][2]  # noqa: E731
+    known = [None] * len(calls) if sizes is None else sizes
+    counts = [1 if size is None else size[2] for size in known]
+    # Each process reads a part of the existing files; then all of them divide the same list of calls
     flat, missing = [], []
     for number in range(state.process_index, len(calls), state.num_processes):
         for name, path in calls[number].items():
-            image = _read_image(path, None if sizes is None else sizes[number])
+            image = _read_image(path, known[number])
             if image is None:
                 missing.append((number, name))
-            elif is_flat(image, count_of(number)):
+            elif is_flat(image, counts[number]):
                 flat.append(name)
     wait_for_all()
-    missing = sorted(gather_object(missing))
-    names: dict[int, list[str]] = {}
-    for number, name in missing:
-        names.setdefault(number, []).append(name)
+    names: dict[int, list[str]] = defaultdict(list)
+    for number, name in sorted(gather_object(missing)):
+        names[number].append(name)
 
-    waiting = [calls[number][name] for number, name in missing]
-    order = [name for call in calls for name in call]
-    is_quiet = not state.is_main_process
-    with (
-        truncations_counted(pipeline, f"{sum(map(count_of, names))} calls of {type(pipeline).__name__}"),
-        tqdm(
-            total=len(order), initial=len(order) - len(waiting), desc=f"Generating {what}", unit="image",
-            disable=is_quiet,
-        ) as bar,
-    ):  # fmt: skip
-        for number in list(names)[state.process_index :: state.num_processes]:
+    own = list(names)[state.process_index :: state.num_processes]
+    bar = tqdm(own, desc=f"Generating {what}", unit="call", disable=not state.is_main_process)
+    with truncations_counted(pipeline, f"{sum(map(counts.__getitem__, names))} calls of {type(pipeline).__name__}"):
+        for number in bar:
             images = generate(number)
             for name in names[number]:
                 write_atomically(calls[number][name], to_png(images[name]))
-                if is_flat(images[name], count_of(number)):
+                if is_flat(images[name], counts[number]):
                     flat.append(name)
-            if not is_quiet:  # images of other processes count too
-                still = [path for path in waiting if not path.exists()]
-                bar.update(len(waiting) - len(still))
-                waiting = still
         wait_for_all()
-        flat = sorted(gather_object(flat), key=order.index)
-        bar.update(len(waiting))
-    if flat and not is_quiet:
+    order = [name for call in calls for name in call]
+    flat = sorted(gather_object(flat), key=order.index)
+    if flat and state.is_main_process:
         logger.warning(
-            f"{len(flat)} of {len(order)} {what} are (or have an image of) one flat color, the result of a safety checker or of non-finite numbers "
-            f"(try another `dtype`): {', '.join(flat[:20])}{', ...' * (len(flat) > 20)}. Leave their prompts out, or "
-            "generate them with another seed."
+            f"{len(flat)} of {len(order)} {what} are (or have an image of) one flat color, by a safety checker or non-finite "
+            f"numbers (try another `dtype`): {some_of(flat)}. Leave their prompts out, or use another seed."
         )
     return flat
 

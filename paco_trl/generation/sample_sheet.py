@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample sheets: one image with some of the prompts and grids, instances, pairs or rankings of a stage."""
+"""Sample sheets: one image with some of the prompts and grids, pairs or rankings of a stage."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,23 +35,6 @@ def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prom
     for place in _evenly_spaced(range(len(names)), max_prompts):
         shown = grids.select(rows_by_prompt[names[place]][:_MAX_IMAGES])
         rows.append((texts[names[place]], [[(row["image"], f"seed {row['seed']}") for row in shown]]))
-    _save(rows, path)
-
-
-def instances_sheet(
-    instances: "Dataset", panels: "Dataset", prompts: "Dataset", path: str | Path, max_instances: int = 6
-) -> None:
-    """Show some ranking instances, a row each: the reference at the left, then the first eight candidates."""
-    rows_by_id = {name: row for row, name in enumerate(panels["id"][:])}
-    texts = by_id(prompts, "prompt")
-    rows = []
-    for place in _evenly_spaced(range(len(instances)), max_instances):
-        instance = instances[place]
-        blocks = []
-        for names, role in (([instance["reference"]], "reference: "), (instance["candidates"][:_MAX_IMAGES], "")):
-            shown = [panels[rows_by_id[name]] for name in names]
-            blocks.append([(row["image"], f"{role}seed {row['seed']}, panel {row['position']}") for row in shown])
-        rows.append((texts[instance["prompt_id"]], blocks))
     _save(rows, path)
 
 

@@ -6,7 +6,6 @@ import functools
 import os
 import re
 import threading
-from collections import deque
 from collections.abc import Coroutine, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
@@ -232,17 +231,15 @@ class ChatEndpoint(ChatClient):
         except NoAnswerError as failure:
             raise self._is_down(failure) from None
 
-    def ask_all(
-        self, requests: Iterable[ChatRequest], again: deque[tuple[int, ChatRequest]] | None = None
-    ) -> Generator[tuple[int, Reply], None, None]:
-        """Send queries, those in `again` first, as there is room, and yield the number and the reply of each."""
-        # In the order of the replies. The caller may append to `again`; an iteration that ends early cancels the rest
+    def ask_all(self, requests: Iterable[ChatRequest]) -> Generator[tuple[int, Reply], None, None]:
+        """Send queries as there is room, and yield the number and the reply of each, in the order of the replies."""
+        # An iteration that ends early cancels the rest
         waiting = enumerate(requests)
         pending: dict[Future[Reply], int] = {}
         try:
             while True:
                 while len(pending) < self.max_concurrency:
-                    numbered = again.popleft() if again else next(waiting, None)
+                    numbered = next(waiting, None)
                     if numbered is None:
                         break
                     pending[self.start(self._reply(numbered[1]))] = numbered[0]
