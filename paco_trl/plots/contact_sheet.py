@@ -89,7 +89,7 @@ def _scale(image: Image.Image, cell: int, highest: int) -> Image.Image:
 def _wrap(text: str, letter: int, width: int) -> list[str]:
     """Break a text into at most three lines of about a width in pixels."""
     letters = int(0.95 * width * len(text) / max(_font(text, letter).getlength(text), 1))
-    return textwrap.wrap(text, max(letters, 1), max_lines=3, placeholder="...")
+    return textwrap.wrap(text, max(letters, 3), max_lines=3, placeholder="...")
 
 
 def _font(text: str, letter: int) -> Any:
