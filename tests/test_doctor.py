@@ -2,13 +2,10 @@
 """`paco-trl doctor` on the tiny FLUX: a healthy run has only "ok", and each planted fault is found in its row."""
 
 import configparser
-import importlib
-import importlib.metadata
 import json
 import os
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,12 +154,11 @@ def test_every_row_is_ok_and_has_its_numbers(examine):
     for name, *tokens in (
         ("versions", "torch 2"),
         ("configuration", "4 prompts x 4 generations = 16 images a round", "effective batch 8 images"),
-        ("data", "15 prompts", "64 x 64 (12), 32 x 64 (3)", "6 optimizer steps, 3 round(s)"),
+        ("data", "15 prompts", "2 x 2 (12), 1 x 2 (3)", "6 optimizer steps, 3 round(s)"),
         ("model and adapter", "Trained at 32 x 32 (12), 16 x 32 (3) (multiples of 4 pixels)"),
         ("noise-free image", "differ by 0 ("),
         ("ratio", "max |ratio - 1| before the first update 0 (step 1: 0, step 2: 0)"),
         ("saved files", "0 with `PeftModel.from_pretrained` and 0 with `pipe.load_lora_weights`"),
-        ("reward redness_reward", "0 None"),
     ):
         assert all(token in rows[name].finding for token in tokens), rows[name].finding
     effect = float(re.search(r"change the last latents by (\d\S*)\. ", rows["saved files"].finding)[1])
@@ -253,11 +249,11 @@ class TestFaults:
         planted = {
             "raises": (lambda images: 1 / 0, "failed", "'raises' raised ZeroDivisionError"),
             "text": (lambda images: ["good"] * len(images), "failed", "'text' returned 'good'"),
-            "none": (lambda images: [None] * len(images), "failed", "2 None"),
-            "constant": (lambda images: [1.0] * len(images), "warning", "1, 1;"),
-            "one_none": (lambda images: [None, *range(1, len(images))], "warning", "None, 1; 1 None"),
-            "good": (lambda images: list(range(len(images))), "ok", "0, 1; 0 None"),
-            "asynchronous": (asynchronous, "ok", "0, 1; 0 None"),
+            "none": (lambda images: [None] * len(images), "failed", "None, None."),
+            "constant": (lambda images: [1.0] * len(images), "warning", "1, 1."),
+            "one_none": (lambda images: [None, *range(1, len(images))], "warning", "None, 1."),
+            "good": (lambda images: list(range(len(images))), "ok", "0, 1."),
+            "asynchronous": (asynchronous, "ok", "0, 1."),
         }
 
         def load(name):
@@ -283,21 +279,19 @@ class TestFaults:
 
     def test_data_that_cannot_be_used(self, examine, prompt_rows):
         assert examine("data", rows=prompt_rows[:4])["data"].verdict == "ok"
-        for settings, token, is_skipped in (
-            ({"rows": prompt_rows[:3]}, "at most 3", False),
-            ({"rows": [{"text": "a cat"}] * 4}, "text", True),
-            ({"dataset_name": "/no/such/prompts.jsonl"}, "prompts.jsonl", True),
+        for settings, token in (
+            ({"rows": prompt_rows[:3]}, "at most 3"),
+            ({"rows": [{"text": "a cat"}] * 4}, "text"),
+            ({"dataset_name": "/no/such/prompts.jsonl"}, "prompts.jsonl"),
         ):
             rows = examine("memory", **settings)
             assert rows["data"].verdict == "failed" and token in rows["data"].finding
             assert rows["rewards"].verdict == "ok"
-            for name in ("model and adapter", "memory"):
-                assert rows[name].verdict in (["skipped"] if is_skipped else ["ok", "warning"])  # of repeated prompts
-                assert (rows[name].finding == "needs: data") == is_skipped
+            assert rows["model and adapter"].finding == rows["memory"].finding == "needs: data"
 
     def test_a_model_that_cannot_be_read(self, examine):
-        failed = dict.fromkeys(("model and adapter", "memory"), "failed")
-        assert verdicts(examine("memory", model_name_or_path="/no/such/model")) == healthy("memory") | failed
+        rows = examine("data", model_name_or_path="/no/such/model")
+        assert rows["configuration"].verdict == "failed" and "/no/such/model" in rows["configuration"].finding
 
     def test_prompts_that_are_repeated(self, examine, prompt_rows):
         row = examine("data", rows=[*prompt_rows[:4], *prompt_rows[:1]])["data"]
@@ -306,7 +300,7 @@ class TestFaults:
     def test_a_reward_that_does_not_load(self, examine):
         rows = examine("model and adapter", rewards=["no_such.reward"])
         assert rows["rewards"].verdict == "failed" and "no_such" in rows["rewards"].finding
-        assert rows["model and adapter"].verdict == "ok"
+        assert rows["model and adapter"].finding == "needs: rewards"
 
     def test_a_configuration_that_does_not_divide(self, examine):
         rows = examine(generation_batch_size=18)
@@ -314,16 +308,6 @@ class TestFaults:
         assert rows["configuration"].verdict == "failed"
         assert "`generation_batch_size` = 18" in rows["configuration"].finding
         assert {row.verdict for name, row in rows.items() if name not in ("versions", "configuration")} == {"skipped"}
-
-    def test_an_outdated_version(self, monkeypatch):
-        state = doctor.DoctorState(parse=None, temporary_dir="")
-        assert doctor.check_versions(state).verdict == "ok"
-        version = importlib.metadata.version
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.20.9" if name == "peft" else version(name))
-        row = doctor.check_versions(state)
-        assert row.verdict == "warning"
-        assert row.finding.startswith("peft is 0.20.9, needed is >=0.21")
-        assert "`pip install -U peft`" in row.advice
 
 
 def test_all_weights_are_trained(examine):
@@ -410,29 +394,18 @@ def test_resuming(examine, tmp_path):
 
 
 class TestMemory:
-    @pytest.mark.parametrize(
-        "optim, is_8bit", [("adafactor", False), ("adamw_bnb_8bit", True), ("adamw_torch_fused", None)]
-    )
-    def test_the_row_names_an_optimizer_that_is_not_adamw(self, tiny_plan, monkeypatch, optim, is_8bit):
+    @pytest.mark.parametrize("optim, is_named", [("adafactor", True), ("adamw_torch_fused", False)])
+    def test_the_row_names_an_optimizer_that_is_not_adamw(self, tiny_plan, monkeypatch, optim, is_named):
         monkeypatch.setattr(tiny_plan.run.args, "optim", optim)
-        finding = doctor.memory_row(tiny_plan, None).finding
-        assert (f"The optimizer `{optim}` is counted as AdamW in float32" in finding) == (is_8bit is not None)
-        assert ("8-bit: a quarter of the states" in finding) == bool(is_8bit)
+        assert (f"`{optim}` is counted as AdamW" in doctor.memory_row(tiny_plan, None).finding) == is_named
 
     @pytest.mark.parametrize("total, verdict", [(None, "ok"), (1.2, "ok"), (1.05, "warning"), (0.95, "failed")])
     def test_verdict(self, tiny_plan, total, verdict):
         row = doctor.memory_row(tiny_plan, None if total is None else int(total * tiny_plan.peak))
         assert row.verdict == verdict
-        assert bool(row.advice) == (verdict != "ok")
+        assert ("`--offload_rewards`" in row.advice) == (verdict != "ok")
         assert ("The largest micro-batch that fits: " in row.finding) == (total == 1.2)
         assert row.table.row_count == 7
-
-    def test_checkpointing_that_is_not_needed(self, tiny_plan):
-        few, many = (replace(tiny_plan, gradient_checkpointing=flag) for flag in (True, False))
-        assert few.peak < many.peak
-        for plan, factor, is_named in ((few, 1.2, True), (few, 1, False), (many, 1.2, False)):
-            row = doctor.memory_row(plan, int(factor * many.peak))
-            assert ("`--gradient_checkpointing False` fits too" in row.finding) == is_named
 
     @pytest.mark.slow
     def test_another_card_is_planned_without_weights(self, make_arguments, tiny_flux, tmp_path):
@@ -442,7 +415,7 @@ class TestMemory:
         rows = {row.check: row for row in doctor.examine("grpo", arguments, Console(quiet=True))}
         assert rows["memory"].verdict == "ok" and "The device has 24.0 GiB" in rows["memory"].finding
         assert rows["rewards"].verdict == rows["model and adapter"].verdict == "skipped"
-        assert "no weights are loaded" in rows["model and adapter"].finding
+        assert "no weights are loaded" in rows["rewards"].finding
 
     @pytest.mark.parametrize("is_planned", [True, False])
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -451,12 +424,11 @@ class TestMemory:
         arguments += ["--device_memory=24GiB"] if is_planned else []
         rows = {row.check: row for row in doctor.examine("grpo", arguments, Console(quiet=True))}
         found = verdicts(rows)
-        assert found.pop("precision", None) == (None if is_planned else "warning")
-        if not is_planned:
-            assert "`bf16`" in rows["precision"].finding
+        assert found.pop("configuration") == ("ok" if is_planned else "warning")
+        assert is_planned or "use_cpu" in rows["configuration"].advice
         for name in ("rewards", "model and adapter", "noise-free image", "ratio", "saved files", "reward values"):
             assert found.pop(name) == "skipped", rows[name].finding
-        assert found == dict.fromkeys([*healthy("data"), "memory"], "ok")
+        assert found == dict.fromkeys(("versions", "output directory", "hub", "data", "memory"), "ok")
 
     def test_the_rewards_of_the_evaluation_are_counted(self, tiny_plan, tiny_flux, tiny_qwen, prompts):
         found = []
@@ -481,13 +453,7 @@ class TestMemory:
         ]  # fmt: skip
         assert "Micro-batches of 8 at 128 tokens" in rows[2].finding
         (*_, row) = doctor.examine("reward", [*arguments, "--device_memory", "1MiB"], Console(quiet=True))
-        assert row.verdict == "failed" and "Nothing that the plan can change makes it fit" in row.advice
-
-    @pytest.mark.parametrize("size", ["24", "-1GiB"])
-    def test_what_is_not_a_size(self, examine, size):
-        row = examine("memory", device_memory=size)["memory"]
-        assert row.verdict == "failed"
-        assert f"`--device_memory` is '{size}'" in row.finding
+        assert row.verdict == "failed" and "`--load_in_4bit`" in row.advice
 
 
 @pytest.mark.slow

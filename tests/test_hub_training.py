@@ -326,8 +326,7 @@ def test_doctor(hub, tmp_path):
         args = PaCoGRPOConfig(f"{tmp_path}/out", use_cpu=True, bf16=False, hub_token=TOKEN, **settings)
         arguments = {"script_args": ScriptArguments(model), "args": args}
         run = {"push_to_hub": True, "output_dir": f"{tmp_path}/out"}
-        row = check_hub(DoctorState(lambda: None, tmp_path, run, **arguments))
-        return row.verdict, row.finding
+        return check_hub(DoctorState(lambda: None, tmp_path, run, **arguments))
 
     hub.fault = lambda method, path: None
     hub.add_repo("tester/something", {"README.md": b"", "notes/letter.txt": b"dear"})
@@ -335,7 +334,7 @@ def test_doctor(hub, tmp_path):
     hub.gated.add("makers/with-terms")
     with hub.connected(tmp_path / "cache"):
         found = check(BASE, hub_model_id="tester/not-there")
-        assert found == ("ok", f"The repository tester/not-there at {hub.url} will be created.")
+        assert found == f"The repository tester/not-there at {hub.url} will be created."
         assert ("model", "tester/not-there") not in hub.repos
         with pytest.raises(ValueError, match="files of something else"):
             check(BASE, hub_model_id="tester/something")

@@ -2,7 +2,6 @@
 """`paco-trl doctor`: checks of a training run, in minutes and without training."""
 
 import asyncio
-import importlib.metadata
 import inspect
 import logging
 import math
@@ -21,7 +20,6 @@ import torch
 from accelerate.utils.modeling import convert_file_size_to_int
 from datasets import Dataset
 from huggingface_hub import HfApi
-from packaging.requirements import Requirement
 from peft import LoraConfig, PeftModel
 from PIL import Image
 from rich.console import Console, Group
@@ -72,6 +70,14 @@ _ROUND_TRIP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # own scheduler rounds the latent after each step, by half a unit in the last place (2^-9), which the model amplifies.
 _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
 
+# Settings that save memory, the cheapest first
+_SAVING = (
+    "`--vae_tiling`, `--ema_offload`, `--offload_embeddings`, `--offload_rewards`, a smaller "
+    "`--per_device_train_batch_size`, `--gradient_checkpointing`, a judge on another GPU (`--judge_url`), "
+    "`--quantization int8` or `nf4`, `--accelerate_config zero3`"
+)
+_SAVING_OF_JUDGES = "a smaller `--per_device_train_batch_size`, `--gradient_checkpointing`, `--load_in_4bit`, `--accelerate_config zero3`"
+
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 _COLORS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
 _PACKAGE = "paco_trl"
@@ -100,16 +106,10 @@ class PlanArguments:
 
     def memory_of(self, args: Any) -> int | None:
         """Return the memory of the card."""
-        if (text := self.device_memory) is None:
+        if self.device_memory is None:
             is_there = torch.cuda.is_available() and not args.use_cpu
             return torch.cuda.get_device_properties(args.device).total_memory if is_there else None
-        try:
-            size = convert_file_size_to_int(text.strip().upper())  # a lower-case b would be bits
-        except (ValueError, OverflowError):
-            size = 0
-        if size <= 0:
-            raise ValueError(f"`--device_memory` is {text!r}; it must be a number with a unit, such as 24GiB or 80GB.")
-        return size
+        return convert_file_size_to_int(self.device_memory.strip().upper())  # a lower-case b would be bits
 
 
 @dataclass
@@ -125,37 +125,28 @@ class DoctorState:
     plan_args: PlanArguments = _MISSING
     train_dataset: Dataset = _MISSING
     eval_dataset: Dataset | None = None
-    reward_funcs: list[Callable] | None = None
+    reward_funcs: list[Callable] = _MISSING
     eval_reward_funcs: list[Callable] | None = None
     trainer: PaCoGRPOTrainer = _MISSING
     generator: SampleGenerator = _MISSING
 
 
-# ---- Checks: what the package logs as a warning meanwhile is a warning of the row ----
+# ---- Checks: a text is what was found, an error makes the row fail, and what the package logs meanwhile is a warning ----
 
 
-def check_versions(state: DoctorState) -> Row:
-    """Compare installed versions with the package's lower bounds, and describe the device."""
+def check_versions(state: DoctorState) -> str:
+    """Describe packages and device."""
     device = "no CUDA device"
     if torch.cuda.is_available():
         bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_properties(0).name}, {bf16} bf16"
-    versions = {name: version_of(name) for name in (_PACKAGE, *VERSIONS)}
-    finding = f"{', '.join(f'{name} {version}' for name, version in versions.items() if version)}; {device}"
-    unmet = {}
-    for requirement in map(Requirement, versions[_PACKAGE] and importlib.metadata.requires(_PACKAGE) or ()):
-        name, marker, version = requirement.name, requirement.marker, version_of(requirement.name)
-        is_used = marker is None or marker.evaluate({"extra": ""}) or versions.get(name) is not None
-        if is_used and not (version and requirement.specifier.contains(version, prereleases=True)):
-            unmet[name] = f"{name} is {version or 'missing'}, needed is {requirement.specifier}"
-    if not unmet:
-        return Row(OK, finding)
-    return Row(WARNING, f"{'; '.join(unmet.values())}. ({finding})", f"`pip install -U {' '.join(unmet)}`")
+    versions = [f"{name} {version}" for name in (_PACKAGE, *VERSIONS) if (version := version_of(name))]
+    return f"{', '.join(versions)}; {device}"
 
 
-def check_configuration(state: DoctorState) -> list[Row]:
-    """Check the settings, and how a round divides; where only a GPU is missing, as for one."""
-    rows = []
+def check_configuration(state: DoctorState) -> Row:
+    """Check the settings, and how a round divides; where only a GPU is missing, as on the CPU."""
+    row = Row(OK, "")
     try:
         state.script_args, args, state.plan_args = state.parse()
     except ValueError as error:
@@ -164,12 +155,12 @@ def check_configuration(state: DoctorState) -> list[Row]:
         state.script_args, args, state.plan_args = state.parse("--use_cpu", "True")
         state.skips = "There is no GPU: no weights are loaded."
         if state.plan_args.device_memory is None:
-            advice = "The run stops with this message. `--use_cpu` makes the other checks as well, on the CPU."
-            rows = [Row(WARNING, str(error), advice, "precision")]
+            row.verdict = WARNING
+            row.advice = f"The run stops here: {error} `--use_cpu` makes the other checks as well, on the CPU."
     state.args = args
     if not isinstance(args, PaCoGRPOConfig):
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return [Row(OK, f"{batch} pairs for each optimizer step."), *rows]
+        return replace(row, finding=f"{batch} pairs for each optimizer step.")
     if state.plan_args.device_memory is not None:
         state.skips = "The memory is planned for another card: no weights are loaded."
     elif isinstance(args, PaCoNFTConfig):
@@ -179,31 +170,25 @@ def check_configuration(state: DoctorState) -> list[Row]:
     args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
     if args.embeddings_dir is not None:
         args.embeddings_dir = str(Path(state.temporary_dir) / "embeddings")
-    finding = args.round_plan.describe()
-    if args.num_iterations > 1:
-        steps = args.round_plan.num_optimizer_steps * args.num_iterations
-        finding += f" With `num_iterations` = {args.num_iterations}: {steps} optimizer steps a round."
-    return [Row(OK, finding), *rows]
+    return replace(row, finding=args.round_plan.describe())
 
 
-def check_output_folder(state: DoctorState) -> Row:
+def check_output_folder(state: DoctorState) -> Row | str:
     """Check the real output directory for a checkpoint to resume from, or for other checkpoints."""
     folder = state.run["output_dir"]
-    checkpoint = find_checkpoint(folder, state.run["resume_from_checkpoint"])
-    if checkpoint is not None:
-        return Row(OK, f"The run continues from '{checkpoint}'.")
+    if (checkpoint := find_checkpoint(folder, state.run["resume_from_checkpoint"])) is not None:
+        return f"The run continues from '{checkpoint}'."
     if not (found := checkpoints_of(folder)):
-        return Row(OK, f"'{folder}' has no checkpoints; the run starts from the beginning.")
-    finding = f"'{folder}' has {len(found)} checkpoint(s), the latest '{found[0].name}', but the run starts anew."
-    advice = "To resume, set `resume_from_checkpoint` to true. Otherwise choose another directory: "
-    return Row(WARNING, finding, f"{advice}the run refuses those of other settings, and replaces its own.")
+        return f"'{folder}' has no checkpoints; the run starts from the beginning."
+    advice = "To resume, set `resume_from_checkpoint` to true. Otherwise choose another directory."
+    return Row(WARNING, f"'{folder}' has checkpoints up to '{found[0].name}', but the run starts anew.", advice)
 
 
-def check_hub(state: DoctorState) -> Row:
+def check_hub(state: DoctorState) -> str:
     """Check the token, the repository and the base model, without creating anything."""
     args, script_args, run = state.args, state.script_args, state.run
     if not run["push_to_hub"]:
-        return Row(OK, "Nothing is pushed: `push_to_hub` is off.")
+        return "Nothing is pushed: `push_to_hub` is off."
     api, base_model = HfApi(token=args.hub_token, library_name=_PACKAGE), script_args.model_name_or_path
     check_base_model(api, base_model)
     repo_id, is_there = check_repository(
@@ -212,81 +197,62 @@ def check_hub(state: DoctorState) -> Row:
         base_model=base_model,
     )  # fmt: skip
     plan = "exists and can be written to" if is_there else "will be created"
-    return Row(OK, f"The repository {repo_id} at {api.endpoint} {plan}.")
+    return f"The repository {repo_id} at {api.endpoint} {plan}."
 
 
-def check_data(state: DoctorState) -> Row:
+def check_data(state: DoctorState) -> str:
     """Check the prompts, their sizes, and whether there are enough of them."""
-    script_args, args, layout = state.script_args, state.args, state.args.round_plan
+    script_args, args = state.script_args, state.args
     check_evaluation(script_args, args)
-    dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
-    check_judged(script_args, dataset)
-    if 0 < len(dataset) < layout.num_prompts:  # which fails, but not what needs a round of prompts
-        state.train_dataset = dataset.select([index % len(dataset) for index in range(layout.num_prompts)])
-    train_rows = check_train_dataset(dataset, args, RewardRunner([_no_reward]))
-    schedule, findings = RoundSchedule(args, train_rows.lengths), [_describe_prompts(train_rows, args)]
+    state.train_dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
+    check_judged(script_args, state.train_dataset)
+    rewards = RewardRunner([_no_reward])  # metrics are known when the rewards are loaded
+    rows = [check_train_dataset(state.train_dataset, args, rewards)]
     if state.eval_dataset is None:
-        check_eval_datasets(None, args, RewardRunner([_no_reward]))
-        check_panels_used(args, train_rows)
-    else:  # its metrics are known when the rewards are loaded
-        rows = PromptRows(state.eval_dataset, args, "the evaluation dataset")
-        check_panels_used(args, train_rows, rows)
-        findings.append(f"Evaluation: {_describe_prompts(rows, args)}")
-    state.train_dataset = dataset
+        check_eval_datasets(None, args, rewards)
+    else:
+        rows.append(PromptRows(state.eval_dataset, args, "the evaluation dataset"))
+    check_panels_used(args, *rows)
+    schedule, findings = RoundSchedule(args, rows[0].lengths), []
+    for each in rows:
+        images = f" of {len(each.calls)} images" if each.has_separate else ""
+        sources = "" if each.sources is None else f", up to {each.sources.max_count} source image(s) each"
+        columns = ", ".join(each.dataset.column_names)
+        findings.append(f"{len(each)} prompts{images}{sources} ({columns}); panels {_listed(Counter(each.layouts))}.")
     rounds, steps_per_round = schedule.rounds_per_epoch, schedule.optimizer_steps_per_round
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rounds * steps_per_round)
-    findings.append(
-        f"{rounds} round(s) of {schedule.rows_per_round} in an epoch; the run: {steps} optimizer steps, "
-        f"{steps / steps_per_round:g} round(s)."
-    )
-    return Row(OK, " ".join(findings))
+    findings.append(f"{rounds} round(s) in an epoch; {steps} optimizer steps, {steps / steps_per_round:g} round(s).")
+    return " Evaluation: ".join(findings[:-1]) + f" {findings[-1]}"
 
 
-def _describe_prompts(rows: PromptRows, args: PaCoGRPOConfig) -> str:
-    sizes = Counter((h or args.height, w or args.width) for h, w in rows.own_sizes if rows.sources is None or h and w)
-    own = [_listed(sizes)] if sizes else []
-    own += [f"that of the source image for {len(rows) - sizes.total()}"] if len(rows) > sizes.total() else []
-    sets = f" of {len(rows.calls)} images" if rows.has_separate else ""
-    sources = "" if rows.sources is None else f"; up to {rows.sources.max_count} source image(s) each"
-    return (
-        f"{len(rows)} prompts{sets} (columns: {', '.join(rows.dataset.column_names)}){sources}; panels "
-        f"{_listed(Counter(rows.layouts))}; sizes {', '.join(own)}, generated in training at "
-        f"{args.resolution_scale:g} of it."
-    )
+def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:
+    return [None] * len(completions)
 
 
-def check_rewards_load(state: DoctorState) -> Row:
+def check_rewards_load(state: DoctorState) -> str:
     """Check the rewards and their weights, before a model is loaded."""
     args, functions = state.args, load_rewards(state.script_args)
     rewards = RewardRunner(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
-    state.eval_reward_funcs = load_eval_rewards(state.script_args, functions)
-    state.reward_funcs = functions
+    state.reward_funcs, state.eval_reward_funcs = functions, load_eval_rewards(state.script_args, functions)
     described = [f"{name} (weight {w:g})" for name, w in zip(rewards.names, rewards.weights.tolist(), strict=True)]
     finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
     if state.eval_reward_funcs is not None:
         finding += f" Evaluation: {', '.join(RewardRunner(state.eval_reward_funcs).names)}."
-    return Row(OK, finding)
+    return finding
 
 
-def check_model(state: DoctorState) -> Row:
+def check_model(state: DoctorState) -> Row | str:
     """Check that the model loads and that its adapter fits."""
-    args, script_args, reward_funcs = state.args, state.script_args, state.reward_funcs or []
-    if not reward_funcs:
-        # That check has failed; the model can be checked without
-        reward_funcs, args.reward_weights, args.reward_required = [_no_reward], None, None
+    args, script_args = state.args, state.script_args
     trainer = PaCoGRPOTrainer(
-        model=script_args.model_name_or_path, reward_funcs=reward_funcs, args=args, train_dataset=state.train_dataset,
-        eval_dataset=state.eval_dataset, eval_reward_funcs=state.eval_reward_funcs,
+        model=script_args.model_name_or_path, reward_funcs=state.reward_funcs, args=args,
+        train_dataset=state.train_dataset, eval_dataset=state.eval_dataset, eval_reward_funcs=state.eval_reward_funcs,
         peft_config=get_peft_config(script_args, args.model_init_kwargs),
     )  # fmt: skip
     model, weights = trainer.model, list(trained_parameters(trainer.model).values())
-    num_trained, total = sum(p.numel() for p in weights), sum(p.numel() for p in model.parameters())
     trained, is_new = f"no adapter: all weights of the transformer are trained, in {weights[0].dtype}", False
     if isinstance(model, PeftModel):
-        total, is_new = (
-            model.get_nb_trainable_parameters()[1],
-            trainer.trained_from is None,
-        )  # 4-bit weights are packed
+        is_new = trainer.trained_from is None
         adapter, layers = model.peft_config[model.active_adapter], model.base_model.targeted_module_names
         trained = f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers"
         trained += "" if is_new else f", continued from '{script_args.adapter}'"
@@ -296,20 +262,14 @@ def check_model(state: DoctorState) -> Row:
     state.trainer = trainer
     finding = (
         f"{type(trainer.pipeline).__name__} ({type(trainer.family).__name__}) on {trainer.accelerator.device}, "
-        f"{trainer.compute_dtype}; {trained}: {num_trained:,} parameters trained, {total - num_trained:,} frozen. "
+        f"{trainer.compute_dtype}; {trained}: {sum(p.numel() for p in weights):,} parameters trained. "
         f"Trained at {_listed(state.generator.sizes)} (multiples of {trainer.size_multiple} pixels)."
     )
     limit, epsilon = trainer.family.max_stable_epsilon, max(args.epsilon, args.epsilon_high or 0.0)
     if limit is None or args.loss_type != "grpo" or epsilon <= limit:
-        return Row(OK, finding)
+        return finding
     finding += f" The clip range is {epsilon:g}; this model was seen to collapse above {limit:g}."
-    advice = f"Set `epsilon` and `epsilon_high` to at most {limit:g}. Training may still collapse later."
-    return Row(WARNING, finding, advice)
-
-
-def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:
-    """Stand in for rewards that are not loaded."""
-    return [None] * len(completions)
+    return Row(WARNING, finding, f"Set `epsilon` to at most {limit:g}. Training may still collapse later.")
 
 
 def check_memory(state: DoctorState) -> Row:
@@ -339,28 +299,22 @@ def memory_row(plan: MemoryPlan, total: int | None) -> Row:
     """Show the phases of a run, and compare them with a device of `total` bytes."""
     lines, verdict, advice, limit = [plan.describe()], OK, "", USABLE * (total or 0)
     optim: Any = getattr(plan.run.args.optim, "value", plan.run.args.optim)
-    if not optim.startswith("adamw_torch") or "8bit" in optim or "4bit" in optim:
-        fraction = "; 8-bit: a quarter of the states" if "8bit" in optim else ""
-        lines.append(f"The optimizer `{optim}` is counted as AdamW in float32{fraction}.")
+    if not optim.startswith("adamw_torch"):
+        lines.append(f"The optimizer `{optim}` is counted as AdamW in float32, 8-bit ones as a quarter of its states.")
     if total is None:
         lines.append("No CUDA device to compare with; `--device_memory 24GiB` plans for one.")
     else:
         lines.append(f"The device has {format_size(total)}, of which the plan may take {USABLE:.0%}.")
     if total is not None and plan.peak > limit:
         verdict = FAILED if plan.peak > total else WARNING
-        changes = plan.smallest_change(limit)
-        advice = "Nothing that the plan can change makes it fit: use a larger device, or smaller images or models."
-        if changes is not None:
-            shown = ", with ".join(f"{change} ({price})" for change, price in changes.items())
-            advice = f"The smallest change that fits: {shown}."
+        saving = _SAVING if isinstance(plan.run.args, PaCoGRPOConfig) else _SAVING_OF_JUDGES
+        advice = f"Settings that save memory: {saving}. Or a larger device, smaller images or models."
     elif total is not None:
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
-        if plan.gradient_checkpointing and replace(plan, gradient_checkpointing=False).peak <= limit:
-            lines.append("`--gradient_checkpointing False` fits too, and saves a forward of each image.")
     return Row(verdict, "\n".join(lines), advice, table=plan.table())
 
 
-def check_noise_free(state: DoctorState) -> Row:
+def check_noise_free(state: DoctorState) -> Row | str:
     """Check that without noise the policy generates what the pipeline itself generates."""
     generator = state.generator
     untouched = generator.generate_untouched()
@@ -374,12 +328,11 @@ def check_noise_free(state: DoctorState) -> Row:
         f"{scale:.3g}, accepted {accepted:.3g})."
     )
     if difference <= accepted:  # NaN is not
-        return Row(OK, finding)
-    advice = "Look for a changed scheduler, or an adapter that is not the identity when it is new."
-    return Row(FAILED, finding, f"The policy does not generate what the pipeline generates. {advice}")
+        return finding
+    return Row(FAILED, finding, "Look for a changed scheduler, or a new adapter that is not the identity.")
 
 
-def check_ratio(state: DoctorState) -> Row:
+def check_ratio(state: DoctorState) -> Row | str:
     """Check that the replay gives the log-probabilities of the rollout, and a gradient."""
     generator, trainer, args = state.generator, state.trainer, state.args
     device, layout, ratios = trainer.accelerator.device, args.round_plan, defaultdict(list)
@@ -417,15 +370,15 @@ def check_ratio(state: DoctorState) -> Row:
         return Row(FAILED, finding, advice)
     if not has_gradient:
         return Row(FAILED, f"{finding} What is trained gets no gradient.", "Find out what cuts the graph.")
-    return Row(OK, finding)
+    return finding
 
 
-def check_round_trip(state: DoctorState) -> Row:
+def check_round_trip(state: DoctorState) -> Row | str:
     """Check that an adapter in its files generates the same image again, by PEFT and by diffusers."""
     generator, trainer = state.generator, state.trainer
     model, pipeline = trainer.model, trainer.pipeline
     if not isinstance(model, PeftModel):
-        return Row(OK, "There is no adapter: diffusers itself saves the transformer.")
+        return "There is no adapter: diffusers itself saves the transformer."
     rng = torch.Generator().manual_seed(state.args.seed)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -462,7 +415,7 @@ def check_round_trip(state: DoctorState) -> Row:
     if not 0 < effect < math.inf:
         return Row(FAILED, finding, "The adapter has no effect on the image: check `lora_target_modules`.")
     if peft <= accepted and lora <= accepted:  # NaN is not
-        return Row(OK, finding)
+        return finding
     advice = "Checkpoints of this run would generate something else than what was trained. Check the versions of peft "
     return Row(FAILED, finding, f"{advice}and diffusers (first row), and the scale `lora_alpha / r` in the files.")
 
@@ -487,27 +440,24 @@ def check_reward_values(state: DoctorState) -> list[Row]:
     for kind, runner in (("reward", trainer.rewards), ("evaluation reward", trainer.eval_rewards)):
         for index, function in enumerate(runner.functions):
             if function not in rows:
-                rows[function] = _value_row(f"{kind} {runner.names[index]}", runner, index, arguments)
+                rows[function] = replace(_value_row(runner, index, arguments), check=f"{kind} {runner.names[index]}")
     return list(rows.values())
 
 
-def _value_row(title: str, runner: RewardRunner, index: int, arguments: dict[str, Any]) -> Row:
+def _value_row(runner: RewardRunner, index: int, arguments: dict[str, Any]) -> Row:
     try:
         values: Any = runner.call(index, **arguments)
         values = asyncio.run(values) if inspect.iscoroutine(values) else values
     except Exception as error:
-        return Row(FAILED, _message(error), "Correct the reward: in training this stops the run.", title)
+        return Row(FAILED, _message(error), "Correct the reward: in training this stops the run.")
     scored = [value for value in values if value is not None]
     shown = ", ".join("None" if value is None else f"{value:.4g}" for value in values)
-    finding = f"{len(values)} images of one prompt: {shown}; {len(values) - len(scored)} None."
-    if not scored:
-        return Row(FAILED, finding, "No image could be scored: find out why the reward returns None.", title)
-    if len(scored) > 1 and len(set(scored)) == 1:
-        advice = "A group of equal values teaches nothing. Watch `frac_reward_zero_std`."
-        return Row(WARNING, finding, advice, title)
+    finding = f"{len(values)} images of one prompt: {shown}."
     if len(scored) < len(values):
-        return Row(WARNING, finding, "Images that get None are left out: find out why.", title)
-    return Row(OK, finding, check=title)
+        return Row(WARNING if scored else FAILED, finding, "Images that get None are left out: find out why.")
+    if len(set(scored)) == 1 < len(scored):
+        return Row(WARNING, finding, "A group of equal values teaches nothing. Watch `frac_reward_zero_std`.")
+    return Row(OK, finding)
 
 
 # ---- The command ----
@@ -520,11 +470,11 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "hub": (check_hub, ("configuration",)),
     "data": (check_data, ("configuration",)),
     "rewards": (check_rewards_load, ("configuration",)),
-    "model and adapter": (check_model, ("data",)),
+    "model and adapter": (check_model, ("data", "rewards")),
     "memory": (check_memory, ("configuration", "data")),
     "noise-free image": (check_noise_free, ("model and adapter",)),
     "ratio": (check_ratio, ("model and adapter",)),
-    "reward values": (check_reward_values, ("rewards", "noise-free image")),
+    "reward values": (check_reward_values, ("model and adapter",)),
     "saved files": (check_round_trip, ("model and adapter",)),  # behind all that generate: it changes the adapter
 }
 
@@ -541,7 +491,6 @@ def examine(command: str, words: list[str], console: Console) -> list[Row]:
             console.print(f"\\[{number}/{len(checks)}] {name} ...", highlight=False)
             started = time.perf_counter()
             missing = [row.check for row in rows if row.check in needs and row.verdict in (FAILED, SKIPPED)]
-            missing = [each for each in missing if each != "data" or state.train_dataset is None]
             found = [Row(SKIPPED, f"needs: {', '.join(missing)}")] if missing else run_check(check, state)
             for row in found:
                 row.check = row.check or name
@@ -565,14 +514,15 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
                 check_reward_names(state.script_args)
             return [Row(SKIPPED, state.skips)]
         if is_generating and state.args.deepspeed_plugin is not None:
-            reason = "DeepSpeed places the model on its device only when training begins."
-            return [Row(SKIPPED, reason, "Run the doctor without it, on one GPU, to make this check.")]
+            return [
+                Row(SKIPPED, "DeepSpeed places the model only when training begins.", "Run the doctor without it.")
+            ]
         found = check(state)
     except Exception as error:
         return [Row(FAILED, _message(error))]
     finally:
         logger.removeHandler(handler)
-    rows = found if isinstance(found, list) else [found]
+    rows = found if isinstance(found, list) else [Row(OK, found) if isinstance(found, str) else found]
     if handler.buffer and rows[0].verdict == OK and not is_generating:  # which warns of each prompt that CLIP cuts
         warned = " ".join(dict.fromkeys(record.getMessage() for record in handler.buffer))
         rows[0] = replace(rows[0], verdict=WARNING, advice=warned)
@@ -585,17 +535,7 @@ def _parser(command: str) -> CommandParser:
     if command == "reward":
         return reward.parser_of(PlanArguments, prog=program, description=text)
     config = PaCoNFTConfig if command == "nft" else PaCoGRPOConfig
-    parser = parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
-    read_defaults: Any = parser.presets
-
-    def presets(given: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return read_defaults(given)
-        except OSError:  # a model that cannot be read is a finding of later rows
-            return {}
-
-    parser.presets = presets
-    return parser
+    return parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
 
 
 def _message(error: Exception) -> str:
