@@ -414,7 +414,6 @@ class TestGEdit:
                 ([], "--judge_url"),
                 (["--judge_url", server.url, "--judges", "other"], "no model 'other'"),
                 (["--judge_url", server.url, *published[:2]], "gedit_repo"),
-                (["--judge_url", server.url, "--batch_size", "2"], "--batch_size"),
             ):
                 with pytest.raises((ValueError, EndpointUnavailableError), match=message):
                     script.main([*whole, *changed])
@@ -458,10 +457,7 @@ class TestOptions:
             (["generate", "--dtype", "int8"], "'int8'"),
             (["generate", "--benchmark", "gedit", "--seeds", "0", "1"], "--seeds"),
             (["generate", "--panel_files", "True", "--seeds", "0", "1"], "--seeds"),
-            (["score", "--protocol", "published"], "`--protocol` would do nothing"),
-            (["score", "--benchmark", "gedit", "--batch_size", "2"], "`--batch_size` would do nothing"),
             (["score", "--alignment_model", "model"], "--alignment_file"),
-            (["score", "--max_concurrency", "2"], "`--max_concurrency` would do nothing"),
             (["score", "--judges", "a", "--judge_url", "http://a:1/v1", "--api_key_variable", "NO_SUCH"], "NO_SUCH"),
             (["score", "--judges", "a", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
             (["generate", "--set_layout", "separate", "--model_name_or_path", "nowhere"], "height and width"),

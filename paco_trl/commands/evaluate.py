@@ -33,7 +33,7 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -69,7 +69,9 @@ from ..image_benchmarks import (
 from ..image_benchmarks.card_results import check_card
 from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import edit_protocol
-from ..image_benchmarks.image_sets import find_generated_sets, write_panel_files
+from ..image_benchmarks.image_sets import FoundImages, find_generated_sets, write_panel_files
+from ..rewards import ServedJudge
+from ..rewards.paco_reward import PaCoReward
 from ..rollout.hybrid_inference import check_adapter_fraction, hybrid_inference
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
@@ -77,7 +79,6 @@ from ..utils.files import adapter_weights_digest, digest, sole_writer, write_ato
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import (
-    SERVED_ONLY,
     GenerateArguments,
     ImagesArguments,
     PromptsArguments,
@@ -88,14 +89,9 @@ from .evaluate_arguments import (
 )
 from .evaluate_judge import JudgeArguments, evaluate
 from .evaluate_prompts import evaluate_prompts, load_run_card
-from .options import judge_options
 from .parser import run_stage
 
 
-# Options of `score` that only one of the benchmarks has
-T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
-T2IS_ONLY += ("batch_size", "trust_remote_code", "judge_quantization", "judge_attn_implementation")
-GEDIT_ONLY = ("protocol", "gedit_repo")
 _ELSEWHERE = "system.json"  # says where the scored images are that were generated elsewhere
 
 # The work behind its `yield` takes hours: what can be wrong is found before
@@ -163,15 +159,26 @@ def _has_separate(benchmark: Dataset) -> bool:
     return "layout" in benchmark.column_names and SEPARATE in benchmark["layout"]
 
 
-def _settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
-    """Read how the images of a system were generated; `None` for those from elsewhere."""
+def _find_images(args, folder: str, benchmark: Dataset, images: str | None = None) -> tuple[FoundImages, dict | None]:
+    """Find the images of a system, and how they were generated: `None` of those from elsewhere."""
     file = Path(folder) / "settings.json"
     settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    if settings is None and images is None:
+        raise FileNotFoundError(
+            f"There are no images in {folder}. Run `generate` first, or give a directory as `--images`."
+        )
     if settings is not None and settings["prompts"] != _digest_of(benchmark):
         raise ValueError(
             f"The images in {folder} were generated with other prompts than those of `--dataset_name`, or another `--set_layout`."
         )
-    return settings
+    if settings is not None and images is not None:
+        raise ValueError(f"{folder} has generated images. Give `--images` another `--output_dir`.")
+    if args.benchmark == "gedit":
+        return find_edits(images or folder, benchmark), settings
+    if settings is None:
+        return find_image_sets(cast(str, images), benchmark), None
+    how = (settings[name] for name in ("seeds", "height", "width"))
+    return find_generated_sets(Path(folder) / "images", benchmark, *how), settings
 
 
 ################
@@ -179,8 +186,6 @@ def _settings_of(folder: str | Path, benchmark: Dataset) -> dict | None:
 ################
 def generate(args: GenerateArguments) -> Step:
     """Generate the images of one system."""
-    if args.benchmark == "gedit":
-        refuse_unused(args, ("panel_files", "batch_size", *PANEL_OPTIONS), "with `--benchmark gedit`")
     if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
         raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
     check_adapter_fraction(args.adapter_fraction, args.num_inference_steps or 0)
@@ -227,33 +232,13 @@ def generate(args: GenerateArguments) -> Step:
 ################
 # 2. Score
 ################
-def _images_of(args, folder: str, benchmark: Dataset, settings: Any, images: str | None):
-    """Find the images of a system: generated here, or elsewhere."""
-    if settings is None and images is None:
-        raise FileNotFoundError(
-            f"There are no images in {folder}. Run `generate` first, or give a directory as `--images`."
-        )
-    if args.benchmark == "gedit":
-        return find_edits(images or folder, benchmark)
-    if images is not None:
-        return find_image_sets(images, benchmark)
-    how = (settings[name] for name in ("seeds", "height", "width"))
-    return find_generated_sets(Path(folder) / "images", benchmark, *how)
-
-
 def score(args: ScoreArguments) -> Step:
     """Score the images of one system."""
     is_gedit = args.benchmark == "gedit"
-    refuse_unused(args, T2IS_ONLY if is_gedit else GEDIT_ONLY, f"with `--benchmark {args.benchmark}`")
-    if args.judge_url is None and args.alignment_url is None:
-        refuse_unused(args, SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
     benchmark = _load_benchmark(args)
     scorers: Any = _edit_judge(args, benchmark) if is_gedit else _judges(args)
     yield
-    settings = _settings_of(args.output_dir, benchmark)
-    if settings is not None and args.images is not None:
-        raise ValueError(f"{args.output_dir} has generated images. Give `--images` another `--output_dir`.")
-    found = _images_of(args, args.output_dir, benchmark, settings, args.images)
+    found, _ = _find_images(args, args.output_dir, benchmark, args.images)
     if args.missing == "error":
         found.check_complete()
     if args.images is not None and PartialState().is_main_process:  # for the report
@@ -284,16 +269,11 @@ def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
         work.setdefault((args.alignment_model, args.alignment_url), []).append(score_alignment)
     for name in args.judges or []:
         work.setdefault((name, args.judge_url), []).append(score_consistency)
-    if work and None not in [url for _, url in work]:
-        judge_options(args, next(iter(work))[1])
     for name, url in work:
         if url is None:
-            from .. import PaCoReward
-
             PaCoReward.load_processor(name, args.trust_remote_code)
         else:
-            judge: Any = load_judge(args, name, url)
-            judge.check()
+            cast(ServedJudge, load_judge(args, name, url)).check()
     if args.aesthetics_head is not None:
         AestheticScorer(args.aesthetics_head, args.clip_model, "cpu")  # reads all of it: it is small
     return work
@@ -319,11 +299,11 @@ def _score_t2is(args: ScoreArguments, work: dict, benchmark: Dataset, found) -> 
 # 3. Report
 ################
 def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Dataset) -> System:
-    settings, other = _settings_of(folder, benchmark), Path(folder) / _ELSEWHERE
-    known = json.loads(other.read_text(encoding="utf-8")) if settings is None and other.exists() else {}
-    found = _images_of(args, folder, benchmark, settings, known.get("images"))
+    other = Path(folder) / _ELSEWHERE
+    elsewhere = json.loads(other.read_text(encoding="utf-8"))["images"] if other.exists() else None
+    found, settings = _find_images(args, folder, benchmark, elsewhere)
     if settings is None:
-        return System(role, Path(known["images"]).name, found, Path(folder))
+        return System(role, Path(cast(str, elsewhere)).name, found, Path(folder))
     hidden = ("prompts", "benchmark", "adapter_weights")
     shown = {name: value for name, value in settings.items() if name not in hidden}
     shown |= {name: public_name(shown[name]) for name in ("model", "adapter") if shown[name] is not None}
@@ -389,10 +369,7 @@ def images(args: ImagesArguments) -> None:
         return kind(**shared | changed | {"output_dir": str(folder / role)})
 
     without = {"adapter": None, "adapter_fraction": 1.0}
-    # The pipeline's dtype and batch are not the judge's; T2IS-Bench's protocol is one of the report
-    judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}
-    if args.benchmark == "t2is":
-        judging["protocol"] = "default"
+    judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}  # those of the pipeline are not the judge's
     compared = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in roles else None}
     run(
         *(generate(of(GenerateArguments, role, **(without if role != roles[-1] else {}))) for role in roles),

@@ -18,13 +18,11 @@ from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
 from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import EncodedRows, RolloutSampler
 from ..rollout.sde import STREAMS
-from ..utils.images import to_rgb
 
 
 class Generation(NamedTuple):
-    """Images of one prompt, their last latents (B, ...), and the recorded stochastic steps."""
+    """The last latents (B, ...) of images of one prompt, and the recorded stochastic steps."""
 
-    images: list[Image.Image]
     latents: torch.Tensor
     records: list[RecordedStep]
 
@@ -48,22 +46,12 @@ class SampleGenerator:
             self.policy.model.activation_checkpointing_enable()
         self.model = self.sampler.accelerator.prepare_model(self.policy.model)
 
-    def fetch(self) -> EncodedRows:
-        """Encode the prompt and its source images once."""
-        scale = self.args.resolution_scale
-        self.sampler.prompt_encoder.encode(self.rows, [self.number], scale)
-        return self.sampler.fetch(self.rows, [self.number], scale)
-
     def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:
-        """Generate images of the prompt, of a set's first one, with the policy."""
-
-        def with_policy(fetched: EncodedRows, noise_keys: list) -> tuple[list[Image.Image], list[RecordedStep]]:
-            size, steps = (self.height, self.width), self.args.num_inference_steps
-            return self.sampler.generate(
-                fetched, [self.rows.calls_of[self.number][0]] * count, noise_keys, size, steps, sde=sde
-            )
-
-        return self._generate(count, with_policy)
+        """Generate images of the prompt, of a set's first one, with the policy, from the same noise each time."""
+        keys: list[tuple[int, ...]] = [(self.args.seed, image) for image in range(count)]
+        calls, size = [self.rows.calls_of[self.number][0]] * count, (self.height, self.width)
+        steps = self.args.num_inference_steps
+        return self._generate(lambda fetched: self.sampler.generate(fetched, calls, keys, size, steps, sde=sde)[1])
 
     def rollout(self) -> tuple[list[Image.Image], list[RecordedStep]]:
         """Generate a group of two or more for the row, with all panels of a set, and record it as a round does."""
@@ -74,40 +62,32 @@ class SampleGenerator:
             generated = [*self.sampler.rollout(
                 completions, [[*images[first : first + size]] for first in images[::size]],
                 (self.args.seed, STREAMS["training"], 0), self.rows.training_sizes, self.args.num_inference_steps,
-                fetched=self.fetch(), is_collective=False, sde=self.sde_settings(self.args.noise_level),
+                fetched=self._fetch(), is_collective=False, sde=self.sde_settings(self.args.noise_level),
             )]  # fmt: skip
-        return [image for each in generated for image in each.images], [
-            record for each in generated for record in each.records
-        ]
+        return [image for each in generated for image in each.images], [r for each in generated for r in each.records]
 
     def generate_untouched(self) -> Generation:
         """Generate the prompt with the pipeline as it was loaded, with its own scheduler."""
-        # A new adapter is switched off, as it must change nothing; an existing one is part of the pipeline
         _, class_name = self.pipeline.config["scheduler"]
-        where = {
-            name: value
-            for name, value in (self.args.model_init_kwargs or {}).items()
-            if name in ("revision", "cache_dir", "token")
-        }
-        scheduler = getattr(diffusers, class_name).from_pretrained(
-            self.pipeline.name_or_path, subfolder="scheduler", **where
-        )
+        hub = {n: v for n, v in (self.args.model_init_kwargs or {}).items() if n in ("revision", "cache_dir", "token")}
+        kind, model = getattr(diffusers, class_name), self.pipeline.name_or_path
 
-        def with_own_scheduler(fetched: EncodedRows, noise_keys: list) -> tuple[list[Image.Image], list]:
+        def with_own_scheduler(fetched: EncodedRows) -> list[RecordedStep]:
             arguments, _, sources = self.sampler.inputs(fetched, [self.rows.calls_of[self.number][0]])
             images = [source.image for source in sources]
             with self.family.generation_context(self.pipeline, images):
-                generated = self.pipeline(
+                self.pipeline(
                     **self.family.batch_arguments(arguments),
                     **self.family.call_arguments(self.height, self.width, self.args.guidance_scale, images),
                     num_inference_steps=self.args.num_inference_steps,
-                    generator=[keyed_generator(*key, 0) for key in noise_keys],
-                ).images
-            return [to_rgb(image, "A generated image") for image in generated], []
+                    generator=[keyed_generator(self.args.seed, 0, 0)],
+                )
+            return []
 
+        # A new adapter is switched off, as it must change nothing; an existing one is part of the pipeline
         adapter_off = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
-        with self._component("scheduler", scheduler), adapter_off:
-            return self._generate(1, with_own_scheduler)
+        with self._component("scheduler", kind.from_pretrained(model, subfolder="scheduler", **hub)), adapter_off:
+            return self._generate(with_own_scheduler)
 
     def generate_with(self, transformer: nn.Module) -> Generation:
         """Generate the prompt with another transformer."""
@@ -120,19 +100,35 @@ class SampleGenerator:
         return SDESettings(tuple(sorted(self.args.sde_steps)), noise_level, self.args.sde_type, *shortcuts)
 
     def replay(self, record: RecordedStep) -> torch.Tensor:
-        """Compute the log-probability of a recorded step, with gradient, as in the training step."""
-        sde = self.sde_settings(self.args.noise_level)
+        """Compute the log-probability of a recorded step (B,), with gradient, as in the training step."""
         record = record.to(self.sampler.accelerator.device)  # its prompts may wait in CPU memory
-        log_prob, _, _ = replay(self.model, record, self.family, self.args.guidance_scale, sde)
-        return log_prob  # (B,)
+        sde = self.sde_settings(self.args.noise_level)
+        return replay(self.model, record, self.family, self.args.guidance_scale, sde)[0]
 
-    def _generate(self, count: int, call: Callable) -> Generation:
-        # The same noise each time; generations beyond the first are further images of the group
-        noise_keys = [(self.args.seed, generation) for generation in range(count)]
-        fetched = self.fetch()
-        with self.sampler.ready(), _last_sample(self.pipeline.scheduler) as samples:
-            images, records = call(fetched, noise_keys)
-        return Generation(images, samples[0].float(), records)
+    def _fetch(self) -> EncodedRows:
+        scale = self.args.resolution_scale
+        self.sampler.prompt_encoder.encode(self.rows, [self.number], scale)
+        return self.sampler.fetch(self.rows, [self.number], scale)
+
+    def _generate(self, call: Callable[[EncodedRows], list[RecordedStep]]) -> Generation:
+        """Keep what the last step of the scheduler returns: the 8 bits per channel of an image hide differences."""
+        fetched, latents = self._fetch(), list[torch.Tensor]()
+        with self.sampler.ready():
+            scheduler = self.pipeline.scheduler
+            step = scheduler.step
+
+            @functools.wraps(step)  # pipelines look for options in its signature
+            def keeping(*args, **kwargs):
+                output = step(*args, **kwargs)
+                latents[:] = [output[0]]
+                return output
+
+            scheduler.step = keeping
+            try:
+                records = call(fetched)
+            finally:
+                del scheduler.step
+        return Generation(latents[0].float(), records)
 
     @contextmanager
     def _component(self, name: str, component) -> Iterator[None]:
@@ -143,22 +139,3 @@ class SampleGenerator:
             yield
         finally:
             object.__setattr__(self.pipeline, name, replaced)
-
-
-@contextmanager
-def _last_sample(scheduler) -> Iterator[list[torch.Tensor]]:
-    """Keep what the last step of the scheduler returned: the 8 bits per channel of an image hide differences."""
-    samples: list[torch.Tensor] = []
-    step = scheduler.step
-
-    @functools.wraps(step)  # pipelines look for options in its signature
-    def keeping(*args, **kwargs):
-        output = step(*args, **kwargs)
-        samples[:] = [output[0]]
-        return output
-
-    scheduler.step = keeping
-    try:
-        yield samples
-    finally:
-        del scheduler.step

@@ -98,22 +98,19 @@ class Comparison:
             raise ValueError(
                 "Write what all images show in the first line, and choose a line of its own for each image."
             )
+        if any(type(number) is not int for number in (rows, cols, seed, steps)):
+            raise ValueError("Rows, columns, seed and steps are integers: choose others.")
         for what, number, least, most in (
-            ("the seed", seed, 0, _LARGEST_SEED),
-            ("the number of steps", steps, 1, MAX_STEPS),
-            ("the number of rows", rows, 1, MAX_PANELS),
-            ("the number of columns", cols, 1, MAX_PANELS),
+            ("seed", seed, 0, _LARGEST_SEED),
+            ("steps", steps, 1, MAX_STEPS),
+            ("rows", rows, 1, MAX_PANELS),
+            ("columns", cols, 1, MAX_PANELS),
+            ("panels", rows * cols, 1, MAX_PANELS),
+            ("pixels", rows * self.panel_size[0] * cols * self.panel_size[1], 1, MAX_PIXELS),
+            ("characters in the prompt", len(prompt), 0, MAX_CHARACTERS),
         ):
-            if type(number) is not int or not least <= number <= most:
-                raise ValueError(f"{number} is not {what}: choose an integer from {least} to {most:,}.")
-        height, width = rows * self.panel_size[0], cols * self.panel_size[1]
-        for what, asked, most in (
-            ("panels", rows * cols, MAX_PANELS),
-            ("pixels", height * width, MAX_PIXELS),
-            ("characters in the prompt", len(prompt), MAX_CHARACTERS),
-        ):
-            if asked > most:
-                raise ValueError(f"{asked:,} {what} are too many for this app: choose at most {most:,}.")
+            if not least <= number <= most:
+                raise ValueError(f"{what}: {number:,} is not allowed, choose from {least} to {most:,}.")
         where = "the grid" if self.panel_template is None else "a panel"
         check_inference_size(*self._image(rows, cols), self.family.size_multiple(self.pipeline), where)
 
@@ -166,17 +163,11 @@ def _on_gpu(function: Callable) -> Callable:
     return spaces.GPU(duration=_ZERO_GPU_SECONDS)(function)
 
 
-def _label(prompt: str, parsed: ImageSetPrompt | None) -> str:
-    """Return a short name of a prompt: its subject and its first panel."""
-    if parsed is not None:
-        subject = parsed.theme.split("grid layout")[-1].removeprefix(" of").strip(" :").split(". ")[0]
-        prompt = " – ".join([subject, *parsed.panels[:1]])
-    return textwrap.shorten(prompt, 60, placeholder=" …")
-
-
-def _board(names: Sequence[str], rows: int, cols: int, note: str, **state: Any) -> dict[str, Any]:
-    """Return what the page shows: `state` is what it does now, the panels of each set, and the scores of their pairs."""
-    panels, scores = state.get("panels", ()), state.get("scores")
+def _board(
+    names: Sequence[str], rows: int, cols: int, note: str, doing: str = "", panels: Sequence[list] = (),
+    scores: Sequence[Sequence[float]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what the page shows: what it does now, the panels of each set, and the scores of their pairs."""
     means = [None, None] if scores is None else [sum(row) / len(row) for row in scores]
     sets = [
         {"role": role, "name": html.escape(name), "panels": shown, "score": mean}
@@ -184,7 +175,7 @@ def _board(names: Sequence[str], rows: int, cols: int, note: str, **state: Any) 
     ]
     numbers = combinations(range(1, rows * cols + 1), 2)
     pairs = [] if scores is None else list(zip(map(list, numbers), *scores, strict=True))
-    return {"sets": sets, "rows": rows, "cols": cols, "note": note, "doing": state.get("doing"), "pairs": pairs}
+    return {"sets": sets, "rows": rows, "cols": cols, "note": note, "doing": doing, "pairs": pairs}
 
 
 def make_app(
@@ -199,14 +190,11 @@ def make_app(
     import gradio as gr
 
     judge = comparison.judge
-    judge_name = None if judge is None else judge.model_name
 
     def note(rows: int, cols: int) -> str:
-        if judge_name is None:
-            return "Not scored: there is no judge." if is_set else ""
-        if rows * cols == 1:
-            return "Not scored: one image makes no pairs."
-        sure = f"Score: how sure {html.escape(judge_name)} is that two panels are consistent, the mean over all pairs."
+        if judge is None or rows * cols == 1:
+            return ""
+        sure = f"Score: how sure {html.escape(judge.model_name)} is that two panels are consistent, the mean over all pairs."
         return f"{sure} Copies score high too, so look at the images."
 
     def follow(prompt: str) -> list[Any]:
@@ -226,16 +214,18 @@ def make_app(
             for found in comparison.generate(prompt, rows, cols, seed, steps):
                 sets.append(found)
                 panels.append([data_url(panel, "jpeg", quality=95, subsampling=0) for panel in found])
-                yield _board(*page, panels=panels, doing=_ROLES[1] if len(sets) == 1 else judge and "judge")
+                yield _board(
+                    *page, panels=panels, doing=_ROLES[1] if len(sets) == 1 else "judge" * (judge is not None)
+                )
             yield _board(*page, panels=panels, scores=comparison.score(prompt, sets))
         # Gradio shows the text as HTML, and ZeroGPU passes on no other error
         except ValueError as error:  # of a size or a prompt
             raise gr.Error(html.escape(str(error)), print_exception=False) from error
-        except torch.OutOfMemoryError as error:
-            raise gr.Error("The GPU's memory is too small for this image: choose fewer panels.") from error
         except Exception as error:
             kind = type(error).__name__
-            raise gr.Error(f"The comparison failed ({kind}). Try again; the app's log has the details.") from error
+            raise gr.Error(
+                f"The comparison failed ({kind}). Choose fewer panels or try again; the log has details."
+            ) from error
 
     rows, cols = layout if (first := comparison.parse(prompts[0])) is None else (first.rows, first.cols)
     is_set, is_separate = rows * cols > 1, comparison.panel_template is not None
@@ -255,16 +245,11 @@ def make_app(
             )  # fmt: skip
             with gr.Row():
                 number: dict[str, Any] = {"precision": 0, "minimum": 1, "min_width": 60}
-                seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=_LARGEST_SEED, min_width=60)
+                seed = gr.Number(0, label="Seed", maximum=_LARGEST_SEED, **number | {"minimum": 0})
                 steps = gr.Number(num_inference_steps, label="Steps", maximum=MAX_STEPS, **number)
+                number |= {"maximum": MAX_PANELS, "visible": is_set and not is_separate}
                 rows_, cols_ = (
-                    gr.Number(
-                        max(1, min(value, MAX_PANELS)),
-                        label=label,
-                        maximum=MAX_PANELS,
-                        visible=is_set and not is_separate,
-                        **number,
-                    )
+                    gr.Number(max(1, min(value, MAX_PANELS)), label=label, **number)
                     for value, label in ((rows, "Rows"), (cols, "Columns"))
                 )
         with gr.Row():
@@ -278,7 +263,7 @@ def make_app(
             apply_default_css=False,
         )
         if len(prompts) > 1:
-            labels = [_label(text, comparison.parse(text)) for text in prompts]
+            labels = [textwrap.shorten(text.split("grid layout of ")[-1], 60, placeholder=" …") for text in prompts]
             gr.Examples([[text] for text in prompts], prompt, example_labels=labels, label="Other prompts")
         options: dict[str, Any] = {"api_visibility": "private"}
         prompt.change(follow, prompt, [rows_, cols_], show_progress="hidden", **options)
@@ -362,15 +347,8 @@ def serve_comparison(
     names = (public_name(model), title if Path(adapter).is_dir() else public_name(adapter))
     app = make_app(comparison, names, prompts, title, layout, num_inference_steps)
     app.launch(
-        share=False,
-        inline=False,
-        ssr_mode=False,
-        footer_links=[],
-        run_history=False,
-        enable_monitoring=False,
+        share=False, inline=False, ssr_mode=False, footer_links=[], run_history=False, enable_monitoring=False,
         max_file_size=1,  # nothing is uploaded
-        css=_PAGE_STYLE,
-        theme=gr.themes.Default(primary_hue="teal"),
-        prevent_thread_lock=prevent_thread_lock,
-    )
+        css=_PAGE_STYLE, theme=gr.themes.Default(primary_hue="teal"), prevent_thread_lock=prevent_thread_lock,
+    )  # fmt: skip
     return app
