@@ -36,13 +36,12 @@ from paco_trl.rollout import (
     EncodedImage,
     PipelinePolicy,
     SDESettings,
-    calls_at,
     cast_floating_inputs,
     family_of,
     keyed_generator,
     replay,
 )
-from paco_trl.rollout.families import flux2, longcat_image, ovis_image, qwen_image, z_image
+from paco_trl.rollout.families import flux2, longcat_image, qwen_image, z_image
 from paco_trl.rollout.loading import load_pipeline, load_transformer_adapter, prepare_transformer
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.sampler import PromptEncoder
@@ -378,18 +377,14 @@ def guided(request, setup_of) -> Setup:
 
 @pytest.fixture(scope="module")
 def recorded(setup_of) -> Callable:
-    """The two stochastic steps of a setup, generated once; with `counts`, the forwards of the modules meanwhile."""
+    """The two stochastic steps of a setup, generated once."""
     generated = {}
 
-    def of(setup: Setup, counts: bool = False):
+    def of(setup: Setup):
         key = next(name for name, case in CASES.items() if case is setup.case)
         if key not in generated:
-            pipeline = setup.policy.pipeline
-            modules = {name: getattr(pipeline, name) for name in setup.family.text_encoders}
-            modules |= {"vae": pipeline.vae.encoder, "decoder": pipeline.vae.decoder}
-            with counted(**modules, transformer=setup.policy.model) as forwards:
-                generated[key] = setup.generate(SDE)[1], forwards
-        return generated[key][counts]
+            generated[key] = setup.generate(SDE)[1]
+        return generated[key]
 
     return of
 
@@ -504,10 +499,8 @@ class TestUnusedLayers:
             ({"target_modules": ["attn.to_q", "to_add_out"]}, 1),
             ({"target_modules": ["attn.to_q"]}, 0),
             ({"target_modules": "all-linear"}, 4),
-            ({"target_modules": r".*\.attn\.(add_.*|to_add_out)"}, 2),
             ({"exclude_modules": ["attn.to_k"]}, 5),
             ({"exclude_modules": r".*\.attn\.to_(k|v)"}, 6),
-            ({"exclude_modules": ["to_add_out"]}, 4),
         ],
         ids=str,
     )
@@ -692,19 +685,6 @@ class TestAWrongRuleIsCaught:
         with pytest.raises(RuntimeError, match=what):
             setup.generate(SDE, batch_size=1)
 
-    @pytest.mark.parametrize("name", CASES)
-    def test_other_sign(self, setup_of, recorded, name, monkeypatch):
-        setup = setup_of(name)
-        assert len(recorded(setup)) == 2  # nothing is wrong with it before
-        own = setup.family.branches
-
-        def wrong(outputs, sample):
-            conditional, unconditional = own(outputs, sample)
-            return -conditional, None if unconditional is None else -unconditional
-
-        monkeypatch.setattr(setup.family, "branches", wrong)  # for Z-Image: without its negation
-        self.assert_caught(setup)
-
     @pytest.mark.parametrize("guided", GUIDED, indirect=True)
     @pytest.mark.parametrize(
         ("method", "wrong"),
@@ -719,12 +699,6 @@ class TestAWrongRuleIsCaught:
         monkeypatch.setattr(guided.family, method, functools.partial(wrong, getattr(guided.family, method)))
         self.assert_caught(guided)
 
-    @pytest.mark.parametrize("name", ["qwen", "qwen-edit", "qwen-edit-plus", "longcat"])
-    def test_without_rescaling_to_the_norm(self, setup_of, name, monkeypatch):
-        setup = setup_of(name)
-        monkeypatch.setattr(setup.family, "guide", usual)
-        self.assert_caught(setup)
-
     @pytest.mark.parametrize("name", EDITING)
     def test_without_leaving_out_the_tokens_of_sources(self, setup_of, name, monkeypatch):
         setup = setup_of(name)
@@ -735,7 +709,7 @@ class TestAWrongRuleIsCaught:
     def test_more_calls_than_the_class_knows(self, setup_of, monkeypatch):
         setup = setup_of("qwen")
         monkeypatch.setattr(setup.family, "max_calls", 1)
-        with pytest.raises(ValueError, match="called its transformer 2 times in one step, where QwenImageFamily"):
+        with pytest.raises(ValueError, match="called its transformer 2 times in a step"):
             setup.generate(SDE, batch_size=1)
 
 
@@ -751,11 +725,6 @@ class TestOtherTimes:
                     assert is_same(made[name], expected[name]), name
                     assert is_same(call[name], before[name]), name  # the record is unchanged
         assert any(not is_same(first.calls[0][name], second.calls[0][name]) for name in first.calls[0])
-
-    def test_the_check_of_a_rollout_passes(self, setup, recorded):
-        first, second = recorded(setup)
-        made = calls_at(first, setup.family, second.sample, torch.full((2,), second.sigma))
-        assert len(made) == len(second.calls)
 
     def test_each_image_of_a_batch_has_its_time(self, setup, recorded):
         first, second = recorded(setup)
@@ -778,10 +747,6 @@ def is_same(first, second) -> bool:
 
 
 class TestCounts:
-    def test_generation_calls_the_transformer_only(self, setup, recorded):
-        counts = recorded(setup, counts=True)
-        assert counts == {"transformer": NUM_STEPS * setup.case.calls, "decoder": 1}
-
     def test_what_is_the_same_is_encoded_once(self, setup):
         case, pipeline = setup.case, setup.policy.pipeline
         text_encoder, vae = getattr(pipeline, setup.family.text_encoders[-1]), pipeline.vae.encoder
@@ -963,13 +928,6 @@ class TestSettingsThatWouldBeIgnored:
             setup.family.resolve_negative_prompt(schnell, 3.5, None)
         assert setup.family.resolve_negative_prompt(schnell, 1.0, None) is None
 
-    def test_distilled_guidance_of_qwen(self, setup_of):
-        setup = setup_of("qwen")
-        config = SimpleNamespace(guidance_embeds=True)
-        distilled = SimpleNamespace(transformer=SimpleNamespace(config=config))
-        with pytest.raises(ValueError, match="has guidance distilled into it"):
-            setup.family.resolve_negative_prompt(distilled, 4.0, " ")
-
     def test_z_image_is_guided_by_a_scale_of_one(self, setup_of):
         setup = setup_of("z-image, turbo")
         assert not np.array_equal(setup.generate_plain(guidance_scale=1.0), setup.generate_plain())
@@ -996,16 +954,6 @@ class TestLongCatImageEdit:
             rows.measure(setup.policy.pipeline, setup.family)
         with pytest.raises(ValueError, match="32 x 32 pixels were requested, .* source, 64 x 64"):
             setup.policy.generate(setup.arguments, 32, 32, 2, 4.0, KEYS, sources=setup.sources)
-
-    def test_an_instruction_that_the_pipeline_fails_on_is_an_error(self, setup_of):
-        setup = setup_of("longcat-edit")
-        encode = functools.partial(setup.family.encode_prompt, setup.policy.pipeline, device="cpu", images=[SQUARE])
-        with torch.no_grad():
-            assert encode(prompt=" ".join(["a"] * 512), scale=1 / 16)["prompt_embeds"].shape[1] > 512
-            with pytest.raises(
-                ValueError, match="LongCatImageEditPipeline fails on an instruction of more than 512 tokens"
-            ):
-                encode(prompt=" ".join(["a"] * 513), scale=1 / 16)
 
 
 def test_a_source_keeps_the_size_that_it_has():
@@ -1066,9 +1014,7 @@ class TestQwenImage21:
             monkeypatch.setattr(
                 pipeline.processor.image_processor, "size", {"shortest_edge": 256**2, "longest_edge": 1024**2}
             )
-            with pytest.raises(
-                ValueError, match=r"of 0.125 the processor resizes .*, to 64 tokens where the transformer needs 16"
-            ):
+            with pytest.raises(ValueError, match="`resolution_scale` 0.125 the processor resizes"):
                 encode(scale=0.125)
             encode(scale=0.25)
 
@@ -1108,7 +1054,7 @@ class TestTruncation:
     def test_the_first_prompt_that_is_cut_by_ovis(self, setup_of):
         setup = setup_of("ovis")
         pipeline, family = setup.policy.pipeline, setup.family
-        limit = ovis_image.MAX_TOKENS + pipeline.user_prompt_begin_id
+        limit = longcat_image.OVIS_MAX_TOKENS + pipeline.user_prompt_begin_id
         (text,) = pipeline._get_messages("a a")
         room = limit - len(pipeline.tokenizer(text).input_ids) + 2
         with torch.no_grad():
@@ -1121,20 +1067,6 @@ class TestTruncation:
                 ]
                 assert encoded[0].shape[1] == 256
         assert not family.is_truncated(pipeline, PROMPT)
-
-    @pytest.mark.parametrize("name", ["qwen-edit", "qwen-edit-plus"])
-    def test_editing_with_qwen_reads_all(self, setup_of, name):
-        setup = setup_of(name)
-        lengths = []
-        for number in (1, 600, 1200):
-            prompt = " ".join(["cat"] * number)
-            assert not setup.family.is_truncated(setup.policy.pipeline, prompt)
-            with torch.no_grad():
-                encoded = setup.family.encode_prompt(
-                    setup.policy.pipeline, prompt, "cpu", list(setup.case.images), setup.case.scale
-                )
-            lengths.append(encoded["prompt_embeds"].shape[1])
-        assert np.diff(lengths).tolist() == [599, 600]
 
     @pytest.mark.parametrize("name", ["kontext", "sd3", "longcat"])
     def test_what_the_pipeline_says_itself_is_counted(self, setup_of, name, caplog):

@@ -368,7 +368,7 @@ MUTANTS = [
     (F + "longcat_image.py", "image.height // 2, image.width // 2)", "image.height, image.width)", family(IMAGES, "longcat-edit")),
     (F + "qwen_image_21.py", "output[:, -sample.shape[1] :]", "output[:, : sample.shape[1]]", family(RATIO, "qwen-2.1")),
     (F + "qwen_image_21.py", '{"use_kv_cache": False}', '{"use_kv_cache": True}', FAMILIES + "::TestQwenImage21::test_keys_and_values_of_the_text_are_not_kept"),
-    (F + "ovis_image.py", '("prompt_embeds", "negative_prompt_embeds")', '("negative_prompt_embeds", "prompt_embeds")', family(IMAGES, "ovis")),
+    (F + "longcat_image.py", '("prompt_embeds", "negative_prompt_embeds")', '("negative_prompt_embeds", "prompt_embeds")', family(IMAGES, "ovis")),
     (F + "unlisted.py", "if shapes == [tuple(sample.shape)]:", "if len(shapes) == 1:", UNLISTED + "::TestRefusedAtTheFirstRollout"),
     # ---- Hybrid inference ----
     (P + "hybrid_inference.py", "round(adapter_fraction * total)", "int(adapter_fraction * total)", HYBRID + " -k flux-peft"),

@@ -4,8 +4,7 @@
 from .base import Family
 from .flux import FluxFamily, FluxKontextFamily
 from .flux2 import Flux2Family, Flux2KleinFamily
-from .longcat_image import LongCatImageEditFamily, LongCatImageFamily
-from .ovis_image import OvisImageFamily
+from .longcat_image import LongCatImageEditFamily, LongCatImageFamily, OvisImageFamily
 from .qwen_image import QwenImageEditFamily, QwenImageEditPlusFamily, QwenImageFamily
 from .qwen_image_21 import QwenImage21Family
 from .stable_diffusion_3 import StableDiffusion3Family

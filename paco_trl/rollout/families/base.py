@@ -103,13 +103,13 @@ class Family(ABC):
         name = type(pipeline).__name__
         if negative_prompt is not None:
             raise ValueError(
-                f"`negative_prompt` is {negative_prompt!r}, but the guidance of {name} is distilled into the model and "
-                "has no negative prompt: it would be ignored. Leave it out."
+                f"`negative_prompt` is {negative_prompt!r}, but the guidance of {name} is distilled into the model: it would "
+                "be ignored. Leave it out."
             )
         if guidance_scale > 1 and not pipeline.transformer.config.get("guidance_embeds", True):
             raise ValueError(
-                f"`guidance_scale` is {guidance_scale}, but the transformer of this {name} takes none "
-                "(`guidance_embeds=False`): it would be ignored. Set `guidance_scale=1.0`."
+                f"`guidance_scale` is {guidance_scale}, but the transformer of this {name} takes none: it would be ignored. "
+                "Set `guidance_scale=1.0`."
             )
         return None
 
@@ -191,9 +191,8 @@ class Family(ABC):
         """
         if not 1 <= len(outputs) <= self.max_calls:
             raise ValueError(
-                f"The pipeline called its transformer {len(outputs)} times in one step, where {type(self).__name__} "
-                f"knows {'one' if self.max_calls == 1 else 'one or two'}. This family class does not support another "
-                "kind of guidance."
+                f"The pipeline called its transformer {len(outputs)} times in a step, more than the {self.max_calls} that "
+                f"{type(self).__name__} knows (`max_calls`)."
             )
         conditional, unconditional = self.branches(outputs, sample)
         if unconditional is None:
@@ -226,8 +225,7 @@ class Family(ABC):
         bit-exactly, which every rollout checks.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not say how its transformer is called at another time, which training with "
-            "PaCoNFTTrainer requires. Add `call_at` to the family class."
+            f"{type(self).__name__} has no `call_at`, which training with PaCoNFTTrainer requires. Add it."
         )
 
 
@@ -249,14 +247,13 @@ def true_guidance_prompt(
         if negative_prompt is not None:
             raise ValueError(
                 f"`negative_prompt` is {negative_prompt!r}, but {name} has no guidance at `guidance_scale` = "
-                f"{guidance_scale}: it would be ignored. Leave it out, or set `guidance_scale` above {off_at:g}."
+                f"{guidance_scale}: it would be ignored. Leave it out, or raise `guidance_scale`."
             )
         return None
     if negative_prompt is None and default is None:
         raise ValueError(
-            f"`guidance_scale` is {guidance_scale}, but {name} leaves guidance out without a negative prompt, and only "
-            'says so in the log. Set `negative_prompt=" "` (an empty one, as in the model\'s own examples), or '
-            f"`guidance_scale={off_at:g}` to train without guidance."
+            f"`guidance_scale` is {guidance_scale}, but {name} leaves guidance out without a negative prompt. Set "
+            f'`negative_prompt=" "` (as in the model\'s own examples), or `guidance_scale={off_at:g}`.'
         )
     return negative_prompt if negative_prompt is not None else default
 

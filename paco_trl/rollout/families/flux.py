@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.1: guidance is distilled into the model, so a step is one call whose output the scheduler receives."""
 
-from collections.abc import Sequence
-
-import torch
-from PIL import Image
-
 from .base import DUAL_STREAM_ATTENTION, Family, feed_forward, packed_call_at
 
 
@@ -18,9 +13,7 @@ class FluxFamily(Family):
     unbatched_arguments = ("txt_ids", "img_ids")
     call_at = staticmethod(packed_call_at)
 
-    def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
+    def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         prompt_embeds, pooled_prompt_embeds, _ = pipeline.encode_prompt(
             prompt,
             prompt_2=None,
@@ -32,7 +25,7 @@ class FluxFamily(Family):
             "pooled_prompt_embeds": pooled_prompt_embeds,  # (1, 768)
         }
 
-    def max_sequence_length(self, pipeline) -> int | None:
+    def max_sequence_length(self, pipeline):
         return min(512, pipeline.tokenizer_2.model_max_length)  # 512 is FLUX.1-dev's
 
 
@@ -47,7 +40,7 @@ class FluxKontextFamily(FluxFamily):
         "num_inference_steps": 8, "noise_level": 0.9, "guidance_scale": 2.5, "resolution_scale": 0.375,
     }  # fmt: skip
 
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+    def call_arguments(self, height, width, guidance_scale, images):
         arguments = super().call_arguments(height, width, guidance_scale, images)
         # The pipeline computes its own size from an area, by default 1024 x 1024, whatever height and width say
         arguments["max_area"] = height * width
@@ -55,20 +48,20 @@ class FluxKontextFamily(FluxFamily):
             arguments |= {"image": images[0], "_auto_resize": False}
         return arguments
 
-    def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
+    def edited_size(self, pipeline, sizes, area):
         step = self.size_multiple(pipeline)
-        width, height = _preferred_resolution(*sizes[0], step)  # of about 1024 x 1024 pixels
+        width, height = _preferred_resolution(sizes[0][0], sizes[0][1], step)  # of about 1024 x 1024 pixels
         factor = (area / 1024**2) ** 0.5
         return max(1, round(height * factor / step)) * step, max(1, round(width * factor / step)) * step
 
-    def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
+    def prepare_image(self, pipeline, image, scale):
         step = self.size_multiple(pipeline)
         width, height = _preferred_resolution(image.width, image.height, step)
         return pipeline.image_processor.resize(
             image, max(1, round(height // step * scale)) * step, max(1, round(width // step * scale)) * step
         )
 
-    def prepare_panel(self, pipeline, image: Image.Image) -> Image.Image:
+    def prepare_panel(self, pipeline, image):
         return image
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.2: dev, with distilled guidance, and klein, with true guidance of two calls. Both also edit images."""
 
-from collections.abc import Sequence
-
 import torch
 from PIL import Image
 
@@ -34,13 +32,11 @@ class Flux2Family(Family):
     max_images = 6  # recommended maximum
     call_at = staticmethod(packed_call_at)
 
-    def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
+    def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         prompt_embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TOKENS)
         return {"prompt_embeds": prompt_embeds}  # (1, 512, 15360)
 
-    def is_truncated(self, pipeline, prompt: str) -> bool:
+    def is_truncated(self, pipeline, prompt):
         messages = [
             {"role": "system", "content": [{"type": "text", "text": pipeline.system_message}]},
             {"role": "user", "content": [{"type": "text", "text": prompt}]},
@@ -48,18 +44,18 @@ class Flux2Family(Family):
         tokens = pipeline.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
         return torch.as_tensor(tokens).numel() > MAX_TOKENS
 
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+    def call_arguments(self, height, width, guidance_scale, images):
         arguments = super().call_arguments(height, width, guidance_scale, images)
         return arguments | {"image": images} if images else arguments
 
-    def check_image_size(self, width: int, height: int) -> None:
+    def check_image_size(self, width, height):
         if min(width, height) < MIN_SIDE or max(width, height) > MAX_RATIO * min(width, height):
             raise ValueError(
-                f"its source image has {width} x {height} pixels (width x height), but FLUX.2 takes none with a side "
-                f"under {MIN_SIDE} pixels or an aspect ratio above {MAX_RATIO}. Replace it, or leave the row out."
+                f"its source image has {width} x {height} pixels, but FLUX.2 takes none with a side under {MIN_SIDE} pixels "
+                f"or an aspect ratio above {MAX_RATIO}. Replace it, or leave the row out."
             )
 
-    def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
+    def prepare_image(self, pipeline, image, scale):
         processor, step = pipeline.image_processor, self.size_multiple(pipeline)
         if image.width * image.height > IMAGE_AREA:
             image = processor._resize_to_target_area(image, IMAGE_AREA)
@@ -78,20 +74,19 @@ class Flux2KleinFamily(Flux2Family):
     # FLUX.2-klein-base-4B collapsed at 1e-4, and late at 1e-5: https://github.com/X-GenGroup/Flow-Factory/issues/108
     max_stable_epsilon = 1e-5
 
-    def is_truncated(self, pipeline, prompt: str) -> bool:
+    def is_truncated(self, pipeline, prompt):
         messages = [{"role": "user", "content": prompt}]
         text = pipeline.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
         return len(pipeline.tokenizer(text).input_ids) > MAX_TOKENS
 
-    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
+    def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         if not pipeline.config.is_distilled:
             return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")
         if guidance_scale > 1 or negative_prompt is not None:
             raise ValueError(
-                f"`guidance_scale` is {guidance_scale} and `negative_prompt` {negative_prompt!r}, but this "
-                f"{type(pipeline).__name__} is distilled to a few steps without guidance (`is_distilled=True`): both "
-                "would be ignored. Set `guidance_scale=1.0` and leave the negative prompt out."
+                f"`guidance_scale` is {guidance_scale} and `negative_prompt` {negative_prompt!r}, but this model is distilled "
+                "to a few steps without guidance: both would be ignored. Set 1.0 and None."
             )
         return None

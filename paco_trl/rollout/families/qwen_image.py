@@ -2,12 +2,10 @@
 """Qwen-Image: true guidance of two calls, rescaled to the norm of the conditional prediction; editing with it."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import diffusers
 import torch
 from PIL import Image
 
@@ -32,32 +30,25 @@ class QwenImageFamily(Family):
     has_fixed_length = False
     call_at = staticmethod(packed_call_at)
 
-    def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
+    def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         return _embeddings(pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TOKENS))
 
-    def is_truncated(self, pipeline, prompt: str) -> bool:
+    def is_truncated(self, pipeline, prompt):
         tokens = pipeline.tokenizer(pipeline.prompt_template_encode.format(prompt)).input_ids
         return len(tokens) - pipeline.prompt_template_encode_start_idx > MAX_TOKENS
 
-    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
-        if pipeline.transformer.config.guidance_embeds:
-            raise ValueError(
-                f"The transformer of this {type(pipeline).__name__} has guidance distilled into it "
-                "(`guidance_embeds=True`), but this family class supports only models with true guidance."
-            )
+    def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default=None)
 
-    def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
+    def unused_layers(self, transformer):
         # The text output of the last block is unused; its keys and values are not: the image attends to them
         layers = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
         return [f"transformer_blocks.{transformer.config.num_layers - 1}.{layer}" for layer in layers]
 
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+    def call_arguments(self, height, width, guidance_scale, images):
         return {"height": height, "width": width, "true_cfg_scale": guidance_scale}
 
-    def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+    def guide(self, conditional, unconditional, guidance_scale):
         combined = super().guide(conditional, unconditional, guidance_scale)  # (B, tokens, channels)
         norm = torch.norm(conditional, dim=-1, keepdim=True)
         return combined * (norm / torch.norm(combined, dim=-1, keepdim=True))
@@ -77,30 +68,28 @@ class QwenImageEditFamily(QwenImageFamily):
         "negative_prompt": " ", "resolution_scale": 0.375,
     }  # fmt: skip
 
-    def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
+    def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         image = self.prepare_image(pipeline, images[0], scale)
         return _embeddings(pipeline.encode_prompt(prompt, image=image, device=device))
 
-    def is_truncated(self, pipeline, prompt: str) -> bool:
+    def is_truncated(self, pipeline, prompt):
         return False  # the pipeline reads all of it
 
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+    def call_arguments(self, height, width, guidance_scale, images):
         return super().call_arguments(height, width, guidance_scale, images) | {"image": images[0]}
 
-    def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
+    def edited_size(self, pipeline, sizes, area):
         width, height = dimensions(pipeline, area, sizes[0][0] / sizes[0][1])
         return height, width
 
-    def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
+    def prepare_image(self, pipeline, image, scale):
         width, height = dimensions(pipeline, IMAGE_AREA * scale**2, image.width / image.height)
         return pipeline.image_processor.resize(image, height, width)
 
-    def image_pixels(self, pipeline, image: Image.Image) -> torch.Tensor:
+    def image_pixels(self, pipeline, image):
         return super().image_pixels(pipeline, image).unsqueeze(2)  # (1, 3, 1, H, W): a video of one frame
 
-    def generation_context(self, pipeline, images: list[Image.Image]) -> AbstractContextManager:
+    def generation_context(self, pipeline, images):
         return fixed_sizes(pipeline, images)
 
 
@@ -109,36 +98,23 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
 
     max_images = 3  # number in training, according to the model cards
 
-    def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
+    def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         seen = []  # always at its own small size
         for image in images:
             width, height = dimensions(pipeline, PLUS_CONDITION_AREA, image.width / image.height)
             seen.append(pipeline.image_processor.resize(image, height, width))
         return _embeddings(pipeline.encode_prompt(prompt, image=seen, device=device))
 
-    def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
+    def edited_size(self, pipeline, sizes, area):
         return super().edited_size(pipeline, sizes[-1:], area)  # the pipeline uses the last source
 
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+    def call_arguments(self, height, width, guidance_scale, images):
         return super().call_arguments(height, width, guidance_scale, images) | {"image": images}
 
-    def batch_arguments(self, arguments: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def batch_arguments(self, arguments):
         # The pipeline refuses several prompts in a call, but not several images of one
         batch_size = len(arguments["prompt_embeds"])
         return {name: tensor[:1] for name, tensor in arguments.items()} | {"num_images_per_prompt": batch_size}
-
-
-def _module_of(pipeline) -> ModuleType:
-    """Return the module of an editing pipeline, which has the function for sizes of images."""
-    module = sys.modules[type(pipeline).__module__]
-    if not hasattr(module, "calculate_dimensions"):
-        raise RuntimeError(
-            f"{module.__name__} of diffusers {diffusers.__version__} has no `calculate_dimensions`, with which this "
-            "family class controls the size of source images. Install another version of diffusers, or correct the class."
-        )
-    return module
 
 
 @contextmanager
@@ -146,7 +122,7 @@ def fixed_sizes(pipeline, images: list[Image.Image]) -> Iterator[None]:
     """Keep the pipeline from resizing source images."""
     # The area is hard-coded in the pipeline's call (diffusers 0.42). The function of its module that computes a size
     # from area and aspect ratio returns here the size that each image has already.
-    module: Any = _module_of(pipeline)
+    module: Any = sys.modules[type(pipeline).__module__]
     own = module.calculate_dimensions
     extra = own(IMAGE_AREA, 1.0)[2:]  # a third value in some pipelines
     sizes = {image.width / image.height: image.size for image in images}
@@ -159,7 +135,7 @@ def fixed_sizes(pipeline, images: list[Image.Image]) -> Iterator[None]:
 
 def dimensions(pipeline, area: float, ratio: float) -> tuple[int, int]:
     """Return width and height for an area and an aspect ratio as the pipeline does, at least 32."""
-    width, height, *_ = _module_of(pipeline).calculate_dimensions(area, ratio)
+    width, height, *_ = sys.modules[type(pipeline).__module__].calculate_dimensions(area, ratio)
     return max(width, 32), max(height, 32)
 
 

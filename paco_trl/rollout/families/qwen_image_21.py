@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen-Image-2.1: one pipeline for generation and editing, with true guidance of two calls, usually off."""
 
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from PIL import Image
 
 from .base import DUAL_STREAM_ATTENTION, Family, encoding_by, packed_call_at, true_guidance_prompt
 from .qwen_image import QwenImageEditFamily, QwenImageFamily
@@ -22,40 +19,37 @@ class QwenImage21Family(QwenImageEditFamily):
     training_defaults = {}  # it is made for a guidance of 1
     guide = Family.guide
 
-    def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
+    def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         prepared = [self.prepare_image(pipeline, image, scale) for image in images]
         prompt_embeds, _, is_image = pipeline.encode_prompt(prompt, image=prepared or None, device=device)
         expected = sum(image.width * image.height for image in prepared) // 32**2  # each is 2 x 2 of the transformer's
         if is_image.sum() != expected:
             limits = dict(pipeline.processor.image_processor.size)
             raise ValueError(
-                f"at a `resolution_scale` of {scale} the processor resizes the source images, to {is_image.sum()} tokens "
-                f"where the transformer needs {expected}. Keep them within its limits, {limits} pixels."
+                f"at `resolution_scale` {scale} the processor resizes source images. Keep within {limits} pixels."
             )
         # (1, L, D), (1, L): 1 for text, 2 for source images
         return {"prompt_embeds": prompt_embeds, "prompt_embeds_mask": 1 + is_image.long()}
 
-    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
+    def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default=None)
 
-    def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
+    def unused_layers(self, transformer):
         return []
 
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+    def call_arguments(self, height, width, guidance_scale, images):
         arguments = QwenImageFamily.call_arguments(self, height, width, guidance_scale, images)
         # Keys and values of the text that are kept from the first step would have no gradient
         return arguments | {"use_kv_cache": False} | ({"image": images} if images else {})
 
-    def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
+    def edited_size(self, pipeline, sizes, area):
         return super().edited_size(pipeline, sizes[-1:], area)  # the pipeline uses the last source
 
-    def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
+    def prepare_image(self, pipeline, image, scale):
         return super().prepare_image(pipeline, image.convert("RGBA"), scale)
 
     @contextmanager
-    def generation_context(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
+    def generation_context(self, pipeline, images):
         def encode(prompt_embeds_mask: torch.Tensor, **given) -> tuple:
             # The call has no argument for the places of source images (diffusers 0.42)
             return own(prompt_embeds_mask=prompt_embeds_mask, image_pad_mask=prompt_embeds_mask == 2, **given)
@@ -64,10 +58,10 @@ class QwenImage21Family(QwenImageEditFamily):
         with encoding_by(pipeline, encode), super().generation_context(pipeline, images):
             yield
 
-    def branches(self, outputs: list[Any], sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def branches(self, outputs, sample):
         return super().branches([output[:, -sample.shape[1] :] for output in outputs], sample)
 
-    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+    def call_at(self, call, sample, sigma):
         tokens = call["hidden_states"]
         tokens = torch.cat([tokens[:, : tokens.shape[1] - sample.shape[1]], sample.to(tokens.dtype)], dim=1)
         return packed_call_at(call, sample, sigma) | {"hidden_states": tokens}

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stable Diffusion 3 and 3.5: true guidance in one call of a doubled batch."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from PIL import Image
 
 from .base import ATTENTION, Family, feed_forward, true_guidance_prompt
 
@@ -21,9 +17,7 @@ class StableDiffusion3Family(Family):
     lora_target_modules = [*ATTENTION, *feed_forward("ff", "ff_context")]
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
-    def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
+    def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         prompt_embeds, _, pooled_prompt_embeds, _ = pipeline.encode_prompt(
             prompt,
             prompt_2=None,
@@ -37,24 +31,24 @@ class StableDiffusion3Family(Family):
             "pooled_prompt_embeds": pooled_prompt_embeds,  # (1, 2048)
         }
 
-    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
+    def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")
 
-    def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
+    def unused_layers(self, transformer):
         # The last block has no text layers after its attention, but still computes text queries
         return [f"transformer_blocks.{transformer.config.num_layers - 1}.attn.add_q_proj"]
 
-    def size_multiple(self, pipeline) -> int:
+    def size_multiple(self, pipeline):
         return pipeline.vae_scale_factor * pipeline.patch_size
 
-    def branches(self, outputs: list[Any], sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def branches(self, outputs, sample):
         (output,) = outputs  # (B or 2 B, channels, height, width)
         if len(output) == len(sample):
             return output, None
         unconditional, conditional = output.chunk(2)
         return conditional, unconditional
 
-    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+    def call_at(self, call, sample, sigma):
         copies = len(call["hidden_states"]) // len(sample)
         return {
             **call,

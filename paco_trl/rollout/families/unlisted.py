@@ -4,13 +4,11 @@
 import inspect
 import io
 import warnings
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import diffusers
 import torch
-from PIL import Image
 from torch.utils._pytree import tree_map_only
 
 from .base import Family, encoding_by
@@ -81,7 +79,7 @@ class UnlistedFamily(Family):
             stacklevel=3,  # where `family_of` is called
         )
 
-    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
+    def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         if negative_prompt is not None or (guidance_scale > 1 and not self.takes_guidance):
             raise ValueError(
                 f"`negative_prompt` is {negative_prompt!r} and `guidance_scale` {guidance_scale}, but there is no family "
@@ -90,9 +88,7 @@ class UnlistedFamily(Family):
         self._guidance_scale = guidance_scale
         return None
 
-    def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
+    def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         results: list[Any] = []
 
         def encode(*args, **kwargs) -> Any:
@@ -117,25 +113,23 @@ class UnlistedFamily(Family):
         torch.save([prompt, tree_map_only(torch.Tensor, _copy, results)], buffer := io.BytesIO())
         return {"results": torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)[None]}
 
-    def batch_arguments(self, arguments: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def batch_arguments(self, arguments):
         (results,) = arguments["results"]  # of the only image
         file = io.BytesIO(results.cpu().numpy().tobytes())
         prompt, self._waiting = torch.load(file, map_location=results.device, weights_only=True)
         return {"prompt": prompt}
 
     @contextmanager
-    def generation_context(self, pipeline, images: list[Image.Image]) -> Iterator[None]:
+    def generation_context(self, pipeline, images):
         """Let the pipeline's `encode_prompt` return what it returned when the prompt was encoded."""
         with encoding_by(pipeline, lambda *args, **kwargs: self._waiting.pop(0)):
             yield
 
-    def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
+    def call_arguments(self, height, width, guidance_scale, images):
         arguments = super().call_arguments(height, width, guidance_scale, images)
         return arguments if self.takes_guidance else {"height": height, "width": width}
 
-    def combine(
-        self, outputs: list[Any], guidance_scale: float, sample: torch.Tensor, detach_unconditional: bool = False
-    ) -> torch.Tensor:
+    def combine(self, outputs, guidance_scale, sample, detach_unconditional=False):
         shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__ for each in outputs]
         if shapes == [tuple(sample.shape)]:
             return outputs[0]

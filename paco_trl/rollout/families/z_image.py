@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Z-Image: true guidance in one call of a doubled list; the model predicts the negative velocity."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from PIL import Image
 
 from .base import ATTENTION, Family, true_guidance_prompt
 
@@ -22,38 +18,36 @@ class ZImageFamily(Family):
     text_encoders = ("text_encoder",)
     has_fixed_length = False
 
-    def encode_prompt(
-        self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
-    ) -> dict[str, torch.Tensor]:
+    def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         (prompt_embeds,), _ = pipeline.encode_prompt(
             prompt, device=device, do_classifier_free_guidance=False, max_sequence_length=MAX_TOKENS
         )
         return {"prompt_embeds": prompt_embeds.unsqueeze(0)}  # (1, L, D)
 
-    def is_truncated(self, pipeline, prompt: str) -> bool:
+    def is_truncated(self, pipeline, prompt):
         messages = [{"role": "user", "content": prompt}]
         text = pipeline.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
         return len(pipeline.tokenizer(text).input_ids) > MAX_TOKENS
 
-    def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
+    def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="", off_at=0.0)
 
-    def batch_arguments(self, arguments: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def batch_arguments(self, arguments):
         return {name: list(tensor) for name, tensor in arguments.items()}  # a tensor for each image
 
-    def branches(self, outputs: list[Any], sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def branches(self, outputs, sample):
         (output,) = outputs  # a list of B or 2 B tensors (channels, 1, height, width)
         velocity = -torch.stack([each.float() for each in output]).squeeze(2)
         if len(velocity) == len(sample):
             return velocity, None
         return velocity[: len(sample)], velocity[len(sample) :]
 
-    def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+    def guide(self, conditional, unconditional, guidance_scale):
         return conditional + guidance_scale * (conditional - unconditional)
 
-    def call_at(self, call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
+    def call_at(self, call, sample, sigma):
         copies = len(call["x"]) // len(sample)
         sample = sample.to(call["x"][0].dtype).unsqueeze(2)  # (B, channels, 1, height, width)
         timestep = (1000 - sigma * 1000) / 1000
