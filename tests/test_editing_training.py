@@ -4,8 +4,6 @@
 import copy
 import functools
 import io
-import json
-import logging
 from collections import Counter
 from pathlib import Path
 
@@ -20,10 +18,8 @@ from PIL import Image, ImageDraw
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, tiny
 from paco_trl.data.questions import reference_question
-from paco_trl.plots import scored_sheets
 from paco_trl.rewards import EditReward, ReferenceReward, redness_reward
 from paco_trl.rollout import replay
-from paco_trl.trainer import paco_grpo_trainer
 from test_judged_rewards import FormulaJudge
 from testing_utils import are_equal, logs_with, weights_of
 
@@ -201,20 +197,6 @@ class TestSizes:
             assert {image.size for image in call["panel_images"]} == {panel}
         assert len({call["completion"].size for call in spy.calls}) == 6
 
-    @pytest.mark.slow
-    def test_rows_without_a_layout_beside_rows_with_one(self, klein, tmp_path):
-        grids = edits(
-            ("Paint the house red.", picture(64, 64, 0)),
-            ("A dog from both sides.", picture(64, 64, 5)),
-            rows=[None, 1],
-            cols=[None, 2],
-            panels=[None, ["left", "right"]],
-        )
-        spy = SpyReward()
-        make(klein, grids, tmp_path, spy).train()
-        panels = {call["prompt"]: len(call["panel_images"]) for call in spy.calls}
-        assert panels == {"Paint the house red.": 1, "A dog from both sides.": 2}
-
     def test_several_sources(self, tmp_path):
         folder = tiny.build_tiny_flux2(tmp_path / "tiny-flux2")
         rows = [
@@ -306,13 +288,6 @@ class TestReferences:
             picture(8, 8, number).getpixel((0, 0)) for number in range(3)
         }
 
-    def test_too_many_for_the_pipeline(self, klein, tmp_path):
-        rows = Dataset.from_list(
-            [row | {"references": [picture(64, 64, 0)] * 5, "reference_roles": None} for row in self.ROWS]
-        )
-        with pytest.raises(ValueError, match="5 .*at most 4"):
-            make(klein, rows, tmp_path)
-
 
 def run_and_evaluate(model, dataset, folder, **settings) -> list[list[str]]:
     """The events of a run and of two evaluations after it, which read sources at another size."""
@@ -388,30 +363,6 @@ class TestEncoding:
                 found = encoded[number].prompt["prompt_embeds"]
                 assert (found.shape == expected.shape and torch.equal(found, expected)) == (source == number)
 
-    @pytest.mark.slow
-    def test_truncated_instructions_are_counted_once(self, klein, tmp_path, caplog):
-        long = edits(
-            ("Paint the house red. " * 200, picture(64, 64, 0)),
-            ("Add a tree. " * 300, picture(64, 64, 1)),
-            ("Remove the car.", picture(64, 64, 2)),
-            ("Make it night.", picture(64, 64, 3)),
-        )
-        # The evaluation reads the source at another size, and the instruction as before
-        settings = {"height": 64, "width": 64, "resolution_scale": 0.5, "max_steps": 4}
-        trainer = make(klein, long, tmp_path, eval_dataset=long.select([0]), **settings)
-        with caplog.at_level(logging.WARNING, logger="paco_trl"):
-            trainer.train()
-            trainer.evaluate()
-        found = [record.getMessage() for record in caplog.records if "truncated" in record.getMessage()]
-        assert len(found) == 1
-        assert "For 2 of 4 prompts: " in found[0] and "Flux2KleinPipeline" in found[0]  # the negative one is one
-
-    @pytest.mark.slow
-    def test_offloaded_embeddings_give_the_same_weights(self, klein, dataset, untouched, tmp_path):
-        trainer = make(klein, dataset, tmp_path, max_steps=4, offload_embeddings=True)
-        trainer.train()
-        assert are_equal(weights_of(trainer), weights_of(untouched))
-
 
 class TestTraining:
     def test_the_ratio_is_one_and_weights_move(self, untouched):
@@ -419,17 +370,6 @@ class TestTraining:
         assert max(logs_with(untouched, "ratio_deviation/step_1")) > 0
         moved = [value.abs().max() for name, value in weights_of(untouched).items() if "lora_B" in name]
         assert len(moved) > 0 and min(moved) > 1e-3  # B begins at 0
-
-    @pytest.mark.slow
-    def test_other_sources_give_other_weights(self, klein, dataset, untouched, tmp_path):
-        for name, shift in (("same", 0), ("other", 3)):
-            pictures = [picture(*image.size, place + shift) for place, image in enumerate(dataset["image"])]
-            pictures[3] = pictures[0]  # as in the fixture
-            sources = edits(*zip(dataset["prompt"], pictures, strict=True))
-            trainer = make(klein, sources, tmp_path / name, max_steps=4)
-            trainer.train()
-            assert trainer.train_rows.training_sizes == untouched.train_rows.training_sizes
-            assert are_equal(weights_of(trainer), weights_of(untouched)) == (shift == 0)
 
     def test_replay_sees_the_source(self, klein, dataset, tmp_path):
         trainer = make(klein, dataset, tmp_path)
@@ -467,49 +407,6 @@ class TestTraining:
         assert 0 < logs_with(trainer, "rewards/edit/mean")[0] < 1
         assert logs_with(trainer, "rewards/edit/std")[0] > 0
         assert any(value.abs().max() > 0 for name, value in weights_of(trainer).items() if "lora_B" in name)
-
-
-def num_pixels(sheet: Image.Image, colour: tuple[int, int, int]) -> int:
-    """Pixels of the left half of a sheet that have exactly this colour."""
-    pixels = np.asarray(sheet.convert("RGB"))
-    return int((pixels[:, : pixels.shape[1] // 2] == colour).all(axis=-1).sum())
-
-
-class TestSheets:
-    @pytest.mark.slow
-    def test_sheets_show_the_sources(self, klein, dataset, tmp_path, monkeypatch):
-        saved = []
-        names = ("folder", "name", "title", "prompts", "shown", "before", "sources")
-
-        def save(*args):
-            saved.append(dict(zip(names, args, strict=True)))
-            return scored_sheets.save_scored_sheet(*args)
-
-        monkeypatch.setattr(paco_grpo_trainer, "save_scored_sheet", save)
-        settings = {"log_completions": True, "eval_dataset": dataset.select([1, 2]), "eval_strategy": "steps"}
-        make(klein, dataset, tmp_path / "out", eval_steps=2, **settings).train()
-        assert [sheet["name"] for sheet in saved] == ["round_00000", "eval_step_000002"]
-        assert saved[1]["before"] is not None
-        for sheet in saved:
-            plain = tmp_path / "plain"
-            scored_sheets.save_scored_sheet(**{**sheet, "folder": plain, "sources": None})
-            name = sheet["name"]
-            lines = (tmp_path / "out" / "contact_sheets" / f"{name}.jsonl").read_text()
-            assert lines == (plain / f"{name}.jsonl").read_text()
-            assert len(lines.splitlines()) == len(sheet["shown"].rewards)
-            with (
-                Image.open(tmp_path / "out" / "contact_sheets" / f"{name}.png") as with_sources,
-                Image.open(plain / f"{name}.png") as without,
-            ):
-                assert with_sources.width > without.width + 100  # a column
-                shown = [list(dataset["prompt"]).index(prompt) for prompt in sheet["prompts"]]
-                assert len(shown) == 2
-                for prompt, source in sheet["sources"].items():
-                    colour = source[0].getpixel((0, 0))
-                    assert num_pixels(with_sources, colour) > 2000, (name, prompt)
-                    assert num_pixels(without, colour) == 0
-        before = json.loads(lines.splitlines()[0])
-        assert {"redness_reward", "redness_reward_before"} <= before.keys()
 
 
 @pytest.fixture(scope="module")
@@ -581,18 +478,6 @@ class TestEvaluationAndResuming:
         with pytest.raises(ValueError, match="dataset"):
             trainer.train(resume_from_checkpoint=checkpoint)
 
-    def test_a_baseline_of_other_sources_is_drawn_anew(self, klein, dataset, saving, uninterrupted, tmp_path):
-        key = uninterrupted.evaluator.baseline_key
-        rows = uninterrupted.evaluator.rows_of(uninterrupted.eval_dataset)
-        again = paco_grpo_trainer.PromptRows(saving["eval_dataset"], uninterrupted.args, "the dataset")
-        again.measure(uninterrupted.pipeline, uninterrupted.family)
-        assert key(again) == key(rows)
-        others = edits(("Add a dog.", picture(96, 64, 2)), ("Make it night.", picture(64, 64, 4)))
-        other_rows = paco_grpo_trainer.PromptRows(others, uninterrupted.args, "the dataset")
-        other_rows.measure(uninterrupted.pipeline, uninterrupted.family)
-        assert other_rows.inference_sizes == rows.inference_sizes
-        assert key(other_rows) != key(rows)
-
 
 def as_file(path: Path, content: bytes) -> str:
     path.write_bytes(content)
@@ -618,10 +503,6 @@ class TestDataErrors:
         for part in parts:
             assert part in str(error.value)
 
-    def test_the_twin_gets_as_far_as_the_model(self, dataset, tmp_path):
-        with pytest.raises(Exception, match="/nowhere/model"):
-            make("/nowhere/model", dataset, tmp_path)
-
     def test_files(self, tmp_path):
         good = as_file(tmp_path / "good.png", png())
         bad = as_file(tmp_path / "bad.png", b"this is no image, but long enough for a header" * 4)
@@ -634,17 +515,6 @@ class TestDataErrors:
         self.refuse(self.of_files(missing, good), folder, "Row 0 of the dataset", missing, "FileNotFoundError")
         evaluation = {"eval_dataset": self.of_files(good, missing)}
         self.refuse(self.of_files(good, good), folder, "Row 1 of the dataset 'evaluation'", missing, **evaluation)
-
-    def test_sizes_of_sets(self, tmp_path):
-        grids = edits(
-            *((prompt, picture(64, 64, 0)) for prompt in ("One.", "Two.")),
-            height=[32, 32],
-            width=[32, 32],
-            rows=[1, 1],
-            cols=[1, 3],
-            panels=[["a"], ["a", "b", "c"]],
-        )
-        self.refuse(grids, tmp_path, "row 1 of the dataset", "32")
 
     def test_rewards_without_their_column(self, tiny_qwen, tmp_path):
         reward = EditReward(PaCoReward.from_pretrained(tiny_qwen))
@@ -702,36 +572,3 @@ class TestModelErrors:
         make(klein, same_size, tmp_path, per_device_train_batch_size=1)
         with pytest.raises(ValueError, match="its own source images.*`per_device_train_batch_size`"):
             make(klein, same_size, tmp_path, num_prompts_per_generation=4, per_device_train_batch_size=4)
-
-    @pytest.mark.parametrize(
-        ("pipeline", "settings", "option"),
-        [
-            ("klein", {"guidance_scale": 1.0, "negative_prompt": "blurred"}, "negative_prompt"),
-            ("klein", {"guidance_scale": 1.0, "detach_unconditional": True}, "detach_unconditional"),
-            ("distilled", {"guidance_scale": 4.0}, "guidance_scale"),
-            ("kontext", {"guidance_scale": 2.5, "negative_prompt": "blurred"}, "negative_prompt"),
-            ("kontext", {"guidance_scale": 2.5, "detach_unconditional": True}, "detach_unconditional"),
-            ("qwen_edit", {"guidance_scale": 4.0}, "guidance_scale"),
-            ("qwen_edit", {"guidance_scale": 1.0, "negative_prompt": " "}, "negative_prompt"),
-        ],
-    )
-    def test_guidance_that_would_be_ignored(self, request, pipeline, settings, option, dataset, tmp_path):
-        if pipeline == "distilled":
-            folder = str(tiny.build_tiny_flux2_klein(tmp_path / "distilled", is_distilled=True))
-        else:
-            folder = request.getfixturevalue(pipeline)
-        with pytest.raises(ValueError, match=f"^`{option}`"):
-            make(folder, dataset, tmp_path / "out", **settings)
-
-    @pytest.mark.parametrize(
-        ("pipeline", "settings"),
-        [
-            ("klein", {"guidance_scale": 4.0, "negative_prompt": "blurred", "detach_unconditional": True}),
-            ("klein", {"guidance_scale": 1.0}),
-            ("kontext", {"guidance_scale": 2.5}),
-            ("qwen_edit", {"guidance_scale": 4.0, "negative_prompt": " ", "detach_unconditional": True}),
-            ("qwen_edit", {"guidance_scale": 1.0}),
-        ],
-    )
-    def test_guidance_that_works(self, request, pipeline, settings, dataset, tmp_path):
-        make(request.getfixturevalue(pipeline), dataset, tmp_path, **settings)

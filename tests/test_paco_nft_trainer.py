@@ -3,7 +3,6 @@
 
 import copy
 import dataclasses
-import re
 
 import numpy as np
 import pytest
@@ -13,25 +12,20 @@ from diffusers import DiffusionPipeline
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import TrainerCallback
-from trl import TrlParser
 
-from docstrings import docstring
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, calls_at, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer import paco_nft_trainer
-from paco_trl.trainer.paco_nft_config import UNUSED_FIELDS, UNUSED_WITH
 from paco_trl.trainer.paco_nft_trainer import VelocityStatistics
 from test_branched_groups import rows_of_calls
 from testing_utils import anti_redness_reward, are_equal, logs_with, weights_of
 
 
-REFUSED = (*UNUSED_FIELDS, *UNUSED_WITH["nft"])
 LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoNFTConfig)}
-OWN_FIELDS = list(PaCoNFTConfig.__annotations__)
 
 
 @pytest.fixture
@@ -165,15 +159,6 @@ class TestTraining:
         # In an order of its own for each image
         assert len({tuple(entry["record"].times.tolist()) for entry in buffer}) > 3
 
-    @pytest.mark.slow
-    def test_the_velocity_is_the_old_one_to_the_bit_before_the_first_update(self, make_nft):
-        for checkpointing in (False, True):
-            trainer = make_nft(gradient_checkpointing=checkpointing)
-            trainer.train()
-            first, second = logs_with(trainer, "velocity_deviation")
-            assert first == 0.0
-            assert second > 1e-6  # after an update they differ
-
     def test_bf16(self, make_nft):
         trainer = make_nft(bf16=True)
         trainer.train()
@@ -189,18 +174,6 @@ class TestTraining:
         with pytest.raises(RuntimeError, match=r"Before the first update .* differ by 20\.0%"):
             trainer.train()
         assert are_equal(before, weights_of(trainer))
-
-    @pytest.mark.slow
-    def test_the_reference_pulls_the_velocity_back(self, make_nft):
-        distances = []
-        for beta, max_steps in ((0.0, 2), (1e-9, 8), (100.0, 8)):
-            trainer = make_nft(max_steps=max_steps, num_prompts_per_generation=4, beta=beta, learning_rate=2e-3)
-            trainer.train()
-            distances.append(logs_with(trainer, "kl"))
-        nothing, free, held = distances
-        assert nothing == [] and free[0] == held[0] == 0.0
-        assert free[1] == pytest.approx(held[1], rel=1e-3)  # the first step begins at the reference
-        assert 0 < held[-1] < 0.3 * free[-1]
 
     def test_all_weights(self, make_nft):
         trainer = make_nft(peft_config=None, learning_rate=1e-4, beta=0.1)
@@ -301,39 +274,6 @@ class TestLoss:
         assert np.abs(again * 255 - np.stack(seen)).max() < 1.01  # rounded to whole numbers
         assert np.abs(np.stack(seen).astype(float)[0] - np.stack(seen)[1]).max() > 3
 
-    def test_micro_batches_equal_one_batch(self, make_nft):
-        settings = {"optimizer_steps_per_generation": 1, "max_steps": 1, "optim": "sgd", "learning_rate": 10.0}
-        one_batch = make_nft(per_device_train_batch_size=8, **settings)
-        many = make_nft(per_device_train_batch_size=2, **settings)
-        assert (one_batch.args.gradient_accumulation_steps, many.args.gradient_accumulation_steps) == (2, 8)
-        start = weights_of(one_batch)
-        assert are_equal(start, weights_of(many))
-        one_batch.train()
-        many.train()
-        update, other = (
-            torch.cat([(value - start[name]).flatten() for name, value in weights_of(trainer).items()])
-            for trainer in (one_batch, many)
-        )
-        assert update.norm() > 1e-3
-        assert (other - update).norm() < 1e-3 * update.norm()
-
-    def test_images_do_not_depend_on_the_micro_batch(self, make_nft):
-        found = []
-        for batch_size in (1, 4):
-            trainer, record = recorded(make_nft, per_device_train_batch_size=batch_size, max_steps=1)
-            images = trainer.round_plan.assign([(32, 32)] * 2, (trainer.args.seed, 1, 0))[0].flatten()
-            steps = [entry["record"] for entry in record.buffers[0]]
-            parts = {}
-            for level in (0, 1):
-                for name in ("times", "target", "old_velocity", "prev_sample"):
-                    values = torch.cat([getattr(step, name) for step in steps[level::2]])
-                    parts[f"{name}{level}"] = values[torch.from_numpy(images.argsort())]
-            found.append(parts)
-        for name, value in found[0].items():
-            torch.testing.assert_close(value, found[1][name], rtol=1e-3, atol=1e-4)
-        assert (found[0]["target0"] - found[0]["target1"]).abs().max() > 1  # each time has its noise
-        assert (found[0]["target0"][0] - found[0]["target0"][1]).abs().max() > 1
-
     def test_an_image_without_reward_is_left_out(self, make_nft):
         def partial(prompts, completions, **kwargs):
             return [None, *redness_reward(prompts, completions)[1:]]
@@ -368,11 +308,6 @@ class TestOldPolicy:
             assert not are_equal(record.old[step], record.weights[step])
         assert logs_with(trainer, "old_policy_decay") == [0.0, 0.0, 0.2, 0.2, 0.4, 0.4]
 
-    def test_without_decay_it_is_the_model_of_the_last_round(self, make_nft):
-        _, record = recorded(make_nft, max_steps=4, old_policy_decay_rate=0.0)
-        assert are_equal(record.old[2], record.weights[2]) and are_equal(record.old[4], record.weights[4])
-        assert not are_equal(record.old[2], record.old[4])
-
     def test_draws_the_images_and_gives_the_old_velocity(self, make_nft):
         trainer, record = recorded(make_nft, max_steps=3, old_policy_decay_rate=0.25)
         step = record.buffers[1][0]["record"]
@@ -390,14 +325,6 @@ class TestOldPolicy:
             with torch.no_grad(), use_weights(trainer.model, weights, 0):
                 v = predict(trainer.model, last, trainer.family, trainer.args.guidance_scale, step.sample)
             assert torch.allclose(step.sample - step.sigma * v, step.prev_sample, atol=1e-6) is is_it
-
-    def test_the_weights_that_are_trained_are_their_own_again_after_drawing(self, make_nft):
-        trainer = make_nft(max_steps=3, old_policy_decay_rate=0.25)
-        trainer.train()
-        before = weights_of(trainer)
-        assert not are_equal(before, trainer.old_policy.average)
-        assert len(trainer._generate_and_score_completions(1).entries) == 4
-        assert are_equal(weights_of(trainer), before)
 
 
 class TestResume:
@@ -423,28 +350,11 @@ class TestResume:
         assert are_equal(resumed.old_policy.average, whole.old_policy.average)
         assert are_equal(resumed.ema.average, whole.ema.average)
 
-    @pytest.mark.slow
-    def test_the_old_policy_of_the_checkpoint_matters(self, make_nft, tmp_path, monkeypatch):
-        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "old_policy_decay_rate": 0.2}
-        whole = make_nft(output_dir=str(tmp_path / "a"), **settings)
-        whole.train()
-        monkeypatch.setattr(paco_nft_trainer, "OLD_POLICY_WEIGHTS", "policy.safetensors")
-        resumed = make_nft(output_dir=str(tmp_path / "b"), **settings)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-        assert not are_equal(weights_of(resumed), weights_of(whole))
-
     def test_a_checkpoint_of_another_trainer_is_refused(self, make_trainer, make_nft, tmp_path):
         settings = {"max_steps": 1, "num_prompts_per_generation": 2, "save_strategy": "steps", "save_steps": 1}
         make_trainer(output_dir=str(tmp_path / "a"), **settings).train()
         with pytest.raises(ValueError, match="has no old_policy.safetensors"):
             make_nft(output_dir=str(tmp_path / "b")).train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
-
-    def test_other_settings_are_named(self, make_nft, tmp_path, caplog):
-        make_nft(output_dir=str(tmp_path / "a"), save_strategy="steps", save_steps=2).train()
-        other = make_nft(output_dir=str(tmp_path / "b"), nft_beta=0.5, max_steps=3)
-        with caplog.at_level("WARNING"):
-            other.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-        assert "nft_beta" in caplog.text and "old_policy_max_decay" not in caplog.text
 
 
 class TestInherited:
@@ -491,11 +401,8 @@ class TestInherited:
     def test_a_page_without_calls_at_other_times_is_refused(self, make_nft, monkeypatch):
         make_nft()
         monkeypatch.setattr(FluxFamily, "call_at", Family.call_at)
-        with pytest.raises(ValueError, match="FluxFamily.* does not define how FluxPipeline calls its transformer at"):
+        with pytest.raises(ValueError, match="FluxFamily has no `call_at`"):
             make_nft()
-
-    def test_it_is_a_paco_grpo_trainer(self):
-        assert issubclass(PaCoNFTTrainer, PaCoGRPOTrainer) and PaCoNFTTrainer.loss_is_scaled_for_ga is True
 
 
 class WrongTimeFamily(FluxFamily):
@@ -508,17 +415,12 @@ class WrongSampleFamily(FluxFamily):
         return super().call_at(call, -sample, sigma)
 
 
-class SilentFamily(FluxFamily):
-    call_at = Family.call_at
-
-
 class TestFamilyPage:
     @pytest.mark.parametrize(
         ("family", "error", "message"),
         [
             (WrongTimeFamily, RuntimeError, "WrongTimeFamily.call_at .*: timestep differ.*correct the family class"),
             (WrongSampleFamily, RuntimeError, "WrongSampleFamily.call_at .*: hidden_states differ"),
-            (SilentFamily, NotImplementedError, "SilentFamily does not say.*Add `call_at`"),
         ],
     )
     def test_a_wrong_page_stops_the_run(self, make_nft, family, error, message):
@@ -541,18 +443,6 @@ class TestFamilyPage:
         assert call["timestep"] is not other["timestep"]
 
 
-ENTRY = re.compile(
-    r"^ {8}(\w+) \(`([^\n]*?)`, \*optional\*(?:, defaults to `([^`]+)`)?\):\n((?: {12}[^\n]*\n)+)", re.MULTILINE
-)
-DOCUMENTED = {match[1]: match for match in ENTRY.finditer(docstring(PaCoNFTConfig))}
-
-
-def key_words(text):
-    text = re.sub(r"\s*\((?:paper|published code)[^()]*\)", "", " ".join(text.split()))
-    little = {"the", "a", "an", "of", "in", "to", "at", "for", "and", "or", "by", "is", "are", "that", "which", "with"}
-    return set(re.findall(r"[a-z0-9_]+", re.split(r"(?<=\.)\s", text)[0].lower())) - little
-
-
 class TestConfig:
     def test_defaults(self, make_config):
         config = make_config()
@@ -563,17 +453,11 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("sde_type", "cps"),
             ("sde_steps", [2]),
-            ("num_sde_steps", 1),
-            ("noise_level", 0.5),
             ("branch_size", 2),
             ("tail_steps", 2),
             ("epsilon", 1e-3),
-            ("epsilon_high", 1e-3),
-            ("ratio_tolerance", 0.1),
             ("divergence_threshold", 1e-4),
-            ("awm_weighting", "t"),
             ("old_policy_beta", 0.1),
         ],
     )
@@ -590,36 +474,20 @@ class TestConfig:
         default = FIELDS[name].default_factory() if name == "sde_steps" else FIELDS[name].default
         make_config(**{name: default})
 
-    def test_every_refused_field_is_tested(self):
-        marks = self.test_what_means_nothing_is_refused.pytestmark
-        assert {name for name, _ in marks[0].args[1]} == set(REFUSED)
-
-    def test_fields_of_trl_are_refused_as_well(self, make_config):
-        with pytest.raises(ValueError, match="`temperature` is set to 0.7"):
-            make_config(temperature=0.7)
-
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"nft_beta": 0.0}, "`nft_beta` is 0.0.*above 0"),
             ({"nft_beta": float("nan")}, "`nft_beta` is nan"),
-            ({"num_noise_levels": 0}, "`num_noise_levels` is 0, but there are 9 times"),
-            ({"num_noise_levels": 10}, "`num_noise_levels` is 10, but there are 9 times"),
-            ({"num_inference_steps": 1}, "`num_inference_steps` is 1.*at least 2"),
+            ({"num_noise_levels": 10}, "`num_noise_levels` is 10; it must be from 1 to 9"),
             ({"old_policy_decay_rate": -0.1}, "`old_policy_decay_rate` is -0.1"),
-            ({"old_policy_max_decay": 1.0}, "`old_policy_max_decay` is 1.0.*never change"),
-            ({"advantage_clip": None}, "`advantage_clip` is None.*divided by it"),
-            ({"beta": -1.0}, "`beta` is -1.0"),
-            ({"loss_type": "grpo"}, "`loss_type` is 'grpo'; it must be 'nft' or 'awm'.*`PaCoGRPOTrainer`"),
+            ({"old_policy_max_decay": 1.0}, "`old_policy_max_decay` is 1.0"),
+            ({"advantage_clip": None}, "`advantage_clip` is None"),
+            ({"loss_type": "grpo"}, "`loss_type` is 'grpo'; it must be 'nft' or 'awm'"),
             ({"loss_type": "awm", "awm_weighting": "huber"}, "`awm_weighting` is 'huber'; it must be 'ghuber' or 't'"),
-            ({"loss_type": "awm", "old_policy_beta": -0.1}, "`old_policy_beta` is -0.1; it cannot be negative"),
-            ({"loss_type": "awm", "old_policy_beta": float("nan")}, "`old_policy_beta` is nan"),
-            ({"loss_type": "awm", "epsilon": 0.0}, "`epsilon` is 0.0; it must be above 0"),
-            ({"loss_type": "awm", "advantage_clip": None}, "`advantage_clip` is None"),
             ({"loss_type": "awm", "nft_beta": 0.1}, "`nft_beta` is set to 0.1"),
             (
                 {"loss_type": "awm", "old_policy_beta": 0.0, "old_policy_max_decay": 0.3},
-                "`old_policy_max_decay` is set to 0.3",
+                "`old_policy_max_decay` is set",
             ),
         ],
     )
@@ -645,16 +513,6 @@ class TestConfig:
         again = dataclasses.replace(config)
         assert all(getattr(again, name) == value for name, value in settings.items())
         assert again.round_plan == config.round_plan and again.sde_steps == config.sde_steps
-
-    def test_on_the_command_line(self, tmp_path, capsys):
-        options = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
-        parser = TrlParser(PaCoNFTConfig)
-        (config,) = parser.parse_args_and_config([*options, "--nft_beta", "0.1", "--num_noise_levels", "3"])
-        assert (config.nft_beta, config.num_noise_levels) == (0.1, 3)
-        with pytest.raises(SystemExit):
-            parser.parse_args_and_config([*options, "--help"])
-        shown = capsys.readouterr().out
-        assert all(f"--{name}" in shown for name in OWN_FIELDS)
 
 
 def test_images_are_generated_in_larger_batches(make_nft):

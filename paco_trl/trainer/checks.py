@@ -38,8 +38,8 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
     rows, layout = PromptRows(dataset, args, "the dataset"), args.round_plan
     if (count := len(rows.calls)) < layout.num_prompts:
         raise ValueError(
-            f"The dataset has {count} prompt{'s' * (count != 1)}, but a round takes {layout.num_prompts} different ones: "
-            f"{layout.describe()} Set `num_prompts_per_generation` to at most {count}, or add prompts."
+            f"The dataset has {count} prompt(s), but a round takes {layout.num_prompts} different ones: {layout.describe()} "
+            f"Set `num_prompts_per_generation` to at most {count}, or add prompts."
         )
     rewards.check_dataset(rows.dataset, "the dataset")
     # An instruction is often repeated, with other source images or references
@@ -56,8 +56,8 @@ def check_eval_datasets(
     datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
     if not datasets and (args.eval_strategy != "no" or args.eval_on_start):
         raise ValueError(
-            f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}, but there "
-            "is no `eval_dataset` to evaluate on. Pass one, or switch them off."
+            f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}, but there is no "
+            "`eval_dataset`. Pass one, or switch them off."
         )
     if datasets:
         names, logged = metric_names(rewards.names), tuple(f"{name}/" for name in rewards.names)  # `log_metric`
@@ -79,26 +79,17 @@ def check_panels_used(args: PaCoGRPOConfig, *rows: PromptRows) -> None:
 
 
 def check_prompts(
-    args: PaCoGRPOConfig,
-    pipeline: Any,
-    family: Family,
-    negative_prompt: str | None,
-    train_rows: PromptRows,
-    eval_rows: Sequence[PromptRows],
+    args: PaCoGRPOConfig, pipeline: Any, family: Family, train_rows: PromptRows, eval_rows: Sequence[PromptRows]
 ) -> None:
     """Compute the sizes of all prompts, and check prompts and settings against the pipeline."""
-    _check_settings(args, pipeline, family, negative_prompt)
+    _check_settings(args, pipeline, family)
     for rows in (train_rows, *eval_rows):
         rows.measure(pipeline, family)
     _check_micro_batches(args, pipeline, family, train_rows)
     _warn_of_tiles(pipeline.vae, train_rows)
 
 
-def _check_settings(args: PaCoGRPOConfig, pipeline, family: Family, negative_prompt: str | None) -> None:
-    name = type(pipeline).__name__
-    if args.detach_unconditional and negative_prompt is None:
-        problem = f"{name} makes no unconditional prediction at `guidance_scale` = {args.guidance_scale}"
-        raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
+def _check_settings(args: PaCoGRPOConfig, pipeline, family: Family) -> None:
     if args.adapter_fraction < 1:
         check_call(
             pipeline, ["callback_on_step_end"], "switch its adapter off between steps. Unset `adapter_fraction`."
@@ -108,8 +99,8 @@ def _check_settings(args: PaCoGRPOConfig, pipeline, family: Family, negative_pro
     for option, size in (options | {"per_device_eval_batch_size": args.per_device_eval_batch_size}).items():
         if most is not None and size > most:
             raise ValueError(
-                f"`{option}` is {size}, but {type(family).__name__} generates at most {most} with {name}. Set it to "
-                f"{most}{' and `branch_size=1`' if args.branch_size > 1 else ''}."
+                f"`{option}` is {size}, but {type(family).__name__} generates at most {most} with "
+                f"{type(pipeline).__name__}. Set it to {most}{' and `branch_size=1`' if args.branch_size > 1 else ''}."
             )
 
 
@@ -149,10 +140,9 @@ def _warn_of_tiles(vae: Any, rows: PromptRows) -> None:
     if not getattr(vae, "use_tiling", False) or height <= tile[0] and width <= tile[1]:
         return
     logger.warning(  # https://github.com/XueZeyue/DanceGRPO/issues/117
-        "The VAE tiles (`vae_tiling`, or `vae.enable_tiling()` of a given pipeline), and training images of "
-        f"{height} x {width} pixels are decoded in tiles of {tile[0]} x {tile[1]}: every image of a group has the seams, "
-        "rewards see them, and they have spoiled training elsewhere. "
-        "Do not tile, or lower `resolution_scale` until an image is one tile; `evaluate()` still tiles."
+        f"The VAE tiles, and training images of {height} x {width} pixels are decoded in tiles of {tile[0]} x {tile[1]}: "
+        "rewards see the seams, which have spoiled training elsewhere. Do not tile (`vae_tiling`), or lower "
+        "`resolution_scale` until an image is one tile."
     )
 
 
@@ -169,27 +159,8 @@ def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bo
 
 
 def offload_models(args: PaCoGRPOConfig, *runners: RewardRunner) -> dict[RewardRunner, list[nn.Module]]:
-    """Move the models of rewards to the CPU with `offload_rewards`, and return them; refuse it if there are none."""
-    models = {
-        each: offloadable_models(each.functions, args.device) if args.offload_rewards else [] for each in runners
-    }
-    if args.offload_rewards and not any(models.values()):
-        raise ValueError(
-            "`offload_rewards=True` moves the `model` of each reward, or of its `judge`, but none is a `torch.nn.Module` "
-            f"on the CPU or on {args.device}. Unset it, or give your reward this attribute."
-        )
-    return models
-
-
-def check_evaluation_is_possible(eval_dataset: Dataset | None, is_engine_missing: bool) -> None:
-    """Refuse an evaluation without prompts, or before DeepSpeed has placed the model."""
-    if eval_dataset is None:
-        raise ValueError("`evaluate()` requires an `eval_dataset`: pass it to the trainer or to this call.")
-    if is_engine_missing:
-        raise RuntimeError(
-            "`evaluate()` was called before `train()`, but DeepSpeed places the model on the accelerator only when "
-            "training begins. To evaluate the untrained model, set `eval_on_start=True`."
-        )
+    """Move the models of rewards to the CPU with `offload_rewards`, and return them."""
+    return {each: offloadable_models(each.functions, args.device) if args.offload_rewards else [] for each in runners}
 
 
 # ---- Pairs ----
@@ -206,8 +177,8 @@ def check_pairs(
     has_lengths = can_count_tokens or args.length_column_name in dataset.column_names
     if is_training and args.train_sampling_strategy == "group_by_length" and not has_lengths:
         raise ValueError(
-            f"`train_sampling_strategy` is 'group_by_length', but a {type(processor).__name__} cannot report how many "
-            "tokens an image takes. Add a column of lengths, named by `length_column_name`, or use 'random'."
+            f"`train_sampling_strategy` is 'group_by_length', but a {type(processor).__name__} cannot count the tokens of "
+            "an image. Add a column of lengths, named by `length_column_name`, or use 'random'."
         )
     rows, tokenizer = PairRows(dataset), processor.tokenizer
     for image, image_name in named_images(rows[0]["images"], f"row 0 of `{name}`"):
@@ -226,9 +197,8 @@ def check_pairs(
         token = tokenizer.encode(text, add_special_tokens=False)[0]
         if token not in decision_ids:
             raise ValueError(
-                f"The completion of {where} begins with the token {tokenizer.decode([token])!r}, not with Yes or No. Either "
-                "the tokenizer merges the decision with what follows it (put a period or a newline after it), or the chat "
-                "template writes something in front of it."
+                f"The completion of {where} begins with the token {tokenizer.decode([token])!r}, not with Yes or No: the "
+                "tokenizer merges it with what follows (put a period after it), or the chat template writes in front of it."
             )
         if max_length is not None:
             # A token has at least one byte. Where two of the largest images fit, no header is read
@@ -257,9 +227,8 @@ def _check_labels(count: int, labels: set[str], label_only: list[int], args: PaC
         if args.loss_variant != "paper":
             # The terminators that the chat template adds would get nearly all of the weight
             raise ValueError(
-                f"{summary}, for which `loss_variant={args.loss_variant!r}` has no sensible loss. Use "
-                '`loss_variant="paper"`, `first_token_weight=1` or None, or leave such rows out with `dataset.filter` and '
-                "`paco_trl.data.is_label_only`."
+                f"{summary}, for which `loss_variant={args.loss_variant!r}` has no sensible loss. Use 'paper', "
+                "`first_token_weight=1`, or leave such rows out (`paco_trl.data.is_label_only`)."
             )
         logger.warning(f"{summary}: their loss is -log p(y_0), that of n = 1.")
 

@@ -78,7 +78,6 @@ from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from .checks import (
     check_eval_datasets,
-    check_evaluation_is_possible,
     check_panels_used,
     check_prompts,
     check_quantization,
@@ -259,7 +258,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         negative_prompt = self.family.resolve_negative_prompt(self.pipeline, args.guidance_scale, args.negative_prompt)
         if args.vae_tiling:
             self.pipeline.vae.enable_tiling()
-        check_prompts(args, self.pipeline, self.family, negative_prompt, self.train_rows, eval_rows)
+        check_prompts(args, self.pipeline, self.family, self.train_rows, eval_rows)
         if is_deepspeed:
             # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
@@ -853,7 +852,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             for name, dataset in eval_dataset.items():
                 metrics.update(self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
-        check_evaluation_is_possible(eval_dataset, self.is_deepspeed_enabled and self.model_wrapped is self.model)
+        if self.is_deepspeed_enabled and self.model_wrapped is self.model:
+            raise RuntimeError(
+                "DeepSpeed places the model when `train()` begins. To evaluate before, set `eval_on_start`."
+            )
         evaluator, step = self.evaluator, self.state.global_step
         rows, was_training = evaluator.rows_of(eval_dataset), self.model.training
         self.model.eval()

@@ -93,8 +93,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
         super()._refuse_fields()
         if self.loss_type not in self.loss_types:
             raise ValueError(
-                f"`loss_type` is {self.loss_type!r}; it must be 'nft' or 'awm': 'grpo' and other losses of stochastic "
-                "steps have their own trainer, `PaCoGRPOTrainer`."
+                f"`loss_type` is {self.loss_type!r}; it must be 'nft' or 'awm' (others: `PaCoGRPOTrainer`)."
             )
         unused = (*UNUSED_FIELDS, *UNUSED_WITH[self.loss_type])
         if not self.keeps_old_policy:
@@ -104,9 +103,9 @@ class PaCoNFTConfig(PaCoGRPOConfig):
     def _check_objective(self) -> None:
         """Check the loss and its old policy."""
         if self.num_noise_levels is not None and not 1 <= self.num_noise_levels < self.num_inference_steps:
+            count = self.num_inference_steps - 1  # without the last
             raise ValueError(
-                f"`num_noise_levels` is {self.num_noise_levels}, but there are {self.num_inference_steps - 1} times to "
-                f"choose from: those of the {self.num_inference_steps} steps (`num_inference_steps`), without the last."
+                f"`num_noise_levels` is {self.num_noise_levels}; it must be from 1 to {count}, one per step."
             )
         # `not >` instead of `<=`: it refuses NaN as well
         if not self.nft_beta > 0:
@@ -117,7 +116,6 @@ class PaCoNFTConfig(PaCoGRPOConfig):
         if self.awm_weighting not in ("ghuber", "t"):
             raise ValueError(f"`awm_weighting` is {self.awm_weighting!r}; it must be 'ghuber' or 't'.")
         if not 0 <= self.old_policy_max_decay < 1:
-            rule = "it must be from 0 to below 1 (the paper uses 0.5): with 1 the old policy would never change"
-            raise ValueError(f"`old_policy_max_decay` is {self.old_policy_max_decay}; {rule}.")
+            raise ValueError(f"`old_policy_max_decay` is {self.old_policy_max_decay}; it must be from 0 to below 1.")
         if self.advantage_clip is None:
             raise ValueError("`advantage_clip` is None, but advantages are divided by it. Set it (the paper uses 5).")

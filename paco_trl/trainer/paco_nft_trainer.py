@@ -63,8 +63,7 @@ class VelocityStatistics(StepStatistics):
         self.rows = []
         if not torch.isfinite(rows).all():
             raise RuntimeError(
-                f"The velocity is not finite at optimizer step {step}. The weights or the latents have overflowed; "
-                "lower `learning_rate`, or train in float32."
+                f"The velocity is not finite at optimizer step {step}. Lower `learning_rate`, or train in float32."
             )
         size, valid, deviation, *_ = rows.T
         if step == 0 and deviation.sum() > _TOLERANCE**2 * size.sum():
@@ -113,11 +112,9 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     _statistics_class = VelocityStatistics
 
     def _check_family(self) -> None:
-        """Check that the family can call its transformer at the times of noised images."""
         if type(self.family).call_at is Family.call_at:
             raise ValueError(
-                f"{type(self.family).__name__} does not define how {type(self.pipeline).__name__} calls its transformer "
-                "at another time, as this trainer requires. Add `call_at` to it, or train with `PaCoGRPOTrainer`."
+                f"{type(self.family).__name__} has no `call_at`. Add it, or train with `PaCoGRPOTrainer`."
             )
 
     # ---- Generation by the old policy ----
@@ -155,12 +152,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         if self.args.keeps_old_policy:
             # It stays the same until the end of the round
             old_policy = use_weights(self.model, self.old_policy.average, self.zero_stage)
-            with (
-                old_policy,
-                self.sampler.place_weights(),
-                self.accelerator.autocast(),
-                torch.no_grad(),
-            ):  # without the VAE
+            with old_policy, self.sampler.place_weights(), self.accelerator.autocast(), torch.no_grad():
                 for step in itertools.chain(*generated[1]):
                     calls, scale = step.to(self.accelerator.device).calls, self.args.guidance_scale
                     step.old_policy_velocity = predict(self.model, calls, self.family, scale, step.sample)
@@ -196,8 +188,6 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Compute the objective of one micro-batch, at one time for each image."""
-        if return_outputs:
-            raise ValueError(f"{type(self).__name__} does not support returning outputs.")
         args, record, weights = self.args, inputs["record"], inputs["weights"]
         velocity, ref_velocity = self._velocities(model, record)  # (B, ...)
         values: dict[str, torch.Tensor] = {}
