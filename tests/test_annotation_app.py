@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,6 @@ from launching import free_port
 from paco_trl.dataset_building import read_annotations
 from paco_trl.dataset_building.annotate import (
     AnnotationWork,
-    is_gold_turn,
     next_instance,
     serve_annotation,
     shown_order,
@@ -102,7 +100,7 @@ def rank_all(work: AnnotationWork, world: World, annotator: str, limit: int = 10
     seen = []
     while (instance := work.task(annotator)["instance"]) is not None and len(seen) < limit:
         seen.append(instance)
-        work.save(annotator, instance, order_of(annotator, instance, world.truth(instance)), 1.5)
+        work.save(annotator, instance, order_of(annotator, instance, world.truth(instance)))
     return seen
 
 
@@ -138,28 +136,15 @@ def test_candidates_are_shown_in_all_places():
 
 def test_fewest_rankings_first_then_an_order_of_the_annotator():
     names = [f"p/{number}" for number in range(50)]
-    first = {name: next_instance(name, names, [], {}, {}, 3) for name in ("anna", "bob", "carl", "dora", "eve")}
+    first = {name: next_instance(name, names, {}, {}, 3) for name in ("anna", "bob", "carl", "dora", "eve")}
     assert len(set(first.values())) > 2
-    assert next_instance("anna", names[::-1], [], {}, {}, 3) == first["anna"]
+    assert next_instance("anna", names[::-1], {}, {}, 3) == first["anna"]
     counts = dict.fromkeys(names, 1) | {"p/7": 0}
-    assert next_instance("anna", names, [], {}, counts, 3) == "p/7"
-    assert next_instance("anna", names, [], {"p/7"}, counts, 3) != "p/7"
+    assert next_instance("anna", names, {}, counts, 3) == "p/7"
+    assert next_instance("anna", names, {"p/7"}, counts, 3) != "p/7"
     # Enough rankings: not asked for, whoever did not do it
-    assert next_instance("anna", ["a", "b"], [], {}, {"a": 3, "b": 3}, 3) is None
-    assert next_instance("anna", ["a", "b"], [], {"b"}, {"a": 3, "b": 3}, 4) == "a"
-
-
-def test_one_in_ten_is_a_gold_question():
-    blocks = [range(start, start + 10) for start in range(0, 300, 10)]
-    turns = [[number for number in block if is_gold_turn("anna", number)] for block in blocks]
-    assert all(len(block) == 1 for block in turns)
-    assert len({block[0] % 10 for block in turns}) > 5  # nobody can count
-    done = [f"d{number}" for number in range(turns[0][0])]
-    assert next_instance("anna", ["a", "b"], ["g"], done, {}, 1) == "g"
-    assert next_instance("anna", ["a", "b"], ["g"], [*done, "x"], {}, 1) in "ab"
-    assert next_instance("anna", ["a", "b"], [], done, {}, 1) in "ab"
-    # None is asked for its own sake
-    assert next_instance("anna", ["a", "b"], ["g"], done, {"a": 1, "b": 1}, 1) is None
+    assert next_instance("anna", ["a", "b"], {}, {"a": 3, "b": 3}, 3) is None
+    assert next_instance("anna", ["a", "b"], {"b"}, {"a": 3, "b": 3}, 4) == "a"
 
 
 # ------------------------------------------------------------------------------------------------ ranking
@@ -192,13 +177,10 @@ def test_what_is_shown_and_written(world, folder):
     shown = shown_order("anna", instance, 4)
     assert task["images"] == [f"/image/{sha_of[row['candidates'][index]]}" for index in shown]
     assert task["order"] == [] and task["previous"] is None and not task["was_skipped"]
-    before = datetime.now(UTC) - timedelta(seconds=1)
-    work.save("anna", instance, [3, 1, 0, 2], 2.25)
+    work.save("anna", instance, [3, 1, 0, 2])
     (line,) = read_lines(folder / "anna.jsonl")
-    assert before <= datetime.fromisoformat(line.pop("time")) <= datetime.now(UTC)
     ranking = [shown[place] for place in (3, 1, 0, 2)]
-    digest = {"digest": row["digest"]}
-    assert line == {"annotator": "anna", "instance": instance, "ranking": ranking, "seconds": 2.2} | digest
+    assert line == {"annotator": "anna", "instance": instance, "ranking": ranking, "digest": row["digest"]}
 
 
 def test_back_change_and_skip(world, folder):
@@ -207,8 +189,8 @@ def test_back_change_and_skip(world, folder):
     assert [work.task("anna", name)["previous"] for name in (None, third, first)] == [third, second, None]
     assert work.task("anna", first)["order"] == order_of("anna", first, world.truth(first))
     # Changed, not added: the later line counts, and its place in the way back stays
-    work.save("anna", first, [1, 2, 3, 0], 0)
-    work.save("anna", second, None, 0)
+    work.save("anna", first, [1, 2, 3, 0])
+    work.save("anna", second, None)
     task = work.task("anna")
     assert (task["previous"], task["ranked"], task["skipped"], task["percent"]) == (third, 2, 1, 12)
     assert work.task("anna", first)["order"] == [1, 2, 3, 0]
@@ -270,54 +252,24 @@ GOOD = {"annotator": "anna", "instance": "p 0/0/0/1", "order": [0, 1, 2, 3]}
 def test_bad_rankings_are_refused(world, folder, changes, token):
     work = AnnotationWork(*world, folder)
     with pytest.raises(ValueError, match=token):
-        work.save(**(GOOD | changes), seconds=1)
+        work.save(**(GOOD | changes))
     assert not folder.exists()
     folder.write_text("")  # a directory that cannot be made
     with pytest.raises(OSError):
-        work.save(**GOOD, seconds=1)
+        work.save(**GOOD)
     assert work.task("anna")["ranked"] == 0
     folder.unlink()
-    work.save(**GOOD, seconds=1)
+    work.save(**GOOD)
 
 
-# ------------------------------------------------------------------------------------------------ gold, judges
-
-
-def write_true_rankings(path: Path, world: World, instances: list[str], annotator: str = "expert") -> Path:
-    lines = [{"annotator": annotator, "instance": name, "ranking": world.truth(name)} for name in instances]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_gold_questions(tmp_path, folder):
-    world = make_world(tmp_path / "world", num_prompts=8)
-    names = world.instances["id"][:]
-    gold = names[::16]
-    write_true_rankings(tmp_path / "gold.jsonl", world, gold)
-    # Looked at by the expert, and not ranked: not a gold question
-    with open(tmp_path / "gold.jsonl", "a") as file:
-        file.write(json.dumps({"annotator": "expert", "instance": names[1], "skipped": True}) + "\n")
-    work = AnnotationWork(*world, folder, annotations_per_instance=1, gold=tmp_path / "gold.jsonl")
-    seen = {"anna": rank_all(work, world, "anna", limit=30), "bob": rank_all(work, world, "bob")}
-    for done in seen.values():
-        places = [place for place, instance in enumerate(done) if instance in gold]
-        assert len(places) >= 3 and [place // 10 for place in places] == list(range(len(places)))
-        assert len(set(done)) == len(done)
-    # 60 that are not gold questions, one ranking each; gold questions are asked of both
-    regular = Counter(instance for done in seen.values() for instance in done if instance not in gold)
-    assert regular == dict.fromkeys([name for name in names if name not in gold], 1)
-    assert work.task("bob")["percent"] == 100
-    everything = write_true_rankings(tmp_path / "all.jsonl", world, names)
-    with pytest.raises(ValueError, match="All 64"):
-        AnnotationWork(*world, tmp_path / "annotations", gold=everything)
-    # They look like others
-    keys = {(instance in gold, tuple(work.task("anna", instance))) for instance in seen["anna"]}
-    assert {is_gold for is_gold, _ in keys} == {False, True} and len({key for _, key in keys}) == 1
+# ------------------------------------------------------------------------------------------------ judges
 
 
 def test_a_judge_does_not_take_the_place_of_people(world, folder):
     folder.mkdir()
-    path = write_true_rankings(folder / "judge.jsonl", world, world.instances["id"][:], "judge")
+    path = folder / "judge.jsonl"
+    lines = [{"annotator": "judge", "instance": name, "ranking": world.truth(name)} for name in world.instances["id"]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert AnnotationWork(*world, folder, annotations_per_instance=1).task("anna")["instance"] is None
     path.write_text(path.read_text().replace("}", ', "scores": []}'))
     work = AnnotationWork(*world, folder, annotations_per_instance=1)

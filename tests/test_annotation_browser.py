@@ -144,8 +144,6 @@ def test_keys_and_clicks_rank_and_text_is_text(world, folder, url, sit_down):
     anna.step("Enter")  # not for the candidate that was clicked
     ranking = [shown[number - 1] for number in (2, 1, 3, 4)]
     assert rankings(folder, "anna") == [(instance, ranking)]
-    (line,) = read_lines(folder / "anna.jsonl")
-    assert 0 <= line["seconds"] < 600
     anna.expect([])
     assert anna.page.text_content("#own") == "1 ranked"
 

@@ -99,10 +99,6 @@ def loaded(folder: Path):
     return load_from_disk(folder / "dataset")
 
 
-def write_lines(path: Path, records: list[dict]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 def annotate(folder: Path, records: list[dict]) -> None:
     for record in records:
         append_annotation(folder / "build/annotations", record)
@@ -212,10 +208,9 @@ class TestRankings:
             for annotator, ranking in (("anna", order), ("ben", order), ("carl", order[::-1])):
                 records.append({"annotator": annotator, "instance": row["id"], "ranking": ranking})
         annotate(tmp_path, records)
-        write_lines(tmp_path / "gold.jsonl", [{**record, "annotator": "expert"} for record in records[:30:3]])
-        folder = planted("pairs", test_size=0.2, max_rankings=20, gold=tmp_path / "gold.jsonl")
+        folder = planted("pairs", test_size=0.2, max_rankings=20)
         report = json.loads((folder / "pairs" / "report.json").read_text())
-        assert report["ranking"]["annotators"]["carl"]["gold_agreement"] == 0
+        assert report["ranking"]["annotators"]["carl"]["agreement_with_others"] == 0
         assert report["ranking"]["pairwise_agreement"] == pytest.approx(1 / 3)
         assert report["pairs"]["votes"]["ordered"] == len(world.instances) == 240
         rankings = loaded(folder / "rankings")
@@ -225,9 +220,8 @@ class TestRankings:
             record["ranking"] for record in records if record["instance"] == rankings[0]["id"]
         )
         # Without carl all votes are for what is true
-        planted("pairs", test_size=0.2, gold=tmp_path / "gold.jsonl", min_gold_agreement=0.5)
+        planted("pairs", test_size=0.2, annotators=["anna", "ben"])
         report = json.loads((folder / "pairs" / "report.json").read_text())
-        assert report["ranking"]["excluded"] == ["carl"]
         assert list(report["ranking"]["annotators"]) == ["anna", "ben"]
         for row in loaded(folder / "pairs")["train"].remove_columns("images"):
             is_consistent = row["completion"][0]["content"] == "Yes"

@@ -171,7 +171,7 @@ def annotate(args: arguments.AnnotateArguments) -> None:
 
     check_port(args.host, args.port)
     data = (result(args, "instances"), result(args, "panels"), grid_prompts(args))
-    work = AnnotationWork(*data, _annotations_dir(args), args.annotations_per_instance, args.gold)
+    work = AnnotationWork(*data, _annotations_dir(args), args.annotations_per_instance)
     serve_annotation(work, args.host, args.port)
 
 
@@ -204,19 +204,12 @@ def make_pairs(args: arguments.PairsArguments) -> None:
     if args.annotators is None and len(set(kinds.values())) > 1:  # people or judges count without the construction
         kinds = {name: kind for name, kind in kinds.items() if kind != "automatic"}
     annotations = building.read_annotations(building.annotation_files(_annotations_dir(args), list(kinds)), instances)
-    gold = [] if args.gold is None else building.read_annotations([args.gold], instances)
-    excluded = []
-    if args.min_gold_agreement is not None:
-        excluded = building.untrusted_annotators(building.agreement_report(annotations, gold), args.min_gold_agreement)
-        kinds = {name: kind for name, kind in kinds.items() if name not in excluded}
-        annotations = [annotation for annotation in annotations if annotation.annotator in kinds]
     pairs, rankings, counts = building.build_pairs(
         instances, panels, prompts, annotations, args.num_negatives, args.test_size, args.max_rankings, args.seed
     )
-    ranking = building.agreement_report(annotations, gold) | {
+    ranking = building.agreement_report(annotations) | {
         "by": sorted(set(kinds.values())),
         "judges": [name for name, kind in kinds.items() if kind == "judge"],
-        "excluded": excluded,
     }
     folder, held_out = stage(args, "pairs"), stage(args, "rankings")
     folder.finish(pairs, {"ranking": ranking, "pairs": counts})
@@ -293,5 +286,4 @@ STAGES: dict[str, tuple[type, Callable]] = {
 
 def main(words: list[str]) -> int:
     """Run a stage."""
-
     return run_stage(words, STAGES, "paco-trl build", __doc__)

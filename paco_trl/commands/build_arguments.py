@@ -94,7 +94,6 @@ class AnnotateArguments(BuildArguments):
     host: str = option("127.0.0.1", "Address to listen on. It has no password: who reaches it can rank.")
     port: int = option(8090, "Port to listen on.")
     annotations_per_instance: int = option(3, "Number of people who rank each instance. An odd number has fewer ties.")
-    gold: str | None = option(None, "File of rankings known to be right, mixed in to find careless annotators.")
 
 
 @dataclass
@@ -116,8 +115,6 @@ class PairsArguments(BuildArguments):
     """Pairs in two splits, and rankings that are held out."""
 
     annotators: list[str] | None = option(None, "Annotators to count. If `None`, all; `automatic` only if alone.")
-    gold: str | None = option(None, "File of rankings known to be right, to measure annotators by.")
-    min_gold_agreement: float | None = option(None, "Minimum fraction of gold pairs in the right order to be counted.")
     num_negatives: int = option(1, "Maximum of inconsistent pairs per instance, of candidates tied at the bottom.")
     test_size: float = option(0.1, "Fraction of the prompts to hold out.")
     max_rankings: int | None = option(3136, "Maximum number of rankings to hold out (paper).")

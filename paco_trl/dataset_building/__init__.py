@@ -5,7 +5,7 @@ from ..generation import generate_grids, load_pipeline
 from ..utils.chat import ChatEndpoint, EndpointUnavailableError
 from ..utils.files import digest
 from ..utils.stage_folder import StageFolder
-from .agreement import agreement_report, untrusted_annotators
+from .agreement import agreement_report
 from .annotations import Annotation, annotation_files, append_annotation, ranks_of_ranking, read_annotations
 from .diversify import diversify_prompts
 from .pairs import build_pairs
@@ -21,5 +21,5 @@ __all__ = [
     "StageFolder", "agreement_report", "annotation_files", "annotator_kinds", "append_annotation", "build_pairs",
     "cut_panels", "digest", "diversify_prompts", "generate_grids", "judge_annotator_name", "load_pipeline",
     "make_instances", "publish_dataset", "rank_automatically", "rank_with_judge", "ranks_of_ranking",
-    "read_annotations", "untrusted_annotators", "write_prompts", "write_reasons",
+    "read_annotations", "write_prompts", "write_reasons",
 ]  # fmt: skip

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the votes of annotators, and measure how well they agree: with each other, the majority and gold questions."""
+"""Count the votes of annotators, and measure how well they agree: with each other, and with the majority."""
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .annotations import Annotation
@@ -47,19 +47,13 @@ def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
 
 
 def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
-    """Compute Kendall's coefficient of concordance, corrected for ties; NaN if there are fewer than two orders."""
-    import numpy as np
-    from scipy.stats import rankdata
+    """Compute Kendall's coefficient of concordance, corrected for ties; NaN if there are too few orders or candidates."""
+    from scipy.stats import friedmanchisquare
 
-    if len(ranks) < 2:
+    if len(ranks) < 2 or len(ranks[0]) < 3 or all(len(set(row)) == 1 for row in ranks):
         return math.nan
-    # W = 12 * sum_j (R_j - m (n + 1) / 2)^2 / (m^2 (n^3 - n) - m * sum over groups of t tied ranks of (t^3 - t)), with
-    # R_j the sum of the (mean) ranks of candidate j
-    means = rankdata(np.asarray(ranks), axis=1)  # (m, n)
-    m, n = means.shape
-    ties = sum(int(count) ** 3 - int(count) for row in means for count in np.unique(row, return_counts=True)[1])
-    most = m**2 * (n**3 - n) - m * ties
-    return float(12 * np.sum((means.sum(0) - m * (n + 1) / 2) ** 2) / most) if most > 0 else math.nan
+    # W is Friedman's statistic, over the number of annotators and that of candidates but one
+    return float(friedmanchisquare(*zip(*ranks, strict=True)).statistic / (len(ranks) * (len(ranks[0]) - 1)))
 
 
 def count_agreement(ranks: Sequence[int], *others: Sequence[int]) -> tuple[int, int]:
@@ -75,23 +69,20 @@ def _fraction(counts: Iterable[tuple[int, int]]) -> float | None:
     return sum(agreed for agreed, _ in counts) / total if total else None
 
 
-def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotation] = ()) -> dict[str, Any]:
+def agreement_report(annotations: Sequence[Annotation]) -> dict[str, Any]:
     """
     Measure the agreement of annotators.
 
     Args:
         annotations (`Sequence[Annotation]`):
             Their annotations.
-        gold (`Sequence[Annotation]`, *optional*, defaults to `()`):
-            Annotations that are known to be right, of some of the instances.
 
     Returns:
         `dict`: `instances` and `instances_of_several` (ranked by two annotators or more); `kendalls_w`, its mean over
         the latter; `pairwise_agreement`, the fraction of the pairs of candidates that two annotators put in the same
-        order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped`, `agreement_with_others` (with the
-        majority of the others) and `gold_agreement`. What cannot be computed is `None`.
+        order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped` and `agreement_with_others` (with the
+        majority of the others). What cannot be computed is `None`.
     """
-    truth = {annotation.instance: annotation.ranks for annotation in gold if annotation.ranks is not None}
     by_instance: dict[str, dict[str, tuple[int, ...]]] = {}  # ranks by instance and annotator
     for annotation in annotations:
         if annotation.ranks is not None:
@@ -108,34 +99,14 @@ def agreement_report(annotations: Sequence[Annotation], gold: Sequence[Annotatio
         "annotators": {},
     }
     for name in sorted({annotation.annotator for annotation in annotations}):
-        seen = [annotation for annotation in annotations if annotation.annotator == name]
-        with_others, with_gold = [], []
-        ranked = {annotation.instance: annotation.ranks for annotation in seen if annotation.ranks is not None}
+        ranked = {instance: ranks[name] for instance, ranks in by_instance.items() if name in ranks}
+        with_others = []
         for instance, ranks in ranked.items():
             others = [other for annotator, other in by_instance[instance].items() if annotator != name]
             with_others += [count_agreement(ranks, *others)] if others else []
-            with_gold += [count_agreement(ranks, truth[instance])] if instance in truth else []
         report["annotators"][name] = {
             "ranked": len(ranked),
-            "skipped": len(seen) - len(ranked),
+            "skipped": sum(annotation.annotator == name for annotation in annotations) - len(ranked),
             "agreement_with_others": _fraction(with_others),
-            "gold_agreement": _fraction(with_gold),
         }
     return report
-
-
-def untrusted_annotators(report: Mapping[str, Any], min_gold_agreement: float) -> list[str]:
-    """
-    Find the annotators who answer too few gold questions right.
-
-    Args:
-        report (`Mapping`), min_gold_agreement (`float`):
-            From [`agreement_report`], with gold questions; the least `gold_agreement`, from 0 to 1.
-
-    Returns:
-        `list[str]`: those below it, without those who saw no gold question.
-    """
-    fractions = {name: entry["gold_agreement"] for name, entry in report["annotators"].items()}
-    if all(fraction is None for fraction in fractions.values()):
-        raise ValueError(f"`min_gold_agreement` is set, but none of {list(fractions)} answered a gold question.")
-    return [name for name, fraction in fractions.items() if fraction is not None and fraction < min_gold_agreement]

@@ -5,11 +5,9 @@ import html
 import logging
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# One gold question in as many instances
-GOLD_EVERY = 10
 # What annotators look at; the prompts' own dimensions come first
 _DIMENSIONS = {
     "identity": "the same person, animal or thing",
@@ -68,28 +64,12 @@ def shown_order(annotator: str, instance: str, count: int) -> list[int]:
     return sorted(range(count), key=lambda index: keyed_hash("candidate", annotator, instance, index))
 
 
-def is_gold_turn(annotator: str, number: int) -> bool:
-    """Tell whether an annotator's next instance is a gold question: one in each ten, at a changing place."""
-    block, place = divmod(number, GOLD_EVERY)
-    return place == keyed_hash("gold", annotator, block) % GOLD_EVERY
-
-
 def next_instance(
-    annotator: str,
-    names: Collection[str],
-    gold: Collection[str],
-    done: Collection[str],
-    counts: Mapping[str, int],
-    annotations_per_instance: int,
+    annotator: str, names: Collection[str], done: Collection[str], counts: Mapping[str, int], needed: int
 ) -> str | None:
     """Choose what an annotator ranks next: what has the fewest rankings, in an order of their own."""
-
-    def key(name: str) -> tuple[int, int]:
-        return counts.get(name, 0), keyed_hash("instance", annotator, name)
-
-    left = [name for name in names if name not in done and counts.get(name, 0) < annotations_per_instance]
-    left_gold = [name for name in gold if name not in done] if is_gold_turn(annotator, len(done)) else []
-    return min(left and left_gold or left, key=key, default=None)
+    left = [name for name in names if name not in done and counts.get(name, 0) < needed]
+    return min(left, key=lambda name: (counts.get(name, 0), keyed_hash("instance", annotator, name)), default=None)
 
 
 class AnnotationWork:
@@ -103,8 +83,6 @@ class AnnotationWork:
             Directory of the annotations, into which no other process may write.
         annotations_per_instance (`int`, *optional*, defaults to `3`):
             Number of people who rank each instance.
-        gold (`str` or `Path`, *optional*):
-            File of annotations known to be right, of some instances: each annotator gets these too.
     """
 
     def __init__(
@@ -114,7 +92,6 @@ class AnnotationWork:
         prompts: "Dataset",
         folder: str | Path,
         annotations_per_instance: int = 3,
-        gold: str | Path | None = None,
     ):
         if annotations_per_instance < 1:
             raise ValueError(f"`annotations_per_instance` is {annotations_per_instance}. It must be at least 1.")
@@ -125,11 +102,6 @@ class AnnotationWork:
         self._sha_of = by_id(panels, "sha256")
         # The address of an image is the digest of its pixels: a browser may keep it, and it does not tell the seed
         self.image_files = {self._sha_of[name]: image["path"] for name, image in by_id(panels, "image").items()}
-        gold_annotations = [] if gold is None else read_annotations([gold], instances)
-        self.gold = {annotation.instance for annotation in gold_annotations if annotation.ranks}
-        self._regular = [name for name in self._rows if name not in self.gold]
-        if not self._regular:
-            raise ValueError(f"All {len(self.gold)} instances are gold questions of {gold}: nothing is left to rank.")
         # Of each annotator, by instance, in the order in which they were first ranked: this is the way back
         self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
         self._not_people = {AUTOMATIC}
@@ -157,15 +129,15 @@ class AnnotationWork:
                 name
                 for other, rankings in self._done.items()
                 for name, ranks in rankings.items()
-                if other not in self._not_people and ranks is not None and name not in self.gold
+                if other not in self._not_people and ranks is not None
             )
         needed = self.annotations_per_instance
         if instance not in self._rows:
-            instance = next_instance(annotator, self._regular, self.gold, done, counts, needed)
+            instance = next_instance(annotator, self._rows, done, counts, needed)
         history = list(done)
         history = history[: history.index(instance)] if instance in done else history
         ranked = sum(ranks is not None for ranks in done.values())
-        finished = sum(min(count, needed) for count in counts.values()) / (needed * len(self._regular))
+        finished = sum(min(count, needed) for count in counts.values()) / (needed * len(self._rows))
         task = {
             "annotator": annotator,
             "instance": instance,
@@ -190,7 +162,7 @@ class AnnotationWork:
             "was_skipped": instance in done and ranks is None,
         }
 
-    def save(self, annotator: Any, instance: Any, order: Any, seconds: float) -> None:
+    def save(self, annotator: Any, instance: Any, order: Any) -> None:
         """Check an order of the shown images (`None` to skip the instance), and save it."""
         annotator = self._check_name(annotator)
         if instance not in self._rows:
@@ -205,7 +177,6 @@ class AnnotationWork:
             ranks_of_ranking(order)  # checks it before its places are looked up
             record["ranking"] = [shown_order(annotator, instance, count)[place] for place in order]
             ranks = ranks_of_ranking(record["ranking"])
-        record |= {"seconds": round(seconds, 1), "time": datetime.now(UTC).isoformat(timespec="seconds")}
         with self._lock:
             append_annotation(self.folder, record)
             self._done.setdefault(annotator, {})[instance] = ranks
@@ -231,7 +202,7 @@ def make_app(work: AnnotationWork) -> "Blocks":
     import gradio as gr
 
     def show(annotator: str, instance: str | None = None, saved: str | None = None) -> list[Any]:
-        task = work.task(annotator, instance) | {"shown_at": time.time(), "saved": saved}
+        task = work.task(annotator, instance) | {"saved": saved}
         is_task = task["instance"] is not None
         if is_task:
             count = len(task["images"])
@@ -253,7 +224,7 @@ def make_app(work: AnnotationWork) -> "Blocks":
 
     def save(task: dict[str, Any]) -> list[Any]:
         with _shown_errors():
-            work.save(task["annotator"], task["instance"], task["order"], time.time() - task["shown_at"])
+            work.save(task["annotator"], task["instance"], task["order"])
             return show(task["annotator"], saved=task["instance"])
 
     def back(task: dict[str, Any]) -> list[Any]:

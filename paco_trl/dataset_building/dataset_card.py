@@ -13,8 +13,6 @@ from ..hub.licenses import License
 from ..utils.names import public_name, public_text
 from ..utils.paper import PAPER
 from ..utils.text import markdown_table, markdown_text
-from .annotations import AUTOMATIC
-from .rank import judge_annotator_name
 
 
 if TYPE_CHECKING:
@@ -101,7 +99,6 @@ def dataset_card(
             prompt_source=public_name(prompts["source"]) if prompts.get("source") else None,
             judge=", ".join(map(public_name, ranking.get("judges") or [])),
             agreement=_percent(ranking.get("pairwise_agreement")),
-            annotators_table=_annotators_table(ranking),
             paper=PAPER,
         )
     card.text = re.sub(r"\n{3,}", "\n\n", card.text)
@@ -126,20 +123,6 @@ def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if names:
             counts = {f"pairs ({split})": [content[key][name] for name in names] for split, content in splits.items()}
             yield _table({label: names, **counts})
-
-
-def _annotators_table(ranking: Mapping[str, Any]) -> str:
-    """Compare the annotators, if there is something to compare them with; people are numbered."""
-    annotators = ranking.get("annotators", {})
-    judges = [judge_annotator_name(judge) for judge in ranking.get("judges") or []]
-    people = [name for name in annotators if name not in (AUTOMATIC, *judges)]
-    names = [f"person {people.index(name) + 1}" if name in people else public_name(name) for name in annotators]
-    counts = {key: [entry[key] for entry in annotators.values()] for key in ("ranked", "skipped")}
-    others, gold = (
-        [_percent(entry[key]) for entry in annotators.values()] for key in ("agreement_with_others", "gold_agreement")
-    )
-    fractions = {"as the majority of the others": others, "as the gold answers": gold}
-    return _table({"annotator": names, **counts, **fractions}) if any(others + gold) else ""
 
 
 def _value(value: Any) -> str:

@@ -724,10 +724,9 @@ DATASET_BUILDING = [
         f"{_BUILD}TestVoting {_BUILD}TestAgreement {_BUILD}TestDecisions",
         ("(row[i] < row[j]) - (row[i] > row[j])", "(row[i] > row[j]) - (row[i] < row[j])"),
         ("if wins[index] == 0 and -1 in relation[index]]", "if wins[index] == 0]"),
-        ("(n**3 - n) - m * ties", "(n**3 - n)"),
+        ("(len(ranks) * (len(ranks[0]) - 1))", "(len(ranks) * len(ranks[0]))"),
         ("sum(sign > 0 for sign in signs)", "sum(sign >= 0 for sign in signs)"),
         ("[instance].items() if annotator != name]", "[instance].items()]"),
-        ("fraction < min_gold_agreement]", "fraction > min_gold_agreement]"),
         ("if wins[index] == len(wins) - 1)", "if wins[index] == max(wins))"),
     ),
     *_mutants(
