@@ -240,15 +240,6 @@ class TestLoader:
         monkeypatch.chdir(folder.parent)
         assert SourceImages(dataset, "it").sizes(1) == [(48, 32)]
 
-    def test_lists_and_grids(self, folder):
-        grid = {"rows": 1, "cols": 2, "panels": ["left", "right"]}
-        rows = [{"prompt": "A.", "images": ["0.png", "1.png"], **grid}, {"prompt": "B.", "images": ["2.png"], **grid}]
-        path = self.write_rows(folder / "edits.jsonl", rows)
-        dataset = load_edit_prompts(path, image_folder=folder / "images")
-        assert [len(row["images"]) for row in dataset] == [2, 1]
-        with pytest.raises(ValueError, match="Row 0 .*FileNotFoundError"):
-            SourceImages(load_edit_prompts(path), "it")
-
     @pytest.mark.parametrize("load", [load_edit_prompts, load_image_set_prompts])
     @pytest.mark.parametrize(
         ("bad", "message"),

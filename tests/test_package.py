@@ -11,7 +11,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 import paco_trl
 
@@ -32,7 +31,8 @@ def run_python(code: str) -> str:
 
 @pytest.mark.slow
 def test_import_is_light():
-    code = "import sys, paco_trl; print(' '.join(sorted({name.split('.')[0] for name in sys.modules})))\n"
+    code = "import sys, paco_trl.data, paco_trl.generation.sample_sheet, paco_trl.dataset_building.publish\n"
+    code += "print(' '.join(sorted({name.split('.')[0] for name in sys.modules})))\n"
     code += "sys.modules['openai'] = None\n"
     code += "from paco_trl import PaCoGRPOTrainer, PaCoRewardTrainer; print('torch' in sys.modules)\n"
     code += "from paco_trl.rewards import ConsistencyReward\n"
@@ -40,7 +40,7 @@ def test_import_is_light():
     code += "except ImportError as error: print(error)"
     loaded, is_there, error = run_python(code).splitlines()
     assert "paco_trl" in loaded.split()
-    for heavy in ("torch", "diffusers", "deepspeed", "transformers", "trl", "datasets"):
+    for heavy in ("torch", "diffusers", "deepspeed", "transformers", "trl", "datasets", "numpy", "PIL"):
         assert heavy not in loaded.split()
     # The names themselves bring them in; only what is on a server requires its client
     assert is_there == "True" and "paco_trl[served]" in error
@@ -53,16 +53,6 @@ def test_the_version_is_in_setup_cfg_alone():
     assert version in re.split(r"[ ()]", latest)
     for name in ("pyproject.toml", "CITATION.cff", "paco_trl/__init__.py"):
         assert version not in (ROOT / name).read_text(encoding="utf-8"), name
-
-
-def test_python_versions_are_those_that_ci_tests():
-    matrix = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]
-    tested = matrix["python-version"]
-    assert len(tested) > 1
-    config = setup_cfg()
-    assert re.findall(r":: Python :: (3\.\d+)", config["metadata"]["classifiers"]) == tested
-    assert config["options"]["python_requires"] == f">={tested[0]}"
-    assert f'target-version = "py{tested[0].replace(".", "")}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_a_release_has_absolute_links():

@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import subprocess
-import sys
 import tarfile
 import time
 import tracemalloc
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict, Features, LargeList, List, Value, load_from_disk
+from datasets import Dataset, LargeList, List, load_from_disk
 from datasets import Image as ImageFeature
 from PIL import Image
 
@@ -149,12 +147,9 @@ class TestDecision:
         "text, decision, label_only",
         [
             ("Yes", "Yes", True),
-            ("No", "No", True),
-            ("Yes.", "Yes", True),
             ("No.\n", "No", True),
             ("Yes. Both are red.", "Yes", False),
             ("No, they differ.", "No", False),
-            ("Yes\n\nBoth are red.", "Yes", False),
             ("No. No.", "No", False),
             ("Yes..", "Yes", False),
         ],
@@ -194,9 +189,10 @@ class TestCheckPairColumns:
         check_pair_columns(dataset.add_column("note", ["x"]))
         with pytest.raises(ValueError, match="'completion'.*`eval_dataset`"):
             check_pair_columns(dataset.remove_columns("completion"), "eval_dataset")
-        for column in ("image", "messages"):  # TRL takes these instead
-            with pytest.raises(ValueError, match=rf"remove_columns\(\['{column}'\]"):
-                check_pair_columns(dataset.add_column(column, ["x"]))
+        with pytest.raises(ValueError, match=r"remove_columns\(\['image'\]"):  # TRL takes it instead
+            check_pair_columns(dataset.add_column("image", ["x"]))
+        with pytest.raises(ValueError, match="`images` .*cast_column"):
+            check_pair_columns(dataset.cast_column("images", List(ImageFeature(decode=False))))
         transformed = dataset.with_transform(lambda batch: batch)
         with pytest.raises(ValueError, match="transform"):
             validate_pairs(transformed)
@@ -204,34 +200,13 @@ class TestCheckPairColumns:
         with pytest.raises(ValueError, match="no rows"):
             check_pair_columns(dataset.select([]))
 
-    def test_other_objects(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("datasets.config.TORCH_AVAILABLE", False)  # an `IterableDataset` imports it: 10 seconds
-        rows = pair_rows(tmp_path, 1)
-        dataset = pairs_of(rows)
-        for thing in (dataset.to_iterable_dataset(), DatasetDict(train=dataset), rows, None):
-            with pytest.raises(TypeError, match=type(thing).__name__):
-                check_pair_columns(thing)
-
-    @pytest.mark.parametrize("feature", [List(Value("string")), List(ImageFeature(decode=False)), ImageFeature()])
-    def test_column_that_is_not_a_list_of_images(self, tmp_path, feature):
-        row = pair_rows(tmp_path, 1)[0]
-        images = row["images"] if isinstance(feature, List) else row["images"][0]
-        features = pairs_of([row]).features
-        dataset = Dataset.from_list([{**row, "images": images}], features=Features({**features, "images": feature}))
-        with pytest.raises(ValueError, match="`images` .*cast_column"):
-            check_pair_columns(dataset)
-        if isinstance(feature, List):
-            check_pair_columns(dataset.cast_column("images", IMAGES))  # the remedy
-
     @pytest.mark.parametrize(
         "changes, message",
         [
             ({"prompt": [user("Q?"), user("Q?")]}, "prompt"),
-            ({"prompt": [user("Q?"), {"role": "system", "content": "S"}]}, "prompt"),
             ({"prompt": [user(" ")]}, "prompt"),
             ({"prompt": None}, "prompt"),
             ({"completion": [assistant("Maybe")]}, "Maybe"),
-            ({"completion": None}, "completion"),
             ({"images": ["a.png"] * 3}, "3 images"),
             ({"images": None}, "0 images"),
         ],
@@ -262,30 +237,18 @@ class TestCheckPairColumns:
 
 
 class TestValidatePairs:
-    @pytest.mark.parametrize(("kind", "place"), [("png", 0), ("jpg", 1)])
-    def test_truncated_file(self, tmp_path, kind, place):
+    def test_truncated_file(self, tmp_path):
         rows = pair_rows(tmp_path, 3)
-        path = write_image(tmp_path / f"cut.{kind}")
-        rows[1]["images"][place] = path
+        path = write_image(tmp_path / "cut.jpg")
+        rows[1]["images"] = [None, path]
         dataset = pairs_of(rows)
-        for skip_broken in (False, True):
-            assert validate_pairs(dataset, num_proc=2, skip_broken=skip_broken) is dataset
         cut_in_half(path)
         check_pair_columns(dataset)  # the cheap check does not see it
-        with pytest.raises(ValueError, match=rf"Row 1: The {['first', 'second'][place]} image \({path}\)"):
-            validate_pairs(dataset)
+        with pytest.raises(ValueError, match=rf"Row 1: The first image is missing.* The second image \({path}\)"):
+            validate_pairs(dataset, num_proc=2)
         kept = validate_pairs(dataset, skip_broken=True)
         assert [prompt[0]["content"] for prompt in kept["prompt"]] == ["Is this pair 0?", "Is this pair 2?"]
         assert kept.features == dataset.features
-
-    def test_missing_images(self, tmp_path):
-        path = write_image(tmp_path / "a.png")
-        for images, message in (
-            ([path, str(tmp_path / "gone.png")], "second.*FileNotFoundError"),
-            ([None, path], "None"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                validate_pairs(pairs_of([make_pair(*images, QUESTION, "Yes")]))
 
     def test_texts_and_numbers(self, tmp_path):
         rows = pair_rows(tmp_path, 5)
@@ -294,8 +257,6 @@ class TestValidatePairs:
         rows[4]["images"] = None
         with pytest.raises(ValueError, match=r"Row 1: .*'Maybe'.*3 of 5 rows"):
             validate_pairs(pairs_of(rows))
-        with pytest.raises(ValueError, match="Row 1: It has 1 images"):
-            validate_pairs(pairs_of(rows).select([0, 3]))
         kept = validate_pairs(pairs_of(rows), skip_broken=True)
         assert [prompt[0]["content"] for prompt in kept["prompt"]] == ["Is this pair 0?", "Is this pair 2?"]
 
@@ -476,14 +437,11 @@ class TestLoadPacoDataset:
             (record("a.png"), "images"),
             (record("a.png", "gone.png"), "'gone.png' is neither in"),
             (record("a.png", "sub/../../secret.png"), "leaves"),
-            (record("a.png", ".."), "leaves"),
             (record("a.png", "a.png", question="<image>Q?"), "1 placeholders"),
-            (record("a.png", "a.png", question="<image><image>\n"), "its question is"),
             (record("a.png", "a.png", question="Do <image> and <image> match?"), "before a text"),
             (record("a.png", "a.png", answer=None), "assistant"),
             (record("a.png", "a.png", answer="**Yes**"), "does not begin with"),
             (record("a.png", "a.png", conversations=record()["conversations"] * 2), "turns"),
-            (record("a.png", "a.png", conversations="Q?"), "turns"),
         ],
     )
     def test_broken_record(self, tmp_path, caplog, broken, message):
@@ -514,10 +472,8 @@ class TestZipFiles:
             ("x.zip", "1/a.png", "1/a.png"),
             ("images.zip", "1/a.png", "images/1/a.png"),  # unpacked into a folder of its name
             ("images.zip", "images/1/a.png", "1/a.png"),  # with a top folder of its name
-            ("images.zip", "images/1/a.png", "images/1/a.png"),
             ("images/x.zip", "1/a.png", "images/1/a.png"),  # unpacked where it lies
             ("images/x.zip", "1/a.png", "images/x/1/a.png"),
-            ("images/x.zip", "images/1/a.png", "images/1/a.png"),
         ],
     )
     def test_places(self, tmp_path, own_cache, archive, member, path):
@@ -627,7 +583,7 @@ class TestZipFiles:
         (folder / "a.png").symlink_to(folder / "sub" / "c.png")
         assert seeds_of(self.load(folder, "a.png", "a.png")) == [[4, 4]]
 
-    @pytest.mark.parametrize("name", ["images.tar", "images.tgz", "sub/images.tar.xz"])
+    @pytest.mark.parametrize("name", ["images.tgz", "sub/images.tar.xz"])
     def test_tar_files(self, tmp_path, name):
         archive, source = tmp_path / "data" / name, tmp_path / "source"
         archive.parent.mkdir(parents=True)
@@ -640,15 +596,7 @@ class TestZipFiles:
         with pytest.raises(shutil.ReadError, match="Git LFS"):
             self.load(tmp_path / "data", "1/a.png", "1/a.png", skip_broken=True)
 
-    def test_parts_of_archives(self, tmp_path):
-        folder = tmp_path / "data"
-        folder.mkdir()
-        (folder / "images.tar.gz.part-aa").write_bytes(b"part")
-        with pytest.raises(ValueError, match="'a.png' is neither in.*decompress.sh"):
-            self.load(folder, "a.png", "a.png")
-        write_image(folder / "a.png", 4)
-        assert seeds_of(self.load(folder, "a.png", "a.png")) == [[4, 4]]
-
+    @pytest.mark.slow
     def test_callers_at_the_same_time(self, tmp_path, monkeypatch):
         # As the ranks of a training run do, on a cache that is empty
         folder = tmp_path / "data"
@@ -673,9 +621,3 @@ class TestZipFiles:
         assert [rank.exitcode for rank in ranks] == [0, 0, 0]
         # Once: nobody takes away the files that another one reads
         assert extractions.read_text() == "x"
-
-
-def test_import_is_light():
-    code = "import sys, paco_trl.data; print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'numpy', 'PIL', 'huggingface_hub'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"

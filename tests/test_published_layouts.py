@@ -31,34 +31,13 @@ JUDGE_BASE = "Qwen/Qwen2.5-VL-7B-Instruct"
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # adapter_config.json as the published code's LLaMA-Factory writes it with a PEFT of its time
 LLAMA_FACTORY_CONFIG = {
-    "alpha_pattern": {},
-    "auto_mapping": None,
     "base_model_name_or_path": JUDGE_BASE,
-    "bias": "none",
-    "corda_config": None,
-    "eva_config": None,
-    "exclude_modules": None,
-    "fan_in_fan_out": False,
-    "inference_mode": True,
     "init_lora_weights": True,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "loftq_config": {},
     "lora_alpha": 16,
-    "lora_bias": False,
-    "lora_dropout": 0.0,
-    "megatron_config": None,
     "megatron_core": "megatron.core",
-    "modules_to_save": None,
     "peft_type": "LORA",
     "r": 4,
-    "rank_pattern": {},
-    "revision": None,
     "task_type": "CAUSAL_LM",
-    "trainable_token_indices": None,
-    "use_dora": False,
-    "use_rslora": False,
     "a_setting_of_another_version": 1,
 }
 
@@ -144,9 +123,7 @@ class TestJudge:
         assert sum(name.startswith(beginning) for name in names) == 2 * 7 * 2
         return folder
 
-    @pytest.mark.parametrize(
-        ("targets", "is_old"), [("pattern", True), ("names", True), ("names", False), ("endings", False)]
-    )
+    @pytest.mark.parametrize(("targets", "is_old"), [("pattern", True), ("names", True), ("endings", False)])
     def test_adapter(self, hub, language, scores, pair, tmp_path, targets, is_old):
         layers = {
             name.removeprefix("base_model.model.").removesuffix(".lora_A.default.weight")
@@ -169,11 +146,10 @@ class TestJudge:
         with pytest.raises(ValueError, match="layers.7"):
             PaCoReward.from_pretrained(folder, device="cpu", cache_dir=hub)
 
-    @pytest.mark.parametrize("is_old", [True, False], ids=["old", "new"])
-    def test_adapter_on_the_vision_tower_too(self, hub, both, scores, pair, tmp_path, is_old):
-        folder = self.save(both, tmp_path / "adapter", [*PROJECTIONS, "qkv"], is_old)
+    def test_adapter_on_the_vision_tower_too(self, hub, both, scores, pair, tmp_path):
+        folder = self.save(both, tmp_path / "adapter", [*PROJECTIONS, "qkv"], True)
         names = list(load_file(folder / "adapter_model.safetensors"))
-        assert any(name.startswith("base_model.model." + ("visual" if is_old else "model.visual")) for name in names)
+        assert any(name.startswith("base_model.model.visual") for name in names)
         judge = PaCoReward.from_pretrained(folder, device="cpu", cache_dir=hub)
         assert abs(scores["both"] - scores["language"]) > 1e-4
         assert judge.score([pair], QUESTION)[0] == pytest.approx(scores["both"], abs=1e-6)
@@ -313,11 +289,8 @@ class TestPipelines:
         ("black-forest-labs/FLUX.1-dev", "someone/FLUX.1-dev", False),
         # Paths, of this machine or another
         ("black-forest-labs/FLUX.1-dev", "/data/models/FLUX.1-dev", True),
-        ("black-forest-labs/FLUX.1-dev", "/data/models/FLUX.1-dev/", True),
         ("black-forest-labs/FLUX.1-dev", r"D:\models\FLUX.1-dev", True),
-        ("~/FLUX.1-dev", "./models/FLUX.1-dev", True),
         ("black-forest-labs/FLUX.1-dev", "/data/models/FLUX.1-Kontext-dev", False),
-        ("black-forest-labs/FLUX.1-dev", r"D:\models\flux", False),
         # A folder of the Hub's cache is the repository
         ("black-forest-labs/FLUX.1-dev", "/cache/models--black-forest-labs--FLUX.1-dev/snapshots/0123", True),
         ("someone/FLUX.1-dev", "/cache/models--black-forest-labs--FLUX.1-dev/snapshots/0123", False),
@@ -353,12 +326,6 @@ class TestBase:
             with pytest.raises(ValueError, match=base) as error:
                 make_trainer(model=model, peft_config=named(base))
             assert (NOWHERE if model == NOWHERE else str(tiny_flux)) in str(error.value)
-
-    def test_a_pipeline_without_a_name_takes_any(self, make_trainer, named, tiny_flux):
-        pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
-        nameless = type(pipeline)(**pipeline.components)
-        assert not nameless.name_or_path
-        assert make_trainer(model=nameless, peft_config=named("black-forest-labs/FLUX.1-dev")).trained_from
 
     @pytest.mark.parametrize("base", [None, "/somewhere/else/tiny-flux"])
     def test_the_same_base_is_accepted(self, make_trainer, named, base):

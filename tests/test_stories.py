@@ -56,14 +56,8 @@ def test_shots_characters_and_references(stories, folder):
     ]
     # The first image of each character
     assert [image.getpixel((0, 0))[1] < 50 for image in first["references"]] == [True, True]
-
-
-def test_another_language(stories):
     panel = load_stories(stories, "ch")[0]["panels"][1]
     assert panel == "ch wide; ch they dark; ch a dark hill; ch Fox is ch small; ch a dark valley"
-
-
-def test_a_story_without_images_leaves_references_out(stories):
     plant_story(stories / "ViStory", "03", [_shot(1, ["Fox"], "blue")], images=False)
     assert "references" not in load_stories(stories).column_names
 
