@@ -186,7 +186,6 @@ def test_wrong_options(workspace, tmp_path):
         ({"judge_url": "http://127.0.0.1:1/v1"}, "--device"),
         ({"max_concurrency": 2}, "--max_concurrency"),
         ({"api_key_variable": "NO_SUCH_KEY"}, "--api_key_variable"),
-        ({"judge_model": "dreamsim", "dtype": "float32"}, "--dtype"),
         ({"template": "themes"}, "themes"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -31,7 +31,6 @@ from paco_trl.data import (
 )
 from paco_trl.evaluation import (
     ClipIScorer,
-    DreamSimScorer,
     auroc,
     bootstrap_interval,
     calibration_bins,
@@ -46,7 +45,6 @@ from paco_trl.evaluation import (
 from paco_trl.evaluation.runs import batches
 from paco_trl.tiny import build_tiny_clip
 from paco_trl.utils.images import load_image
-from testing_utils import to_tensor
 
 
 NAN = float("nan")
@@ -838,35 +836,6 @@ class TestClipI:
         scorer.model.visual_projection.weight.data.fill_(NAN)
         with pytest.raises(ValueError, match="not finite"):
             scorer.score(pairs, [""])
-
-
-class MeanColorDistance(torch.nn.Module):
-    """In the place of DreamSim: the mean absolute difference of the mean colors, as a module of two batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.batches = []
-
-    def forward(self, first, second):
-        self.batches.append(len(first))
-        return (first.mean(dim=(2, 3)) - second.mean(dim=(2, 3))).abs().mean(dim=1)
-
-
-class TestDreamSim:
-    def test_code_from_elsewhere_is_not_run_unasked(self):
-        for arguments in ((), (MeanColorDistance(),)):  # also not without a `preprocess`
-            with pytest.raises(ValueError, match="trust_remote_code"):
-                DreamSimScorer(*arguments, device="cpu")
-
-    def test_is_one_minus_the_distance(self):
-        model = MeanColorDistance()
-        scorer = DreamSimScorer(model, to_tensor, device="cpu", batch_size=2)
-        black, white, red = color_image(0), color_image(255, 255, 255), color_image(255)
-        scores = scorer.score([(black, black), (black, white), (black, red.convert("RGBA"))], [""] * 3)
-        assert scores == pytest.approx([1.0, 0.0, 2 / 3])
-        assert model.batches == [2, 1]
-        assert scorer.name == "DreamSim"
-        assert scorer.score([], []) == []
 
 
 class TestReport:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The judge against the published usage example, how it is loaded, and the tiny model it is tested on."""
 
-import base64
 import copy
 import functools
-import http.server
 import importlib.util
 import inspect
 import json
 import shutil
-import threading
 from contextlib import contextmanager
 from itertools import combinations
 
@@ -23,11 +20,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
-    CLIPProcessor,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2Tokenizer,
-    Qwen2VLImageProcessor,
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
@@ -37,7 +32,6 @@ from paco_trl.data import criterion_question, shows_question, t2is_bench_questio
 from paco_trl.rewards import paco_reward
 from paco_trl.rewards.paco_reward import decision_token_ids
 from paco_trl.rewards.prefix_sharing import order_for_sharing
-from paco_trl.tiny import build_tiny_clip
 from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
 from testing_utils import noise
 
@@ -194,14 +188,6 @@ class TestScore:
             assert not output.logits.requires_grad
         assert all(parameter.requires_grad for parameter in judge.model.parameters())
 
-    def test_symmetric_is_the_mean_of_both_orders(self, judge, pairs, questions, expected):
-        swapped = judge.score([pair[::-1] for pair in pairs], questions)
-        assert max(abs(a - b) for a, b in zip(expected, swapped, strict=True)) > 1e-2
-        symmetric = judge.score(pairs, questions, symmetric=True)
-        assert symmetric == close([(a + b) / 2 for a, b in zip(expected, swapped, strict=True)])
-        assert symmetric == close(judge.score([pair[::-1] for pair in pairs], questions, symmetric=True))
-        assert symmetric != close(expected, 1e-3)
-
     def test_surrounding_autocast_does_not_change_the_scores(self, judge, pairs, questions):
         scores = judge.score(pairs, questions)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -211,8 +197,7 @@ class TestScore:
 
     def test_nothing_to_score(self, judge):
         for questions in (SHORT, []):
-            assert judge.score([], questions) == judge.score([], questions, symmetric=True) == []
-            assert judge.score_sets([], questions) == judge.explain([], questions) == []
+            assert judge.score([], questions) == judge.score_sets([], questions) == judge.explain([], questions) == []
 
 
 @pytest.fixture(scope="module")
@@ -357,21 +342,6 @@ class TestSharedBeginnings:
         assert spread(expected) > 1e-5
         return pairs, questions, expected
 
-    def test_of_a_grid(self, judge, reference):
-        judge = PaCoReward(judge.model, judge.processor)
-        panels = [noise(seed, (56, 56)) for seed in range(4)]
-        pairs = list(combinations(panels, 2))
-        with rows_of(judge) as rows:
-            scores = judge.score(pairs, LONG)
-        assert scores == close(usages(*reference, pairs, LONG)) and spread(scores) > 1e-4
-        # Three first images for six pairs. Twin: copies are not the same image, and nothing is shared
-        with rows_of(judge) as more:
-            assert judge.score([(first.copy(), second) for first, second in pairs], LONG) == close(scores)
-        (first, rest), (whole,) = rows, more
-        assert (first[0], rest[0], whole[0]) == (3, 6, 6)
-        assert first[1] == tokens_before_an_image(reference[1]) + 4  # 56 x 56 pixels are four tokens
-        assert first[1] + rest[1] == whole[1]
-
     def test_of_several_questions_about_each_pair(self, judge, reference):
         """Two levels: the first image, and both. Tokens in closed form."""
         panels = [noise(seed) for seed in range(4)]
@@ -445,46 +415,6 @@ class TestOrderForSharing:
         # Within a pair by length
         lengths = [len(prompts[index]) for index in order_for_sharing(images, prompts)]
         assert all(lengths[start : start + 4] == sorted(lengths[start : start + 4]) for start in range(0, 60, 4))
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """A web server of a folder: its address, the folder, and the paths that were asked for."""
-    requested = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def do_GET(self):
-            requested.append(self.path)
-            super().do_GET()
-
-        def log_message(self, *args):
-            pass
-
-    (tmp_path / "www").mkdir()
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    handler = functools.partial(Handler, directory=str(tmp_path / "www"))
-    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=web.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{web.server_port}", tmp_path / "www", requested
-    web.shutdown()
-    thread.join()
-    web.server_close()
-
-
-class TestWhereImagesComeFrom:
-    def test_every_form_is_the_same_image(self, judge, server, reference):
-        address, folder, requested = server
-        image, other = noise(5, (90, 61)), noise(6)
-        path = folder / "image.png"
-        image.save(path)
-        data = path.read_bytes()
-        url = "data:image/png;base64," + base64.b64encode(data).decode()
-        forms = [image, path, str(path), f"file://{path}", f"{address}/image.png", url, data, bytearray(data)]
-        scores = judge.score([(form, other) for form in forms], LONG)
-        assert scores == close([usage(*reference, image, other, LONG)] * len(forms))
-        assert judge.score([(other, form) for form in forms], LONG) != close(scores, 1e-4)
-        assert requested == ["/image.png"] * 2  # one for each call
 
 
 def greedy(model, processor, first, second, question, count):
@@ -646,15 +576,6 @@ class TestFromPretrained:
         processor.image_processor.save_pretrained(folder)
         assert (folder / "preprocessor_config.json").is_file()
         assert pixel_limit(PaCoReward.from_pretrained(folder, device="cpu").processor) == 56 * 56
-
-    def test_from_objects(self, peft_model, reference, pairs, questions, expected_adapted):
-        """Dropout is off, whatever the mode the model came in."""
-        model = peft_model.train()
-        assert usages(model, reference[1], pairs, questions) != close(expected_adapted, 1e-3)
-        judge = PaCoReward(model, reference[1])
-        assert judge.score(pairs, questions) == close(expected_adapted)
-        assert judge.name == model.name_or_path and judge.batch_size == 8
-        assert PaCoReward(model, reference[1], name="mine").name == "mine"
 
     def test_dtype(self, tiny_qwen, adapter, judge, pairs, questions, expected, tmp_path, dtype="bfloat16"):
         low = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype=dtype)
@@ -862,16 +783,6 @@ class TestLoadImage:
         expected, _ = process_vision_info([{"role": "user", "content": [{"type": "image", "image": noise(0, size)}]}])
         assert np.array_equal(np.asarray(image), np.asarray(expected[0]))
 
-    def test_the_size_of_a_patch_is_the_processors(self, reference, tmp_path):
-        processor = copy.deepcopy(reference[1])
-        processor.image_processor = Qwen2VLImageProcessor(patch_size=16)
-        assert load_image(noise(0, (90, 70)), patch_size_of(processor), "").size == (96, 64)
-        assert load_image(noise(0, (90, 70)), patch_size_of(reference[1]), "").size == (84, 56)
-        # 14 where the processor has none
-        clip = CLIPProcessor.from_pretrained(build_tiny_clip(tmp_path))
-        assert not hasattr(clip.image_processor, "patch_size")
-        assert load_image(noise(0, (90, 70)), patch_size_of(clip), "").size == (84, 56)
-
 
 class TestLimitPixels:
     @staticmethod
@@ -891,45 +802,6 @@ class TestLimitPixels:
         again = AutoProcessor.from_pretrained(tmp_path)
         assert pixel_limit(again) == 56 * 56 and self.tokens(again, (112, 112)) == 4
         assert pixel_limit(reference[1]) == 112 * 112
-
-
-# The template of Qwen/Qwen2.5-VL-7B-Instruct
-REAL_TEMPLATE = (
-    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    "{% endif %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}{{ message['content'] }}"
-    "<|im_end|>\n{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in "
-    "content or 'image_url' in content %}{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}"
-    "Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif content['type'] "
-    "== 'video' or 'video' in content %}{% set video_count.value = video_count.value + 1 %}{% if add_vision_id %}"
-    "Video {{ video_count.value }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in content "
-    "%}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}"
-    "<|im_start|>assistant\n{% endif %}"
-)
-USER = {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "QUESTION"}]}
-
-
-class TestTinyQwen:
-    @pytest.mark.parametrize("add_generation_prompt", [True, False])
-    @pytest.mark.parametrize(
-        "messages",
-        [
-            [{"role": "system", "content": "Be brief."}, USER],
-            [USER, {"role": "assistant", "content": [{"type": "text", "text": " No."}]}, USER],
-            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}]}],
-        ],
-        ids=["system", "two turns", "video"],
-    )
-    def test_template_and_the_real_one(self, reference, messages, add_generation_prompt):
-        texts = [
-            reference[1].apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-            for template in (None, REAL_TEMPLATE)
-        ]
-        assert texts[0] == texts[1] and len(texts[0]) > 50
-        assert ("You are a helpful" in texts[0]) == (messages[0]["role"] != "system")
-        assert texts[0].endswith("<|im_start|>assistant\n") == add_generation_prompt
 
 
 class TestPrecision:
@@ -994,14 +866,3 @@ class TestTemplates:
             assert tokenizer("Same?").input_ids[0] == tokenizer.pad_token_id
             assert judge.score(pairs, SHORT) == expected
             tokenizer._tokenizer.post_processor = before
-
-    def test_a_system_prompt(self, tiny_qwen):
-        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", system_prompt="You are a judge of pictures.")
-        plain = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
-        pairs = [(noise(0), noise(1))]
-        assert judge.score(pairs, SHORT) != close(plain.score(pairs, SHORT))
-        template = plain.processor.chat_template
-        assert "You are a helpful assistant." in template
-        plain.processor.chat_template = template.replace("helpful assistant", "judge of pictures")
-        assert judge.score(pairs, SHORT) == close(plain.score(pairs, SHORT))
-        assert judge.explain(pairs, SHORT, 4) == plain.explain(pairs, SHORT, 4)

@@ -119,7 +119,6 @@ class TestDescriptions:
             ConsistencyReward(other, device="cpu"),  # of the same name
             ConsistencyReward(judge, question="criteria"),
             ConsistencyReward(judge, max_pairs=2),
-            ConsistencyReward(tiny_qwen, device="cpu", system_prompt="You judge."),
         ]
         template = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
         template.processor.chat_template += " "

@@ -139,6 +139,7 @@ class TestCommandLine:
 
 
 class TestMain:
+    @pytest.mark.slow
     def test_becomes_vllm(self, stand_in):
         """In a process of its own: signals and exit code are those of vLLM."""
         command = [sys.executable, "-m", "paco_trl.commands.main", "serve", "--vllm", str(stand_in)]

@@ -230,7 +230,7 @@ class TestTraining:
         judge = PaCoReward.from_pretrained(tmp_path / "judge")
         assert judge.device.type == "cuda"
         pairs = [tuple(row["images"]) for row in mixed(3, 2)]
-        assert all(0 < score < 1 for score in judge.score(pairs, "Are they alike?", symmetric=True))
+        assert all(0 < score < 1 for score in judge.score(pairs, "Are they alike?"))
 
     def test_two_devices(self, tiny_flux, tmp_path):
         """DDP by gloo: each process keeps to its device, and both have the same weights."""

@@ -252,10 +252,6 @@ class TestWholeModel:
         # Answered from the caches
         assert deviation(judge.score(ALL_PAIRS, ALL_QUESTIONS), expected) < TOLERANCE
 
-    def test_symmetric_scores(self, served, model):
-        expected = PaCoReward.from_pretrained(model, device="cpu").score(PAIRS, QUESTIONS[0], symmetric=True)
-        assert deviation(served.judge().score(PAIRS, QUESTIONS[0], symmetric=True), expected) < TOLERANCE
-
     def test_wrong_name(self, served):
         for ask in (lambda judge: judge.check(), lambda judge: judge.score(PAIRS[:1], QUESTIONS[0])):
             with pytest.raises(JudgeUnavailableError, match="has no model 'paco'.*It has: paco-reward"):

@@ -31,7 +31,6 @@ from rich.markup import escape
 from .. import dataset_building as building
 from ..data import load_image_set_prompts
 from ..generation.sample_sheet import pairs_sheet
-from ..utils.addresses import check_port
 from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
 from ..utils.stage_folder import StageFolder
@@ -169,7 +168,6 @@ def annotate(args: arguments.AnnotateArguments) -> None:
     """Serve the app in which people rank."""
     from ..dataset_building.annotate import AnnotationWork, serve_annotation
 
-    check_port(args.host, args.port)
     data = (result(args, "instances"), result(args, "panels"), grid_prompts(args))
     work = AnnotationWork(*data, _annotations_dir(args), args.annotations_per_instance)
     serve_annotation(work, args.host, args.port)

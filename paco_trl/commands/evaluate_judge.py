@@ -23,7 +23,6 @@ from ..data.dataset_files import load_split
 from ..data.rankings import RANK_FILE
 from ..evaluation import (
     ClipIScorer,
-    DreamSimScorer,
     evaluate_edit_reward,
     evaluate_rankings,
     report_tables,
@@ -47,8 +46,7 @@ class JudgeArguments(JudgeOptions):
 
     judge_model: str = option(
         "X-GenGroup/PaCo-Reward-7B",
-        "Hub id or directory of a judge, its name on the server with `judge_url`, or a baseline: `clip-i` "
-        "or `dreamsim`.",
+        "Hub id or directory of a judge, its name on the server with `judge_url`, or the baseline `clip-i`.",
     )
     benchmark: str = option("rankings", "`rankings` or `edit_reward`.", choices=tuple(BENCHMARKS))
     dataset_name: str | None = option(
@@ -77,8 +75,6 @@ def load_scorer(script_args: JudgeArguments):
         judge: Any = load_judge(script_args, script_args.judge_model, script_args.judge_url)
         judge.check()
         return judge
-    if script_args.judge_model == "dreamsim":
-        return DreamSimScorer(device=script_args.device, trust_remote_code=script_args.trust_remote_code)
     if script_args.judge_model == "clip-i":
         dtype = None if script_args.dtype == "auto" else getattr(torch, script_args.dtype)
         return ClipIScorer(script_args.clip_model, device=script_args.device, dtype=dtype)
@@ -89,9 +85,8 @@ def evaluate(script_args: JudgeArguments) -> None:
     """Evaluate a judge, and report it next to those of the same directory."""
     if script_args.benchmark == "edit_reward":
         refuse_unused(script_args, ["template"], "with `--benchmark edit_reward`")
-    if script_args.judge_model in ("dreamsim", "clip-i"):
-        unused = (*OF_JUDGES, *["dtype"] * (script_args.judge_model == "dreamsim"))
-        refuse_unused(script_args, unused, f"with `--judge_model {script_args.judge_model}`")
+    if script_args.judge_model == "clip-i":
+        refuse_unused(script_args, OF_JUDGES, "with `--judge_model clip-i`")
     is_served = script_args.judge_url is not None
     where = "with `--judge_url`" if is_served else "without `--judge_url`"
     refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)

@@ -4,7 +4,7 @@ Evaluate judges against human preferences, and models trained at a reduced resol
 
 A scorer is any object with `score(images, prompts) -> list[float]` and a `name` (str): `images` is a list of
 `(first, second)` pairs of PIL images, `prompts` has one question per pair, and a higher score means more consistent, such
-as [`~paco_trl.PaCoReward`] and the baselines [`ClipIScorer`] and [`DreamSimScorer`].
+as [`~paco_trl.PaCoReward`] and the baseline [`ClipIScorer`].
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from ..utils.lazy import lazy_imports
 
 
 if TYPE_CHECKING:
-    from ..rewards.baselines import ClipIScorer, DreamSimScorer
+    from ..rewards.clip import ClipIScorer
     from ..utils.statistics import bootstrap_interval
     from .aesthetics import AestheticScorer
     from .edit_reward import evaluate_edit_reward
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .report import published_tables, report_tables, save_report
 
 __all__ = [
-    "AestheticScorer", "ClipIScorer", "DreamSimScorer", "auroc", "bootstrap_interval",
+    "AestheticScorer", "ClipIScorer", "auroc", "bootstrap_interval",
     "calibration_bins", "evaluate_edit_reward", "evaluate_rankings", "expected_calibration_error",
     "grid_artifact_score", "list_order_metrics", "published_tables", "ranking_metrics", "report_tables",
     "save_report",

@@ -55,7 +55,7 @@ def evaluate_rankings(
     Args:
         scorer (`Any`):
             Object with `score(images, prompts) -> list[float]` and a `name`: [`~paco_trl.PaCoReward`],
-            [`ClipIScorer`], [`DreamSimScorer`] or your own. It gets RGB images (transparency on white, as in training),
+            [`ClipIScorer`] or your own. It gets RGB images (transparency on white, as in training),
             and for one row the same object as the reference in each pair, so that it can encode it once.
         dataset ([`~datasets.Dataset`]):
             Rankings: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best

@@ -19,7 +19,7 @@ from accelerate import init_empty_weights
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -107,7 +107,6 @@ def weights_bytes(module: nn.Module, trainable: bool | None = None, quantization
 
 
 def quantized_layers(module: nn.Module, quantization: str) -> Iterator[nn.Linear]:
-    """Yield the frozen linear layers that are quantized."""
     # A head of words is not quantized; neither is what `_store_as_fp8` keeps, such as modulation layers, named "norm"
     kept = ("lm_head$", *((*DEFAULT_SKIP_MODULES_PATTERN, r"\.wo$") if quantization == "fp8_storage" else ()))
     for name, layer in module.named_modules():
@@ -300,7 +299,6 @@ class JudgeRun:
 
     @functools.cache  # noqa: B019  (lives as long as the plan)
     def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
-        """Return the peak of the language model for sequences of `num_tokens`, images included."""
         decoder, width = self.network.get_decoder(), self.network.config.get_text_config().hidden_size
         getattr(self.network, f"activation_checkpointing_{'enable' if checkpointing else 'disable'}")()
         with self.mode, as_in_training(self.dtype, trains):
@@ -309,7 +307,6 @@ class JudgeRun:
             return measure_peak(lambda: decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state, model)
 
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
-        """Return the phases of a run."""
         frozen = weights_bytes(self.model, False, plan.quantization)
         element_size = _FLOAT32 if plan.zero_stage is None else 2
         always, adds = training_parts(frozen, self.num_trained, element_size, plan)
@@ -388,7 +385,6 @@ class ImageRun:
         }  # fmt: skip
 
     def _read_rewards(self, models: Sequence[str], quantization: str | None) -> None:
-        """Build the judges that rewards load, each once, and count the weights of their CLIPs."""
         known: dict[str, JudgeRun] = {}
         self.judges: list[JudgeRun] = []
         self.clip_bytes = 0
@@ -415,7 +411,6 @@ class ImageRun:
         return found
 
     def panel(self, is_full: bool) -> Image.Image:
-        """Return a first panel as a source."""
         return self.family.prepare_panel(self.pipeline, Image.new("RGB", self.sizes[is_full][::-1]))
 
     def encode_image(self, image: Image.Image) -> torch.Tensor:
@@ -498,12 +493,10 @@ class ImageRun:
 
     @functools.cache  # noqa: B019
     def frozen_bytes(self, quantization: str | None) -> tuple[int, int]:
-        """Count the frozen weights of the transformer and of the text encoders."""
         encoders = [weights_bytes(each, False, quantization) for each in self.text_encoders.values()]
         return weights_bytes(self.model, False, quantization), sum(encoders)
 
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
-        """Return the phases of a run."""
         args, layout, tiled = self.args, self.args.round_plan, plan.vae_tiling
         is_nft, has_old_policy = hasattr(args, "nft_beta"), getattr(args, "keeps_old_policy", False)  # another average
         averages = (args.ema_decay is not None) + has_old_policy
@@ -630,53 +623,6 @@ class MemoryPlan:
             size *= 2
         return size // 2
 
-    def changes(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        """Return the options that may take less memory, the cheapest first, with their prices and what they set."""
-        size, args = self.batch_size, self.run.args
-        changes: dict[str, tuple[str, dict[str, Any]]] = {
-            "`--vae_tiling True`": ("large images are decoded in tiles", {"vae_tiling": True}),
-            "`--ema_offload True`": ("the average is updated on the CPU", {"ema_offload": True}),
-            "`--offload_embeddings True`": ("micro-batches copy their embeddings", {"offload_embeddings": True}),
-            "`--offload_rewards True`": ("scoring waits for the last image", {"offload_rewards": True}),
-        }
-        for smaller in (size // 2, 1):
-            if size > smaller > 0 and smaller % getattr(args, "branch_size", 1) == 0:
-                option = f"`--per_device_train_batch_size {smaller}`"
-                changes[option] = "more and smaller micro-batches", {"batch_size": smaller}
-        changes["`--gradient_checkpointing True`"] = "a forward more per image", {"gradient_checkpointing": True}
-        changes["judges on another GPU (`--judge_url`, `--eval_judge_url`)"] = "that GPU", {"serves_judge": True}
-        if self.zero_stage is None and isinstance(self.run.model, PeftModel):
-            is_image = isinstance(self.run, ImageRun)
-            if is_image and not args.compile_repeated_blocks:
-                changes["`--quantization int8`"] = "slower layers", {"quantization": "int8"}
-            nf4 = "`--quantization nf4`" if is_image else "`--load_in_4bit True --load_in_8bit False`"
-            changes[nf4] = "slower layers, coarser weights", {"quantization": "nf4"}
-        if self.quantization is None:  # DeepSpeed takes no quantized weights
-            sharded = {"zero_stage": 3, "num_processes": 8, "quantization": None}
-            changes["ZeRO-3 on eight GPUs (`--accelerate_config zero3`)"] = (
-                "weights are gathered in each step",
-                sharded,
-            )
-        return changes
-
-    def smallest_change(self, limit: float) -> dict[str, str] | None:
-        """Return the options that make it fit into `limit` bytes, with their prices; `None` if all do not."""
-        changes = self.changes()
-
-        def fits(options: list[str]) -> bool:
-            new = {name: value for option in options for name, value in changes[option][1].items()}
-            return replace(self, **new).peak <= limit
-
-        chosen: list[str] = []
-        while not fits(chosen):
-            if len(chosen) == len(changes):
-                return None
-            chosen.append(list(changes)[len(chosen)])
-        for option in reversed(chosen):  # leave out what is not needed, the dearest first
-            if fits(rest := [each for each in chosen if each != option]):
-                chosen = rest
-        return {option: changes[option][0] for option in chosen}
-
     def describe(self) -> str:
         """Say in a line what the run takes at most."""
         largest = max(self.phases, key=lambda phase: phase.total)
@@ -734,7 +680,7 @@ def plan_memory(
         [`MemoryPlan`]: `phases` with bytes by part, and the `peak`.
 
     Raises:
-        `ValueError`: If the dataset or the adapter does not fit the model, or the quantization is unknown.
+        `ValueError`: If the dataset or the adapter does not fit the model.
         `OSError`: If a config is missing.
 
     Example:
@@ -745,8 +691,6 @@ def plan_memory(
     ```
     """
     run: ImageRun | JudgeRun
-    if judge_quantization not in (None, "nf4", "int8", "fp8"):
-        raise ValueError(f"`judge_quantization` is {judge_quantization!r}; it must be `nf4`, `int8`, `fp8` or `None`.")
     stage = None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
     if isinstance(args, PaCoRewardConfig):
         peft_config = complete_peft_config(peft_config, model, None, args.trust_remote_code)
@@ -759,7 +703,6 @@ def plan_memory(
 
 
 def format_size(num_bytes: int) -> str:
-    """Format a number of bytes."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

@@ -16,8 +16,7 @@ from ..utils.lazy import lazy_imports
 
 if TYPE_CHECKING:
     from .aggregation import AggregationDetails, aggregate_rewards
-    from .baselines import ClipIReward, DreamSimReward
-    from .clip import ClipTReward, PickScoreReward
+    from .clip import ClipIReward, ClipTReward, PickScoreReward
     from .image_rewards import (
         DuplicateReward,
         LayoutReward,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from .judge_rewards import ConsistencyReward, EditReward, ReferenceReward, RubricReward
 
 __all__ = [
-    "AggregationDetails", "Answer", "ClipIReward", "ClipTReward", "ConsistencyReward", "DreamSimReward",
+    "AggregationDetails", "Answer", "ClipIReward", "ClipTReward", "ConsistencyReward",
     "DuplicateReward", "EditReward", "Judge", "JudgeUnavailableError", "LayoutReward", "OcrReward",
     "PickScoreReward", "ReferenceReward", "RubricReward", "ServedJudge", "aggregate_rewards", "panel_similarity_reward", "redness_reward",
     "yes_probability",

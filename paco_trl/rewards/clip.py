@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP embeddings, and the rewards that compare images with their texts by them: CLIP-T and PickScore."""
+"""CLIP embeddings, and the rewards that compare images by them: CLIP-T, PickScore and CLIP-I."""
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.devices import to_device
 from ..utils.images import to_rgb
 from ..utils.names import check_model_name, public_name
-from .columns import column_of
+from .columns import column_of, panels_of
 
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -40,8 +41,6 @@ class ClipEmbedder:
     ):
         check_model_name(model)
         self.device = device
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
         self.batch_size = batch_size
         self.model_name = public_name(str(model))  # for cards
         with without_zero3_init():
@@ -258,3 +257,52 @@ class PickScoreReward(ClipEmbedder):
             texts, images = check_panels("PickScore", completions, panels, panel_images)
         scale = self.model.logit_scale.float().exp().item() / PICK_SCORE_DIVISOR
         return self.score_texts(images, texts, scale, log_metric)
+
+
+class ClipIScorer(ClipEmbedder):
+    """CLIP-I: cosine of the CLIP embeddings of two images; questions are ignored. Arguments: [`~paco_trl.rewards.ClipTReward`]."""
+
+    reads_questions = False
+
+    @property
+    def name(self) -> str:
+        """Return the name for reports."""
+        return f"CLIP-I ({self.model.name_or_path})"
+
+    def score(self, images: list[tuple[Image.Image, Image.Image]], prompts: list[str]) -> list[float]:
+        """Return one cosine per pair. An image object of several pairs is embedded once."""
+        names = [f"An image of pair {index}" for index in range(len(images)) for _ in range(2)]
+        embeds = self.embed_images([image for pair in images for image in pair], names)  # (2N, D)
+        return (embeds[0::2] * embeds[1::2]).sum(dim=-1).tolist()
+
+
+class ClipIReward(ClipIScorer):
+    """
+    CLIP-I: cosine similarity of the CLIP embeddings of panels, averaged over all unordered pairs of a set.
+
+    - Range: [-1, 1], about 0.6 to 0.95 with real CLIP weights.
+    - Cost: one forward pass of CLIP's vision tower per panel.
+    - Source and license: `laion/CLIP-ViT-H-14-laion2B-s32B-b79K`, as in PaCo-RL's published code; see its model card.
+
+    It does not know what should stay the same and what should change, and rewards copies. On ConsistencyRank, PaCo-RL
+    reports an accuracy of .394 for it and of .449 for a judge.
+
+    Arguments are those of [`ClipTReward`].
+    """
+
+    __name__ = "clip_i"
+    min_panels = 2  # the trainer checks it before it loads a model
+
+    def __call__(
+        self,
+        prompts: list[str],
+        completions: list[Image.Image],
+        panel_images: list[list[Image.Image]] | None = None,
+        **kwargs,
+    ) -> list[float]:
+        """Return one score per completion from the images of its panels."""
+        panel_images = panels_of(panel_images, len(completions), "`ClipIReward`")
+        pairs = [pair for panels in panel_images for pair in combinations(panels, 2)]
+        scores = iter(self.score(pairs, [""] * len(pairs)))
+        counts = [len(panels) * (len(panels) - 1) // 2 for panels in panel_images]
+        return [sum(next(scores) for _ in range(count)) / count for count in counts]

@@ -103,17 +103,6 @@ def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
     return [(first, second) for first, second in images]
 
 
-def both_orders(pairs: list[tuple]) -> list[tuple]:
-    """Return each pair followed by its reverse."""
-    return [order for first, second in pairs for order in ((first, second), (second, first))]
-
-
-def score_both_orders(score: Callable[[list, list[str]], list], pairs: list[tuple], prompts: list[str]) -> list:
-    """Return the mean of the scores of a pair and its reverse, `None` if one has none."""
-    scores = iter(score(both_orders(pairs), [prompt for prompt in prompts for _ in range(2)]))
-    return [None if None in both else sum(both) / 2 for both in zip(scores, scores, strict=True)]
-
-
 def broadcast_questions(
     prompts: str | list[str], count: int, what: str, find_control: Callable[[str], list[str]] = lambda text: []
 ) -> list[str]:
@@ -218,8 +207,6 @@ class ServedJudge:
             Seconds for a question with all its requests and waits, which is how long a server may take to restart. A
             test question then tells whether the server is down; it has a tenth of the budget, at least five seconds
             and at most `timeout`.
-        system_prompt (`str`, *optional*):
-            System turn before each question, for a judge that was trained with one.
         patch_size (`int`, *optional*, defaults to `14`):
             Patch size of the model's vision tower in pixels. Images are resized to its multiples: 14 for Qwen2-VL and
             Qwen2.5-VL, 16 for Qwen3-VL.
@@ -242,7 +229,6 @@ class ServedJudge:
     max_concurrency: int = 32
     timeout: float = 60.0
     time_budget: float = 300.0
-    system_prompt: str | None = None
     patch_size: int = 14
 
     def __post_init__(self, api_key: str | None):
@@ -270,7 +256,7 @@ class ServedJudge:
         """
         self._client.run(self._check(scale))
 
-    def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
+    def score(self, images: list[ImagePair], prompts: str | list[str]) -> list[float | None]:
         """
         Score pairs of images. Arguments are those of [`~paco_trl.PaCoReward.score`], here and in the other methods.
 
@@ -281,11 +267,7 @@ class ServedJudge:
         Raises:
             JudgeUnavailableError: If the server is down, refuses the key, or does not have the model.
         """
-        pairs, prompts = (
-            check_pairs(images),
-            broadcast_questions(prompts, len(images), "pairs", _CONTROL_TOKEN.findall),
-        )
-        return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
+        return self._scores(check_pairs(images), prompts)
 
     async def answer(
         self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int | None = None
@@ -401,13 +383,12 @@ class ServedJudge:
     # ---- Requests ----
 
     def _body(self, urls: list[str], prompt: str, labels: tuple[str, str] | None = None) -> dict[str, Any]:
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         if labels is not None:
             texts = [{"type": "text", "text": label} for label in labels]
             content = [part for pair in zip(texts, content, strict=True) for part in pair]
         return {
-            "messages": [*system, {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
+            "messages": [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
             "temperature": 0.0,
             "max_tokens": 1,
             "logprobs": True,

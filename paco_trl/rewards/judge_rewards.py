@@ -22,7 +22,7 @@ from ..data.questions import (
 )
 from ..utils.files import read_template
 from .columns import column_of, panels_of
-from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, both_orders, digits_of
+from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, digits_of
 
 
 # Limit of the source images that the paper's judge was trained with
@@ -92,8 +92,8 @@ class JudgedReward:
         raise NotImplementedError
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
-        """Combine the scores of an image's questions."""
-        raise NotImplementedError
+        """Combine the scores of an image's questions: by default their mean."""
+        return sum(scores) / len(scores)
 
     def _rewards(
         self,
@@ -169,8 +169,6 @@ class ConsistencyReward(JudgedReward):
             for all images of a prompt. If `None`, all pairs.
         seed (`int`, *optional*, defaults to `0`):
             Seed of that choice.
-        symmetric (`bool`, *optional*, defaults to `False`):
-            Whether to average both orders of each pair, at twice the cost.
         **kwargs:
             Further arguments of [`ServedJudge`] with `base_url` (`api_key`, `max_concurrency`, `time_budget`, ...),
             and of [`~paco_trl.PaCoReward.from_pretrained`] without (`device`, `dtype`, `batch_size`, ...).
@@ -198,12 +196,11 @@ class ConsistencyReward(JudgedReward):
         question: str = "theme",
         max_pairs: int | None = None,
         seed: int = 0,
-        symmetric: bool = False,
         **kwargs,
     ):
         if question not in ("theme", "criteria"):
             raise ValueError(f"`question` is {question!r}, but must be 'theme' or 'criteria'.")
-        self.question, self.max_pairs, self.seed, self.symmetric = question, max_pairs, seed, symmetric
+        self.question, self.max_pairs, self.seed = question, max_pairs, seed
         self.needed_columns = (question,)  # the trainer checks them before it loads a model
         super().__init__(model, base_url, **kwargs)
 
@@ -215,8 +212,6 @@ class ConsistencyReward(JudgedReward):
         questions = []
         for index, (prompt, panels, text) in enumerate(zip(prompts, panel_images, texts, strict=True)):
             pairs = chosen_pairs(len(panels), self.max_pairs, self.seed, prompt)
-            if self.symmetric:
-                pairs = both_orders(pairs)
             weights = (
                 {theme_question(text): 1.0} if self.question == "theme" else criteria_weights(criteria_dict(text))
             )
@@ -291,24 +286,10 @@ class ReferenceReward(JudgedReward):
     Args:
         model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`, *optional*), **kwargs:
             See [`ConsistencyReward`].
-        reduction (`str`, *optional*, defaults to `"mean"`):
-            `"mean"` of the pairs, or `"min"`, the worst.
     """
 
     __name__ = "reference"  # names TRL's metrics, `rewards/reference/mean`
     needed_columns = ("references",)  # the trainer checks them before it loads a model
-
-    def __init__(
-        self,
-        model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B",
-        base_url: str | None = None,
-        reduction: str = "mean",
-        **kwargs,
-    ):
-        if reduction not in ("mean", "min"):
-            raise ValueError(f"`reduction` is {reduction!r}, but must be 'mean' or 'min'.")
-        self.reduction = reduction
-        super().__init__(model, base_url, **kwargs)
 
     def _questions(
         self, prompts: list[str], completions: list[Image.Image], **columns
@@ -322,9 +303,6 @@ class ReferenceReward(JudgedReward):
             pairs = zip(references, texts, strict=True)
             questions.append([WeightedQuestion((image, panel), text) for image, text in pairs for panel in panels])
         return questions
-
-    def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
-        return min(scores) if self.reduction == "min" else sum(scores) / len(scores)
 
 
 class RubricReward(JudgedReward):
@@ -377,9 +355,6 @@ class RubricReward(JudgedReward):
             [WeightedQuestion((source, edited), text) for source in sources]
             for sources, edited, text in zip(rows, completions, texts, strict=True)
         ]
-
-    def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
-        return sum(scores) / len(scores)
 
 
 def read_rubric(rubric: str | Path) -> str:

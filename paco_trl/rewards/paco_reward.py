@@ -48,7 +48,6 @@ from .judge import (
     expected_rating,
     image_key,
     images_with_labels,
-    score_both_orders,
 )
 from .prefix_sharing import order_for_sharing, share_prefixes
 
@@ -86,9 +85,6 @@ class PaCoReward:
             Name for reports. If `None`, the model's.
         batch_size (`int`, *optional*, defaults to `8`):
             Questions per forward pass.
-        system_prompt (`str`, *optional*):
-            System turn before each question, for a judge that was trained with one. If `None`, the chat template's
-            default, as for the published judges.
 
     Example:
 
@@ -109,16 +105,12 @@ class PaCoReward:
         processor: ProcessorMixin,
         name: str | None = None,
         batch_size: int = 8,
-        system_prompt: str | None = None,
     ):
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
         self.model = model.eval()
         self.processor = processor
         self.yes_id, self.no_id = decision_token_ids(processor.tokenizer)
         self.name: str = name or model.name_or_path
         self.batch_size = batch_size
-        self.system_prompt = system_prompt
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
         # These encode an image once, and questions share their beginnings. Others run in full: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
@@ -132,7 +124,6 @@ class PaCoReward:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         batch_size: int = 8,
-        system_prompt: str | None = None,
         trust_remote_code: bool = False,
         quantization: str | None = None,
         **kwargs,
@@ -148,8 +139,8 @@ class PaCoReward:
                 Defaults to this process's own: its accelerator, or the CPU if there is none.
             dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
                 Dtype of the model; `"auto"` is that of its files.
-            batch_size (`int`, *optional*, defaults to `8`), system_prompt (`str`, *optional*):
-                See [`PaCoReward`].
+            batch_size (`int`, *optional*, defaults to `8`):
+                Questions per forward pass.
             trust_remote_code (`bool`, *optional*, defaults to `False`):
                 Whether to run code that comes with the model.
             quantization (`str`, *optional*):
@@ -185,7 +176,7 @@ class PaCoReward:
             if is_adapter:
                 network = load_judge_adapter(network, model, **_hub_arguments(kwargs))
         network.to(device if device is not None else PartialState().device)
-        return cls(network, processor, model, batch_size, system_prompt)
+        return cls(network, processor, model, batch_size)
 
     @staticmethod
     def load_processor(model: str | Path, trust_remote_code: bool = False, **kwargs) -> ProcessorMixin:
@@ -217,27 +208,25 @@ class PaCoReward:
         """Return the device of the model."""
         return self.model.device
 
-    def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float]:
+    def score(self, images: list[ImagePair], prompts: str | list[str]) -> list[float]:
         """
         Score pairs of images.
 
         Apart from rounding, a score does not depend on the other pairs of the call. An image of several pairs (the
-        same object, path or URL) is encoded once.
+        same object or path) is encoded once.
 
         Args:
             images (`list[tuple]`):
-                Pairs; each image is a PIL image, a path, a URL, or the bytes of an image file.
+                Pairs; each image is a PIL image, a path, or the bytes of an image file.
             prompts (`str` or `list[str]`):
                 Question for each pair, or one for all. [`~paco_trl.data.theme_question`] and the other question
                 functions of `paco_trl.data` have those of the published code.
-            symmetric (`bool`, *optional*, defaults to `False`):
-                Whether to score both orders of each pair and take the mean, at twice the cost.
 
         Returns:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each pair.
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
-        return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
+        return self._scores(pairs, prompts)
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float]:
         """
@@ -287,16 +276,14 @@ class PaCoReward:
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
         return self._query(pairs, prompts, self._top_tokens, image_labels)
 
-    def score_sets(
-        self, image_sets: list[list[ImageSource]], prompts: str | list[str], symmetric: bool = False
-    ) -> list[float]:
+    def score_sets(self, image_sets: list[list[ImageSource]], prompts: str | list[str]) -> list[float]:
         """
         Score sets of images: the mean over all unordered pairs of a set, those of `itertools.combinations`.
 
         Args:
             image_sets (`list[list]`):
                 Sets of at least two images, such as the panels of a grid.
-            prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`):
+            prompts (`str` or `list[str]`):
                 Question for each set, or one for all; see [`~PaCoReward.score`].
         """
         prompts = broadcast_questions(prompts, len(image_sets), "sets")
@@ -305,7 +292,7 @@ class PaCoReward:
         pairs = [pair for images in image_sets for pair in combinations(images, 2)]
         counts = [len(images) * (len(images) - 1) // 2 for images in image_sets]
         questions = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
-        scores = iter(self.score(pairs, questions, symmetric))
+        scores = iter(self.score(pairs, questions))
         return [sum(next(scores) for _ in range(count)) / count for count in counts]
 
     @torch.inference_mode()
@@ -451,12 +438,9 @@ class PaCoReward:
         content = [{"type": "image"}] * count
         if labels is not None:
             content = list(chain(*(({"type": "text", "text": label}, {"type": "image"}) for label in labels)))
-        system = []
-        if self.system_prompt is not None:
-            system = [{"role": "system", "content": [{"type": "text", "text": self.system_prompt}]}]
         texts = [
             self.processor.apply_chat_template(
-                [*system, {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
+                [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
                 tokenize=False,
                 add_generation_prompt=True,
             )

@@ -3,7 +3,6 @@
 
 import ipaddress
 import re
-import socket
 from urllib.parse import urlsplit
 
 
@@ -15,28 +14,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_port(host: str, port: int) -> None:
-    """Check, before anything is loaded, that a server will be able to listen."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as listener:
-            # As servers do: what is left of one that was just stopped is not in the way
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1)
-    except OSError as error:
-        remedy = "Choose another `--port`, or stop the program that has it; `--host` is an address of this machine."
-        raise OSError(f"Nothing can listen at {host}, port {port}: {error.strerror}. {remedy}") from error
-
-
 def check_base_url(base_url: str) -> str:
     """Check the address of an OpenAI-compatible server; return its host."""
     address = urlsplit(base_url) if isinstance(base_url, str) and not re.search(r"[\s,;]", base_url) else None
     if address is None or address.scheme not in ("http", "https") or not address.hostname:
         raise ValueError(
-            f"The address of the server is {base_url!r}, but must be a single one like 'http://127.0.0.1:8000/v1'. For "
-            "several GPUs, serve the model on all of them behind one address (`paco-trl serve ... -- "
-            "--data-parallel-size 4`)."
+            f"The address of the server is {base_url!r}, but must be a single one like 'http://127.0.0.1:8000/v1', also "
+            "for several GPUs (`paco-trl serve -- --data-parallel-size 4`)."
         )
     if address.username or address.password or address.query:
         raise ValueError(

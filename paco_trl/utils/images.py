@@ -92,7 +92,7 @@ def open_image(source) -> Image.Image:
     if isinstance(source, (bytes, bytearray)):
         return Image.open(BytesIO(source))
     if not isinstance(source, str):
-        raise TypeError(f"an image, a path, a URL or bytes are required, not {type(source).__name__}")
+        raise TypeError(f"an image, a path or bytes are required, not {type(source).__name__}")
     if source.startswith(("http://", "https://")):
         response = requests.get(source, timeout=30)
         response.raise_for_status()

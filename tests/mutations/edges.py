@@ -28,12 +28,6 @@ REWARDS = [
     *_mutants(
         "rewards/judge.py",
         f"{_SERVED}TestScore {_SERVED}TestFaultsThatStay {_SERVED}TestImages",
-        (
-            "return [order for first, second in pairs for order in ((first, second), (second, first))]",
-            "return [order for first, second in pairs for order in ((first, second), (first, second))]",
-        ),
-        ("None if None in both else sum(both) / 2", "None if None in both else both[0]"),
-        ("for prompt in prompts for _ in range(2)]))", "for _ in range(2) for prompt in prompts]))"),
         ("_MAX_SCORE_ERROR = 1e-3", "_MAX_SCORE_ERROR = 1.0"),
         ("math.exp(min(logprobs.values()) - present[0])", "math.exp(max(logprobs.values()) - present[0])"),
         ("logprobs.setdefault(token, logprob)", "logprobs[token] = logprob"),
@@ -62,7 +56,6 @@ REWARDS = [
         ("np.random.default_rng((seed, digest))", "np.random.default_rng((seed, count))"),
         ("1 / (len(dimensions) * len(texts))", "1 / sum(map(len, dimensions))"),
         ("question, weight / len(pairs))", "question, weight)"),
-        ("pairs = both_orders(pairs)", "pairs = [*pairs, *pairs]"),
     ),
     *_mutants(
         "rewards/judge_rewards.py",
@@ -131,7 +124,6 @@ REWARDS = [
         ('"add_special_tokens": False,', '"add_special_tokens": True,'),
         ("lambda prompt: control_tokens", "lambda prompt: []"),
         ("if any(map(math.isnan, answer", "if False and any(map(math.isnan, answer"),
-        ("if self.system_prompt is not None:", "if False:"),
     ),
     *_mutants(
         "rewards/paco_reward.py",
