@@ -17,7 +17,7 @@ from docstrings import docstring
 from launching import free_port
 from paco_trl import PaCoGRPOConfig
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
-from paco_trl.utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
+from paco_trl.utils.deepspeed import check_compiled_blocks
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}
@@ -386,20 +386,6 @@ class TestLauncher:
         else:
             with pytest.raises(ValueError, match=f"`bf16` is False.*`mixed_precision: {launcher}`"):
                 make(bf16=False)
-
-    @pytest.mark.parametrize("configured", [1, "auto", 336])
-    def test_another_accumulation_in_the_deepspeed_configuration(self, make, configured):
-        pytest.importorskip("deepspeed")
-        config = make(num_generations=16)
-        assert config.gradient_accumulation_steps == 336
-        config.deepspeed_plugin = DeepSpeedPlugin(gradient_accumulation_steps=configured, zero_stage=2)
-        if configured == 1:
-            with pytest.raises(
-                ValueError, match="`gradient_accumulation_steps` is 1 in the DeepSpeed.*336 in this run"
-            ):
-                check_gradient_accumulation(config)
-        else:
-            check_gradient_accumulation(config)
 
     @pytest.mark.parametrize("stage", [2, 3])
     def test_compiled_blocks_with_zero3(self, make, stage):

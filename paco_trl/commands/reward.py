@@ -16,9 +16,10 @@ from trl import ModelConfig, get_quantization_config
 
 from .. import PaCoRewardConfig, PaCoRewardTrainer
 from ..data import load_paco_dataset, rankings_to_pairs, validate_pairs
-from ..data.dataset_files import is_saved, load_split
+from ..data.dataset_files import load_split
 from ..trainer.config_utils import REFUSED_SFT_FIELDS
 from ..utils.files import digest, take_lock
+from ..utils.stage_folder import is_saved
 from .options import option
 from .parser import CommandParser
 from .training import train_and_save

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.addresses import refuse_address
 from ..utils.names import is_local
+from ..utils.stage_folder import is_saved
 from .columns import criteria_list
 from .texts import is_text
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
-_SAVED = ("state.json", "dataset_dict.json")  # by `save_to_disk`
 _COMPRESSED = (".gz", ".bz2", ".xz")
 _JSON = (".jsonl", ".json")
 _BUILDERS = {".csv": "csv", ".tsv": "csv", ".txt": "text", ".parquet": "parquet"}  # of `datasets`
@@ -38,11 +38,6 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
-
-
-def is_saved(path: str | Path) -> bool:
-    """Tell whether `save_to_disk` wrote a directory."""
-    return any((Path(path).expanduser() / marker).is_file() for marker in _SAVED)
 
 
 def load_split(

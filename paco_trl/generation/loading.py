@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..utils.names import check_adapter_base, check_base_model_name
+from ..utils.names import check_adapter_base, check_model_name
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def load_pipeline(
     from accelerate import PartialState
     from diffusers import DiffusionPipeline
 
-    check_base_model_name(model)
+    check_model_name(model)
     # Not the loader of the trainer, which refuses what cannot be trained
     pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True)
     pipeline.set_progress_bar_config(disable=True)

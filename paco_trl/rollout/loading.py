@@ -33,7 +33,7 @@ from trl import ModelConfig
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.files import find_adapter_file, peft_folder
-from ..utils.names import check_adapter_base, check_base_model_name
+from ..utils.names import check_adapter_base, check_model_name
 from ..utils.quantization import describe_quantization, quantization_config
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
 from .lora_files import convert_lora
@@ -157,7 +157,7 @@ def _hub_arguments(model_init_kwargs: dict) -> dict[str, Any]:
 
 def read_index(model: str, model_init_kwargs: dict) -> dict:
     """Return a pipeline's index file; refuse one that cannot be read."""
-    check_base_model_name(model)
+    check_model_name(model)
     try:
         return DiffusionPipeline.load_config(model, **_hub_arguments(model_init_kwargs))
     except OSError as error:

@@ -16,7 +16,7 @@ from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.hybrid_inference import check_adapter_fraction
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
-from ..utils.deepspeed import check_compiled_blocks, check_gradient_accumulation
+from ..utils.deepspeed import check_compiled_blocks
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .config_utils import (
@@ -388,7 +388,6 @@ class PaCoGRPOConfig(GRPOConfig):
         super().__post_init__()
         self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups, which `evaluate()` does not
         check_compiled_blocks(self)
-        check_gradient_accumulation(self)
         self._check_launcher()
         if self.world_size != num_processes:
             raise ValueError(

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 from trl import SFTConfig
 
-from ..utils.deepspeed import check_gradient_accumulation
 from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_SFT_FIELDS,
@@ -122,4 +121,3 @@ class PaCoRewardConfig(SFTConfig):
         super().__post_init__()
         # It waits for the device in each micro-step, and hides a loss that is not a number
         self.logging_nan_inf_filter = False
-        check_gradient_accumulation(self)

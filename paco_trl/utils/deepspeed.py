@@ -29,18 +29,6 @@ def without_zero3_init() -> Iterator[None]:
         hf_deepspeed.set_hf_deepspeed_config(config)
 
 
-def check_gradient_accumulation(args: TrainingArguments) -> None:
-    """Refuse another accumulation in the DeepSpeed config; transformers compares them after the model is loaded."""
-    if args.deepspeed_plugin is None:
-        return
-    configured = args.deepspeed_plugin.hf_ds_config.config.get("gradient_accumulation_steps", "auto")
-    if configured not in ("auto", args.gradient_accumulation_steps):
-        raise ValueError(
-            f"`gradient_accumulation_steps` is {configured} in the DeepSpeed configuration (`accelerate config` writes "
-            f"1), but {args.gradient_accumulation_steps} in this run. Set it to `auto` there: it is then filled in."
-        )
-
-
 def check_compiled_blocks(args: TrainingArguments) -> None:
     """Refuse compiled blocks with ZeRO-3, whose hooks gather the weights of each layer within them."""
     if args.compile_repeated_blocks and args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:

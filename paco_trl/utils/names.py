@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names of models and datasets, without paths of this machine."""
 
-import json
 import os
 import re
 from importlib.metadata import metadata
@@ -29,27 +28,9 @@ def is_local(name: str) -> bool:
 def check_model_name(name: str | Path) -> None:
     """Refuse a path without a directory of a model: libraries take it for a Hub id, and complain of its characters."""
     name = os.fspath(name)
-    if os.path.isfile(name):
-        raise ValueError(f"'{name}' is a file. Give the directory of the model, or a Hub id such as 'user/name'.")
-    if os.path.isdir(name) or not (is_local(name) or name.count("/") > 1 or name.endswith(".safetensors")):
-        return
-    expanded = os.path.expanduser(name)
-    remedy = (
-        f"Write '{expanded}'." if os.path.isdir(expanded) else "Check the path, or give a Hub id such as 'user/name'."
-    )
-    raise FileNotFoundError(f"There is no directory '{name}'. {remedy}")
-
-
-def check_base_model_name(name: str | Path) -> None:
-    """Refuse a path without a directory, see [`check_model_name`], and the directory of an adapter."""
-    check_model_name(name)
-    config = Path(name, "adapter_config.json")
-    if config.is_file() and not Path(name, "model_index.json").exists():
-        base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        raise ValueError(
-            f"'{name}' is an adapter{f' of {base!r}' if base else ''}, not a pipeline. Give its base model here, and the "
-            "adapter as `--adapter` (`peft_config` in Python)."
-        )
+    is_path = is_local(name) or name.count("/") > 1 or name.endswith(".safetensors")
+    if is_path and not os.path.isdir(name):
+        raise FileNotFoundError(f"There is no directory '{name}' of a model. Check the path, or give a Hub id.")
 
 
 def public_name(name: str) -> str:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 _SETTINGS = "settings.json"
 _REPORT = "report.json"
-_MARKERS = ("state.json", "dataset_dict.json")
+
+
+def is_saved(path: str | Path) -> bool:
+    """Tell whether `save_to_disk` wrote a directory."""
+    return any((Path(path).expanduser() / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
 
 
 def save_with_paths(dataset: "Dataset | DatasetDict", path: str | Path) -> None:
@@ -46,23 +50,17 @@ def save_with_paths(dataset: "Dataset | DatasetDict", path: str | Path) -> None:
 
 class StageFolder:
     """
-    Directory of one stage.
-
-    It holds `settings.json` (the settings that the stage was started with), the stage's images and journals, and at the
-    end `dataset/` (for [`~datasets.load_from_disk`]) and `report.json`.
-
-    Args:
-        path (`str` or `Path`):
-            The directory; it is created.
-        settings (`dict`, *optional*):
-            What the result depends on: options, and digests of the inputs (see [`digest`]). A directory that was begun
-            with other ones is refused. If `None`, the stage starts from scratch each time.
+    Directory of one stage; it is created. It holds `settings.json`, the stage's images and journals, and at the end
+    `dataset/` (for [`~datasets.load_from_disk`]) and `report.json`. `settings` are what the result depends on: options, and
+    digests of the inputs (see [`digest`]). A directory that was begun with other ones is refused; with `None`, the stage
+    starts from scratch each time.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any] | None = None):
         self.path = Path(path).expanduser().absolute()
         self.path.mkdir(parents=True, exist_ok=True)
         self._dataset, self._replaced = self.path / "dataset", self.path / "dataset.replaced"
+        self.images = self.path / "images"
         if not self._dataset.exists() and self._replaced.exists():  # killed between the two renames
             os.replace(self._replaced, self._dataset)
         if settings is None:
@@ -75,22 +73,17 @@ class StageFolder:
             return
         changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
         if changed:
-            listed = "; ".join(
+            texts = (
                 f"`{name}` was {shorten(begun.get(name))} and is now {shorten(settings.get(name))}" for name in changed
             )
             raise ValueError(
-                f"{self.path} was begun with other settings: {listed}. Resume with those, delete it, or give another directory."
+                f"{self.path} was begun with other settings: {'; '.join(texts)}. Resume with those, or delete it."
             )
-
-    @property
-    def images(self) -> Path:
-        """Return the directory of image files."""
-        return self.path / "images"
 
     @property
     def is_done(self) -> bool:
         """Tell whether the stage is finished."""
-        return any((self._dataset / marker).is_file() for marker in _MARKERS)
+        return is_saved(self._dataset)
 
     @property
     def settings(self) -> dict[str, Any]:
