@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that the training commands share with `paco-trl doctor`, and what they load."""
 
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -24,9 +23,6 @@ from ..rewards.judge_rewards import RUBRICS, read_rubric
 from ..rewards.runner import check_columns
 from ..rollout.loading import check_config, read_peft_config
 from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -137,33 +133,29 @@ def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
 
 def check_evaluation(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     """Refuse prompts to evaluate on that no evaluation would use."""
-    if training_args.eval_strategy != "no" or training_args.eval_on_start:
-        return
-    for name in ("eval_dataset_name", "eval_split"):
-        if (value := getattr(script_args, name)) is not None:
-            raise ValueError(
-                f"`--{name}` is {value!r}, but nothing would be evaluated. Set `--eval_strategy steps` with `--eval_steps`, "
-                f"or `--eval_on_start`, or leave `--{name}` out."
-            )
+    given = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
+    if given and training_args.eval_strategy == "no" and not training_args.eval_on_start:
+        raise ValueError(
+            f"{given[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
+        )
 
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
     if split != "train" and Path(name).expanduser().is_file():
+        option = "dataset" if is_training else "eval"
         raise ValueError(
-            f"`--{'dataset' if is_training else 'eval'}_split` is {split!r}, but all rows of the file '{name}' are in the split "
-            "`train`. Leave the option out, or name a file of its own with `--eval_dataset_name`."
+            f"`--{option}_split` is {split!r}, but all rows of the file '{name}' are in the split `train`."
         )
     if not script_args.edits:
         for option in ("image_folder", "max_source_images", "exclude_dataset_name"):
             if getattr(script_args, option) is not None:
                 raise ValueError(f"`--{option}` is {getattr(script_args, option)!r}, but is for `--edits`.")
         return load_image_set_prompts(name, split)
-    is_named_by_path = name == script_args.dataset_name
     benchmark = script_args.exclude_dataset_name if is_training else None
     return load_edit_prompts(
         name,
         split,
-        script_args.image_folder if is_named_by_path else None,
+        script_args.image_folder if name == script_args.dataset_name else None,
         exclude=None if benchmark is None else load_edit_prompts(benchmark),
         max_images=script_args.max_source_images,
     )
@@ -177,17 +169,14 @@ def check_reward_names(script_args: ScriptArguments) -> None:
             read_rubric(name.removeprefix(_RUBRIC))
         elif name not in _REWARDS and "." not in name:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
+            near = "".join(f" Did you mean `{each}`?" for each in [*file, *get_close_matches(name, _REWARDS, 1)][:1])
             raise ValueError(
-                f"Unknown reward {name!r}.{_nearest(name, _REWARDS, file)} `--rewards` takes {', '.join(_REWARDS)}, "
+                f"Unknown reward {name!r}.{near} `--rewards` takes {', '.join(_REWARDS)}, "
                 f"{', '.join(_RUBRIC + rubric for rubric in RUBRICS)}, or your own: `my_rewards.py`, "
                 "`my_rewards.py:my_reward` or `my_package.my_reward`."
             )
         if script_args.rewards.count(name) > 1:
             raise ValueError(f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight.")
-    for setting in ("judge_url", "judge_quantization", "judge_attn_implementation", "judge_max_pairs"):
-        value = getattr(script_args, setting)
-        if value is not None and not _with_judge(names):  # it may be in a file that cannot be unset
-            logger.warning(f"`--{setting}` has no effect: only {', '.join(_WITH_JUDGE)} and rubrics have a judge.")
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
@@ -198,39 +187,23 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     return _REWARDS[name](script_args) if name in _REWARDS else _import_reward(name)
 
 
-def _nearest(name: str, known: Iterable[str], first: Sequence[str] = ()) -> str:
-    return "".join(f" Did you mean `{each}`?" for each in [*first, *get_close_matches(name, known, 1)][:1])
-
-
 def _import_reward(path: str) -> Callable:
     where, _, name = path.partition(":") if path.endswith(".py") or ":" in path else path.rpartition(".")
-    try:
-        module = _import_file(os.path.abspath(os.path.expanduser(where))) if where.endswith(".py") else _import(where)
-        # Not what the module has only imported
-        own = [each for each, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
-        own = [each for each in own if not each.startswith("_")]
-        if not name and len(own) == 1:
-            (name,) = own
-        if not hasattr(module, name):
-            problem = f"has no `{name}`.{_nearest(name, own)}" if name else "does not say which of its rewards to use."
-            raise ValueError(f"'{where}' {problem} It has: {', '.join(own) or 'no function or class'}.")
-        reward = getattr(module, name)
-        reward = reward() if isinstance(reward, type) else reward
-    except Exception as error:
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"The reward {path!r} cannot be loaded. {kind}{error}") from error
-    if not callable(reward):
-        raise ValueError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
-    return reward
-
-
-def _import(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:  # a script has its own directory there
-        sys.path.insert(0, os.getcwd())
-    module, file = import_module(name), Path(name.replace(".", "/") + ".py")
-    if file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
-        raise ValueError(f"`{name}` is another module than the file '{file}' here. Write `{file}:my_reward`.")
-    return module
+    if where.endswith(".py"):
+        module = _import_file(os.path.abspath(os.path.expanduser(where)))
+    else:
+        if os.getcwd() not in sys.path:  # a script has its own directory there
+            sys.path.insert(0, os.getcwd())
+        module = import_module(where)
+    # Not what the module has only imported
+    own = [each for each, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+    own = [each for each in own if not each.startswith("_")]
+    if not name and len(own) == 1:
+        (name,) = own
+    if not hasattr(module, name):
+        raise ValueError(f"'{where}' has no reward `{name}`. Name one of: {', '.join(own) or 'no function or class'}.")
+    reward = getattr(module, name)
+    return reward() if isinstance(reward, type) else reward
 
 
 @cache
@@ -245,17 +218,26 @@ def _import_file(path: str) -> ModuleType:
     return module
 
 
+def _of_evaluation(script_args: ScriptArguments) -> ScriptArguments:
+    """Return the arguments with rewards and judge of the evaluation in place of those of training."""
+    rewards = script_args.rewards if script_args.eval_rewards is None else script_args.eval_rewards
+    model, url = script_args.eval_judge_model, script_args.eval_judge_url
+    if (model, url) == (None, None):
+        return replace(script_args, rewards=rewards)
+    if not _with_judge(rewards):
+        raise ValueError(
+            f"`--eval_judge_model`, `--eval_judge_url` are for {', '.join(_WITH_JUDGE)} and rubrics only."
+        )
+    own = replace(script_args, rewards=rewards, judge_model=model or script_args.judge_model, judge_url=url)
+    if url is not None:
+        own.judge_quantization = own.judge_attn_implementation = None
+    return own
+
+
 def judges_of(script_args: ScriptArguments) -> list[tuple[str, str | None]]:
     """Return name and address of the judges that the rewards of training and of the evaluation load."""
-    evaluated = script_args.rewards if script_args.eval_rewards is None else script_args.eval_rewards
-    eval_model, eval_url = script_args.eval_judge_model, script_args.eval_judge_url
-    is_shared = (eval_model, eval_url) == (None, None)
-    judges = []
-    if _with_judge(script_args.rewards) or _with_judge(evaluated) and is_shared:
-        judges.append((script_args.judge_model, script_args.judge_url))
-    if _with_judge(evaluated) and not is_shared:
-        judges.append((eval_model or script_args.judge_model, eval_url))
-    return judges
+    both = (script_args, _of_evaluation(script_args))
+    return list(dict.fromkeys((each.judge_model, each.judge_url) for each in both if _with_judge(each.rewards)))
 
 
 def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
@@ -264,7 +246,7 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
 
     check_reward_names(script_args)
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
-    for model, url in dict.fromkeys(judges_of(script_args)):
+    for model, url in judges_of(script_args):
         if url is not None:
             names = _with_judge([*script_args.rewards, *(script_args.eval_rewards or ())])
             rewards.ServedJudge(url, model).check(scale=5 if all(name.startswith(_RUBRIC) for name in names) else None)
@@ -304,24 +286,14 @@ def _load_all(loaded: dict[str, Any], names: list[str], script_args: ScriptArgum
 
 def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]) -> list[Callable] | None:
     """Load the rewards of the evaluation; those that training also uses are shared."""
-    has_own_judge = script_args.eval_judge_model is not None or script_args.eval_judge_url is not None
-    if script_args.eval_rewards is None and not has_own_judge:
+    own = _of_evaluation(script_args)
+    is_shared = (own.judge_model, own.judge_url) == (script_args.judge_model, script_args.judge_url)
+    if is_shared and own.rewards == script_args.rewards:
         return None
-    names = script_args.eval_rewards if script_args.eval_rewards is not None else script_args.rewards
-    if has_own_judge and not _with_judge(names):
-        raise ValueError(
-            f"`--eval_judge_model`, `--eval_judge_url` are for {', '.join(_WITH_JUDGE)} and rubrics only."
-        )
-    known = dict(zip(script_args.rewards, reward_funcs, strict=True))
-    if has_own_judge:
-        model = script_args.eval_judge_model or script_args.judge_model
-        url = script_args.eval_judge_url
-        own = replace(script_args, judge_model=model, judge_url=url)
-        if url is not None:
-            own.judge_quantization = own.judge_attn_implementation = None
-        known |= _load_all({}, _with_judge(names), own)
-    known = _load_all(known, names, script_args)
-    return [known[name] for name in names]
+    known = zip(script_args.rewards, reward_funcs, strict=True)
+    shared = {name: function for name, function in known if is_shared or not _with_judge([name])}
+    loaded = _load_all(shared, own.rewards, own)
+    return [loaded[name] for name in own.rewards]
 
 
 def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None = None) -> LoraConfig | str | None:
@@ -335,10 +307,8 @@ def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"
             value, its = getattr(script_args, option), getattr(existing, name)
-            if value is not None and (set(value) != its if isinstance(value, list) else value != its):
-                raise ValueError(
-                    f"`--{option}` is {value}, but the adapter that is continued has {its}. Leave it out."
-                )
+            if value is not None and (set(value) if isinstance(value, list) else value) != its:
+                raise ValueError(f"`--{option}` is {value}, but the adapter has {its}. Leave it out.")
         return script_args.adapter
     return LoraConfig(
         r=64 if script_args.lora_r is None else script_args.lora_r,
