@@ -91,9 +91,6 @@ def evaluate(script_args: JudgeArguments) -> None:
     where = "with `--judge_url`" if is_served else "without `--judge_url`"
     refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)
 
-    ################
-    # Dataset
-    ################
     dataset_name = script_args.dataset_name or BENCHMARKS[script_args.benchmark]
     # The published rankings are not in a form that `load_dataset` reads: JSON lines that name files
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name) / RANK_FILE).is_file()
@@ -102,9 +99,6 @@ def evaluate(script_args: JudgeArguments) -> None:
     else:
         dataset = load_split(dataset_name, script_args.dataset_split)
 
-    ################
-    # Evaluation
-    ################
     judge = load_scorer(script_args)
     options = (script_args.template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
     parts = (judge.name, script_args.benchmark, *options)
@@ -116,9 +110,6 @@ def evaluate(script_args: JudgeArguments) -> None:
     else:
         results = evaluate_edit_reward(judge, dataset, scores_path, **arguments)
 
-    ################
-    # Report
-    ################
     results["settings"] |= {
         "dataset": dataset_name,
         **{name: getattr(script_args, name) for name in ("device", "dtype", "batch_size")},

@@ -61,25 +61,16 @@ def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
 
 def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     """Train an image model, and save it."""
-    ################
-    # Dataset
-    ################
     check_evaluation(script_args, training_args)
     train_dataset = load_train_prompts(script_args)
     eval_dataset = load_eval_prompts(script_args)
 
-    ################
-    # Rewards
-    ################
     check_judged(script_args, train_dataset)
     check_models(script_args, training_args)
     peft_config = get_peft_config(script_args, training_args.model_init_kwargs)
     reward_funcs = load_rewards(script_args)
     eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)
 
-    ################
-    # Training
-    ################
     trainer_class = PaCoNFTTrainer if isinstance(training_args, PaCoNFTConfig) else PaCoGRPOTrainer
     trainer = trainer_class(
         model=script_args.model_name_or_path,

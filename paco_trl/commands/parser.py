@@ -7,11 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from transformers import TrainingArguments
 from trl import TrlParser
 
 from .main import read_config
@@ -60,50 +58,32 @@ class CommandParser(TrlParser):
         super().__init__(dataclass_types, formatter_class=argparse.HelpFormatter, allow_abbrev=False, **kwargs)
         self.positional, self.is_launched, self.presets = positional, is_launched, presets
         if is_launched:  # by `main`, before the options are parsed
-            own: Any = {"default": argparse.SUPPRESS}
-            self.add_argument("--num_processes", type=int, help="Start that many processes, one for each GPU.", **own)
-            self.add_argument(
-                "--accelerate_config",
-                help="A file of `accelerate`, or the name of a packaged one, such as `zero3`.",
-                **own,
-            )
+            texts = {
+                "num_processes": "Start that many processes, one for each GPU.",
+                "accelerate_config": "A file of `accelerate`, or the name of a packaged one, such as `zero3`.",
+            }
+            for name, text in texts.items():
+                self.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS)
+        # What must be set, what usually is, the package's other options, and those of TRL and transformers
+        titles = ("required", "usual options", "options", "options of TRL and transformers")
+        required, usual, own, others = self._action_groups = [self.add_argument_group(title) for title in titles]
+        classes = [base for each in self.dataclass_types for base in each.__mro__]
+        foreign = [each for each in classes if each.__module__.split(".")[0] in ("transformers", "trl")]
+        names = set().union(*map(inspect.get_annotations, {*classes} - {*foreign}))
         for action in self._actions:
             # `--learning-rate` is taken too, but shown once
             action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+            is_own = not foreign or action.dest in {"help", *names}
+            is_usual = bool(foreign) and action.dest in _USUAL
+            group = required if action.required else usual if is_usual else own if is_own else others
+            group._group_actions.append(action)
             if action.dest in hidden or action.dest == "fsdp_config" or action.option_strings[0].startswith("--no_"):
                 action.help = argparse.SUPPRESS  # training refuses FSDP
                 continue
             action.help = _HELP.get(action.dest, action.help)
             if action.default not in (None, argparse.SUPPRESS):
                 action.help = f"{action.help} (default: %(default)s)"
-
-    def format_help(self) -> str:
-        """List what must be set, what usually is, the package's other options, and those of TRL and transformers."""
-        classes = [base for each in self.dataclass_types for base in each.__mro__]
-        own = [each for each in classes if each.__module__.split(".")[0] not in ("builtins", "transformers", "trl")]
-        names = {"help"}.union(*map(inspect.get_annotations, own))
-        is_training = any(issubclass(each, TrainingArguments) for each in self.dataclass_types)
-        usual = {name: place for place, name in enumerate(_USUAL)} if is_training else {}
-        sections: dict[str, list[argparse.Action]] = {
-            title: [] for title in ("required", "usual options", "options", "options of TRL and transformers")
-        }
-        for action in self._actions:
-            title = "options" if action.dest in names or not is_training else "options of TRL and transformers"
-            title = "usual options" if action.dest in usual else title
-            title = "required" if action.required else title
-            if action.dest == self.positional:  # as the usage shows it
-                action = copy(action)
-                action.option_strings, action.metavar = [], (self.usage or "").split()[1]
-            sections[title].append(action)
-        sections["usual options"].sort(key=lambda action: usual[action.dest])
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-        for title, actions in sections.items():
-            formatter.start_section(title)
-            formatter.add_arguments(actions)
-            formatter.end_section()
-        return formatter.format_help()
+        usual._group_actions.sort(key=lambda action: _USUAL.index(action.dest))
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of ending the process: of several processes one says it."""
@@ -114,19 +94,18 @@ class CommandParser(TrlParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             word = unknown[0].partition("=")[0]  # its value may be a token
-            shown = [each for each in self._actions if each.help != argparse.SUPPRESS]
-            known = [name for each in shown for name in each.option_strings]
+            known = [name for each in self._actions if each.help != argparse.SUPPRESS for name in each.option_strings]
             near = get_close_matches(f"--{word.lstrip('-').replace('-', '_')}", known, 1, cutoff=0.7)
-            hint = f"Did you mean `{near[0]}`?" if near else "`--help` lists all."
-            raise ValueError(f"there is no option `{word}`. {hint}")
+            raise ValueError(
+                f"there is no option `{word}`. " + (f"Did you mean `{near[0]}`?" if near else "See `--help`.")
+            )
         return namespace, unknown
 
     def parse_args_and_config(self, args: Sequence[str] | None = None, **kwargs) -> tuple:
         """Parse the options of the YAML file that `--config` names, then those of the command line."""
         config, words = read_config(sys.argv[1:] if args is None else args)
-        os.environ |= {
-            name: str(value) for name, value in (config.pop("env", None) or {}).items()
-        }  # as `TrlParser` does
+        # As `TrlParser` does
+        os.environ |= {name: str(value) for name, value in (config.pop("env", None) or {}).items()}
         if self.positional is not None and words and not words[0].startswith("-"):
             words = [f"--{self.positional}", *words]
         more, defaults = self._read(config)
