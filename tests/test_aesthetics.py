@@ -51,11 +51,6 @@ def test_a_score_is_a_tenth_of_the_rating(clip, images, tmp_path):
     assert scorer.score_images([]) == []
 
 
-def test_a_folder_with_a_head(clip, images, tmp_path):
-    save_file(layers(CLIPModel.from_pretrained(clip).config.projection_dim), tmp_path / "model.safetensors")
-    assert len(AestheticScorer(tmp_path, clip, device="cpu").score_images(images)) == 5
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

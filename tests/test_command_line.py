@@ -15,7 +15,7 @@ import pytest
 from safetensors import SafetensorError
 from transformers import IntervalStrategy, TrainerCallback
 
-from launching import CONFIGS, CPU_DDP, ROOT, run
+from launching import CONFIGS, ROOT
 from paco_trl import __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import main
@@ -144,23 +144,13 @@ class TestOptions:
 
 class TestErrors:
     def test_one_line(self, tiny_flux, tmp_path, capsys):
-        words = [
-            "--model_name_or_path",
-            str(tiny_flux),
-            "--output_dir",
-            str(tmp_path / "out"),
-            "--use_cpu",
-            "--bf16",
-            "False",
-        ]
+        words = f"--model_name_or_path {tiny_flux} --output_dir {tmp_path / 'out'} --use_cpu --bf16 False".split()
         (tmp_path / "wrong.yaml").write_text("a: [")
         for more, message in (
-            (["--dataset_name", str(tmp_path / "no.jsonl")], "There is no file or directory"),
+            (["--dataset_name", str(tmp_path / "no.jsonl")], "no.jsonl"),
             (["--dataset_name", str(demo_prompts_path()), "--rewards", "rednes"], "`redness`"),
             (["--dataset_name", "a", "--noise_level", "-1"], "noise_level"),
             (["--dataset_name", "a", "--eval_split", "b"], "--eval_split"),
-            (["--dataset_name", "a", "--output_dir", str(tmp_path / "wrong.yaml")], "`output_dir` is"),
-            (["--dataset_name", "a", "--model_init_kwargs", '{"torch_dtype": "bfloat16"}'], "`dtype`"),
             (["--config", str(tmp_path / "wrong.yaml")], "wrong.yaml"),
         ):
             assert main.main(["grpo", *words, *more]) == 1
@@ -254,14 +244,6 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
     assert main.main(["grpo", "--num_processes", "many"]) == 2
     assert main.main(["grpo", "--accelerate_config", "zero4"]) == 1
     assert main.main(["push", "--num_processes", "8"]) == 1 and not started
-
-
-@pytest.mark.slow
-def test_one_of_two_processes_says_what_is_wrong(tiny_flux, tmp_path):
-    words = ["-m", "paco_trl.commands.main", "grpo", "--max_steps", "0", "--use_cpu", "--bf16", "False"]
-    words += ["--ddp_backend", "gloo", "--output_dir", tmp_path / "out", "--model_name_or_path", tiny_flux]
-    done = run([*words, "--dataset_name", "unread"], config=CPU_DDP)
-    assert done.returncode == 1 and done.stderr.count("paco-trl grpo: `max_steps` is 0") == 1
 
 
 @pytest.mark.slow
