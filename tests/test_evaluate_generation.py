@@ -23,7 +23,7 @@ from paco_trl import PaCoReward
 from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path, split_grid, t2is_bench_question
 from paco_trl.generation import load_pipeline
-from paco_trl.hub.settings import ImageModelCard, ImageSettings, save_settings
+from paco_trl.hub.settings import ImageModelCard, save_settings
 from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
 from paco_trl.utils.chat import EndpointUnavailableError
 from paco_trl.utils.files import file_name
@@ -186,7 +186,7 @@ class TestT2IS:
     def test_both_systems_are_generated_as_in_the_training_run(self, workspace, options, tiny_qwen, tmp_path):
         shutil.copytree(workspace / "adapter", tmp_path / "adapter")
         panels = {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}
-        run = ImageSettings(set_layout="separate", inference_size=[32, 48], **panels)
+        run = {"set_layout": "separate", "inference_size": [32, 48], **panels}
         save_settings(ImageModelCard("it", "it", options["generate"][3], settings=run), tmp_path / "adapter")
         words = ["images", "t2is", *options["generate"], "--judges", str(tiny_qwen), "--device", "cpu"]
         words += ["--adapter", str(tmp_path / "adapter")]
@@ -206,7 +206,7 @@ class TestT2IS:
     def test_one_system_is_generated_as_in_the_training_run(self, workspace, options, tmp_path):
         shutil.copytree(workspace / "adapter", tmp_path / "adapter")
         panels = {"panel_template": "{panel}", "panel_generation": "shared_noise"}
-        run = ImageSettings(set_layout="separate", inference_size=[16, 32], **panels)
+        run = {"set_layout": "separate", "inference_size": [16, 32], **panels}
         save_settings(ImageModelCard("it", "it", options["generate"][3], settings=run), tmp_path / "adapter")
         script.main(
             ["generate", *options["generate"], "--num_inference_steps", "1", "--output_dir", str(tmp_path / "out"),

@@ -13,7 +13,7 @@ import launching
 from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path, split_grid
 from paco_trl.data.image_sets import PANEL_OPTIONS
-from paco_trl.hub.settings import ImageModelCard, ImageSettings, save_settings
+from paco_trl.hub.settings import ImageModelCard, save_settings
 from paco_trl.tiny import build_tiny_flux2_klein, build_tiny_flux_kontext
 from test_evaluate_generation import make_adapter
 
@@ -228,7 +228,7 @@ def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, 
 
 
 def test_sets_are_generated_as_in_the_training_run(adapters, files, tiny_flux, tmp_path):
-    run = ImageSettings(
+    run = dict(
         num_inference_steps=2, guidance_scale=3.5, precision="float32", set_layout="separate",
         panel_template="{panel} {theme}", panel_generation="shared_noise",
     )  # fmt: skip
@@ -244,9 +244,9 @@ def test_sets_are_generated_as_in_the_training_run(adapters, files, tiny_flux, t
         return results["sets"][0]["panels"], settings, (tmp_path / name / "base/images/0/0.png").read_bytes()
 
     layout, settings, shared = of("run")
-    assert layout == [1, 4] and settings == {name: getattr(run, name) for name in PANEL_OPTIONS}
+    assert layout == [1, 4] and settings == {name: run[name] for name in PANEL_OPTIONS}
     layout, settings, independent = of("given", "--panel_generation", "independent")
-    assert layout == [1, 4] and settings["panel_template"] == run.panel_template and independent != shared
+    assert layout == [1, 4] and settings["panel_template"] == run["panel_template"] and independent != shared
     layout, settings, _ = of("grid", "--set_layout", "grid")
     assert layout == [2, 2] and set(settings.values()) == {None}
     with pytest.raises(ValueError, match="panel_generation"):

@@ -125,7 +125,7 @@ def test_judge(tiny_qwen, tmp_path):
     base, judge = (PaCoReward.from_pretrained(each, device="cpu") for each in (tiny_qwen, output))
     assert judge.score(pair, ["Same color?"]) != pytest.approx(base.score(pair, ["Same color?"]), abs=1e-3)
     card = (output / "README.md").read_text()
-    assert "| pairs | 12 |" in card and "| pairs | 3 |" in card  # trained on, and evaluated on
+    assert "| `pairs` | 12 |" in card and "| pairs | 3 |" in card  # trained on, and evaluated on
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

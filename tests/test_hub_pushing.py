@@ -2,16 +2,13 @@
 """Uploads beside training, and what is checked before it, by the real client against a Hub of the tests over HTTP."""
 
 import json
-import os
 import shutil
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.utils import get_session
 
 from hub_server import HubServer
 from paco_trl.hub import account, pushing
@@ -49,21 +46,17 @@ def pusher_of(output_dir: str, revision: str | None = None, always_push: bool = 
     return pushing.HubPusher(HfApi(token=TOKEN), "tester/adapter", revision, output_dir, PATTERNS, always_push)
 
 
-def push_steps(
-    output_dir: str, steps: list[int], whole=None, revision=None, base="someone/base", **kwargs
-) -> list[str]:
+def push_steps(output_dir: str, steps: list[int], whole=None, revision=None, base="someone/base", **kwargs) -> None:
     """Pushes checkpoints one after the other, each when the one before it has arrived or failed."""
     pusher = pusher_of(output_dir, revision, **kwargs)
     for step in steps:
-        pictures = ["curves.png", f"sheet_{step}.png"]
-        folder = make_checkpoint(output_dir, step, base, pictures)
+        folder = make_checkpoint(output_dir, step, base, ["curves.png", f"sheet_{step}.png"])
         name = {"last": "last-checkpoint", "all": f"checkpoint-{step}"}.get(whole)
-        pusher.push_later(folder, step, f"step {step}", name)
+        pusher.push_later(folder, f"step {step}", name)
         pusher.wait()
-    return [path.name for path in pusher.waiting()]
 
 
-def push_at_once(output_dir: str, steps: list[int], whole: str | None = None, **kwargs) -> list[str]:
+def push_at_once(output_dir: str, steps: list[int], whole: str | None = None, **kwargs) -> None:
     """
     Pushes checkpoints without waiting, and deletes each at once, as `save_total_limit` may. The second comes when the
     upload of the first has begun: else it might replace the first, too.
@@ -71,7 +64,7 @@ def push_at_once(output_dir: str, steps: list[int], whole: str | None = None, **
     pusher = pusher_of(output_dir, **kwargs)
     for step in steps:
         folder = make_checkpoint(output_dir, step)
-        pusher.push_later(folder, step, f"step {step}", f"checkpoint-{step}" if whole else None)
+        pusher.push_later(folder, f"step {step}", f"checkpoint-{step}" if whole else None)
         shutil.rmtree(folder)
         for _ in range(6000):
             if Path(output_dir, "first on its way").exists():
@@ -79,7 +72,6 @@ def push_at_once(output_dir: str, steps: list[int], whole: str | None = None, **
             time.sleep(0.01)
     Path(output_dir, "all asked for").touch()
     pusher.wait()
-    return [path.name for path in pusher.waiting()]
 
 
 def push_now(output_dir: str, step: int) -> str:
@@ -95,7 +87,7 @@ def prepare(repo_id: str, token: str | None = TOKEN, base: str | None = None, **
     api = HfApi(token=token)
     if base is not None:
         check_base_model(api, base)
-    kwargs = {"private": None, "revision": None, "published_files": PATTERNS, "base_model": base, **kwargs}
+    kwargs = {"private": None, "revision": None, "base_model": base, **kwargs}
     return prepare_repository(api, repo_id, **kwargs)
 
 
@@ -148,12 +140,13 @@ class TestUploads:
         hub.add_repo("tester/adapter", {".gitattributes": b""})
 
     def test_only_the_published_files_leave(self, hub, run, tmp_path):
-        assert run(push_steps, str(tmp_path / "out"), [2])["result"] == []
+        run(push_steps, str(tmp_path / "out"), [2])
         files = hub.files("tester/adapter", "model")
         assert set(files) == {".gitattributes", "curves.png", "sheet_2.png", *PATTERNS[:3]}
         assert files["adapter_model.safetensors"] == b"adapter_model.safetensors of step 2"
-        # They exist, and stay
+        # They exist, and stay; what was linked for the upload does not
         assert (tmp_path / "out/checkpoint-2/optimizer.pt").exists()
+        assert list((tmp_path / "out/.pushing").iterdir()) == []
         assert titles(hub) == ["step 2"]
 
     def test_pictures_of_earlier_steps_go_in_the_same_commit(self, hub, run, tmp_path):
@@ -223,7 +216,7 @@ class TestOutages:
 
         hub.fault = fail_once
         outcome = run(push_steps, str(output_dir), list(places))
-        assert failed == set(places) and outcome["result"] == []
+        assert failed == set(places)
         assert "was not pushed" not in outcome["log"]
         assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 8"
         assert titles(hub) == [f"step {step}" for step in places]
@@ -236,59 +229,19 @@ class TestOutages:
         assert "was not pushed to the Hub, and training continues" in outcome["log"]
         assert f"paco-trl push {output_dir}" in outcome["log"] and hub.url in outcome["log"]
         assert outcome["log"].count("Trying again in") == 2
-        assert outcome["result"] == [] and titles(hub) == ["step 4"]
+        assert titles(hub) == ["step 4"]
 
     def test_until_the_end(self, hub, run, tmp_path):
-        output_dir = tmp_path / "out"
         hub.fault = fails_while(lambda: True)
         now = run(push_now, str(tmp_path / "now"), 2)
         assert now["error"] == "ConnectionError" and f"paco-trl push {tmp_path / 'now'}" in now["message"]
-        outcome = run(push_steps, str(output_dir), [2, 4], whole="all")
-        assert [name.split("-")[-1] for name in outcome["result"]] == ["2", "4"]
-        assert titles(hub) == []
-        hub.fault = fails_while(lambda: False)
-        # What waits is uploaded with the next: of the earlier ones the whole checkpoints alone
-        assert run(push_now, str(output_dir), 6)["result"]
-        files = hub.files("tester/adapter", "model")
-        assert files["README.md"] == b"README.md of step 6"
-        assert {"checkpoint-2/optimizer.pt", "checkpoint-4/optimizer.pt"} <= set(files)
-        assert titles(hub) == ["step 2", "step 4", "the end"]
-        assert [path.name for path in (output_dir / ".pushing").iterdir()] == [".lock"]
+        assert titles(hub) == [] and list((tmp_path / "now/.pushing").iterdir()) == []
 
-    def test_the_last_full_checkpoint_goes_with_the_end(self, hub, run, tmp_path):
-        hub.fault = fails_while(lambda: True)
-        run(push_steps, str(tmp_path), [2, 4], whole="last")
-        hub.fault = fails_while(lambda: False)
-        run(push_now, str(tmp_path), 6)
-        assert hub.files("tester/adapter", "model")["last-checkpoint/optimizer.pt"] == b"optimizer of step 4"
-        assert titles(hub) == ["step 4", "the end"]
-
-    def test_what_waits_goes_where_it_was_meant_to(self, hub, run, tmp_path):
-        output_dir = tmp_path / "out"
+    def test_to_another_branch(self, hub, run, tmp_path):
         assert run(prepare, "tester/adapter", revision="try")["result"]
-        hub.fault = fails_while(lambda: True)
-        run(push_steps, str(output_dir), [40], whole="all")
-        hub.fault = fails_while(lambda: False)
-        # To another branch; an earlier step, which is the newer one
-        run(push_steps, str(output_dir), [20], whole="all", revision="try")
-        files = hub.files("tester/adapter", "model", "try")
-        assert "checkpoint-20/README.md" in files and "checkpoint-40/README.md" not in files
-        assert run(push_steps, str(output_dir), [30], whole="all")["result"] == []
-        files = hub.files("tester/adapter", "model")
-        assert {"checkpoint-40/README.md", "checkpoint-30/README.md"} <= set(files)
-        assert files["README.md"] == b"README.md of step 30"
-
-    def test_a_preparation_that_failed(self, hub, run, tmp_path):
-        """What it left behind is a second name of an older checkpoint, which must not be written to."""
-        output_dir = tmp_path / "out"
-        hub.fault = fails_while(lambda: True)
-        run(push_steps, str(output_dir), [2])
-        (output_dir / ".pushing" / ".new").mkdir()
-        os.link(output_dir / "checkpoint-2" / "README.md", output_dir / ".pushing" / ".new" / "README.md")
-        hub.fault = fails_while(lambda: False)
-        run(push_steps, str(output_dir), [4])
-        assert (output_dir / "checkpoint-2" / "README.md").read_text() == "README.md of step 2"
-        assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 4"
+        run(push_steps, str(tmp_path), [20], whole="all", revision="try")
+        assert "checkpoint-20/README.md" in hub.files("tester/adapter", "model", "try")
+        assert set(hub.files("tester/adapter", "model")) == {".gitattributes"}
 
     def test_refused_for_good(self, hub, run, tmp_path):
         hub.fault = lambda method, path: "422" if "/commit/" in path else None
@@ -307,15 +260,13 @@ class TestOutages:
     def test_the_right_is_taken_away(self, hub, run, tmp_path):
         hub.fault = lambda method, path: "403" if "/commit/" in path else None
         outcome = run(push_steps, str(tmp_path / "out"), [2])
-        assert len(outcome["result"]) == 1
         assert "does not allow the token to write to tester/adapter" in outcome["log"]
         assert "Trying again" not in outcome["log"]  # it would be of no use
 
     def test_the_newest_of_several(self, hub, run, tmp_path):
         output_dir = tmp_path / "out"
-        asked = output_dir / "all asked for"
-        hub.fault = self.held_until(asked)
-        assert run(push_at_once, str(output_dir), [2, 4, 6])["result"] == []
+        hub.fault = self.held_until(output_dir / "all asked for")
+        run(push_at_once, str(output_dir), [2, 4, 6])
         # The first was on its way; the second was replaced by the third
         assert titles(hub) == ["step 2", "step 6"]
         assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 6"
@@ -334,7 +285,7 @@ class TestOutages:
         hub.fault = fault
         outcome = run(push_at_once, str(output_dir), [2, 4, 6])
         assert "was not pushed" in outcome["log"] and len(failed) == 3
-        assert outcome["result"] == [] and titles(hub) == ["step 6"]
+        assert titles(hub) == ["step 6"]
 
     @pytest.mark.parametrize("always_push", [False, True])
     def test_all_of_several(self, hub, run, tmp_path, always_push):
@@ -374,11 +325,11 @@ class TestChecks:
     @pytest.mark.parametrize(
         "arguments, error, token",
         [
-            ({"token": None}, "PermissionError", "There is no token"),
-            ({"token": WRONG_TOKEN}, "PermissionError", "does not know the token"),
+            ({"token": None}, "LocalTokenNotFoundError", "hf auth login"),
+            ({"token": WRONG_TOKEN}, "PermissionError", "does not allow the token"),
             ({"token": READ_TOKEN}, "PermissionError", "may only read"),
-            ({"repo_id": "others/adapter"}, "PermissionError", "no right to 'others'"),
-            ({"repo_id": "tester/a b"}, "ValueError", "'tester/a b'"),
+            ({"repo_id": "others/adapter"}, "PermissionError", "no right to write to others/adapter"),
+            ({"repo_id": "tester/a b"}, "HFValidationError", "'tester/a b'"),
             ({"repo_id": "tester/new"}, "ValueError", "tester/new"),
         ],
     )
@@ -398,15 +349,18 @@ class TestChecks:
         outcome = run(prepare, "tester/adapter")
         assert outcome["error"] == "ValueError"
         assert "tester/adapter has 3 files of something else" in outcome["message"]
+        assert run(prepare, "tester/empty")["result"]
         # A new branch would begin with them
         assert "files of something else" in run(prepare, "tester/adapter", revision="try")["message"]
         assert list(hub.repos["model", "tester/adapter"].branches) == ["main"]
 
     def test_a_model_of_something_else_is_there(self, hub, run):
-        weights = {"adapter_model.safetensors": b"1", "curves.png": b"2", "last-checkpoint/deep/a.pt": b""}
-        hub.add_repo("tester/adapter", {"README.md": b"---\ntags:\n- paco-trl\n---\n", **weights})
-        outcome = run(prepare, "tester/adapter", base_model="some/base")
-        assert outcome["error"] == "ValueError" and "not made here" in outcome["message"]
+        weights = {
+            "adapter_model.safetensors": b"1",
+            "curves.png": b"2",
+            "last-checkpoint/deep/a.pt": b"",
+            "mine.txt": b"",
+        }
         hub.add_repo("tester/adapter", {SETTINGS: b'{"base_model": "some/Base"}', **weights})
         assert run(prepare, "tester/adapter", base_model="some/base")["result"]
         outcome = run(prepare, "tester/adapter", base_model="some/other")
@@ -435,37 +389,14 @@ class TestChecks:
         assert hub.files("tester/open", "model") == pushed
         assert hub.repos["model", "tester/new"].private
 
-    def test_the_client_is_left_as_it_was(self, run, monkeypatch):
-        """It is one for the process: others may wait as long as they like, and two threads push at a time."""
-
-        def timeouts() -> list:
-            seen = [get_session().timeout.read]
-            with account.hub_errors(HfApi(), "a/b", ""):
-                seen.append(get_session().timeout.read)
-                with ThreadPoolExecutor() as pool, pytest.raises(ConnectionError):
-                    pool.submit(fail).result()
-                seen.append(get_session().timeout.read)
-            return [*seen, get_session().timeout.read]
-
-        def fail() -> None:
-            with account.hub_errors(HfApi(), "a/b", ""):
-                raise ConnectionError
-
-        assert run(timeouts)["result"] == [None, 120, 120, None]
-
     def test_base_model(self, hub, run, tmp_path):
         hub.add_repo("makers/base", {"README.md": b""})
         assert run(prepare, "tester/adapter", base="makers/base")["result"]
         assert run(prepare, "tester/adapter", base=str(tmp_path))["result"]  # a folder
         hub.gated.add("makers/base")
         outcome = run(prepare, "tester/adapter", base="makers/base")
-        assert outcome["error"] == "PermissionError" and "makers/base is gated" in outcome["message"]
-        hub.gated.clear()
-        hub.fault = lambda method, path: "403" if path.endswith("makers/base/auth-check") else None
-        outcome = run(prepare, "tester/adapter", base="makers/base")
         assert outcome["error"] == "PermissionError" and "to read makers/base" in outcome["message"]
-        hub.fault = lambda method, path: None
-        assert "no model 'makers/bass'" in run(prepare, "tester/adapter", base="makers/bass")["message"]
+        assert "makers/bass" in run(prepare, "tester/adapter", base="makers/bass")["message"]
 
     def test_not_there_at_all(self, hub, run):
         hub.stop()

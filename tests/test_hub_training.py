@@ -260,7 +260,7 @@ class TestOutages:
         assert code == 0 and f"{hub.url}/{REPO}" in printed
         files = hub.files(REPO, "model")
         assert files["adapter_model.safetensors"] == (output_dir / "adapter_model.safetensors").read_bytes()
-        assert not any(path.is_dir() for path in (output_dir / ".pushing").iterdir())
+        assert [path.name for path in (output_dir / ".pushing").iterdir()] == ["repository.json"]
         assert_no_token(output_dir)
         without = folder / "taken away" / "checkpoint-4" / "adapter_model.safetensors"
         assert without.read_bytes() == files["adapter_model.safetensors"]
@@ -288,19 +288,18 @@ def test_said_before_a_model_is_loaded(hub, tiny_flux, tmp_path):
     hub.add_repo("tester/open", {"README.md": b""})
     hub.gated.add("makers/gated")
     cases = [
-        ({"hub_token": None}, "PermissionError: There is no token"),
-        ({"hub_model_id": "others/adapter"}, "PermissionError: .* no right to 'others'"),
+        ({"hub_token": None}, "LocalTokenNotFoundError"),
+        ({"hub_model_id": "others/adapter"}, "PermissionError: .* no right to write to others/adapter"),
         ({"hub_model_id": "tester/taken"}, "ValueError: .*tester/taken has 1 files of something else"),
         ({"hub_model_id": "tester/open", "hub_private_repo": True}, "ValueError: .*public"),
-        ({"base": by_path, "hub_model_id": "others/adapter"}, "PermissionError: .* no right to 'others'"),
-        ({"base": "makers/gated"}, "PermissionError: The base model makers/gated is gated"),
+        ({"base": by_path, "hub_model_id": "others/adapter"}, "PermissionError: .* no right to write to others/adapter"),
+        ({"base": "makers/gated"}, "PermissionError: .*to read makers/gated"),
         # The negative twin: without `push_to_hub` it is the model that is missing
         ({"push_to_hub": False}, "no-such-model"),
     ]  # fmt: skip
     for case, expected in cases:
         message, _ = run(hub, tmp_path / "cache", refuse, str(tmp_path / "out"), **case)
         assert re.search(expected, message), (case, message)
-        assert ("PermissionError" in message or "ValueError" in message) or "push_to_hub" in case
 
 
 @pytest.mark.slow
@@ -338,7 +337,7 @@ def test_doctor(hub, tmp_path):
         assert ("model", "tester/not-there") not in hub.repos
         with pytest.raises(ValueError, match="files of something else"):
             check(BASE, hub_model_id="tester/something")
-        with pytest.raises(PermissionError, match="makers/with-terms is gated"):
+        with pytest.raises(PermissionError, match="makers/with-terms"):
             check("makers/with-terms")
 
 

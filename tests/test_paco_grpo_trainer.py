@@ -1103,8 +1103,8 @@ class TestBestCheckpoint:
         trainer.save_model()
         # All evaluations are equal, so the first one is the best
         assert (trainer.state.best_global_step, trainer.state.global_step) == (1, 2)
-        assert "| optimizer steps | 1 |" in (tmp_path / "out" / "README.md").read_text()
-        assert "| optimizer steps | 2 |" in (tmp_path / "out" / "checkpoint-2" / "README.md").read_text()
+        assert "| `optimizer_steps` | 1 |" in (tmp_path / "out" / "README.md").read_text()
+        assert "| `optimizer_steps` | 2 |" in (tmp_path / "out" / "checkpoint-2" / "README.md").read_text()
 
     def test_a_metric_that_no_dataset_has(self, make_trainer, prompts):
         datasets = {"a": prompts.select(range(1)), "b": prompts.select(range(1))}

@@ -380,8 +380,8 @@ class TestInherited:
         for name, make in (("nft", make_nft), ("grpo", make_trainer)):
             make(output_dir=str(tmp_path / name), max_steps=1).create_model_card()
             cards[name] = (tmp_path / name / "README.md").read_text()
-        own = ("paco_trl: DiffusionNFT", "2509.16117", "| trained times | 2 for each image, nft_beta 1.0 |")
-        others = ("paco_trl: PaCo-GRPO", "| stochastic steps |", "| loss | grpo |", "| clip range |")
+        own = ("paco_trl: DiffusionNFT", "2509.16117", "| `num_trained_steps` | 2 |")
+        others = ("paco_trl: PaCo-GRPO", "| `sde_steps` |", "| `loss_type` | grpo |", "| `epsilon` |")
         assert all(text in cards["nft"] and text not in cards["grpo"] for text in own)
         assert all(text in cards["grpo"] and text not in cards["nft"] for text in others)
         assert "2512.04784" in cards["nft"]  # whose rounds and rewards these are

@@ -123,7 +123,7 @@ def assert_same_training(output: Path, reference: Path) -> None:
                 assert entry[name] == pytest.approx(value, abs=2e-3, rel=2e-3), (name, entry)
     assert_same_adapter(output, reference)
     for folder in (output, reference):
-        assert "| effective batch | 12 pairs |" in (folder / "README.md").read_text()
+        assert "| `effective_batch` | 12 |" in (folder / "README.md").read_text()
 
 
 def assert_same_adapter(output: Path, reference: Path) -> None:
@@ -149,7 +149,7 @@ def test_alone(alone, workspace):
     }  # fmt: skip
     assert files_of(alone) - {".lock"} == published
     assert files_of(alone / "checkpoint-4") > published
-    assert "| effective batch | 12 pairs |" in (alone / "README.md").read_text()
+    assert "| `effective_batch` | 12 |" in (alone / "README.md").read_text()
     config = json.loads((alone / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
     test = pairs(21, 1)
@@ -188,7 +188,7 @@ class TestData:
         pairs_of = {len(rankings_to_pairs(rankings.select(range(count)))): count for count in (1, 4)}
         few, many = sorted(pairs_of)
         card = self.train(workspace, tmp_path, *options)
-        assert f"| pairs | {many} |" in card  # trained on
+        assert f"| `pairs` | {many} |" in card  # trained on
         assert f"| pairs | {few} |" in card  # evaluated on, at the end
         stdout = capsys.readouterr().out
         assert f"Adapter: {tmp_path / 'out'}" in stdout and f"Images: {tmp_path / 'out' / 'evaluation'}" in stdout
@@ -197,7 +197,7 @@ class TestData:
         Dataset.from_list(rows, features=Features(features)).to_parquet(tmp_path / "data" / "train.parquet")
         # Of row 2, the pair with the worst candidate is left
         card = self.train(workspace, tmp_path, *options, "--skip_broken", "True")
-        assert f"| pairs | {many - 1} |" in card
+        assert f"| `pairs` | {many - 1} |" in card
 
     def test_the_published_layout(self, workspace, tmp_path, capsys):
         folder = tmp_path / "data"
@@ -217,14 +217,14 @@ class TestData:
         settings |= {"dataset_name": str(folder), "dataset_files": ["a", "b"]}
         (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
         card = self.train(tmp_path, tmp_path, "--eval_files", "held_out")
-        assert "| pairs | 10 |" in card and "| pairs | 3 |" in card
+        assert "| `pairs` | 10 |" in card and "| pairs | 3 |" in card
 
         (folder / "b-1-1.png").write_bytes(b"no image")
         with pytest.raises(ValueError, match="Row 7.*second image"):
             self.train(tmp_path, tmp_path)
         capsys.readouterr()
         card = self.train(tmp_path, tmp_path, "--skip_broken", "True")
-        assert "| pairs | 9 |" in card and "## Evaluation" not in card
+        assert "| `pairs` | 9 |" in card and "## Evaluation" not in card
         assert "Pictures" not in capsys.readouterr().out
 
     def test_own_pairs_without_a_split(self, workspace, tmp_path):

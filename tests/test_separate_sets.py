@@ -20,7 +20,8 @@ from launching import fork_context
 from paco_trl import PaCoNFTTrainer, tiny
 from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
 from paco_trl.data.image_sets import arrange_sets, check_image_set_columns, complete_image_sets
-from paco_trl.hub.settings import ImageSettings
+from paco_trl.hub.cards import render_card
+from paco_trl.hub.settings import ImageModelCard
 from paco_trl.rewards import LayoutReward, redness_reward
 from paco_trl.rollout import keyed_generator
 from paco_trl.rollout.prompt_rows import Completions, PromptRows
@@ -538,28 +539,26 @@ def test_the_sets_of_an_evaluation_may_be_the_only_ones(make_trainer):
 
 
 class TestCard:
-    @pytest.mark.parametrize(
-        "wrong", [{"set_layout": "row"}, {"panel_template": "{panel.upper}"}, {"panel_generation": "shared"}]
-    )
+    @pytest.mark.parametrize("wrong", [{"panel_template": "{panel.upper}"}, {"panel_generation": "shared"}])
     def test_what_a_stranger_wrote_is_checked(self, wrong):
-        ImageSettings(set_layout="separate", panel_template="{panel}", panel_generation="anchored")
+        right = {"set_layout": "separate", "panel_template": "{panel}", "panel_generation": "anchored"}
+        ImageModelCard("a", "u/a", "u/base", settings=right)
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            ImageSettings(**wrong)
+            ImageModelCard("a", "u/a", "u/base", settings=wrong)
 
     def test_names_how_the_sets_are_generated(self, make_trainer):
         card = make_trainer(
             **SETTINGS, panel_template="{panel} {theme}", panel_generation="shared_noise"
         )._model_card()
         run = card.settings
-        assert (run.set_layout, run.panel_generation) == ("separate", "shared_noise")
+        assert (run["set_layout"], run["panel_generation"]) == ("separate", "shared_noise")
         assert card.prompt == ["a 0. Theme 0.", "b 0. Theme 0."] and card.layout == [1, 1]
-        (text,) = [value for name, value in run.rows(None) if "separate" in name]
-        assert "shared_noise" in text and "{panel} {theme}" in text
+        assert "| `panel_template` | {panel} {theme} |" in render_card(card).text
         grid = {"layout": None, "prompt": "Two.", "rows": 1, "cols": 2, "panels": ["One.", "Two."]}
         mixed = [grid, *(row_of(number, 2, **{"prompt": None, "rows": 1, "cols": 2}) for number in range(2))]
         mixed = [{"theme": None, **row} for row in mixed]
         run = make_trainer(**SETTINGS | {"train_dataset": Dataset.from_list(mixed)})._model_card().settings
-        assert (run.set_layout, run.panel_template) == (None, "{theme} {panel}")  # what their rows say
+        assert (run.get("set_layout"), run["panel_template"]) == (None, "{theme} {panel}")  # what their rows say
 
     @pytest.mark.parametrize("way", ["independent", "shared_noise", "anchored"])
     def test_its_code_generates_a_set(self, make_trainer, folder_of, tmp_path, monkeypatch, way):
@@ -593,8 +592,7 @@ class TestCard:
 
     def test_of_grids_says_nothing(self, make_trainer):
         run = make_trainer()._model_card().settings
-        assert run.set_layout is run.panel_template is run.panel_generation is None
-        assert not [name for name, _ in run.rows(None) if "separate" in name]
+        assert not {"set_layout", "panel_template", "panel_generation"} & run.keys()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from paco_trl.commands.main import main
 from paco_trl.commands.space import SpaceArguments, write_space
 from paco_trl.data import format_image_set_prompt, split_grid
 from paco_trl.generation import load_pipeline
-from paco_trl.hub.settings import ImageModelCard, ImageSettings, LoRA, Reward, load_settings, save_settings
+from paco_trl.hub.settings import ImageModelCard, LoRA, Reward, load_settings, save_settings
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.rollout import keyed_generator
 from paco_trl.tiny import build_tiny_flux_kontext, build_tiny_longcat_image
@@ -59,7 +59,7 @@ def card(**settings) -> ImageModelCard:
         base_model="user/flux",
         lora=LoRA(4, 8.0),
         call={"guidance_scale": 4.5},
-        settings=ImageSettings(**settings),
+        settings=settings,
         rewards=[Reward("clip_t", 1.0, "user/clip"), Reward("consistency", 1.0, "user/judge", 0.1, 0.2)],
     )
 

@@ -32,7 +32,6 @@ from ..checkpointing.export import save_adapter
 from ..checkpointing.weights import gather_weights, trained_parameters
 from ..data import split_grid
 from ..hub.account import check_base_model, check_repository
-from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
 from ..rewards.runner import RewardRunner
@@ -193,8 +192,7 @@ def check_hub(state: DoctorState) -> str:
     check_base_model(api, base_model)
     repo_id, is_there = check_repository(
         api, args.hub_model_id or Path(run["output_dir"]).absolute().name, private=args.hub_private_repo,
-        revision=args.hub_revision, published_files=PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER,
-        base_model=base_model,
+        revision=args.hub_revision, base_model=base_model,
     )  # fmt: skip
     plan = "exists and can be written to" if is_there else "will be created"
     return f"The repository {repo_id} at {api.endpoint} {plan}."

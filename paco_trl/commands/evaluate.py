@@ -48,7 +48,6 @@ from ..generation import generate_edits, generate_grids, load_pipeline
 from ..generation.edits import edit_keys
 from ..generation.grids import image_sizes
 from ..generation.loading import check_adapter
-from ..hub.settings import ImageSettings
 from ..image_benchmarks import (
     System,
     add_results_to_card,
@@ -130,15 +129,15 @@ def _load_benchmark(args) -> Dataset:
 def _load_as_trained(args: GenerateArguments | ImagesArguments) -> Dataset:
     """Load the benchmark; of its sets, `args` gets what it leaves out from the adapter's training run, or the defaults."""
     card = load_run_card(args.adapter) if args.benchmark != "gedit" else None
-    run = ImageSettings() if card is None else card.settings
+    run = {} if card is None else card.settings
     if args.benchmark == "t2is":
-        args.set_layout = args.set_layout or run.set_layout
+        args.set_layout = args.set_layout or run.get("set_layout")
     benchmark = _load_benchmark(args)
     if _has_separate(benchmark):
-        found = {name: getattr(run, name) or getattr(PaCoGRPOConfig, name) for name in PANEL_OPTIONS}
+        found = {name: run.get(name) or getattr(PaCoGRPOConfig, name) for name in PANEL_OPTIONS}
         has_sizes = "height" in benchmark.column_names and None not in benchmark["height"]
-        if run.set_layout == SEPARATE and run.inference_size is not None and not has_sizes:
-            found |= dict(zip(("height", "width"), run.inference_size, strict=True))
+        if run.get("set_layout") == SEPARATE and "inference_size" in run and not has_sizes:
+            found |= dict(zip(("height", "width"), run["inference_size"], strict=True))
         for name, value in found.items():
             if getattr(args, name) is None:
                 setattr(args, name, value)

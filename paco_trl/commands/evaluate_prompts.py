@@ -108,7 +108,7 @@ def load_run_card(adapter: str | None) -> Any:
     """Load the card of an adapter's training run, which has `settings`; `None` for an adapter without, and for none."""
     folder = peft_folder(adapter) if adapter else None
     card = load_settings(folder) if folder else None
-    return card if isinstance(card, ImageModelCard) and card.settings is not None else None
+    return card if isinstance(card, ImageModelCard) and card.settings else None
 
 
 def _settings(args: PromptsArguments) -> dict[str, Any]:
@@ -121,12 +121,12 @@ def _settings(args: PromptsArguments) -> dict[str, Any]:
     }
     if (card := load_run_card(args.adapter[0] if args.adapter else None)) is not None:
         run = card.settings
-        settings |= {"guidance_scale": run.guidance_scale, "negative_prompt": run.negative_prompt}
-        settings |= {"num_inference_steps": card.call["num_inference_steps"], "bf16": run.precision == "bfloat16"}
-        settings["set_layout"] = None if args.edits else run.set_layout
-        settings |= {name: value for name in PANEL_OPTIONS if (value := getattr(run, name)) is not None}
-        if run.inference_size is not None:
-            settings |= dict(zip(("height", "width"), run.inference_size, strict=True))
+        settings |= {"guidance_scale": run["guidance_scale"], "negative_prompt": run.get("negative_prompt")}
+        settings |= {"num_inference_steps": card.call["num_inference_steps"], "bf16": run["precision"] == "bfloat16"}
+        settings["set_layout"] = None if args.edits else run.get("set_layout")
+        settings |= {name: run[name] for name in PANEL_OPTIONS if name in run}
+        if "inference_size" in run:
+            settings |= dict(zip(("height", "width"), run["inference_size"], strict=True))
     settings |= {name: value for name in settings if (value := getattr(args, name)) is not None}
     return settings | {"model": args.model_name_or_path, "num_generations": args.num_generations, "seed": args.seed}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl push`: uploads what a run has saved, and its pending uploads."""
+"""`paco-trl push`: uploads what a run has saved."""
 
 import sys
 from dataclasses import MISSING, dataclass, replace
@@ -21,9 +21,7 @@ from .parser import CommandParser
 class PushArguments:
     """Model to upload, and its repository. The token is that of `hf auth login` or of the variable `HF_TOKEN`."""
 
-    folder: str = option(
-        MISSING, "Output directory of a run (newest model, pending uploads), or one checkpoint or merged model."
-    )
+    folder: str = option(MISSING, "Output directory of a run (its newest model), or one checkpoint or merged model.")
     hub_model_id: str | None = option(None, "Repository. If `None`, that of the run.")
     private: bool | None = option(None, "Whether a new repository is private. Default: the account's.")
     hub_revision: str | None = option(None, "Branch. If `None`, that of the run, or the main one.")
@@ -61,7 +59,7 @@ def push(args: PushArguments) -> str:
     if card is None:  # such as a base model, whose name was mistaken for that of a run
         raise ValueError(f"'{model}' was not saved by paco_trl: it has no {SETTINGS}. Use `hf upload`.")
     run = folder.parent if folder.name.startswith("checkpoint-") else folder
-    known = remembered_repository(run) or {}
+    known = remembered_repository(run)
     repo_id = args.hub_model_id or known.get("repo_id")
     if repo_id is None:
         raise ValueError(f"'{run}' has no repository yet. Give `--hub_model_id user/name`.")
@@ -73,9 +71,8 @@ def push(args: PushArguments) -> str:
     published_files = published_files_of(model) or []
     api = HfApi(library_name="paco_trl")
     repo_id = retrying(api, repo_id)(
-        prepare_repository, api, repo_id, private=private, revision=revision,
-        published_files=published_files, base_model=card.base_model,
-    )  # fmt: skip
+        prepare_repository, api, repo_id, private=private, revision=revision, base_model=card.base_model
+    )
     if not known and folder == run:
         remember_repository(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files)

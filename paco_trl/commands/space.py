@@ -18,7 +18,7 @@ import yaml
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
 from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, arrange_sets, prompt_texts
 from ..hub.licenses import License
-from ..hub.settings import ImageModelCard, ImageSettings, JudgeCard, load_settings
+from ..hub.settings import ImageModelCard, JudgeCard, load_settings
 from ..utils.files import find_model_file, new_folder, write_atomically
 from ..utils.names import is_local, public_name, repository
 from .env import version_of
@@ -102,19 +102,21 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
             say(
                 "space", "The adapter names no judge on the Hub, so the app does not score. `--judge_model` names one."
             )
-    trained = card.settings or ImageSettings()
+    trained = card.settings
     found = {
-        "num_inference_steps": card.call.get("num_inference_steps", trained.num_inference_steps),  # of an evaluation
-        "guidance_scale": trained.guidance_scale,
-        "negative_prompt": trained.negative_prompt,
-        "dtype": trained.precision,
+        "num_inference_steps": card.call.get(
+            "num_inference_steps", trained.get("num_inference_steps")
+        ),  # of an evaluation
+        "guidance_scale": trained.get("guidance_scale"),
+        "negative_prompt": trained.get("negative_prompt"),
+        "dtype": trained.get("precision"),
     }
-    height, width = trained.inference_size or (card.call.get("height"), card.call.get("width"))
+    height, width = trained.get("inference_size") or (card.call.get("height"), card.call.get("width"))
     rows, cols = (1, 1) if card.trained_on == "single images" else card.layout
     prompts = list(card.gallery.values())
-    if trained.set_layout == SEPARATE:
-        found |= {name: getattr(trained, name) for name in ("panel_template", "panel_generation")}
-        found["panel_template"] = trained.panel_template or PANEL_TEMPLATE
+    if trained.get("set_layout") == SEPARATE:
+        found |= {name: trained.get(name) for name in ("panel_template", "panel_generation")}
+        found["panel_template"] = trained.get("panel_template") or PANEL_TEMPLATE
         sets = list(arrange_sets(load_image_set_prompts(demo_prompts_path()), SEPARATE))[:NUM_PROMPTS]
         prompts, layout, rows, cols = prompt_texts(sets), (1, sets[0]["cols"]), 1, 1
     else:

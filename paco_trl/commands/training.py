@@ -24,6 +24,7 @@ def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | Non
         trainer.push_to_hub(dataset_name=dataset_name)
     else:
         trainer.save_model(args.output_dir)
+        trainer.create_model_card(dataset_name=dataset_name)
     if trainer.accelerator.is_main_process:
         sys.stdout.write(f"Adapter: {args.output_dir}\n")
         if images is not None:

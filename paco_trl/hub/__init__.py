@@ -9,14 +9,9 @@ from .cards import metadata, render_card, save_card
 from .settings import (
     Evaluation,
     ImageModelCard,
-    ImageSettings,
     JudgeCard,
-    JudgeSettings,
     LoRA,
-    Published,
-    Result,
     Reward,
-    Table,
     load_reference_card,
     load_settings,
     save_settings,
@@ -24,6 +19,6 @@ from .settings import (
 
 
 __all__ = [
-    "Evaluation", "ImageModelCard", "ImageSettings", "JudgeCard", "JudgeSettings", "LoRA", "Published", "Result",
-    "Reward", "Table", "load_reference_card", "load_settings", "metadata", "render_card", "save_card", "save_settings",
+    "Evaluation", "ImageModelCard", "JudgeCard", "LoRA", "Reward", "load_reference_card", "load_settings", "metadata",
+    "render_card", "save_card", "save_settings",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from ..utils.files import read_template
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
 from .files import PICTURES
-from .settings import ImageModelCard, JudgeCard, Result, save_settings
+from .settings import ImageModelCard, JudgeCard, save_settings
 
 
 # The Hub's names of a judge's metrics, and their labels
@@ -46,8 +46,8 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     base_model = public_name(card.base_model)
     bases = _CITATIONS["bases"].items()
     cited = next((citation for part, citation in bases if part.lower() in base_model.lower()), None)
-    settings = card.settings.rows(card.lora) if card.settings else ()
-    lora_rows = card.lora.rows() if card.lora else ()
+    lora_rows = [*card.lora.rows()] if card.lora else []
+    settings = [(f"`{name}`", value) for name, value in card.settings.items()]
     shown: dict[str, Any] = {
         "card": card,
         "results": RESULTS,
@@ -58,8 +58,8 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if "/" in base_model else base_model,
         "is_base_on_hub": "/" in base_model,  # also if it was loaded from the Hub's cache
         "merged_adapter": public_name(card.merged_adapter) if card.merged_adapter else None,
-        "settings": [(markdown_text(name), markdown_text(value)) for name, value in settings],
-        "lora_rows": [(markdown_text(name), markdown_text(value)) for name, value in lora_rows],
+        "settings": [*lora_rows, *settings] if settings else [],
+        "lora_rows": lora_rows,
         "time": _duration(card.seconds) if card.seconds else None,
         "citations": [card.paper["citation"].strip(), _CITATIONS["trl"], *filter(None, [cited])],
         "is_base_cited": cited is not None,
@@ -120,20 +120,16 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
         library, task = "diffusers", "image-to-image" if card.trained_on == "edits" else "text-to-image"
     license, base_model = card.license, public_name(card.base_model)
     on_hub = "/" in base_model  # a local path means nothing to others
+    # The Hub shows the source of the results
+    source = f"Published figures: {card.paper['title']}" if card.published else None
+    url = f"https://huggingface.co/papers/{card.paper['id']}" if card.published else None
     results = [
         EvalResult(
-            task_type=task,
-            dataset_type=result.dataset_id or "evaluation",
-            dataset_name=result.dataset,
-            metric_type=result.metric,
-            metric_value=result.value,
-            metric_name=result.name,
-            # The Hub shows the source of the results
-            source_name=f"Published figures: {card.paper['title']}" if card.published else None,
-            source_url=f"https://huggingface.co/papers/{card.paper['id']}" if card.published else None,
+            task, each.get("dataset_id", "evaluation"), each["dataset"], each["metric"], each["value"],
+            metric_name=each["name"], source_name=source, source_url=url,
         )
-        for result in _results(card)
-    ]
+        for each in _results(card)
+    ]  # fmt: skip
     return ModelCardData(
         library_name=library,
         pipeline_tag=task,
@@ -159,16 +155,16 @@ def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
     elif prompt is None:  # in the format of the paper's prompts
         row = json.loads(demo_prompts_path().read_text(encoding="utf-8").split("\n", 1)[0])
         prompt, layout = row["prompt"], [row["rows"], row["cols"]]
-        height, width = (card.settings and card.settings.inference_size) or (row["height"], row["width"])
+        height, width = card.settings.get("inference_size") or (row["height"], row["width"])
         arguments = {"height": height, "width": width, **arguments}
     given = ["image=source"] if card.trained_on == "edits" else []
     given.append("prompt=prompt")
     for name, value in arguments.items():
         given.append(f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}")
     texts = prompt if isinstance(prompt, list) else [prompt]
-    if texts is prompt and card.settings and card.settings.panel_generation == "shared_noise":
+    if texts is prompt and card.settings.get("panel_generation") == "shared_noise":
         given.append("generator=torch.Generator().manual_seed(0)")
-    elif texts is prompt and card.settings and card.settings.panel_generation == "anchored":
+    elif texts is prompt and card.settings.get("panel_generation") == "anchored":
         given.append("image=images[0] if images else None")
     # Joined, the lines are the prompt
     wrapper = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
@@ -186,21 +182,24 @@ def _pipe_call(arguments: str, is_set: bool) -> str:
     return "images = []\nfor prompt in prompts:\n" + textwrap.indent(call, "    ") if is_set else call
 
 
-def _results(card: ImageModelCard | JudgeCard) -> list[Result]:
+def _results(card: ImageModelCard | JudgeCard) -> list[dict[str, Any]]:
     if card.published:
-        return card.published.results
+        return card.published["results"]
     if isinstance(card, JudgeCard):
         names = {name: name.removeprefix("eval").removeprefix("_") or "evaluation pairs" for name in card.evaluations}
         return [
-            Result(metric, float(evaluation[key]), label, names[name])
+            {"metric": metric, "value": float(evaluation[key]), "name": label, "dataset": names[name]}
             for name, evaluation in card.evaluations.items()
             for key, (metric, label) in _JUDGE_METRICS.items()
             if key in evaluation
         ]
     return [
-        Result(row.reward, float(row.mean), f"mean of the reward {row.reward}", row.dataset or "evaluation prompts")
+        {
+            "metric": row.reward, "value": float(row.mean), "name": f"mean of the reward {row.reward}",
+            "dataset": row.dataset or "evaluation prompts",
+        }
         for row in card.evaluations
-    ]
+    ]  # fmt: skip
 
 
 def _interval(fraction: float, count: int) -> str:

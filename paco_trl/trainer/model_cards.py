@@ -1,36 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contents of the model cards, from the settings, the log and the model of a run."""
 
-import glob
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from huggingface_hub import constants, try_to_load_from_cache
 from peft import PeftModel
 from PIL import Image
 from torch import nn
 from transformers import SchedulerType
 
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
-from ..hub.settings import Evaluation, ImageSettings, JudgeSettings, LoRA, Reward
+from ..hub.settings import Evaluation, LoRA, Reward
 from ..plots.contact_sheet import CARD_PROMPTS
 from ..plots.scored_sheets import CARD
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
-from ..utils.names import is_local, public_name
+from ..utils.names import public_name
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
 
 
 LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
-
-# Cached rows of a Hub dataset: <user>___<name>/<configuration>/<version>/<commit>/<file>. Local ones have a shorter hash
-_ROWS_IN_CACHE = re.compile(r"([^/\\]+?)___[^/\\]+[/\\][^/\\]+[/\\][^/\\]+[/\\]([0-9a-f]{40})[/\\][^/\\]+$")
 
 
 def hardware_of(device: torch.device, processes: int) -> str:
@@ -39,29 +32,6 @@ def hardware_of(device: torch.device, processes: int) -> str:
         return "CPU" if processes == 1 else f"CPU, {processes} processes"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     return f"{processes} x {name}"
-
-
-def cached_commit(model: str, revision: str | None) -> str | None:
-    """Return the commit of a model that was loaded from the Hub, `None` for a directory."""
-    if is_local(model) or "/" not in model:
-        return None
-    files = (try_to_load_from_cache(model, name, revision=revision) for name in ("model_index.json", "config.json"))
-    return next((Path(path).parent.name for path in files if isinstance(path, str)), None)
-
-
-def dataset_ids(dataset: Dataset, dataset_name: str | None) -> list[str]:
-    """Return the Hub ids of a dataset: the given name, or those that its cache files reveal."""
-    if dataset_name is not None:
-        return [public_name(dataset_name)]
-    rows = (_ROWS_IN_CACHE.search(file["filename"]) for file in getattr(dataset, "cache_files", ()))
-    return sorted({name for match in rows if match and (name := _downloaded(*match.groups()))})
-
-
-def _downloaded(user: str, commit: str) -> str | None:
-    """Find the one dataset with this commit in the Hub's cache: the cache of rows has its name in lower case."""
-    prefix = f"datasets--{user}--"
-    folders = list(Path(constants.HF_HUB_CACHE).glob(f"{glob.escape(prefix)}*/snapshots/{commit}"))
-    return f"{user}/{folders[0].parts[-3].removeprefix(prefix)}" if len(folders) == 1 else None
 
 
 def lora_of(model: nn.Module, continued_from: str | None = None, quantization: str | None = None) -> LoRA | None:
@@ -77,42 +47,40 @@ def lora_of(model: nn.Module, continued_from: str | None = None, quantization: s
 
 def image_settings(
     args: PaCoGRPOConfig, rows: PromptRows, negative_prompt: str | None, step: int, is_adapter: bool, use_ema: bool
-) -> ImageSettings:
-    """Describe the settings of a run that has made `step` optimizer steps."""
+) -> dict[str, Any]:
+    """Return the settings of a run that has made `step` optimizer steps, without those that it does not use."""
     layout, saved_weights = args.round_plan, None
     if args.ema_decay is not None:
         saved_weights = f"moving average, decay {args.ema_decay} for each optimizer step"
         if not use_ema:
             saved_weights = f"those of the last step, not their {saved_weights}"
-    training_sizes, inference_sizes = set(rows.training_sizes), set(rows.inference_sizes)
-    panels = PANEL_OPTIONS if rows.has_separate else ()
-    is_all_separate = bool(panels) and set(rows.image_layouts) == {(1, 1)}
-    has_one_size = len(training_sizes) == len(inference_sizes) == 1
-    is_tamed, is_dppo = args.multi_objective_aggregation == "log_tamed", args.loss_type == "flow_dppo"
-    same = (
-        "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale", "sde_type",
-        "noise_level", "sde_steps", "num_sde_steps", "branch_size", "tail_steps", "loss_type", "learning_rate",
-        "weight_decay", "beta", "advantage_clip", "multi_objective_aggregation", "seed", "adapter_fraction",
+    is_separate = rows.has_separate and set(rows.image_layouts) == {(1, 1)}
+    sizes = {"training_size": set(rows.training_sizes), "inference_size": set(rows.inference_sizes)}
+    has_one_size = all(len(each) == 1 for each in sizes.values())
+    unused = {"epsilon"} if args.loss_type == "flow_dppo" else {"divergence_threshold"}
+    unused |= {"log_tame_threshold"} if args.multi_objective_aggregation != "log_tamed" else set()
+    names = (
+        "num_generations", "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale",
+        "sde_type", "noise_level", "sde_steps", "num_sde_steps", "branch_size", "tail_steps", "adapter_fraction",
+        *(PANEL_OPTIONS if rows.has_separate else ()), "loss_type", "learning_rate", "weight_decay", "epsilon",
+        "divergence_threshold", "beta", "norm_penalty", "advantage_clip", "multi_objective_aggregation",
+        "log_tame_threshold", "seed",
     )  # fmt: skip
-    return ImageSettings(
-        optimizer_steps=step,
-        num_prompts_per_generation=layout.num_prompts,
-        num_generations=layout.num_generations,
-        optimizer_steps_per_generation=layout.num_optimizer_steps,
-        training_size=list(*training_sizes) if has_one_size else None,
-        inference_size=list(*inference_sizes) if has_one_size else None,
-        set_layout=SEPARATE if is_all_separate else args.set_layout,
-        negative_prompt=negative_prompt,
-        trained_weights=None if is_adapter else "all of the transformer",
-        saved_weights=saved_weights,
-        lr_scheduler_type=SchedulerType(args.lr_scheduler_type).value,
-        norm_penalty=args.norm_penalty or None,
-        epsilon=None if is_dppo else args.epsilon,
-        divergence_threshold=args.divergence_threshold if is_dppo else None,
-        log_tame_threshold=args.log_tame_threshold if is_tamed else None,
-        precision="bfloat16" if args.bf16 else "float32",
-        **{name: getattr(args, name) for name in (*same, *panels)},
-    )
+    settings = {
+        "optimizer_steps": step,
+        "num_prompts_per_generation": layout.num_prompts,
+        "optimizer_steps_per_generation": layout.num_optimizer_steps,
+        "effective_batch": layout.num_images // layout.num_optimizer_steps,
+        **{name: list(*values) for name, values in sizes.items() if has_one_size},
+        "set_layout": SEPARATE if is_separate else args.set_layout,
+        **{name: getattr(args, name) for name in names if name not in unused},
+        "negative_prompt": negative_prompt,
+        "trained_weights": None if is_adapter else "all of the transformer",
+        "saved_weights": saved_weights,
+        "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
+        "precision": "bfloat16" if args.bf16 else "float32",
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRows) -> dict[str, Any]:
@@ -197,15 +165,16 @@ def gallery_of(pictures: dict[str, Path]) -> dict[str, str]:
     return {name: prompts[int(path.stem.partition("_")[0])] for name, path in images.items()}
 
 
-def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | None, step: int) -> JudgeSettings:
-    """Describe the settings of a judge's training."""
-    same = ("first_token_weight", "loss_variant", "learning_rate", "warmup_steps", "num_train_epochs", "seed")
-    return JudgeSettings(
-        optimizer_steps=step,
-        pairs=num_pairs,
-        effective_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        lr_scheduler_type=SchedulerType(args.lr_scheduler_type).value,
-        max_pixels=max_pixels,
-        precision="bfloat16" if args.bf16 else "float32",
-        **{name: getattr(args, name) for name in same},
-    )
+def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | None, step: int) -> dict[str, Any]:
+    """Return the settings of a judge's training that has made `step` optimizer steps."""
+    names = ("first_token_weight", "loss_variant", "learning_rate", "warmup_steps", "num_train_epochs", "seed")
+    settings = {
+        "optimizer_steps": step,
+        "pairs": num_pairs,
+        "effective_batch": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        **{name: getattr(args, name) for name in names},
+        "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
+        "max_pixels": max_pixels,
+        "precision": "bfloat16" if args.bf16 else "float32",
+    }
+    return {name: value for name, value in settings.items() if value is not None}

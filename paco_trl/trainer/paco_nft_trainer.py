@@ -24,7 +24,7 @@ from .losses import (
     velocity_norm_ratio,
 )
 from .paco_grpo_trainer import PaCoGRPOTrainer
-from .paco_nft_config import PaCoNFTConfig
+from .paco_nft_config import UNUSED_FIELDS, UNUSED_WITH, PaCoNFTConfig
 from .resuming import RunCallback
 from .step_statistics import StepStatistics
 
@@ -231,10 +231,11 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     def _model_card(self, *args, **kwargs) -> ImageModelCard:
         """Fill in the card, with times in place of stochastic steps and, for DiffusionNFT, without a clipped ratio."""
         card: Any = super()._model_card(*args, **kwargs)
-        settings = replace(card.settings, num_trained_steps=self.args.num_trained_steps, loss_type=None)
-        if self.args.loss_type == "nft":
-            settings = replace(settings, nft_beta=self.args.nft_beta, epsilon=None)
+        args, unused = self.args, (*UNUSED_FIELDS, *UNUSED_WITH[self.args.loss_type], "loss_type")
+        names = ("nft_beta",) if args.loss_type == "nft" else ("awm_weighting", "old_policy_beta")
+        settings = {name: value for name, value in card.settings.items() if name not in unused}
+        settings |= {"num_trained_steps": args.num_trained_steps, **{name: getattr(args, name) for name in names}}
+        if args.loss_type == "nft":
             return replace(card, method="DiffusionNFT", settings=settings)
-        own = {name: getattr(self.args, name) for name in ("awm_weighting", "old_policy_beta")}
         tags = ["awm" if tag == "diffusion-nft" else tag for tag in card.tags]
-        return replace(card, method="AWM", paper=AWM_PAPER, tags=tags, settings=replace(settings, **own))
+        return replace(card, method="AWM", paper=AWM_PAPER, tags=tags, settings=settings)

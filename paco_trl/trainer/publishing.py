@@ -12,11 +12,10 @@ from transformers.trainer_utils import HubStrategy
 
 from ..hub.account import check_base_model, find_repository, hub_errors, prepare_repository
 from ..hub.cards import save_card
-from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
-from ..utils.names import is_local, public_name, relative_name
-from .model_cards import LIBRARIES, cached_commit, dataset_ids, hardware_of
+from ..utils.names import public_name, relative_name
+from .model_cards import LIBRARIES, hardware_of
 
 
 logger = get_logger(__name__)
@@ -40,21 +39,14 @@ class PushesToHub(Trainer):
         private = private if private is not None else args.hub_private_repo
         repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
         try:
-            if base_model is not None and is_local(base_model) and self.published_files == JUDGE_ADAPTER:
-                logger.warning(
-                    f"The base model is the directory '{base_model}', which others do not have: the pushed adapter "
-                    f"names '{public_name(base_model)}', and `PaCoReward.from_pretrained` will not find it. Train from "
-                    "the base model's Hub id, or write that id to `adapter_config.json` in the repository."
-                )
             if base_model is not None:
                 retrying(api, base_model)(check_base_model, api, base_model)
                 base_license(base_model, online=True, token=api.token)  # cached for the checkpoints
             repo_id = retrying(api, repo_id)(
-                prepare_repository, api, repo_id, private=private, revision=args.hub_revision,
-                published_files=self.published_files, base_model=base_model,
-            )  # fmt: skip
+                prepare_repository, api, repo_id, private=private, revision=args.hub_revision, base_model=base_model
+            )
         except ConnectionError as error:
-            known = remembered_repository(args.output_dir) or {}
+            known = remembered_repository(args.output_dir)
             asked = {"repo_id": known.get("repo_id", ""), "revision": args.hub_revision, "private": private}
             if known != asked or known["repo_id"].split("/")[-1] != repo_id.split("/")[-1]:
                 raise ConnectionError(
@@ -86,7 +78,7 @@ class PushesToHub(Trainer):
             self.callback_handler.on_push_begin(args, self.state, self.control)
             message = f"Training in progress, step {step}"
             try:
-                self.pusher.push_later(checkpoint_folder, step, message, names.get(args.hub_strategy))
+                self.pusher.push_later(checkpoint_folder, message, names.get(args.hub_strategy))
             except OSError as error:  # such as a full disk
                 logger.warning(f"The checkpoint of step {step} is saved, but cannot be prepared for the Hub: {error}.")
 
@@ -159,11 +151,10 @@ class PushesToHub(Trainer):
             "title": model_name or (self.hub_model_id or args.hub_model_id or local.name).split("/")[-1],
             "repo_id": repo_id,
             "base_model": base_model,
-            "base_revision": cached_commit(base_model, (args.model_init_kwargs or {}).get("revision")),
             "license": License(license)
             if license is not None
             else base_license(base_model, pusher is not None, token),
-            "datasets": dataset_ids(self.train_dataset, dataset_name),
+            "datasets": [public_name(dataset_name)] if dataset_name else [],
             "tags": [*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
             "hardware": hardware_of(self.accelerator.device, self.accelerator.num_processes),
             "seconds": training_seconds(self.state, step),

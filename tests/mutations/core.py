@@ -325,7 +325,7 @@ MUTANTS = [
     (T + "paco_grpo_trainer.py", "args, self.train_rows, *eval_rows)\n        self.schedule", "args, self.train_rows)\n        self.schedule", SETS + " -k only_ones"),
     ("paco_trl/generation/grids.py", "batch_size = min(batch_size, len(seeds))", "pass", "tests/test_generate_grids.py -k references_are"),
     ("paco_trl/generation/edits.py", "sources.max_count + is_anchored >", "sources.max_count >", "tests/test_generate_grids.py -k references_are"),
-    (T + "model_cards.py", "SEPARATE if is_all_separate else args.set_layout", "args.set_layout", SETS + "::TestCard"),
+    (T + "model_cards.py", "SEPARATE if is_separate else args.set_layout", "args.set_layout", SETS + "::TestCard"),
     (T + "model_cards.py", "set(rows.image_layouts) == {(1, 1)}", "True", SETS + "::TestCard"),
     (T + "paco_grpo_trainer.py", "(has_separate and name", "(False and name", SETS + "::TestCard"),
     ("paco_trl/hub/cards.py", "image=images[0] if images else None", "image=None", SETS + "::TestCard"),
