@@ -253,7 +253,6 @@ class TestValues:
             ({"advantage_clip": 0.0}, "`advantage_clip` is 0.0.*above 0, or None"),
             ({"height": 0}, "`height` is 0; it must be at least 1"),
             ({"adapter_fraction": 1.5}, "`adapter_fraction` is 1.5; it must be from 0 to 1"),
-            ({"adapter_fraction": 0.98}, "`adapter_fraction` is 0.98, which rounds to 20 of 20 denoising steps"),
             ({"num_prompts_per_generation": 0}, "`num_prompts_per_generation` is 0"),
             ({"guidance_scale": -1.0}, "`guidance_scale` is -1.0; it must be at least 0"),
             ({"max_steps": 0}, "`max_steps` is 0.*above 0"),

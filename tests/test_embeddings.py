@@ -10,7 +10,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 
-from paco_trl import PaCoGRPOConfig
 from paco_trl.rollout.sampler import on_device
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
 from testing_utils import are_equal, weights_of
@@ -152,11 +151,3 @@ class TestDirectory:
             assert bool(texts) is bool(images) is (number < 2)
             results.append(weights_of(trainer))
         assert are_equal(*results[::2]) and are_equal(*results[:2])
-
-    @pytest.mark.parametrize("name", ["a-file", ""])
-    def test_what_is_no_directory_is_refused(self, tmp_path, name):
-        (tmp_path / "a-file").touch()
-        with pytest.raises(ValueError, match=r"`embeddings_dir` is .*; it must be a directory"):
-            PaCoGRPOConfig(
-                str(tmp_path / "out"), use_cpu=True, bf16=False, embeddings_dir=name and str(tmp_path / name)
-            )

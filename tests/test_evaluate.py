@@ -14,14 +14,12 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 from safetensors.torch import load_file
 
 import launching
 from paco_trl import PaCoGRPOTrainer, PaCoNFTTrainer
 from paco_trl.evaluation import bootstrap_interval, grid_artifact_score
-from paco_trl.plots import scored_sheets
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout.sde import keyed_generator
 from paco_trl.trainer.evaluator import Evaluation, load_baseline, save_baseline
@@ -142,23 +140,6 @@ class TestDrawing:
         assert after["eval_reward_gain"] != 0
         assert trainer.model.training
 
-    def test_only_the_evaluation_rewards_are_called(self, make, watch):
-        called = []
-
-        def training_reward(prompts, completions, **kwargs):
-            called.append(len(completions))
-            return redness_reward(prompts, completions)
-
-        trainer = make(reward_funcs=training_reward)
-        metrics = trainer.evaluate()
-        assert not called
-        assert len(watch.images) == 3
-        assert "eval_rewards/watch/mean" in metrics
-        assert not any("training_reward" in name for name in metrics)
-        trainer.train()
-        assert called
-        assert len(watch.images) == 3
-
     def test_the_training_rewards_with_their_weights_are_the_default(self, make, prompts):
         trainer = make(
             eval_reward_funcs=None,
@@ -228,19 +209,6 @@ class TestHybridInference:
         trainer.args.adapter_fraction = 1.0
         trainer.evaluate()
         assert same_images(watch.take(), images[1.0])
-
-    def test_a_reward_that_fails_leaves_the_adapter_on(self, make, watch, monkeypatch):
-        trainer = make(peft_config=NOT_NEW, adapter_fraction=0.5)
-        trainer.evaluate()
-        expected = watch.take()[3:]
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer.evaluator.rewards, "finish", lambda *args: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                trainer.evaluate()
-        watch.take()
-        assert not any(m.disable_adapters for m in trainer.model.modules() if isinstance(m, BaseTunerLayer))
-        trainer.evaluate()
-        assert same_images(watch.take(), expected)
 
 
 class TestMetrics:
@@ -405,73 +373,10 @@ class TestBaseline:
         (entry,) = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
         assert entry["eval_reward_gain"] != 0
 
-    def test_all_weights_without_a_baseline_it_is_said(self, make, watch, caplog):
-        trainer = make(peft_config=None)
-        trainer.train()
-        assert not watch.images
-        metrics = trainer.evaluate()
-        assert len(watch.images) == 3
-        assert "there is no baseline to compare with" in caplog.text
-        assert "eval_reward" in metrics
-        assert not [name for name in metrics if "baseline" in name or "gain" in name]
-
     def test_can_be_switched_off(self, make, watch):
         metrics = make(peft_config=NOT_NEW, eval_baseline=False).evaluate()
         assert len(watch.take()) == 3 and "eval_reward" in metrics
         assert not any("baseline" in name or "gain" in name for name in metrics)
-
-
-def keep_sheets(monkeypatch, sheets: list) -> None:
-    """Lets a list take the rows of each contact sheet, but not of its part for a card."""
-    render = scored_sheets.render_sheet
-
-    def keep(rows, *args, **card):
-        sheets.extend([] if card else [rows])
-        return render(rows, *args, **card)
-
-    monkeypatch.setattr(scored_sheets, "render_sheet", keep)
-
-
-class TestSheets:
-    @pytest.mark.parametrize("generations", [1, 2])
-    def test_before_and_after_and_the_scores_beside_them(
-        self, make, watch, base_images, tmp_path, monkeypatch, generations
-    ):
-        sheets = []
-        keep_sheets(monkeypatch, sheets)
-        trainer = make(log_completions=True, learning_rate=0.1, num_generations_eval=generations)
-        trainer.evaluate()
-        untrained = watch.take()
-        (sheet,) = sheets
-        assert len(sheet) == 3 and "before" not in str(sheet)  # nothing to compare
-        folder = tmp_path / "out" / "contact_sheets"
-        assert not [key for entry in jsonl(folder / "eval_step_000000.jsonl") for key in entry if "before" in key]
-        trainer.train()
-        sheets.clear()
-        trainer.evaluate()
-        (sheet,) = sheets
-        trained = watch.take()
-        assert same_images(untrained[::generations], base_images)
-        assert not same_images(trained, untrained)
-        entries = jsonl(folder / "eval_step_000002.jsonl")
-        assert len(entries) == 3 * generations and len(sheet) == (3 if generations == 1 else 6)
-        for number, entry in enumerate(entries):
-            prompt, generation = divmod(number, generations)
-            assert entry["watch_before"] != entry["watch"]
-            for side, images, name in ((0, untrained, "watch_before"), (1, trained, "watch")):
-                # One image: before to the left of after. Several: a row of them above the row after
-                title, (cells,) = sheet[prompt if generations == 1 else 2 * prompt + side]
-                shown, caption = cells[side if generations == 1 else generation]
-                assert np.array_equal(pixels(shown), images[number])
-                (score,) = redness_reward([], [Image.fromarray(images[number].astype(np.uint8))])
-                assert entry[name] == pytest.approx(score, abs=1e-6)
-                assert caption.endswith(f"watch {entry[name]:.3f}")
-                assert ("before", "after")[side] in (caption if generations == 1 else title)
-        with Image.open(folder / "eval_step_000000.png") as one, Image.open(folder / "eval_step_000002.png") as two:
-            if generations == 1:
-                assert two.width > 1.5 * one.width
-            else:
-                assert two.height > 1.3 * one.height
 
 
 class TestInTraining:

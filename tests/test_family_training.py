@@ -5,7 +5,6 @@ processes, and layers that no prediction depends on.
 """
 
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from launching import CONFIGS
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, tiny
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FAMILIES, QwenImageFamily
-from paco_trl.trainer import paco_grpo_trainer
 from testing_utils import anti_redness_reward
 
 
@@ -298,19 +296,3 @@ class TestUnusedLayers:
         with pytest.raises(ValueError, match="6 of .* weights have no gradient.*Leave `ddp_find_unused") as error:
             trainer.train()
         assert all(repr(layer) in str(error.value) for layer in without)
-
-    def test_an_adapter_of_before_is_continued_but_its_run_is_not(self, folder, tmp_path):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(QwenImageFamily, "unused_layers", lambda self, transformer: [])
-            patch.setattr(paco_grpo_trainer, "check_all_gradients", lambda *args: nullcontext())
-            trainer, _ = short_run(self.case, folder, tmp_path / "before")
-            trainer.train()
-            trainer._save_checkpoint(trainer.model, trial=None)
-        checkpoint = tmp_path / "before" / "checkpoint-2"
-
-        trainer, gradients = short_run(self.case, folder, tmp_path / "after", peft_config=str(checkpoint))
-        assert trainer.args.ddp_find_unused_parameters is False
-        trainer.train()
-        assert len(gradients.kept) == 40
-        trainer.save_model()
-        assert len(load_file(tmp_path / "after" / "adapter_model.safetensors")) == 40

@@ -111,22 +111,6 @@ class TestImages:
 
 
 class TestState:
-    @pytest.mark.parametrize("step", [0, 3])  # before and after the switch
-    def test_an_error_in_the_pipeline_leaves_the_adapter_on(self, case, step):
-        pipe, _, settings = case
-        tuned, calls = draw(pipe, settings), []
-
-        def fail(module, args, kwargs):
-            calls.append(module)
-            if len(calls) == step * (2 if "negative_prompt" in settings else 1) + 1:
-                raise MemoryError("planted")
-
-        handle = pipe.transformer.register_forward_pre_hook(fail, with_kwargs=True)
-        with pytest.raises(MemoryError, match="planted"):
-            draw_hybrid(pipe, settings, 0.6)
-        handle.remove()
-        assert torch.equal(draw(pipe, settings), tuned)
-
     def test_a_call_after_one_that_failed_in_the_same_context(self, case):
         pipe, _, settings = case
         expected = draw_hybrid(pipe, settings, 0.6)
@@ -181,7 +165,7 @@ class TestRefusals:
 
     def test_without_a_base_model(self, pipelines):
         bare = pipelines["flux", "bare"]
-        self.refused(bare, 0.8, "transformer of this FluxPipeline has no adapter.*no base model")
+        self.refused(bare, 0.8, "transformer of this FluxPipeline has no adapter")
         with hybrid_inference(bare, 1.0) as callback:
             assert callback is None
 
@@ -193,28 +177,14 @@ class TestRefusals:
             if kind == "diffusers"
             else pipe.transformer.base_model.disable_adapter_layers
         )()
-        self.refused(pipe, 0.8, "has an adapter that is off.*`enable_lora`")
+        self.refused(pipe, 0.8, "`enable_lora`")
         pipe = copy.deepcopy(pipelines["flux", kind])
         (pipe.transformer.fuse_lora if kind == "diffusers" else pipe.transformer.merge_adapter)()
-        self.refused(pipe, 0.8, "has a fused adapter.*`unfuse_lora`")
-
-    def test_a_pipeline_without_callbacks(self, pipelines):
-        class Silent(type(pipelines["flux", "bare"])):
-            def __call__(self, prompt, num_inference_steps=2):
-                raise NotImplementedError
-
-        pipe = Silent(**pipelines["flux", "peft"].components)
-        self.refused(pipe, 0.8, "Silent has no `callback_on_step_end`.*switch its adapter off")
+        self.refused(pipe, 0.8, "`unfuse_lora`")
 
     @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
     def test_a_fraction_that_is_none(self, pipelines, fraction):
         self.refused(pipelines["flux", "peft"], fraction, f"`adapter_fraction` is {fraction}; it must be from 0 to 1")
-
-    @pytest.mark.parametrize(("fraction", "steps", "other"), [(0.05, 0, 0), (0.95, 5, 1)])
-    def test_one_that_rounds_to_none_or_all_of_the_steps(self, pipelines, fraction, steps, other):
-        pipe, settings = pipelines["flux", "peft"], {"num_inference_steps": STEPS, "height": 32, "width": 32}
-        with pytest.raises(ValueError, match=rf"rounds to {steps} of 5.*at least 1 and at most 4, or set {other}\."):
-            draw_hybrid(pipe, {**settings, **CALLS["flux"]}, fraction)
 
 
 def test_the_example_of_the_documentation(pipelines):

@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from paco_trl import PaCoGRPOConfig, tiny
-from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.planning.memory import as_in_training
 from paco_trl.rollout import PipelinePolicy, SDESettings, cast_floating_inputs, family_of, loading, replay
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer, set_kernels
@@ -184,24 +183,3 @@ def test_compiled_blocks_in_bf16_have_a_ratio_of_one(tiny_flux):
 
     assert deviation(True) == 0.0
     assert deviation(False) > 1e-7  # otherwise the setting is not needed any more
-
-
-def test_checkpointing_keeps_no_random_state(make_trainer, monkeypatch):
-    trainer = make_trainer(gradient_checkpointing=True)
-    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
-    generator.prepare()
-    record = generator.generate(4, generator.sde_settings(0.7)).records[0]
-    read, state = [], torch.get_rng_state
-    monkeypatch.setattr(torch, "get_rng_state", lambda: read.append(0) or state())
-
-    def gradients() -> tuple[int, list[torch.Tensor]]:
-        read.clear()
-        trainer.model.zero_grad()
-        generator.replay(record).mean().backward()
-        return len(read), [weight.grad for weight in trainer.model.parameters() if weight.requires_grad]
-
-    ours = gradients()
-    trainer.model.get_base_model().enable_gradient_checkpointing()  # diffusers' own
-    diffusers = gradients()
-    assert ours[0] == 0 < diffusers[0]
-    assert any(gradient.any() for gradient in ours[1]) and all(map(torch.equal, ours[1], diffusers[1]))

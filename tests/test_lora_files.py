@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA files of other programs, written here by the names that those use: training starts from their image, or not at all."""
 
-import copy
 import json
 import re
 import shutil
@@ -23,7 +22,6 @@ from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 from paco_trl.rollout.lora_files import convert_lora
 from test_adapter_files import changes, deviation, fresh
-from test_family_training import CASES, make_dataset
 from testing_utils import are_equal, logs_with, weights_of
 
 
@@ -224,46 +222,6 @@ def test_every_way_to_load_it_gives_one_image(base_of, tmp_path):
     assert np.array_equal(draw(generation.load_pipeline(base.name_or_path, torch.float32, str(file), "cpu")), image)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["flux", *CASES])
-def test_a_run_starts_with_the_image_of_load_lora_weights(name, make_trainer, tiny_flux, tmp_path):
-    case = CASES.get(name)
-    folder = getattr(tiny, case.build)(tmp_path / "tiny") if case else tiny_flux
-    base = DiffusionPipeline.from_pretrained(folder)
-    targets = tuple(f".{target}" for target in family_of(base).lora_target_modules)
-    layers = [key for key, _ in base.transformer.named_modules() if key.endswith(targets)]
-    # Also those that no prediction depends on, which are not trained
-    write(tmp_path / "style.safetensors", base.transformer, same(*layers), DIFFUSERS)
-    side, scale = (1024, 1 / 16) if case and case.num_images else (64, 1 / 2)
-    few = {"num_generations": 4, "per_device_train_batch_size": 4, "num_prompts_per_generation": 2}
-    trainer = make_trainer(
-        model=str(folder),
-        train_dataset=make_dataset(case.num_images if case else 0),
-        peft_config=str(tmp_path / "style.safetensors"),
-        **{"height": side, "width": side, "resolution_scale": scale, **(case.settings if case else {}), **few},
-    )
-    rows, family, args = trainer.train_rows, trainer.family, trainer.args
-    trainer.prompt_encoder.encode(rows, [0], args.resolution_scale)
-    images = trainer.sampler.fetch(rows, [0], args.resolution_scale).source_images(0)
-    loaded = fresh(base)
-    if hasattr(loaded, "load_lora_weights"):
-        loaded.load_lora_weights(tmp_path, weight_name="style.safetensors")
-    else:
-        loaded.transformer.load_lora_adapter(tmp_path, weight_name="style.safetensors")
-    encoded = trainer.prompt_encoder.fetch(rows, [0], args.resolution_scale)[0]
-    drawn = []
-    for pipeline in (trainer.pipeline, loaded, fresh(base)):
-        pipeline.set_progress_bar_config(disable=True)
-        with family.generation_context(pipeline, images):
-            call = family.call_arguments(*rows.training_sizes[0], args.guidance_scale, images)
-            generator = [torch.Generator().manual_seed(0)]
-            call |= {"num_inference_steps": 2, "generator": generator, "output_type": "np"}
-            drawn.append(pipeline(**family.batch_arguments(encoded.place("cpu")), **call).images[0])
-    ours, theirs, untouched = drawn
-    assert np.abs(theirs - untouched).mean() > 1e-3
-    assert np.array_equal(ours, theirs)
-
-
 def test_training_goes_on_from_it(make_trainer, base_of, tiny_flux, tmp_path, caplog):
     file = tmp_path / "style.safetensors"
     write(file, base_of("flux").transformer, FLUX, KOHYA)
@@ -337,7 +295,7 @@ def test_a_layer_that_the_converter_of_flux2_drops(base_of, tmp_path):
         start(base, file)
 
 
-@pytest.mark.parametrize("style", ["Qwen-Image of kohya", "Z-Image of ai-toolkit", "Qwen-Image of DiffSynth"])
+@pytest.mark.parametrize("style", ["Qwen-Image of kohya", "Z-Image of ai-toolkit"])
 def test_another_family(style, make_trainer, base_of, tmp_path):
     family, naming, modules = FORMATS[style]
     write(tmp_path / "style.safetensors", base_of(family).transformer, modules, naming)
@@ -412,14 +370,3 @@ def test_it_is_merged(base_of, tmp_path):
     found = {name.removesuffix(".weight"): merged[name] - before[name] for name in before}
     assert deviation({name: found[name] for name in wanted}, wanted) < 1e-4
     assert {name for name, change in found.items() if change.any()} == set(wanted)
-
-
-def test_the_command(base_of, tmp_path):
-    file, base = tmp_path / "style.safetensors", base_of("flux")
-    write(file, base.transformer, same(*attention(BLOCK, QKV)), DIFFUSERS)
-    arguments = ScriptArguments(model_name_or_path=base.name_or_path, adapter=str(file))
-    assert get_peft_config(arguments) == str(file)
-    arguments = copy.copy(arguments)
-    arguments.lora_r = 16
-    with pytest.raises(ValueError, match="lora_r"):
-        get_peft_config(arguments)

@@ -9,19 +9,16 @@ import socket
 import subprocess
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from kill_runs import Run, copy_run, different, rank_in_group, relative_difference
+from kill_runs import Run, different, rank_in_group, relative_difference
 from launching import CPU_DDP, TESTS, run
 from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, find_checkpoint
-from paco_trl.commands import reward
-from paco_trl.rewards import redness_reward
 from test_reward_command import SETTINGS as JUDGE_SETTINGS
 from test_reward_command import pairs
 
@@ -116,20 +113,6 @@ except RuntimeError as error:
         said = ("said: DistNetworkError", "said: DistError: Another process")
         assert done.stderr.strip().splitlines()[-1].startswith(said[rank:]), done.stderr
 
-    def test_the_lock_of_pairs_is_left_out_where_nothing_can_be_written(self, monkeypatch, tmp_path):
-        (tmp_path / "file").touch()
-        places = (tmp_path / "cache", tmp_path / "file" / "cache")
-        seen = []
-        monkeypatch.setattr(reward, "load_pairs", lambda *arguments: seen.append(list(tmp_path.glob("cache/*.lock"))))
-        monkeypatch.setattr(reward, "PaCoRewardTrainer", lambda **kwargs: None)
-        monkeypatch.setattr(reward, "train_and_save", lambda *arguments: None)
-        for place in places:
-            monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", place)
-            args = PaCoRewardConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none")
-            reward.train(reward.ScriptArguments(dataset_split="train"), args)
-        assert [len(locks) for locks in seen] == [1, 1]  # the second time it is the first one's
-        assert not places[1].exists()
-
 
 # ---- A directory that all see ----
 
@@ -192,21 +175,6 @@ class TestLastLines:
         for rank in range(2):
             assert not different(uninterrupted.state(rank), resumed.state(rank)), rank
         assert not list(run.output.glob(".lock-*"))
-
-    def test_a_kill_of_the_first(self, context, tiny_flux, tmp_path):
-        run = Run(
-            context, tiny_flux, tmp_path / "out", processes=2, callbacks=[_EndAtStep2(0, True)], **WITHOUT_EVALUATION
-        )
-        run.wait()
-        assert run.was_killed == [True, False]
-        assert "was killed" in last_line(run, 1)
-        assert "checkpoint-2'" in last_line(run, 1)
-
-    def test_an_error_of_both(self, context, tiny_flux, tmp_path):
-        run = Run(
-            context, tiny_flux, tmp_path / "out", processes=2, callbacks=[_EndAtStep2(None)], **WITHOUT_EVALUATION
-        )
-        assert [run.result(rank)["error"] for rank in range(2)] == [f"ValueError: planted on {n}" for n in range(2)]
 
 
 # ---- Restarts ----
@@ -327,26 +295,3 @@ def test_a_machine_that_is_killed(context, tiny_flux, uninterrupted, two_machine
 
 
 # ---- Eight processes ----
-
-# Two rounds of two steps; eight encode twelve prompts, and evaluate three
-EIGHT = {
-    "reward_funcs": redness_reward,  # draws nothing: the generators of other processes are others
-    "per_device_train_batch_size": 1,
-    "max_steps": 4,
-    "save_steps": 2,
-    "eval_steps": 4,
-}
-
-
-@pytest.mark.slow
-def test_eight_processes_and_then_four(context, tiny_flux, tmp_path):
-    eight = Run(context, tiny_flux, tmp_path / "eight", processes=8, **EIGHT)
-    assert [eight.state(rank)["global_step"] for rank in range(8)] == [4] * 8
-    assert sum("eval_reward" in entry for entry in eight.state()["history"]) == 1
-    output = copy_run(eight.output, tmp_path / "four", [2])
-    four = Run(context, tiny_flux, output, resume=True, processes=4, **EIGHT)
-    before = load_file(output / "checkpoint-2" / "adapter_model.safetensors")
-    expected, adapter = eight.state()["adapter"], four.state()["adapter"]
-    assert max((expected[name] - before[name]).abs().max() for name in before) > 1e-3
-    assert max((expected[name] - adapter[name]).abs().max() for name in before) < 1e-6
-    assert "made by 8 processes, now 4: the images are the same" in four.output_text()

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.rewards import redness_reward
-from paco_trl.rollout import FluxFamily, calls_at, keyed_generator, predict
+from paco_trl.rollout import FluxFamily, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer import paco_nft_trainer
 from paco_trl.trainer.paco_nft_trainer import VelocityStatistics
@@ -137,13 +137,6 @@ class TestTraining:
         anti_redness = logs_with(down, "rewards/anti_redness_reward/mean")[::2]
         assert anti_redness[0] == pytest.approx(-redness[0])  # the same first images
         assert anti_redness[-1] - anti_redness[0] > 3 * spread
-
-    def test_forwards_are_counted(self, make_nft):
-        for beta, reference in ((0.0, 0), (0.1, 1)):
-            trainer = make_nft(beta=beta)
-            calls = count_images(trainer.model)
-            trainer.train()
-            assert sum(calls) == 8 * (4 + 2 * (2 + reference))  # 8 images, 4 steps, 2 times
 
     def test_all_times_of_the_schedule_but_the_last_at_the_default(self, make_nft):
         trainer, record = recorded(make_nft, num_noise_levels=None)
@@ -428,19 +421,6 @@ class TestFamilyPage:
         trainer.family = trainer.policy.family = family()
         with pytest.raises(error, match=message):
             trainer.train()
-
-    def test_the_call_is_the_recorded_one_and_another_at_another_time(self, make_nft):
-        _, record = recorded(make_nft)
-        step = record.buffers[0][0]["record"]
-        (call,) = step.calls
-        assert torch.equal(call["timestep"], step.times * 1000 / 1000)
-        (other,) = calls_at(
-            dataclasses.replace(step, calls=[FluxFamily().call_at(call, step.sample, torch.full((4,), step.sigma))]),
-            FluxFamily(), step.sample + 1, torch.full((4,), 0.5),
-        )  # fmt: skip
-        assert torch.equal(other["hidden_states"], step.sample + 1) and other["timestep"].tolist() == [0.5] * 4
-        assert other["encoder_hidden_states"] is call["encoder_hidden_states"]
-        assert call["timestep"] is not other["timestep"]
 
 
 class TestConfig:

@@ -74,14 +74,6 @@ class TestCheckInferenceSize:
                     check_inference_size(*[size[side]] * 2, count, count, multiple, "row 0")
         check_inference_size(36, 36, 3, 3, None, "row 0")  # not proposed, but some pipelines take it
 
-    def test_names_what_the_layout_needs(self):
-        with pytest.raises(
-            ValueError, match=r"multiple of 16 \(required by the pipeline\) and of 3 \(columns of panels\)"
-        ):
-            check_inference_size(1024, 1024, 2, 3, 16, "row 0")
-        with pytest.raises(ValueError, match=r"and of 3 \(rows of panels\)"):
-            check_inference_size(1024, 1024, 3, 2, 16, "row 0")
-
 
 class TestTrainingSize:
     @pytest.mark.parametrize(("height", "width", "rows", "cols", "expected"), T2IS)
@@ -90,18 +82,6 @@ class TestTrainingSize:
         assert size == expected == (height // 2, width // 2)
         assert size[0] % rows == size[1] % cols == 0
         assert size[0] % 16 == size[1] % 16 == 0
-
-    @pytest.mark.parametrize("scale", [0.1, 0.25, 0.3, 0.5, 0.75, 1.0])
-    @pytest.mark.parametrize(("height", "width", "rows", "cols", "_"), T2IS)
-    def test_every_scale_gives_a_size_that_is_accepted(self, height, width, rows, cols, _, scale):
-        size = training_size(height, width, rows, cols, scale, 16)
-        check_inference_size(*size, rows, cols, 16, "the result")
-        for result, full, count in zip(size, (height, width), (rows, cols), strict=True):
-            assert abs(result - full * scale) <= 16 * count / 2  # the nearest of the multiples of at most 16 * count
-
-    def test_scale_one_is_the_size_itself(self):
-        for height, width, rows, cols, half in T2IS:
-            assert training_size(height, width, rows, cols, 1.0, 16) == (height, width) != half
 
     @pytest.mark.parametrize(
         ("size", "count", "scale", "expected"),

@@ -71,7 +71,7 @@ from ..image_benchmarks.gedit_protocols import edit_protocol
 from ..image_benchmarks.image_sets import FoundImages, find_generated_sets, write_panel_files
 from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
-from ..rollout.hybrid_inference import check_adapter_fraction, hybrid_inference
+from ..rollout.hybrid_inference import hybrid_inference
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
 from ..utils.files import adapter_weights_digest, digest, sole_writer, write_atomically
@@ -187,7 +187,6 @@ def generate(args: GenerateArguments) -> Step:
     """Generate the images of one system."""
     if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
         raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
-    check_adapter_fraction(args.adapter_fraction, args.num_inference_steps or 0)
     if args.adapter is None and args.adapter_fraction < 1:
         raise ValueError(
             f"`--adapter_fraction` is {args.adapter_fraction}, but there is no `--adapter`. Leave it out."

@@ -11,18 +11,6 @@ from peft.utils import AuxiliaryTrainingWrapper
 from ..utils.pipelines import check_call
 
 
-def check_adapter_fraction(adapter_fraction: float, num_steps: int = 0) -> None:
-    """Refuse a fraction outside of 0 to 1, and one between them that rounds to none or all of the steps, if known."""
-    if not 0 <= adapter_fraction <= 1:
-        raise ValueError(f"`adapter_fraction` is {adapter_fraction}; it must be from 0 to 1.")
-    steps = round(adapter_fraction * num_steps)
-    if num_steps > 0 and 0 < adapter_fraction < 1 and steps in (0, num_steps):
-        raise ValueError(
-            f"`adapter_fraction` is {adapter_fraction}, which rounds to {steps} of {num_steps} denoising steps. Choose "
-            f"one that uses the adapter in at least 1 and at most {num_steps - 1}, or set {steps and 1}."
-        )
-
-
 @contextmanager
 def hybrid_inference(pipeline: Any, adapter_fraction: float) -> Iterator[Callable | None]:
     """
@@ -43,27 +31,25 @@ def hybrid_inference(pipeline: Any, adapter_fraction: float) -> Iterator[Callabl
         adapter.
 
     Raises:
-        ValueError: The fraction is invalid, or between 0 and 1 and rounds to none or all of a call's steps; the
-            pipeline takes no callback, or its transformer has no adapter that can be switched off.
+        ValueError: The fraction is invalid, the pipeline takes no callback, or its transformer has no adapter that can be
+            switched off.
         RuntimeError: In the first step of a call, if an earlier one in the same context ended before its last step.
     """
-    check_adapter_fraction(adapter_fraction)
+    if not 0 <= adapter_fraction <= 1:
+        raise ValueError(f"`adapter_fraction` is {adapter_fraction}; it must be from 0 to 1.")
     if adapter_fraction == 1:
         yield None
         return
     if adapter_fraction > 0:
-        remedy = "switch its adapter off between steps. Set `adapter_fraction` to 0 or 1."
-        check_call(pipeline, ["callback_on_step_end"], remedy)
-    transformer, is_on = getattr(pipeline, "transformer", None), True
-    modules = [] if transformer is None else transformer.modules()
-    layers: list[Any] = [each for each in modules if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-    for applies, problem in (
-        (not layers, "has no adapter, so there is no base model. Load the adapter"),
-        (any(getattr(each, "merged", False) for each in layers), "has a fused adapter. Unfuse it (`unfuse_lora`)"),
-        (any(each.disable_adapters for each in layers), "has an adapter that is off. Enable it (`enable_lora`)"),
-    ):
-        if applies:
-            raise ValueError(f"The transformer of this {type(pipeline).__name__} {problem}, or use it in all steps.")
+        check_call(pipeline, ["callback_on_step_end"], "switch its adapter off. Set `adapter_fraction` to 0 or 1.")
+    layers: list[Any]
+    layers = [m for m in pipeline.transformer.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    if not layers or any(getattr(each, "merged", False) or each.disable_adapters for each in layers):
+        raise ValueError(
+            f"The transformer of this {type(pipeline).__name__} has no adapter that is on and can be switched off. Load it, "
+            "enable it (`enable_lora`) or unfuse it (`unfuse_lora`)."
+        )
+    is_on = True
     # PEFT makes adapters trainable when it enables them
     flags = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
 
@@ -78,10 +64,9 @@ def hybrid_inference(pipeline: Any, adapter_fraction: float) -> Iterator[Callabl
 
     def callback(pipeline: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]) -> dict[str, Any]:
         total = getattr(pipeline, "num_timesteps", len(pipeline.scheduler.timesteps))
-        check_adapter_fraction(adapter_fraction, total)
         if step == 0 and not is_on:
-            reason = "an earlier one in the same `hybrid_inference` context ended before its last step"
-            raise RuntimeError(f"This call began without the adapter: {reason}. Use a context for each such call.")
+            reason = "an earlier one in the same context ended before its last step"
+            raise RuntimeError(f"This call began without the adapter: {reason}. Use a context for each.")
         is_last = step + 1 == total or getattr(pipeline, "interrupt", False)
         switch(is_last or step + 1 < round(adapter_fraction * total))
         return callback_kwargs

@@ -32,14 +32,13 @@ def convert_lora(
             # Converters multiply weights by alpha / rank: in float32, or those of half precision would be rounded
             raw = {name: opened.get_tensor(name).float() for name in opened.keys()}
     except SafetensorError as error:
-        raise ValueError(f"The adapter '{file}' cannot be read: {error}. Copy or download it again.") from error
+        raise ValueError(f"The adapter '{file}' cannot be read: {error}") from error
     of_encoders = [name for name in raw if _TEXT_ENCODER.search(name)]
     if others := of_encoders or [name for name in raw if not _PLAIN.search(name)]:
         problem = "train a text encoder" if of_encoders else "are not those of a plain LoRA, but of DoRA or LoKr, say"
         raise ValueError(
-            f"{len(others)} of the {len(raw)} weights in '{file}' {problem}: {', '.join(others[:3])}, ... They are not "
-            "trained here, and without them training would start from other images. Train the LoRA without them, or merge "
-            "it into its model with the program that made it, and train a new adapter on that."
+            f"{len(others)} of the {len(raw)} weights in '{file}' {problem}: {', '.join(others[:3])}, ... They are not trained "
+            "here. Train the LoRA without them, or merge it into its model and train a new adapter on that."
         )
     if isinstance(model, str):
         name = DiffusionPipeline.load_config(model, **hub_arguments)["_class_name"]
@@ -81,7 +80,5 @@ def convert_lora(
 def _misfit(file: str, kind: type | None) -> str:
     name = getattr(kind, "__name__", "this pipeline")
     return (
-        f"'{file}' is no LoRA that diffusers reads for {name}: it was made for another model, or saved by a program that "
-        f"diffusers does not know. If `{name}.load_lora_weights` takes it in a newer version of diffusers, install that; "
-        "else save it in the format of diffusers, ComfyUI or kohya. What does not fit"
+        f"'{file}' is no LoRA that diffusers reads for {name}. It is of another model, or save it in diffusers' format"
     )

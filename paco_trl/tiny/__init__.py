@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from .clip import build_tiny_clip
     from .flux import build_tiny_flux, build_tiny_flux_kontext
     from .flux2 import build_tiny_flux2, build_tiny_flux2_klein
-    from .longcat_image import build_tiny_longcat_image, build_tiny_longcat_image_edit
-    from .ovis_image import build_tiny_ovis_image
+    from .longcat_image import build_tiny_longcat_image, build_tiny_longcat_image_edit, build_tiny_ovis_image
     from .qwen2_5_vl import build_tiny_qwen2_5_vl
-    from .qwen_image import build_tiny_qwen_image, build_tiny_qwen_image_edit, build_tiny_qwen_image_edit_plus
-    from .qwen_image_21 import build_tiny_qwen_image_21
+    from .qwen_image import (
+        build_tiny_qwen_image,
+        build_tiny_qwen_image_21,
+        build_tiny_qwen_image_edit,
+        build_tiny_qwen_image_edit_plus,
+    )
     from .stable_diffusion_3 import build_tiny_stable_diffusion_3
     from .z_image import build_tiny_z_image
 

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build tiny LongCat-Image and LongCat-Image-Edit pipelines."""
+"""Build tiny LongCat-Image, LongCat-Image-Edit and Ovis-Image pipelines."""
 
 from pathlib import Path
 
-from diffusers import LongCatImageEditPipeline, LongCatImagePipeline, LongCatImageTransformer2DModel
+from diffusers import (
+    LongCatImageEditPipeline,
+    LongCatImagePipeline,
+    LongCatImageTransformer2DModel,
+    OvisImagePipeline,
+    OvisImageTransformer2DModel,
+)
+from transformers import Qwen3Model
 
 from .flux import build_scheduler, build_vae
 from .parts import ATTENTION, CONFIGS, enlarge, save, weights_of
 from .qwen_image import build_text_encoder
+from .z_image import qwen3_config, train_qwen3_tokenizer
 
 
 def build_tiny_longcat_image(folder: str | Path, seed: int = 0) -> Path:
@@ -35,3 +43,16 @@ def _build_parts(num_halvings: int, seed: int) -> dict:
     enlarge(transformer, *ATTENTION)
     parts = {"vae": vae, "transformer": transformer, "text_encoder": text_encoder, "text_processor": processor}
     return {**parts, "tokenizer": processor.tokenizer, "scheduler": build_scheduler()}
+
+
+def build_tiny_ovis_image(folder: str | Path, seed: int = 0) -> Path:
+    """
+    Build an Ovis-Image pipeline: images are multiples of 4 pixels, and a prompt is 256 tokens.
+    """
+    tokenizer = train_qwen3_tokenizer()
+    with weights_of(seed):
+        text_encoder = Qwen3Model(qwen3_config(tokenizer, num_hidden_layers=3))
+        transformer = OvisImageTransformer2DModel(**CONFIGS["ovis_image_transformer"])
+        vae = build_vae()
+    enlarge(transformer, *ATTENTION)
+    return save(OvisImagePipeline(build_scheduler(), vae, text_encoder, tokenizer, transformer), folder)

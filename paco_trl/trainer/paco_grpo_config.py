@@ -13,7 +13,6 @@ from trl import GRPOConfig
 
 from ..data.image_sets import PANEL_TEMPLATE, SET_LAYOUTS, check_panel_options
 from ..rewards.aggregation import AGGREGATION_METHODS
-from ..rollout.hybrid_inference import check_adapter_fraction
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks
@@ -509,7 +508,6 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`max_resample_times` generates single prompts again, but a batch of {batch_size} images would hold parts of "
                 f"several: its size must divide `num_generations` ({self.num_generations})."
             )
-        check_adapter_fraction(self.adapter_fraction, self.num_inference_steps_eval)
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)
         for name, choices in _CHOICES.items():
