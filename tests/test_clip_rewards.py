@@ -10,8 +10,7 @@ from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from paco_trl.evaluation import ClipIScorer
-from paco_trl.rewards import ClipTReward, PickScoreReward
+from paco_trl.rewards import PickScoreReward
 from paco_trl.rewards.clip import ClipEmbedder
 
 
@@ -163,22 +162,3 @@ class TestClipEmbedder:
             embedder.embed_images(images[::-1], names), image_embeds.flip(0), atol=1e-6, rtol=1e-5
         )
         assert embedder.embed_images([], []).shape == (0, 16)
-
-    def test_transparency_is_put_on_white_and_16_bits_are_scaled(self, tiny_clip, pick_score):
-        clip_t, clip_i = ClipTReward(tiny_clip, device="cpu"), ClipIScorer(tiny_clip, device="cpu")
-        alpha = Image.fromarray(np.random.default_rng(5).integers(0, 2, (40, 40), dtype=np.uint8) * 255)
-        transparent, on_white = noise(0), Image.new("RGB", (40, 40), "white")
-        on_white.paste(transparent, mask=alpha)
-        transparent.putalpha(alpha)
-        grey = np.random.default_rng(6).integers(0, 256, (40, 40), dtype=np.uint8)
-        deep = Image.fromarray(grey.astype(np.uint16) * 257)
-        for image, expected in ((transparent, on_white), (deep, Image.fromarray(grey))):
-            assert clip_i.score([(image, expected)], ["?"]) == pytest.approx([1.0], abs=1e-5)
-            # Pillow's own conversion is another image: what this test would not see without an effect
-            plain = image.convert("RGB")
-            assert clip_i.score([(plain, expected)], ["?"])[0] < 0.9999
-            scores = pick_score([TEXTS[0]] * 2, [image, expected])
-            assert scores[0] == pytest.approx(scores[1], abs=1e-6)
-            columns = {"panels": [[TEXTS[0]]] * 2, "panel_images": [[image], [expected]]}
-            scores = clip_t(["p"] * 2, [image, expected], **columns)
-            assert scores[0] == pytest.approx(scores[1], abs=1e-6)

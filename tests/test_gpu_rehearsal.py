@@ -109,18 +109,6 @@ def test_a_step_that_fails_does_not_stop_the_others(forked, rehearse, tmp_path):
     assert "judge-scoring" not in printed and "failed" not in printed
 
 
-@pytest.mark.slow
-def test_time_limits(rehearse, tmp_path):
-    """With processes as on a GPU: the first step is stopped while it starts, and no time is left for the second."""
-    stale = tmp_path / "gpu_flux-512.json"
-    stale.write_text("{}")
-    code, steps, printed = rehearse("--minutes", "0.01", "--steps", "tests", "flux-512")
-    assert code == 1
-    assert [step["result"] for step in steps.values()] == ["stopped", "left out"]
-    assert "took more than 1 s" in printed and "minutes are over" in printed
-    assert not stale.exists()
-
-
 def test_without_a_gpu_it_refuses_in_a_sentence(tmp_path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = ["make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}", f"OUT={tmp_path / 'out'}"]

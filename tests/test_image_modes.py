@@ -108,10 +108,6 @@ class TestSixteenBits:
         # The effect: elsewhere all but black would be white
         assert not np.array_equal(np.asarray(image.convert("RGB"))[..., 0], GREY_8)
 
-    def test_is_rounded(self):
-        image = Image.fromarray(np.array([[128, 129, 65534]], dtype=np.uint16))
-        assert np.asarray(to_rgb(image, "It"))[0, :, 0].tolist() == [0, 1, 255]
-
     def test_a_transparent_grey_is_white(self):
         image = Image.fromarray(GREY_16)
         image.info["transparency"] = 514

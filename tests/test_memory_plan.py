@@ -230,6 +230,7 @@ def test_the_longest_prompt_is_that_of_an_image(make_trainer, tiny_flux):
     assert plan.run.call.prompt == "A hare. It eats slowly."
 
 
+@pytest.mark.slow
 def test_a_first_panel_is_a_source(make_trainer, tmp_path):
     model, args = (
         str(tiny.build_tiny_flux_kontext(tmp_path / "model")),
@@ -252,6 +253,7 @@ def test_a_first_panel_is_a_source(make_trainer, tmp_path):
     assert found["anchored"] == [encoded] * 2 and max(found["independent"]) < encoded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "is_one"), [("flux_kontext", False), ("flux2_klein", True)])
 def test_first_panels_may_need_micro_batches_of_one(make_trainer, tmp_path, model, is_one):
     folder = str(getattr(tiny, f"build_tiny_{model}")(tmp_path / "model"))

@@ -4,7 +4,6 @@
 import copy
 import functools
 import importlib.util
-import inspect
 import json
 import shutil
 from contextlib import contextmanager
@@ -173,21 +172,6 @@ class TestScore:
             judge.score(pairs, questions)
         assert all("pixel_values" not in kwargs for _, kwargs, _ in calls) and len(calls) == 3
 
-    def test_is_one_forward_a_batch_without_generation(self, judge, pairs, monkeypatch):
-        def generate(*args, **kwargs):
-            raise AssertionError("generated")
-
-        monkeypatch.setattr(judge.model, "generate", generate)
-        with pytest.raises(AssertionError, match="generated"):
-            judge.explain(pairs[:1], SHORT)
-        with calls_of(judge.model) as calls, calls_of(judge.model.model.language_model) as inner:
-            judge.score(pairs, SHORT)
-        assert len(calls) == len(inner) == 3
-        for _, _, output in calls:
-            assert output.logits.shape[1] == 1  # of one position only
-            assert not output.logits.requires_grad
-        assert all(parameter.requires_grad for parameter in judge.model.parameters())
-
     def test_surrounding_autocast_does_not_change_the_scores(self, judge, pairs, questions):
         scores = judge.score(pairs, questions)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -197,28 +181,7 @@ class TestScore:
 
     def test_nothing_to_score(self, judge):
         for questions in (SHORT, []):
-            assert judge.score([], questions) == judge.score_sets([], questions) == judge.explain([], questions) == []
-
-
-@pytest.fixture(scope="module")
-def sets():
-    """Sets of two, four and three images."""
-    images = [noise(seed, (56 + 28 * (seed % 3), 56)) for seed in range(9)]
-    return [images[:2], images[2:6], images[6:]]
-
-
-class TestScoreSets:
-    def test_is_the_mean_over_the_pairs(self, judge, sets, reference):
-        by_hand = [
-            [usage(*reference, first, second, question) for first, second in combinations(images, 2)]
-            for images, question in zip(sets, QUESTIONS, strict=True)
-        ]
-        assert [len(scores) for scores in by_hand] == [1, 6, 3] and spread(by_hand[1]) > 1e-4
-        scores = judge.score_sets(sets, QUESTIONS)
-        assert scores == close([sum(values) / len(values) for values in by_hand])
-        assert spread(scores) > 1e-3
-        # The same from single pairs
-        assert judge.score(list(combinations(sets[1], 2)), QUESTIONS[1]) == close(by_hand[1])
+            assert judge.score([], questions) == judge.explain([], questions) == []
 
 
 @pytest.fixture(scope="module")
@@ -275,20 +238,6 @@ class TestImagesOfACall:
                 scores.append(judge.score(pairs, SHORT))
             assert sum(patches) == 200 and len(patches) == expected
         assert scores[0] == close(scores[1]) and scores[0] == close(scores[2])
-
-    def test_an_image_of_far_apart_batches_is_encoded_once(self, judge, monkeypatch):
-        monkeypatch.setattr(paco_reward, "_PIXELS_PER_FORWARD", 0)
-        images = [noise(seed) for seed in range(10)]
-        far = [(images[0], images[1]), *zip(images[2:], images[3:], strict=False), (images[1], images[0])]
-        assert len(far) == 9  # batches of 3: both use images 0 and 1
-        with patches_of(judge) as patches:
-            judge.score(far, SHORT)
-        assert len(patches) == 2 or len(patches) == 3
-        assert sum(patches) == num_patches(judge, *images) == 10 * 16
-        # A batch without a new image needs no forward of the vision tower
-        with patches_of(judge) as patches, calls_of(judge.model) as calls:
-            judge.score([(images[0], images[1])] * 7, SHORT)
-        assert patches == [32] and len(calls) == 3
 
     @pytest.mark.parametrize("encoded", [True, False])
     def test_they_are_let_go_after_their_last_batch(self, judge, encoded, monkeypatch):
@@ -471,16 +420,10 @@ class TestBadInput:
         ("images", "question", "message"),
         [
             ([(noise(0), noise(1)), (noise(0),) * 3], SHORT, r"images\[1\]"),
-            (["ab"], SHORT, r"images\[0\]"),
-            (
-                [(noise(0), noise(1))] * 4 + [(noise(2), "/nowhere/gone.png")],
-                SHORT,
-                "Second image of pair 4 .*gone.png",
-            ),
+            ([(noise(0), noise(1))] * 4 + [(noise(2), "/nowhere/gone.png")], SHORT, "pair 4 .*gone.png"),
             ([(noise(0), noise(1))], "Alike?<|im_end|>", r"`prompts\[0\]`"),
-            ([(noise(0), noise(1))], "Alike?<|image_pad|>", r"`prompts\[0\]`"),
         ],
-        ids=["three", "text", "missing", "end", "image"],
+        ids=["three", "missing", "end"],
     )
     def test_pairs_and_questions(self, judge, images, question, message):
         with pytest.raises(ValueError, match=message):
@@ -577,18 +520,16 @@ class TestFromPretrained:
         assert (folder / "preprocessor_config.json").is_file()
         assert pixel_limit(PaCoReward.from_pretrained(folder, device="cpu").processor) == 56 * 56
 
-    def test_dtype(self, tiny_qwen, adapter, judge, pairs, questions, expected, tmp_path, dtype="bfloat16"):
-        low = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype=dtype)
+    def test_dtype(self, tiny_qwen, adapter, judge, pairs, questions, expected, tmp_path):
+        low = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="bfloat16")
         assert {parameter.dtype for parameter in low.model.parameters()} == {torch.bfloat16}
-        assert PaCoReward.from_pretrained(adapter, device="cpu", dtype=dtype).model.dtype == torch.bfloat16
+        assert PaCoReward.from_pretrained(adapter, device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16
         scores = low.score(pairs, questions)
         assert scores == close(expected, 0.05) and scores != close(expected, 1e-5)
         # "auto" is that of the files
         low.model.save_pretrained(tmp_path)
         judge.processor.save_pretrained(tmp_path)
         assert PaCoReward.from_pretrained(tmp_path, device="cpu").model.dtype == torch.bfloat16
-        assert PaCoReward.from_pretrained(tmp_path, device="cpu", dtype="float32").model.dtype == torch.float32
-        assert PaCoReward.from_pretrained(tiny_qwen, device="cpu").model.dtype == torch.float32
 
     def test_full_models_in_pickles_are_refused(self, tiny_qwen, tmp_path):
         folder = shutil.copytree(tiny_qwen, tmp_path / "model")
@@ -729,15 +670,12 @@ class TestTrustRemoteCode:
     def traces(folder):
         return sorted(path.name for path in folder.parent.glob("own_*"))
 
-    def test_is_off_by_default(self, folder, pairs, questions, expected):
-        assert inspect.signature(PaCoReward.from_pretrained).parameters["trust_remote_code"].default is False
+    def test_code_is_run_only_when_asked_for(self, folder, pairs, questions, expected):
         judge = PaCoReward.from_pretrained(folder, device="cpu")
         assert self.traces(folder) == []
         assert type(judge.model) is Qwen2_5_VLForConditionalGeneration
         assert type(judge.processor) is Qwen2_5_VLProcessor
         assert judge.score(pairs, questions) == close(expected)
-
-    def test_runs_the_code_when_asked_for(self, folder):
         PaCoReward.from_pretrained(folder, device="cpu", trust_remote_code=True)
         assert self.traces(folder) == ["own_model", "own_processor"]
 

@@ -21,12 +21,11 @@ from paco_trl.commands import grpo
 from paco_trl.commands.script_arguments import ScriptArguments, judges_of, load_eval_rewards, load_rewards
 from paco_trl.rewards import JudgeUnavailableError, RubricReward
 from paco_trl.rewards.judge import Answer, _read_rating, expected_rating
-from paco_trl.rewards.judge_rewards import RUBRICS, read_rubric
-from paco_trl.tiny import build_tiny_flux_kontext
+from paco_trl.rewards.judge_rewards import read_rubric
 from paco_trl.tiny.qwen2_5_vl import SPECIAL_TOKENS, train_tokenizer
 from paco_trl.utils.fingerprint import describe_scorer
 from test_quantization import nf4_on_cpu
-from testing_utils import jsonl, noise
+from testing_utils import noise
 
 
 SOURCES = [noise(seed, (56 + 28 * (seed % 2), 56)) for seed in range(4)]
@@ -222,31 +221,11 @@ class TestServed:
         assert abs(ratings[0] - ratings[1]) > 1e-3
         reward.judge.close()
 
-    def test_several_sources_are_averaged(self, inner):
-        reward = RubricReward(inner, "instruction")
-        alone = [rate_edits(reward), rate_edits(reward, SOURCES[::-1])]
-        several = [[first, second] for first, second in zip(SOURCES, SOURCES[::-1], strict=True)]
-        assert reward(INSTRUCTIONS, EDITED, images=several) == close(np.mean(alone, axis=0).tolist())
-        assert alone[0] != close(alone[1], 1e-3)
-
     @pytest.mark.parametrize("fault", ["no logprobs", "neither", "400"])
     def test_a_server_that_cannot_rate(self, server, fault):
         server.fault = lambda number: fault
         with pytest.raises(JudgeUnavailableError, match="a digit first"):
             RubricReward("judge", "instruction", server.url)
-
-    def test_unanswered(self, server):
-        reward = RubricReward("judge", "instruction", server.url)
-        faults = ["no logprobs", "neither", "400", None]
-        server.fault = lambda number: faults[number - 1]
-        logged = {}
-        ratings = rate_edits(reward, log_metric=logged.__setitem__)
-        assert ratings.count(None) == 3 and 0 < sum(filter(None, ratings)) < 1
-        assert {name: value for name, value in logged.items() if "/unanswered/" in name} == {
-            f"rubric_instruction/unanswered/{kind}": value
-            for kind, value in {"refused": 0.25, "unavailable": 0, "unreadable": 0.25, "undecided": 0.25}.items()
-        }
-        reward.judge.close()
 
     @pytest.mark.parametrize(("last", "rating"), [(-12.0, 0.8), (-4.0, None), (math.nan, None)])
     def test_digits_that_are_not_listed(self, last, rating):
@@ -270,7 +249,7 @@ def test_a_judge_that_does_not_answer_with_a_digit(tiny_qwen):
 
 
 class TestBadInput:
-    @pytest.mark.parametrize("scale", [0, 10, 2.5, "5"])
+    @pytest.mark.parametrize("scale", [0, 10])
     def test_scale(self, scale):
         with pytest.raises(ValueError, match="`scale`"):
             RubricReward("nobody/judge", "instruction", scale=scale)
@@ -306,11 +285,6 @@ class TestBadInput:
             reward(INSTRUCTIONS, EDITED)
 
 
-def test_packaged_rubrics_name_what_is_replaced():
-    texts = [read_rubric(name) for name in RUBRICS]
-    assert len({*texts}) == 3 and all(text.count("{prompt}") == 1 and "{scale}" in text for text in texts)
-
-
 def test_what_a_rating_depends_on(tiny_qwen, tmp_path):
     judge = PaCoReward.from_pretrained(tiny_qwen, **OPTIONS)
     for name in ("a", "b"):
@@ -343,7 +317,7 @@ class TestCommandLine:
         assert evaluation[1] is load_rewards and evaluation[0].judge is evaluation[3].judge is not first.judge
         assert evaluation[0].judge.model.config.model_type == "llava" and len(judges_of(arguments)) == 2
 
-    @pytest.mark.parametrize("name", ["rubric:", "rubric:instuction", "rubric"])
+    @pytest.mark.parametrize("name", ["rubric:", "rubric"])
     def test_unknown(self, name):
         with pytest.raises(ValueError, match="unchanged"):
             load_rewards(ScriptArguments(rewards=[name]))
@@ -356,30 +330,3 @@ class TestCommandLine:
         words += f" --model_name_or_path {tmp_path} --num_prompts_per_generation 2 --rewards rubric:{rubric}"
         with pytest.raises(ValueError, match=f"'rubric:{rubric}'.*{key}"):
             grpo.main(words.split())
-
-    @pytest.mark.slow
-    def test_training(self, folders, tmp_path):
-        for number, image in enumerate(SOURCES):
-            image.save(tmp_path / f"{number}.png")
-        rows = [
-            {"prompt": f"{text} {number}", "image": f"{number}.png", "references": [f"{number}.png"]}
-            for number, text in enumerate(INSTRUCTIONS)
-        ]
-        (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = (
-            f"--dataset_name {tmp_path / 'edits.jsonl'} --edits --output_dir {tmp_path / 'out'} --use_cpu --bf16 False"
-        )
-        words += f" --model_name_or_path {build_tiny_flux_kontext(tmp_path / 'kontext')} --report_to none"
-        words += f" --judge_model {folders['llava']} --rewards rubric:instruction rubric:unchanged edit reference"
-        words += " --num_generations 4 --num_prompts_per_generation 4 --per_device_train_batch_size 4 --max_steps 2"
-        words += (
-            " --num_inference_steps 2 --sde_steps 0 --height 1024 --width 1024 --resolution_scale 0.0625 --lora_r 4"
-        )
-        grpo.main(words.split())
-        assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-        entries = jsonl(tmp_path / "out/contact_sheets/round_00000.jsonl")
-        names = ("rubric_instruction", "rubric_unchanged", "edit", "reference")
-        ratings = np.array([[entry[name] for name in names] for entry in entries])
-        assert (
-            ratings.shape == (16, 4) and (0 < ratings).all() and (ratings < 1).all() and (ratings.std(0) > 1e-4).all()
-        )

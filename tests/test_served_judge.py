@@ -256,23 +256,6 @@ class TestUnavailable:
         server.fault = lambda number: None
         assert judge.score([PAIR], QUESTION) == [RIGHT]
 
-    def test_goes_down_while_the_last_questions_are_under_way(self, server, make_judge, clock, caplog):
-        """Others were answered after they were asked: that says nothing of now."""
-        caplog.set_level(logging.INFO, "openai")
-        judge = make_judge(server, max_concurrency=6)
-
-        def fault(number: int):
-            if number < 3:
-                return None
-            wait_until(lambda: server.at_once == 3)  # the first three were answered
-            threading.Thread(target=server.stop).start()
-            return "hang"
-
-        server.fault = fault
-        clock.forward_when(lambda: "Retrying" in caplog.text)
-        with pytest.raises(JudgeUnavailableError, match="has not answered"):
-            judge.score([PAIR] * 6, QUESTION)
-
     def test_nobody_listens_at_start(self, make_judge):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -350,18 +333,6 @@ class TestKey:
         assert make_judge(locked).score([PAIR], QUESTION) == [RIGHT]
         with pytest.raises(JudgeUnavailableError, match="refuses the key"):
             make_judge(locked, api_key="wrong").check()
-
-    def test_what_is_for_openai_goes_nowhere_else(self, server, make_judge, monkeypatch):
-        monkeypatch.delenv("VLLM_API_KEY", raising=False)
-        for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID", "WEBHOOK_SECRET"):
-            monkeypatch.setenv(f"OPENAI_{name}", "for OpenAI")
-        monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: for OpenAI")
-        monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-        make_judge(server).check()
-        assert len(server.headers) == 2
-        for headers in server.headers:
-            assert not any("for OpenAI" in value for value in headers.values())
-            assert headers["authorization"] == "Bearer EMPTY"
 
     def test_is_in_no_log_repr_or_error(self, locked, make_judge, clock, caplog):
         caplog.set_level(logging.DEBUG)
@@ -455,39 +426,6 @@ class TestConnections:
         assert len(server.requests) == 4
         server.fault = lambda number: None
         assert judge.score([PAIR], QUESTION) == [RIGHT]
-
-    @pytest.mark.skipif(
-        threading.current_thread() is not threading.main_thread(), reason="Ctrl-C is for the main thread"
-    )
-    def test_ctrl_c(self, server, make_judge, request):
-        # A process that was started in the background ignores it
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-        server.fault = lambda number: "hang"
-        judge = make_judge(server, max_concurrency=4)
-
-        def interrupt():
-            wait_until(lambda: len(server.requests) == 4)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            judge.score([PAIR] * 50, QUESTION)
-        thread.join()
-        assert wait_until(lambda: not tasks_under_way())
-        assert len(server.requests) == 4
-
-    def test_closed(self, server, make_judge):
-        judge = make_judge(server)
-        judge.score([PAIR] * 8, QUESTION)
-        assert server.open_connections > 0
-        judge.close()
-        assert wait_until(lambda: server.open_connections == 0)
-        for ask in (judge.check, lambda: judge.score([PAIR], QUESTION)):
-            with pytest.raises(RuntimeError, match="was closed"):
-                ask()
-        assert len(server.requests) == 8
 
 
 class TestImages:

@@ -97,9 +97,7 @@ def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
     """Check that each item is a pair, and make it a tuple."""
     for index, pair in enumerate(images):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise ValueError(
-                f"`images[{index}]` is not a pair. Pass `[(first, second), ...]`; for sets, `score_sets`."
-            )
+            raise ValueError(f"`images[{index}]` is not a pair. Pass `[(first, second), ...]`.")
     return [(first, second) for first, second in images]
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, combinations
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -275,25 +275,6 @@ class PaCoReward:
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
         return self._query(pairs, prompts, self._top_tokens, image_labels)
-
-    def score_sets(self, image_sets: list[list[ImageSource]], prompts: str | list[str]) -> list[float]:
-        """
-        Score sets of images: the mean over all unordered pairs of a set, those of `itertools.combinations`.
-
-        Args:
-            image_sets (`list[list]`):
-                Sets of at least two images, such as the panels of a grid.
-            prompts (`str` or `list[str]`):
-                Question for each set, or one for all; see [`~PaCoReward.score`].
-        """
-        prompts = broadcast_questions(prompts, len(image_sets), "sets")
-        if any(not isinstance(images, (list, tuple)) or len(images) < 2 for images in image_sets):
-            raise ValueError("Each of `image_sets` must be a list of at least two images.")
-        pairs = [pair for images in image_sets for pair in combinations(images, 2)]
-        counts = [len(images) * (len(images) - 1) // 2 for images in image_sets]
-        questions = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
-        scores = iter(self.score(pairs, questions))
-        return [sum(next(scores) for _ in range(count)) / count for count in counts]
 
     @torch.inference_mode()
     def explain(self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512) -> list[str]:
