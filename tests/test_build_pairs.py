@@ -345,8 +345,6 @@ class TestAutomatic:
         assert report["splits"]["test"]["consistent"] == 2 * 24
         assert report["splits"]["train"]["pairs"] == len(pairs["train"])
         assert report["splits"]["test"]["prompts"] == 2
-        assert report["splits"]["train"]["images"] == 64
-        assert sum(report["splits"]["train"]["categories"].values()) == len(pairs["train"])
         keys = [frozenset(names) for split in pairs.values() for names in split["panels"]]
         assert len(keys) == len(set(keys))
 

@@ -6,7 +6,6 @@ The paper (Sec. 3.1 of https://arxiv.org/abs/2512.04784) says "clear positives a
 "Pairs" in docs/build_dataset.md.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,8 +141,7 @@ def build_pairs(
         - `instances`, and `votes`: how many of them are `ranked`, `ordered` (all candidates in one order),
           `with_ties` and `circular`;
         - dropped pairs: `contradictions` (as many votes for Yes as for No), `same_image_twice`;
-        - `splits` (each with `pairs`, `consistent`, `inconsistent`, `prompts`, `images`, `categories`) and
-          `held_out_rankings`.
+        - `splits` (each with `pairs`, `consistent` and `prompts`) and `held_out_rankings`.
     """
     from datasets import DatasetDict
 
@@ -185,22 +183,16 @@ def build_pairs(
     orders: dict[str, Any] = {name: votes[name][0].ranking for name in names}
     rankings = instances_to_rankings(instances, panels, prompts, orders) if orders else None
 
-    report["splits"] = {name: _describe(split) for name, split in splits.items()}
+    report["splits"] = {
+        name: {
+            "pairs": len(split),
+            "consistent": sum(vote["yes"] > vote["no"] for vote in split["votes"][:]),
+            "prompts": len(set(split["group"][:])),
+        }
+        for name, split in splits.items()
+    }
     report["held_out_rankings"] = len(orders)
     return splits, rankings, report
-
-
-def _describe(pairs: "Dataset") -> dict[str, Any]:
-    votes = pairs["votes"][:]
-    consistent = sum(vote["yes"] > vote["no"] for vote in votes)
-    return {
-        "pairs": len(pairs),
-        "consistent": consistent,
-        "inconsistent": len(pairs) - consistent,
-        "prompts": len(set(pairs["group"][:])),
-        "images": len({name for names in pairs["panels"][:] for name in names}),
-        "categories": dict(Counter(name for name in pairs["category"][:] if name)),
-    }
 
 
 def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]) -> list[list[str]]:

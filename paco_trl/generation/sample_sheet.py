@@ -2,6 +2,7 @@
 """Sample sheets: one image with some of the prompts and grids, pairs or rankings of a stage."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,24 +45,15 @@ def _theme_of(question: str) -> str:
 
 
 def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> None:
-    """Show some pairs: a consistent one at the left, an inconsistent one, if possible of its prompt, at the right."""
-    columns = pairs.with_format(None)
-    labels = [decision_of(completion) for completion in columns["completion"][:]]
-    groups = columns["group"][:] if "group" in pairs.column_names else [None] * len(pairs)
-    rows_by_label = {name: [row for row, label in enumerate(labels) if label == name] for name in ("Yes", "No")}
-    negatives = {groups[row]: row for row in reversed(rows_by_label["No"])}
-    matched = [row for row in rows_by_label["Yes"] if groups[row] in negatives]
-    positives = {groups[row]: row for row in reversed(matched)}
-    left = _evenly_spaced(sorted(positives.values()) or rows_by_label["Yes"], max_rows)
-    right = [negatives[groups[row]] for row in left] if positives else _evenly_spaced(rows_by_label["No"], max_rows)
+    """Show some pairs: consistent ones at the left, inconsistent ones at the right."""
+    labels = [decision_of(completion) for completion in pairs.with_format(None)["completion"][:]]
+    by_label = ([row for row, own in enumerate(labels) if own == label] for label in ("Yes", "No"))
     rows = []
-    for number in range(max(len(left), len(right))):
-        blocks, titles = [], []
-        for chosen, caption in ((left, "consistent"), (right, "inconsistent")):
-            if number < len(chosen):
-                pair = pairs[chosen[number]]
-                blocks.append([(image, caption) for image in pair["images"]])
-                titles.append(_theme_of(content_text(pair["prompt"][-1]["content"]) or ""))
+    for numbers in zip_longest(*(_evenly_spaced(of_label, max_rows) for of_label in by_label)):
+        shown = [pairs[number] for number in numbers if number is not None]
+        captions = ["consistent" if decision_of(pair["completion"]) == "Yes" else "inconsistent" for pair in shown]
+        titles = [_theme_of(content_text(pair["prompt"][-1]["content"]) or "") for pair in shown]
+        blocks = [[(image, caption) for image in pair["images"]] for pair, caption in zip(shown, captions, strict=True)]
         rows.append((" / ".join(dict.fromkeys(titles)), blocks))
     _save(rows, path)
 
