@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Annotation by people: what is asked of whom, what is written, and what is refused."""
 
-import hashlib
 import json
 import logging
-import multiprocessing
-import os
-import signal
 import socket
 import sys
 from collections import Counter
@@ -19,7 +15,6 @@ import pytest
 import requests
 from datasets import Dataset
 from datasets import Image as ImageFeature
-from PIL import Image, ImageDraw
 
 from launching import free_port
 from paco_trl.dataset_building import read_annotations
@@ -29,52 +24,30 @@ from paco_trl.dataset_building.annotate import (
     serve_annotation,
     shown_order,
 )
+from planted_world import PlantedWorld
 
 
-COLORS = ["#cc3311", "#ee7733", "#ddcc33", "#33aa55", "#3377bb", "#332288", "#aa3377", "#bbbbbb"]
 THEME = "A fox <b>in</b> a scarf ${document.title = 'owned'} {{this}} & `friends`"
 
 
 class World(NamedTuple):
-    """Grids of one color each: the truth is the distance between the colors of seeds."""
+    """Ranking instances of a planted world, in whose themes is what a page could run."""
 
     instances: Dataset
     panels: Dataset
     prompts: Dataset
 
     def truth(self, instance: str) -> list[int]:
-        """The right ranking."""
-        seed = int(instance.split("/")[1])
-        count = len(self.instances[0]["candidates"])
-        return sorted(range(count), key=lambda other: (abs(other - seed), other))
+        """A ranking that depends on the instance."""
+        return sorted(range(4), key=lambda other: (abs(other - int(instance.split("/")[1])), other))
 
 
-def make_world(folder: Path, num_prompts: int = 2, num_seeds: int = 4) -> World:
-    """Two panels a grid: a circle, and a square."""
-    folder.mkdir(parents=True, exist_ok=True)
-    panels, instances = [], []
-    for prompt in range(num_prompts):
-        for seed in range(num_seeds):
-            for position, shape in enumerate(("ellipse", "rectangle")):
-                image = Image.new("RGB", (24, 24), "white")
-                getattr(ImageDraw.Draw(image), shape)([6, 6, 18, 18], fill=COLORS[seed % 8])
-                image.putpixel((0, 0), (prompt, seed, position))
-                path = folder / f"{prompt} & {seed}-{position}.png"
-                image.save(path)
-                sha256 = hashlib.sha256(image.tobytes()).hexdigest()
-                panels.append({"id": f"p {prompt}/{seed}/{position}", "sha256": sha256, "image": str(path)})
-        for seed in range(num_seeds):
-            for position, other in ((0, 1), (1, 0)):
-                row = {"id": f"p {prompt}/{seed}/{position}/{other}", "prompt_id": f"p {prompt}"}
-                row |= {"digest": f"{prompt}{seed}{position}{other}", "reference": f"p {prompt}/{seed}/{position}"}
-                row["candidates"] = [f"p {prompt}/{number}/{other}" for number in range(num_seeds)]
-                instances.append(row)
-    prompts = [
-        {"id": f"p {prompt}", "prompt": f"{THEME} {prompt}", "theme": THEME, "dimensions": ["style", "logic"]}
-        for prompt in range(num_prompts)
-    ]
-    dataset = Dataset.from_list(panels).cast_column("image", ImageFeature())
-    return World(Dataset.from_list(instances), dataset, Dataset.from_list(prompts))
+def make_world(folder: Path) -> World:
+    """Two prompts with four grids of two panels each."""
+    world = PlantedWorld(folder, num_prompts=2, rows=1, cols=2)
+    others = world.prompts.remove_columns(["theme", "dimensions"])
+    themed = others.add_column("theme", [THEME] * 2).add_column("dimensions", [["style", "logic"]] * 2)
+    return World(world.instances, world.panels, themed)
 
 
 @contextmanager
@@ -234,13 +207,13 @@ def test_several_annotators_at_once(world, folder):
     assert AnnotationWork(*world, folder, annotations_per_instance=6).task("late")["instance"] is not None
 
 
-GOOD = {"annotator": "anna", "instance": "p 0/0/0/1", "order": [0, 1, 2, 3]}
+GOOD = {"annotator": "anna", "instance": "p000/0/0/1", "order": [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize(
     ("changes", "token"),
     [
-        ({"instance": "p 0/0/0/9"}, "p 0/0/0/9"),
+        ({"instance": "p000/0/0/9"}, "p000/0/0/9"),
         ({"order": [0, 1]}, "2 of 4 are left"),
         ({"order": [0, 1, 2, 2]}, "exactly once"),
         ({"order": [0, 1, 2, 3, 4]}, "of 4 are left"),
@@ -277,16 +250,6 @@ def test_a_judge_does_not_take_the_place_of_people(world, folder):
     with pytest.raises(ValueError, match="automatic ranking"):
         work.task("judge")
     assert len(rank_all(work, world, "anna")) == 16
-
-
-def test_theme_of_a_prompt_without_one(world, folder):
-    prompt = (
-        "THEME: two cats. This image has 2 panels in a 1x2 grid layout. [LEFT]: a cat sleeps. [RIGHT]: a cat eats."
-    )
-    for text, theme in [(prompt, prompt.partition(" [LEFT]")[0]), ("just two cats", "just two cats")]:
-        prompts = Dataset.from_list([{"id": f"p {number}", "prompt": text} for number in range(2)])
-        task = AnnotationWork(world.instances, world.panels, prompts, folder).task("anna")
-        assert task["theme"] == theme and task["dimensions"] == ["identity", "style", "logic"]
 
 
 # ------------------------------------------------------------------------------------------------ server
@@ -337,25 +300,3 @@ def test_hosts_and_ports(world, folder, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(ImportError, match=r"paco_trl\[apps\]"):
         serve_annotation(work)
-
-
-def test_server_runs_until_it_is_stopped(world, tmp_path):
-    gradio = pytest.importorskip("gradio")
-    fork, port = multiprocessing.get_context("fork"), free_port()
-    is_waiting, wait = fork.Event(), gradio.Blocks.block_thread
-
-    def serve():
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
-        gradio.Blocks.block_thread = lambda app: (is_waiting.set(), wait(app))
-        serve_annotation(AnnotationWork(*world, tmp_path / "annotations"), port=port)
-
-    process = fork.Process(target=serve)
-    process.start()
-    try:
-        assert is_waiting.wait(60)
-        assert requests.get(f"http://127.0.0.1:{port}", timeout=60).ok
-        os.kill(process.pid, signal.SIGINT)
-        process.join(60)
-        assert process.exitcode == 0
-    finally:
-        process.kill()

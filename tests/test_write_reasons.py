@@ -16,7 +16,7 @@ from judge_server import pictures_of
 from paco_trl.data import check_pair_columns, criterion_question, decision_of, theme_question, validate_pairs
 from paco_trl.data.pairs import make_pair, pair_features
 from paco_trl.dataset_building.prompts import DIMENSIONS
-from paco_trl.dataset_building.reasons import VISIBLE_ATTRIBUTES, check_reasons, write_reasons
+from paco_trl.dataset_building.reasons import check_reasons, write_reasons
 from paco_trl.utils.chat import EndpointUnavailableError
 from paco_trl.utils.stage_folder import StageFolder
 
@@ -67,15 +67,6 @@ def test_the_length_is_a_setting():
     reasons = "Yes. The same red hat and the same coat."  # 8 words
     found = [check_reasons(reasons, "Yes", *words) for words in ((8, 8), (9, 20), (1, 7))]
     assert found == [None, module.LENGTH, module.LENGTH]
-
-
-def test_the_vocabulary():
-    words = " ".join(VISIBLE_ATTRIBUTES.values()).split()
-    assert len(words) == len(set(words)) and all(word.islower() and word.isalpha() for word in words)
-    for kind, of_kind in VISIBLE_ATTRIBUTES.items():
-        for word in of_kind.split():
-            text = f"No. In one of the two images there is a {word} to be found which the other one does not have."
-            assert check_reasons(text, "No") is None, (kind, word)
 
 
 # ---- A planted world ----

@@ -18,16 +18,6 @@ class Vote(NamedTuple):
     best: int | None
     worst: list[int]
 
-    @property
-    def num_ties(self) -> int:
-        """Count the pairs of candidates without a majority."""
-        return sum(row[index + 1 :].count(0) for index, row in enumerate(self.relation))
-
-    @property
-    def is_circular(self) -> bool:
-        """Tell whether every pair has a majority, and yet there is no order (A before B before C before A)."""
-        return self.num_ties == 0 and self.ranking is None
-
 
 def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
     """Count the votes on one instance: each annotator's rank of each candidate (1 is best, equal is tied)."""

@@ -27,6 +27,7 @@ from .annotations import (
     ranks_of_record,
     read_annotations,
 )
+from .prompts import DIMENSIONS
 
 
 if TYPE_CHECKING:
@@ -38,12 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What annotators look at; the prompts' own dimensions come first
-_DIMENSIONS = {
-    "identity": "the same person, animal or thing",
-    "style": "the same look: technique, colors, light",
-    "logic": "what is shown fits together",
-}
 _INTRODUCTION = """# Which image is most consistent with the reference?
 You see one reference and several candidates. Rank the candidates: first the one that is most consistent with the
 reference, last the one that is least. Use the same name each time to resume where you stopped."""
@@ -154,7 +149,7 @@ class AnnotationWork:
         shown = shown_order(annotator, instance, len(row["candidates"]))
         return {
             "theme": theme_of(prompt),
-            "dimensions": prompt.get("dimensions") or list(_DIMENSIONS),
+            "dimensions": prompt.get("dimensions") or list(DIMENSIONS),
             "reference": f"/image/{self._sha_of[row['reference']]}",
             "images": [f"/image/{self._sha_of[row['candidates'][index]]}" for index in shown],
             # Places of the shown images, best first
@@ -208,10 +203,8 @@ def make_app(work: AnnotationWork) -> "Blocks":
             count = len(task["images"])
             task["columns"] = 2 if count <= 4 else 3 if count <= 9 else 4
             task["theme"] = html.escape(task["theme"])
-            task["dimensions"] = [
-                f"<b>{html.escape(name)}</b>" + (f": {_DIMENSIONS[name]}" if name in _DIMENSIONS else "")
-                for name in task["dimensions"]
-            ]
+            names = task["dimensions"]
+            task["dimensions"] = [f"<b>{html.escape(name)}</b>: {DIMENSIONS.get(name, '')}" for name in names]
         buttons = [gr.Button(visible=is_task), gr.Button(interactive=task["previous"] is not None)]
         return [gr.Column(visible=False), gr.Column(visible=True), task, *buttons, gr.Button(visible=is_task)]
 

@@ -3,7 +3,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,11 @@ def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
     yes = sum(decision_of(completion) == "Yes" for completion in completions)
     counts = {"consistent": yes, "inconsistent": len(pairs) - yes}
     categories = columns["category"][:] if "category" in pairs.column_names else []
-    dimensions = columns["dimensions"][:] if "dimensions" in pairs.column_names else []
     return {
         **_describe(pairs, num_images),
         **{name: f"{count} ({_percent(count / len(pairs))})" for name, count in counts.items()},
         "with_reasons": sum(not is_label_only(completion) for completion in completions) or None,
         "categories": Counter(name for name in categories if name),
-        "dimensions": Counter(name for names in dimensions for name in names or []),
     }
 
 
@@ -89,7 +87,7 @@ def dataset_card(
             ranking=ranking,
             table=_table,
             facts=_facts,
-            name_tables=[*_name_tables(splits)],
+            category_table=_category_table(splits),
             has_reasons=any(split["with_reasons"] for split in splits.values()),
             split_by_prompt=len(splits) > 1 and all(split["prompts"] for split in splits.values()),
             generator=generator_text,
@@ -116,13 +114,11 @@ def _percent(fraction: float | None) -> str | None:
     return None if fraction is None else f"{100 * fraction:.1f} %"
 
 
-def _name_tables(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Format tables of categories and of dimensions, the most frequent first, where they are known."""
-    for label, key in (("category", "categories"), ("dimension of consistency", "dimensions")):
-        names = [name for name, _ in sum((split[key] for split in splits.values()), Counter()).most_common()]
-        if names:
-            counts = {f"pairs ({split})": [content[key][name] for name in names] for split, content in splits.items()}
-            yield _table({label: names, **counts})
+def _category_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format a table of categories, the most frequent first, where they are known."""
+    names = [name for name, _ in sum((split["categories"] for split in splits.values()), Counter()).most_common()]
+    counts = {f"pairs ({name})": [split["categories"][each] for each in names] for name, split in splits.items()}
+    return _table({"category": names, **counts}) if names else ""
 
 
 def _value(value: Any) -> str:

@@ -138,8 +138,7 @@ def build_pairs(
         `tuple[DatasetDict, Dataset | None, dict]`: the pairs, `train` and, unless `test_size` is 0, `test`; the
         rankings of the held-out prompts whose candidates the majority puts in one order, or `None`; and the report:
 
-        - `instances`, and `votes`: how many of them are `ranked`, `ordered` (all candidates in one order),
-          `with_ties` and `circular`;
+        - `instances`, and `votes`: how many of them are `ranked` and `ordered` (all candidates in one order);
         - dropped pairs: `contradictions` (as many votes for Yes as for No), `same_image_twice`;
         - `splits` (each with `pairs`, `consistent` and `prompts`) and `held_out_rankings`.
     """
@@ -154,12 +153,7 @@ def build_pairs(
     pairs = pairs_dataset(decisions, panels, prompts)
     report = {
         "instances": len(rows),
-        "votes": {
-            "ranked": len(votes),
-            "ordered": sum(vote.ranking is not None for vote, _ in votes.values()),
-            "with_ties": sum(vote.num_ties > 0 for vote, _ in votes.values()),
-            "circular": sum(vote.is_circular for vote, _ in votes.values()),
-        },
+        "votes": {"ranked": len(votes), "ordered": sum(vote.ranking is not None for vote, _ in votes.values())},
         "contradictions": sum(pair.yes == pair.no > 0 for pair in decisions),
         "same_image_twice": len(decided) - len(decisions),
     }

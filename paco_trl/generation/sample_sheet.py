@@ -53,7 +53,9 @@ def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> None:
         shown = [pairs[number] for number in numbers if number is not None]
         captions = ["consistent" if decision_of(pair["completion"]) == "Yes" else "inconsistent" for pair in shown]
         titles = [_theme_of(content_text(pair["prompt"][-1]["content"]) or "") for pair in shown]
-        blocks = [[(image, caption) for image in pair["images"]] for pair, caption in zip(shown, captions, strict=True)]
+        blocks = [
+            [(image, caption) for image in pair["images"]] for pair, caption in zip(shown, captions, strict=True)
+        ]
         rows.append((" / ".join(dict.fromkeys(titles)), blocks))
     _save(rows, path)
 
