@@ -18,8 +18,6 @@ from paco_trl.evaluation import bootstrap_interval
 from paco_trl.evaluation.report import published_tables
 from paco_trl.image_benchmarks import (
     System,
-    alignment_means,
-    consistency_means,
     find_image_sets,
     load_t2is_bench,
     score_aesthetics,
@@ -31,7 +29,7 @@ from paco_trl.image_benchmarks import (
 from paco_trl.image_benchmarks.image_sets import FoundImages, ImageSet, find_generated_sets, write_panel_files
 from paco_trl.image_benchmarks.score_store import open_scores
 from paco_trl.image_benchmarks.statistics import cell, difference
-from paco_trl.image_benchmarks.t2is_bench import consistency_criteria, weighted_average
+from paco_trl.image_benchmarks.t2is_bench import consistency_criteria, dimension_score, weighted_average
 from paco_trl.rewards import ServedJudge
 
 
@@ -158,15 +156,6 @@ def by_hand(values, name, dimension):
     return fmean(fmean(pair_score(*pair, text) for pair in pairs) for text in texts)
 
 
-def by_dimension(values, name, left_out):
-    """P(Yes) of each pair of the panels that are there, for each criterion."""
-    there = [value for number, value in enumerate(values[name]) if (name, number) not in left_out]
-    return {
-        dimension.lower(): [[pair_score(*pair, text) for pair in combinations(there, 2)] for text in texts]
-        for dimension, texts in PROMPTS[name][1].items()
-    }
-
-
 def row(results, metric, table=0):
     return next(one for one in results["tables"][table]["rows"] if one["metric"] == metric)
 
@@ -189,31 +178,16 @@ class TestArithmetic:
         assert abs(plain - average) > 0.01
 
     def test_consistency_by_the_script_and_without_its_holes(self):
-        cases = [
-            {"identity": [[0.2, 0.4], [0.6, 0.8]], "style": [[0.5, 0.5]], "logic": [[0.3, 0.5]]},
-            {"style": [[0.1, 0.3]], "logic": [[0.0, 0.0]]},  # no identity; a logic of exactly 0
-            {"identity": [[]], "style": [[]], "logic": [[]]},  # one picture: no pairs
-        ]
-        # The script, step by step: criteria, then cases with 0 for what is not there, then the mean above 0
-        assert consistency_means(cases, protocol="published") == pytest.approx(
-            {"identity": (0.3 + 0.7) / 2, "style": (0.5 + 0.2) / 2, "logic": 0.4}
-        )
-        ours = consistency_means(cases)
-        assert ours == pytest.approx({"identity": 0.5, "style": 0.35, "logic": (0.4 + 0.0) / 2})
-
-    def test_a_question_without_an_answer(self):
-        cases = [{"identity": [[0.2, None]]}, {"identity": [[0.6, 0.6]]}]
-        assert consistency_means(cases)["identity"] == pytest.approx(0.6)  # not a mean over fewer pairs
-        assert consistency_means(cases, protocol="published")["identity"] == pytest.approx(0.4)
-        assert math.isnan(consistency_means(cases)["logic"])
-        assert consistency_means(cases, protocol="published")["logic"] == 0.0
-
-    def test_alignment_counts_images_and_not_cases(self):
-        images = [{"entity": 1.0}, {"entity": 0.5, "attribute": 0.2}, {}]
-        ours, script = alignment_means(images), alignment_means(images, protocol="published")
-        assert ours["entity"] == pytest.approx(0.5) and script["entity"] == pytest.approx(0.75)
-        assert ours["attribute"] == pytest.approx(0.1) and script["attribute"] == pytest.approx(0.2)
-        assert math.isnan(script["relation"])
+        for scores, ours, script in (
+            ([[0.2, 0.4], [0.6, 0.8]], 0.5, 0.5),  # criteria, then their mean
+            ([[0.2, 0.4, 0.6]], 0.6, 0.4),  # three pairs of two
+            ([[0.0, 0.0]], 0.0, None),  # exactly 0
+            ([[]], 0.0, None),  # one picture: no pairs
+            ([], None, None),  # the prompt does not have the dimension
+            ([[0.2, None], [0.6, 0.6]], None, 0.4),  # a question without an answer: no mean over fewer pairs
+        ):
+            for protocol, expected in (("default", ours), ("published", script)):
+                assert dimension_score(scores, 2, protocol) == (expected and pytest.approx(expected)), scores
 
 
 class TestStatistics:
@@ -486,8 +460,6 @@ class TestPlantedSets:
             "2 panels of 'planted system' are missing and left out, as by the benchmark's own"
             in published["alerts"][0]
         )
-        cases = [by_dimension(IDENTICAL, name, left_out) for name in PROMPTS]
-        assert consistency_means(cases, protocol="published")["identity"] == pytest.approx(mean(published, "identity"))
 
     def test_a_gain_of_copies_is_seen(self, bench, tmp_path):
         systems = []
@@ -567,7 +539,7 @@ class TestPlantedSets:
         assert "planted gave no score for 2 of 3 sets" in caplog.text
         system = System("base", "it", found, tmp_path / "scores")
         results = t2is_results(bench, [system])
-        assert results["systems"][0]["counts"]["sets without an answer (planted)"] == 2
+        assert results["systems"][0]["counts"]["sets without an answer (consistency-planted)"] == 2
         # Not a mean over fewer criteria or pairs
         assert mean(results, "style") == pytest.approx(fmean(by_hand(FOREIGN, n, "Style") for n in ("0002", "0003")))
         assert mean(results, "identity") == pytest.approx(by_hand(FOREIGN, "0001", "Identity"))
@@ -578,14 +550,16 @@ class TestPlantedSets:
         assert by_key["0001/0"]["consistency"] is None and by_key["0003/0"]["consistency"] is None
         assert by_key["0002/0"]["consistency"] is not None  # it has no identity, and was not asked about it
         (alert,) = results["alerts"]
-        assert "2 sets of 'it' have an unanswered question (planted)" in alert and "0001/0, 0003/0" in alert
+        assert (
+            "2 sets of 'it' have an unanswered question (consistency-planted)" in alert and "0001/0, 0003/0" in alert
+        )
         # The next run asks about these two again, and no other
         judge.answers, judge.pairs = True, 0
         score_consistency(judge, found, bench, tmp_path / "scores")
         assert judge.pairs == 6 * 4 + 1 * 3
         results = t2is_results(bench, [system])
         assert mean(results, "style") == pytest.approx(fmean(by_hand(FOREIGN, name, "Style") for name in PROMPTS))
-        assert results["systems"][0]["counts"]["sets without an answer (planted)"] == 0
+        assert results["systems"][0]["counts"]["sets without an answer (consistency-planted)"] == 0
 
 
 class TestResume:

@@ -5,22 +5,13 @@ Is an adapter better than its base model on your own prompts? One call generates
     paco-trl evaluate prompts --dataset_name sets.jsonl --adapter paco-flux \
         --rewards consistency clip_t --output_dir evaluation/prompts
 
-An adapter and its base model on T2IS-Bench or GEdit-Bench, under the same settings, in one call or step by step:
+An adapter and its base model on T2IS-Bench or GEdit-Bench, in one call, or in the steps `generate`, `score` and `report`:
 
     paco-trl evaluate images t2is --dataset_name t2is.jsonl --adapter user/paco-flux \
         --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it --output_dir evaluation
 
-    paco-trl evaluate generate --dataset_name t2is.jsonl --output_dir evaluation/base
-    paco-trl evaluate generate --dataset_name t2is.jsonl --output_dir evaluation/tuned --adapter user/paco-flux
-    paco-trl evaluate score --dataset_name t2is.jsonl --output_dir evaluation/base \
-        --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it
-    paco-trl evaluate score --dataset_name t2is.jsonl --output_dir evaluation/tuned \
-        --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it
-    paco-trl evaluate report --dataset_name t2is.jsonl --base evaluation/base --tuned evaluation/tuned \
-        --train_dataset_name user/my-prompts
-
-`paco-trl evaluate <stage> --help` lists the options of a stage, which a YAML file can give as well
-(`--config file.yaml`). Interrupted stages resume. Images that were generated elsewhere are scored with `--images directory`.
+`paco-trl evaluate <stage> --help` lists the options of a stage, which a YAML file can give as well (`--config file.yaml`).
+Interrupted stages resume. Images that were generated elsewhere are scored with `score --images directory`.
 
 A judge is evaluated on rankings by people, or on EditReward-Bench:
 

@@ -66,8 +66,7 @@ class SetOptions:
 
     set_layout: str | None = option(
         None,
-        "What an image set is: a `grid`, or `separate` images. If `None`, where images are generated as in the adapter's "
-        "training run, or what its row says.",
+        "What an image set is: a `grid`, or `separate` images. If `None`, as in the adapter's run, or what its row says.",
         choices=SET_LAYOUTS,
     )
 
@@ -77,12 +76,12 @@ class PanelOptions(SetOptions):
     """What an image set is, and how separate images are generated."""
 
     panel_template: str | None = option(
-        None, "Prompt of a separate image. If `None`, that of the adapter's training run, or `{theme} {panel}`."
+        None, "Prompt of a separate image. If `None`, that of the adapter's run, or `{theme} {panel}`."
     )
     panel_generation: str | None = option(
         None,
-        "How separate images are generated: `independent`, from a set's `shared_noise`, or `anchored`: the first is the "
-        "source of the others. If `None`, as in the adapter's training run, or `independent`.",
+        "Separate images are `independent`, from `shared_noise`, or `anchored`: the first is the source of the others. If "
+        "`None`, as in the adapter's run, or `independent`.",
         choices=(None, *PANEL_GENERATIONS),
     )
 
@@ -92,30 +91,17 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
     """Your own prompts: the base model against adapters, by any rewards, on a page with the images side by side."""
 
     adapter: list[str] | None = option(
-        None,
-        "Adapters (Hub ids, directories or LoRA files) to compare with the base model, each. If `None`, the base model alone.",
+        None, "Adapters to compare with the base model. If `None`, it is evaluated alone."
     )
     output_dir: str = option("evaluation/prompts", "Directory for images, scores, and a page for each adapter.")
     num_generations: int = option(1, "Number of images per prompt and model.")
-    num_inference_steps: int | None = option(
-        None, "Number of denoising steps. If `None`, that of evaluations in the adapter's training run, or 20."
-    )
-    guidance_scale: float | None = option(
-        None, "Guidance scale. If `None`, that of the adapter's training run, or 3.5."
-    )
-    negative_prompt: str | None = option(
-        None, "Negative prompt. If `None`, that of the adapter's training run, or none."
-    )
-    height: int | None = option(
-        None, "Height in pixels, for rows without a `height`. If `None`, that of the training run, or 1024."
-    )
-    width: int | None = option(
-        None, "Width in pixels, for rows without a `width`. If `None`, that of the training run, or 1024."
-    )
+    num_inference_steps: int | None = option(None, "Denoising steps. If `None`, as evaluations of the run, or 20.")
+    guidance_scale: float | None = option(None, "Guidance scale. If `None`, that of the run, or 3.5.")
+    negative_prompt: str | None = option(None, "Negative prompt. If `None`, that of the run, or none.")
+    height: int | None = option(None, "Height in pixels, for rows without one. If `None`, that of the run, or 1024.")
+    width: int | None = option(None, "Width in pixels, for rows without one. If `None`, that of the run, or 1024.")
     seed: int = option(42, "Seed of the noise, which is the same for the base model and each adapter.")
-    bf16: bool | None = option(
-        None, "Whether to generate in bf16, or with `False` in float32. If `None`, as the training run, or in bf16."
-    )
+    bf16: bool | None = option(None, "Whether to generate in bf16, not float32. If `None`, as the run, or in bf16.")
     num_shown: int = option(24, "Number of images per model on the page: those of the largest gain and loss.")
 
 
@@ -144,9 +130,7 @@ class ScoredArguments(BenchmarkArguments):
     """Benchmark of image models, and the files that its scores depend on."""
 
     alignment_file: str | None = option(None, "`prompt_alignment.json` of T2IS-Bench: what each panel should show.")
-    missing: str = option(
-        "error", "Missing images: `error`, or `zero` for a score of 0 each.", choices=("error", "zero")
-    )
+    missing: str = option("error", "Missing images: `error`, or `zero` to score 0 each.", choices=("error", "zero"))
     protocol: str = option(
         "default", "`default`, or `published` as its own script does (`t2is`: in `report` only).", choices=PROTOCOLS
     )
@@ -155,28 +139,21 @@ class ScoredArguments(BenchmarkArguments):
         super().__post_init__()
         if self.benchmark == "stories":
             raise ValueError(
-                "`--benchmark stories` is scored by ViStoryBench's own evaluator: `paco-trl evaluate generate` with "
-                "`--panel_files True` writes what it reads."
+                "ViStoryBench's own evaluator scores stories: `generate --panel_files True` writes what it reads."
             )
 
 
 @dataclass
-class GenerationOptions(PipelineArguments, PanelOptions, BenchmarkArguments):
-    """How images are generated: by a pipeline, with or without an adapter."""
+class GenerateArguments(PipelineArguments, PanelOptions, BenchmarkArguments):
+    """Images of one system: a pipeline, with or without an adapter."""
 
     adapter: str | None = option(None, "Hub id, directory or LoRA file of an adapter. If `None`, the untouched model.")
     adapter_fraction: float = option(1.0, "Fraction of the denoising steps that use it, from the first.")
     seeds: list[int] = option([0], "Seeds for each prompt; only one with `gedit`.")
     batch_size: int = option(1, "Images per call of the pipeline; not for `gedit`.")
     panel_files: bool = option(
-        False, "Whether to also write the panels as files for the script of T2IS-Bench or ViStoryBench."
+        False, "Whether to also write panels as T2IS-Bench's or ViStoryBench's script reads them."
     )
-
-
-@dataclass
-class GenerateArguments(GenerationOptions):
-    """Images of one system: a pipeline, with or without an adapter."""
-
     output_dir: str = option("evaluation/base", "Directory of the system; each requires its own.")
 
 
@@ -209,7 +186,7 @@ class ReportOptions(ScoredArguments):
     """What a report shows."""
 
     train_dataset_name: str | None = option(
-        None, "Training prompts (Hub id, directory, JSON lines) to search for the benchmark's. If `None`, unchecked."
+        None, "Training prompts to search for the benchmark's. If `None`, unchecked."
     )
     num_shown: int = option(12, "Number of sets on the page: those of the largest gain and loss.")
     card: str | None = option(None, "Directory of the adapter whose model card gets the results of the last system.")
@@ -225,7 +202,7 @@ class ReportArguments(ReportOptions):
 
 
 @dataclass(kw_only=True)
-class ImagesArguments(GenerationOptions, ScoringOptions, ReportOptions):
+class ImagesArguments(GenerateArguments, ScoringOptions, ReportOptions):
     """A benchmark in one call: the base model and an adapter generate, are scored, and compared in a report."""
 
     benchmark: str = option(MISSING, "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).")

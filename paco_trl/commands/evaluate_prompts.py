@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl evaluate prompts`: compares adapters with their base model on your own prompts, with any rewards."""
 
+import asyncio
 import gc
+import hashlib
+import inspect
+import itertools
 import json
+import math
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +18,20 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from rich.console import Console
 from rich.markup import escape
+from tqdm.auto import tqdm
+from transformers import TrainerState
 
+from ..data import split_grid
 from ..data.image_sets import PANEL_OPTIONS, check_panel_options
 from ..generation.image_files import generate_missing
 from ..hub.settings import ImageModelCard, load_settings
 from ..image_benchmarks import print_report, save_generation_report
-from ..image_benchmarks.own_prompts import image_files, own_results, score_images
-from ..rewards.runner import RewardRunner, offloadable_models
+from ..image_benchmarks.score_store import open_scores
+from ..image_benchmarks.statistics import Line, Unit, table
+from ..rewards.runner import IMAGES_PER_CALL, RewardRunner, offloadable_models
 from ..rollout import family_of
 from ..rollout.loading import check_peft_config, load_pipeline, make_policy
 from ..rollout.prompt_rows import Completions, PromptRows
@@ -39,6 +50,10 @@ from .script_arguments import (
     load_rewards,
     load_train_prompts,
 )
+
+
+# Row of the prompt and number of the image
+Place = tuple[int, int]
 
 
 def evaluate_prompts(args: PromptsArguments) -> None:
@@ -77,9 +92,9 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     with sole_writer(output_dir, "images"):
         for name, adapter in zip(folders, [None, *adapters], strict=True):
             weights = {} if adapter is None else {"adapter": adapter, "weights": adapter_weights_digest(adapter)}
-            files = image_files(
-                StageFolder(output_dir / name, settings | weights).images, len(rows), args.num_generations
-            )
+            folder = StageFolder(output_dir / name, settings | weights).images
+            places = itertools.product(range(len(rows)), range(args.num_generations))
+            files = {(row, image): folder / str(row) / f"{image}.png" for row, image in places}
             if not all(path.exists() for path in files.values()):
                 embeddings = output_dir / ".embeddings" if accelerator.num_processes > 1 else None
                 _generate(args.model_name_or_path, adapter, settings, rows, files, accelerator, embeddings)
@@ -88,7 +103,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
             systems.append({"role": role, "name": title, "settings": shown, "files": files})
         with on_device(models, accelerator.device):
             for name, system in zip(folders, systems, strict=True):
-                system["scores"] = score_images(rewards, rows, system["files"], output_dir / name)
+                system["scores"] = _score(rewards, rows, system["files"], output_dir / name)
         if not accelerator.is_main_process:
             return
         rows.sources = rows.sources or rows.references  # whether or not any image was missing
@@ -98,7 +113,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         for name, system in list(zip(folders, systems, strict=True))[len(adapters) > 0 :]:
             compared = [systems[0], system] if adapters else [system]
             dataset_name = public_name(str(args.dataset_name))
-            results = own_results(dataset_name, rows, rewards.names, compared, output_dir / "sources")
+            results = _results(dataset_name, rows, rewards.names, compared, output_dir / "sources")
             paths = save_generation_report(results, output_dir / name, args.num_shown)
             print_report(results, console := Console())
             console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
@@ -164,3 +179,92 @@ def _generate(
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and embeddings is not None:
         shutil.rmtree(embeddings, ignore_errors=True)
+
+
+def _score(
+    rewards: RewardRunner, rows: PromptRows, files: Mapping[Place, Path], folder: Path
+) -> dict[str, dict[Unit, float]]:
+    """Score the images of a system with each reward, NaN where one gives none; the next run asks about it again."""
+    places = {f"{row}/{image}": (row, image) for row, image in files}
+    digests = {key: hashlib.sha256(files[place].read_bytes()).hexdigest() for key, place in places.items()}
+    values: dict[str, dict[Unit, float]] = {}
+    for index, name in enumerate(rewards.names):
+        with (
+            open_scores(folder, name, rewards.descriptions[name], digests) as store,
+            asyncio.Runner() as runner,
+            torch.no_grad(),
+            tqdm(total=len(store.pending), desc=f"Scoring {name}", disable=not store.is_main_process) as progress,
+        ):
+            pending = set(store.pending)
+            batches = [store.pending[i : i + IMAGES_PER_CALL] for i in range(0, len(pending), IMAGES_PER_CALL)]
+            if rewards.compares_group[index]:  # all images of a prompt
+                batches = [list(keys) for _, keys in itertools.groupby(places, key=lambda key: places[key][0])]
+                batches = [keys for keys in batches if not pending.isdisjoint(keys)]
+            for keys in batches:
+                batch = []
+                for key in keys:
+                    row = rows.row(places[key][0])
+                    with Image.open(files[places[key]]) as image:
+                        panels = split_grid(image.convert("RGB"), row["rows"], row["cols"])
+                        batch.append({**row, "completions": image.convert("RGB"), "panel_images": panels})
+                columns = {each: [row[each] for row in batch] for each in batch[0] if each != "prompt"}
+                scores = rewards.call(
+                    index, prompts=[row["prompt"] for row in batch], completion_ids=None, trainer_state=TrainerState(),
+                    num_generations=len(places) // len({row for row, _ in files}),
+                    log_extra=lambda *_: None, log_metric=lambda *_: None, **columns,
+                )  # fmt: skip
+                scores = runner.run(scores) if inspect.iscoroutine(scores) else scores
+                records = [
+                    {"key": key, "score": None if score is None else float(score), "incomplete": score is None}
+                    for key, score in zip(keys, scores, strict=True)
+                    if key in pending
+                ]
+                store.append(*records)
+                progress.update(len(records))
+            found = {key: record["score"] for key, record in store.finish().items()}
+        values[name] = {places[key]: math.nan if score is None else score for key, score in found.items()}
+    return values
+
+
+def _results(
+    dataset: str, rows: PromptRows, names: list[str], systems: Sequence[dict[str, Any]], sources: Path
+) -> dict[str, Any]:
+    """Compute the mean of each reward and of their sum, with intervals over prompts and the paired gain."""
+    columns = [dict(system["scores"]) for system in systems]
+    labels = {name: name for name in names} | ({"sum": "sum of the rewards"} if len(names) > 1 else {})
+    described, alerts = [], []
+    for system, values in zip(systems, columns, strict=True):
+        total, name = len(system["files"]), system["name"]
+        failed = {each: sum(map(math.isnan, values[each].values())) for each in names}
+        counts = {"images": total} | {f"images without {each}": count for each, count in failed.items()}
+        described.append({each: system[each] for each in ("role", "name", "settings")} | {"counts": counts})
+        alerts += [
+            f"{each} gave no score for {count} of {total} images of {name}, which are left out of its figures."
+            for each, count in failed.items()
+            if count
+        ]
+        if "sum" in labels:
+            values["sum"] = {place: sum(values[each][place] for each in names) for place in system["files"]}
+    lines = [
+        Line(name, label, "dimension" if name in names else "average", "", [name]) for name, label in labels.items()
+    ]
+    known = rows.dataset["id"] if "id" in rows.dataset.column_names else None
+    several = len(systems[0]["files"]) > len(rows)
+    sets = [
+        {
+            "key": (f"prompt {row + 1}" if known is None else str(known[row])) + f", image {image + 1}" * several,
+            "prompt": rows.prompts[row],
+            "source": None if rows.sources is None else str(sources / f"{row}.png"),
+            "pictures": [[str(system["files"][row, image])] for system in systems],
+            "panels": list(rows.layouts[row]),
+            "scores": [{name: values[name][row, image] for name in labels} for values in columns],
+        }
+        for row, image in systems[0]["files"]
+    ]
+    leakage = "An adapter that was trained on these prompts can be better on them alone: this was not checked."
+    noise = "Image k of a prompt starts from the same noise for all models, that of `evaluate()` in training with this seed."
+    return {
+        "benchmark": None, "dataset": dataset, "num_prompts": len(rows), "systems": described, "scorers": {},
+        "tables": [table("Rewards", lines, columns)], "breakdowns": [], "alerts": alerts,
+        "notes": [noise, leakage], "sets": sets, "headline": list(labels)[-1],
+    }  # fmt: skip

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from .report import print_report, save_generation_report
     from .scoring import score_aesthetics, score_alignment, score_consistency, score_duplicates
     from .statistics import System
-    from .t2is_bench import alignment_means, consistency_means, load_t2is_bench
+    from .t2is_bench import load_t2is_bench
     from .t2is_figures import t2is_results
 
 __all__ = [
-    "EditScore", "System", "add_results_to_card", "alignment_means", "consistency_means", "find_edits",
+    "EditScore", "System", "add_results_to_card", "find_edits",
     "find_image_sets", "find_leaks", "gedit_results", "load_t2is_bench",
     "print_report", "save_generation_report", "score_aesthetics", "score_alignment", "score_consistency",
     "score_duplicates", "score_edits", "serve_comparison", "t2is_results",

@@ -243,7 +243,7 @@ def gedit_results(
         seed (`int`, *optional*, defaults to `0`):
             Seed that the edits were generated with.
         source_folder (`str` or `Path`, *optional*):
-            Directory for copies, as PNG, of sources that are not files. If `None`, the results name no file of these.
+            Directory for copies of the sources, as PNG. If `None`, the results name no file of them.
         protocol (`str`, *optional*, defaults to `"default"`):
             Protocol whose scores are taken: `"default"` or `"published"`.
 
@@ -351,10 +351,7 @@ def _tables(
 
 
 def _source_file(sources: SourceImages, row: int, source_folder: str | Path | None) -> str | None:
-    """Name the file of a row's first source; one stored as bytes is written to `source_folder`."""
-    file = sources.files(row)[0]
-    if file is not None:
-        return str(file.absolute())
+    """Write a row's first source to `source_folder`, and name the file."""
     if source_folder is None:
         return None
     path = Path(source_folder).expanduser().absolute() / f"{sources.digests(row)[0][:32]}.png"

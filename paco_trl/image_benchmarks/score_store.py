@@ -20,6 +20,11 @@ class Scores(NamedTuple):
     settings: dict[str, Any]
     records: dict[str, dict[str, Any]]
 
+    @property
+    def gaps(self) -> list[str]:
+        """Keys with a question that has no answer."""
+        return [key for key, record in self.records.items() if record["incomplete"]]
+
 
 class ScoreStore:
     """Scores of one system by one scorer: a record for each key, with `digest` and `incomplete`."""

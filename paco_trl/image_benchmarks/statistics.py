@@ -36,10 +36,9 @@ class System:
     folder: Path  # with its scores
     settings: dict[str, Any] = field(default_factory=dict)  # how the images were generated, as far as known
 
-    def describe(self, gaps: Mapping[str, Sequence[str]], **counts: int) -> dict[str, Any]:
+    def describe(self, gaps: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         """Describe the system in results, with counts of its images and of the gaps that each scorer left."""
-        missing = sum(map(len, self.found.missing.values()))
-        counts = {"sets": len(self.found.sets), "missing panels": missing, **counts}
+        counts = {"sets": len(self.found.sets), "missing panels": sum(map(len, self.found.missing.values()))}
         counts |= {f"sets without an answer ({scorer})": len(keys) for scorer, keys in gaps.items()}
         return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
 

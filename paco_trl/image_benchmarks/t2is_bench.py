@@ -2,7 +2,6 @@
 """Load the prompts and criteria of T2IS-Bench (https://huggingface.co/papers/2506.23275), and compute its means."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 from ..data.columns import criteria_dict
 from ..data.image_sets import load_image_set_prompts
 from ..data.t2is import find_t2is_bench, read_t2is_bench
-from ..evaluation.runs import check_protocol
 from ..utils.text import some_of
 
 
@@ -106,70 +104,18 @@ def weighted_average(dimensions: Mapping[str, float]) -> float:
 
 
 def dimension_score(
-    scores: Sequence[Sequence[float | None]], num_pairs: int | None = None, protocol: str = "default"
+    scores: Sequence[Sequence[float | None]], num_pairs: int, protocol: str = "default"
 ) -> float | None:
-    """Average a dimension of a set over its criteria and all pairs: `num_pairs`, of which missing ones count 0."""
+    """Average a dimension of a set over its criteria and all `num_pairs` pairs, of which those that do not exist count 0."""
     # Without an answer to each question the mean would be of other pairs. The published protocol takes the pairs that
     # exist, and drops a score of 0
-    check_protocol(protocol)
     if protocol == "published":
         answered = [[score for score in pairs if score is not None] for pairs in scores]
         criteria = [fmean(pairs) for pairs in answered if pairs]
         return (fmean(criteria) or None) if criteria else None
-    if not scores or any(None in pairs for pairs in scores) or (num_pairs is None and not all(scores)):
+    if not scores or any(None in pairs for pairs in scores):
         return None
-    return fmean(sum(cast(Any, pairs)) / (num_pairs or len(pairs)) for pairs in scores)
-
-
-def consistency_means(
-    cases: Sequence[Mapping[str, Sequence[Sequence[float | None]]]], protocol: str = "default"
-) -> dict[str, float]:
-    """
-    Compute the consistency of a corpus in each dimension.
-
-    Args:
-        cases (`Sequence[Mapping]`):
-            For each case (an image set): dimension -> P(Yes) of each pair, for each criterion.
-        protocol (`str`, *optional*, defaults to `"default"`):
-            `"default"`: the mean over the cases that have the dimension; a case with a question that has no answer
-            (`None`) is left out, and one whose score is 0 counts. `"published"`: the arithmetic of the benchmark's own
-            script. The mean is over the cases above 0, scored on the pairs that exist: missing images, sets of one image
-            and sets whose score is exactly 0 are left out silently. (The script has no unanswered questions.)
-
-    Returns:
-        `dict[str, float]`: dimension -> mean; where no case has it NaN, and 0 with `"published"`.
-    """
-    scores = {name: [dimension_score(case.get(name, []), protocol=protocol) for case in cases] for name in CONSISTENCY}
-    defined = {name: [score for score in of_cases if score is not None] for name, of_cases in scores.items()}
-    without = 0.0 if protocol == "published" else math.nan
-    return {name: fmean(values) if values else without for name, values in defined.items()}
-
-
-def alignment_means(images: Sequence[Mapping[str, float | None]], protocol: str = "default") -> dict[str, float]:
-    """
-    Compute the alignment of a corpus in each dimension: the mean over its images, not over its cases.
-
-    Args:
-        images (`Sequence[Mapping[str, float | None]]`):
-            For each image (a panel) dimension -> mean over its texts, without an entry where it has none; `None` if it
-            could not be scored. An image that is missing is an empty mapping.
-        protocol (`str`, *optional*, defaults to `"default"`):
-            `"default"`: an image that is missing counts 0, one without a text in the dimension does not count.
-            `"published"`: the arithmetic of the benchmark's own script, which leaves out the images that are missing.
-            (The script prints the mean over its last run alone, and an image without a text ends it with a division by
-            zero; here the mean is over all, and such an image does not count.)
-
-    Returns:
-        `dict[str, float]`: dimension -> mean; NaN where no image has it.
-    """
-    check_protocol(protocol)
-    means = {}
-    for name in ALIGNMENT:
-        values = [value for image in images if (value := image.get(name)) is not None]
-        if protocol == "default":
-            values += [0.0] * sum(not image for image in images)
-        means[name] = fmean(values) if values else math.nan
-    return means
+    return fmean(sum(cast(Any, pairs)) / num_pairs for pairs in scores)
 
 
 def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":

@@ -51,8 +51,9 @@ def t2is_results(
         leakage (`dict[str, Any]`, *optional*):
             From [`find_leaks`]. If `None`, the report says that it was not checked.
         protocol (`str`, *optional*, defaults to `"default"`):
-            `"published"` for the arithmetic of the benchmark's own script, see [`consistency_means`] and
-            [`alignment_means`]. The scores are the same.
+            `"published"` for the arithmetic of the benchmark's own script, from the same scores: a mean is over the sets
+            above 0, scored on the pairs that exist, and over the images that exist, so that missing images, sets of one
+            image and sets whose score is exactly 0 are left out.
 
     Returns:
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
@@ -64,45 +65,31 @@ def t2is_results(
     names: dict[str, list[str]] = {}
     for one in scores[0]:
         names.setdefault(one.settings["kind"], []).append(one.settings["scorer"])
-    # Sets with a question that has no answer, by judge and by `alignment` and `aesthetics`
-    gaps = [
-        {
-            one.settings["scorer"] if one.settings["kind"] == "consistency" else one.settings["kind"]: [
-                key for key, record in one.records.items() if record["incomplete"]
-            ]
-            for one in found
-            if one.settings["kind"] != "duplicates"
-        }
-        for found in scores
-    ]
     tables: list[dict] = []
     parts: dict[str, dict] = {}  # by title: what does not depend on the judge is there once
     of_sets: list[dict] = []
     for judge in names["consistency"]:
-        values: list[_Metrics] = [{} for _ in systems]
-        for system, found, metrics in zip(systems, scores, values, strict=True):
-            for one in found:
-                if one.settings["kind"] != "consistency" or one.settings["scorer"] == judge:
-                    metrics |= _values(one, system.found.sets, rows, protocol)
+        used = [
+            [one for one in found if one.settings["scorer"] == judge or one.settings["kind"] != "consistency"]
+            for found in scores
+        ]
+        values = [
+            _values(found, system.found.sets, rows, protocol) for found, system in zip(used, systems, strict=True)
+        ]
         lines = _lines(judge, names)
         tables.append(table(f"Judge: {judge}", lines, values))
+        chosen = [line for line in lines if len(line.parts) > 1 or line.metric in ("aesthetics", "duplicates")]
         for column in ("category", "subcategory"):
             if any(row.get(column) for row in rows.values()):
                 members: dict[str, set[str]] = {}
                 for name, row in rows.items():
                     members.setdefault(row.get(column) or "without one", set()).add(name)
-                chosen = [line for line in lines if len(line.parts) > 1 or line.metric in ("aesthetics", "duplicates")]
                 parts |= {each["title"]: each for each in breakdowns(f"By {column}", chosen, values, members)}
-        of_sets = of_sets or [
-            _set_scores(*of_system, judge, rows) for of_system in zip(systems, values, gaps, strict=True)
-        ]
+        of_sets = of_sets or [_set_scores(*each, rows) for each in zip(systems, values, used, strict=True)]
 
+    gaps = [{one.settings["scores"]: one.gaps for one in found} for found in scores]
     columns = ("id", "prompt", "rows", "cols", "criteria", "alignment")
     columns = [name for name in columns if name in benchmark.column_names]
-    copies = [
-        sum(score >= DUPLICATE for one in found if one.settings["kind"] == "duplicates"
-            for record in one.records.values() for score in record["scores"]) for found in scores
-    ]  # fmt: skip
     alerts = system_alerts(systems, gaps, protocol, "count by their other answers")
     first = systems[0].found.sets
     return {
@@ -112,10 +99,7 @@ def t2is_results(
         "dataset_fingerprint": dataset_fingerprint(benchmark, columns, ()),
         "num_prompts": len(rows),
         "seeds": sorted({one.seed for one in first.values()}),
-        "systems": [
-            system.describe(of_system, **{"near-duplicate pairs of panels": count})
-            for system, of_system, count in zip(systems, gaps, copies, strict=True)
-        ],
+        "systems": [system.describe(of_system) for system, of_system in zip(systems, gaps, strict=True)],
         "scorers": {kind: names.get(kind, []) for kind in ("consistency", "alignment", "aesthetics")},
         "tables": tables,
         "breakdowns": list(parts.values()),
@@ -157,31 +141,34 @@ def _read(system: System, benchmark: "Dataset") -> list[Scores]:
     return scores
 
 
-def _values(one: Scores, sets: Mapping[str, ImageSet], rows: Mapping[str, dict], protocol: str) -> _Metrics:
-    """Compute the values of a scorer. Missing panels, and pairs with one, count 0, or are left out."""
-    of_missing, kind = math.nan if protocol == "published" else 0.0, one.settings["kind"]
+def _values(
+    scores: Sequence[Scores], sets: Mapping[str, ImageSet], rows: Mapping[str, dict], protocol: str
+) -> _Metrics:
+    """Compute the values of scorers. Missing panels, and pairs with one, count 0, or are left out."""
+    of_missing = math.nan if protocol == "published" else 0.0
     groups: dict[str, Any] = {"consistency": bench.CONSISTENCY, "alignment": bench.ALIGNMENT}
-    values: _Metrics = {name: {} for name in groups.get(kind, [kind])}
-    for key, record in one.records.items():
-        of_set, scores = sets[key], record["scores"]
+    values: _Metrics = {}
+    for kind, key, record in ((one.settings["kind"], *item) for one in scores for item in one.records.items()):
+        own = {name: values.setdefault(name, {}) for name in groups.get(kind, [kind])}
+        of_set, found = sets[key], record["scores"]
         unit, panels = (of_set.prompt_id, of_set.seed), of_set.num_panels
         if kind == "consistency":
-            for name, of_sets in values.items():
-                score = bench.dimension_score(scores.get(name, []), panels * (panels - 1) // 2, protocol)
+            for name, of_sets in own.items():
+                score = bench.dimension_score(found.get(name, []), panels * (panels - 1) // 2, protocol)
                 of_sets[unit] = math.nan if score is None else score
         elif kind == "duplicates":
-            for pair, similarity in zip(record["pairs"], scores, strict=True):
-                values[kind][*unit, *pair] = float(similarity >= DUPLICATE)
+            for pair, similarity in zip(record["pairs"], found, strict=True):
+                own[kind][*unit, *pair] = float(similarity >= DUPLICATE)
         elif kind == "aesthetics":
-            for panel, score in enumerate(scores):
+            for panel, score in enumerate(found):
                 value = of_missing if panel in of_set.missing else score
-                values[kind][*unit, panel] = math.nan if value is None else value
+                own[kind][*unit, panel] = math.nan if value is None else value
         else:
             texts = bench.alignment_texts(rows[of_set.prompt_id])
-            for panel, (expected, answers) in enumerate(zip(texts, scores, strict=True)):
-                for name in bench.ALIGNMENT:
-                    own: Any = [None] if name not in expected else [of_missing] if answers is None else answers[name]
-                    values[name][*unit, panel] = math.nan if None in own else fmean(own)
+            for panel, (expected, answers) in enumerate(zip(texts, found, strict=True)):
+                for name, of_panels in own.items():
+                    each: Any = [None] if name not in expected else [of_missing] if answers is None else answers[name]
+                    of_panels[*unit, panel] = math.nan if None in each else fmean(each)
     return values
 
 
@@ -202,7 +189,7 @@ def _lines(judge: str, names: Mapping[str, Sequence[str]]) -> list[Line]:
 
 
 def _set_scores(
-    system: System, metrics: _Metrics, gaps: Mapping[str, Sequence[str]], judge: str, rows: Mapping[str, dict]
+    system: System, metrics: _Metrics, used: Sequence[Scores], rows: Mapping[str, dict]
 ) -> dict[str, dict[str, float | None]]:
     """Average each metric over the panels or pairs of each set; `None` where undefined or incomplete."""
     values: dict[Unit, dict[str, list[float]]] = {}
@@ -210,7 +197,7 @@ def _set_scores(
         for unit, value in of_units.items():
             own = values.setdefault(unit[:2], {}).setdefault(name, [])
             own += [] if math.isnan(value) else [value]
-    found = {}
+    found, gaps = {}, {one.settings["kind"]: one.gaps for one in used}
     for key, of_set in system.found.sets.items():
         by_name = values.get((of_set.prompt_id, of_set.seed), {})
         scores: dict[str, float | None] = {name: fmean(own) if own else None for name, own in by_name.items()}
@@ -219,7 +206,7 @@ def _set_scores(
         if key in gaps.get("alignment", ()):
             scores |= dict.fromkeys(bench.ALIGNMENT)
         # Of all dimensions of this prompt: over fewer it would not compare with the other system's
-        asked = () if key in gaps[judge] else bench.consistency_criteria(rows[of_set.prompt_id])
+        asked = () if key in gaps["consistency"] else bench.consistency_criteria(rows[of_set.prompt_id])
         scores["consistency"] = _mean_of([scores.get(name) for name in asked])
         scores["alignment"] = _mean_of([scores[name] for name in bench.ALIGNMENT if scores.get(name) is not None])
         has_all = all(scores.get(name) is not None for name in bench.DIMENSION_WEIGHTS)
