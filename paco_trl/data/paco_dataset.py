@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import column_types
 from .dataset_files import find_dataset_folder, image_file, read_rows, report_broken
-from .pairs import decision_of, pair_features
-from .texts import is_text
+from .pairs import check_pair_texts, pair_features
 
 
 if TYPE_CHECKING:
@@ -25,54 +24,36 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "ass
 _PLACEHOLDER = "<image>"
 
 
-def _read_turns(record: dict[str, Any]) -> dict[str, str]:
-    """Read the texts of a record by role. The errors of this module continue `<file>, record <number>: `."""
-    turns = record.get("conversations", record.get("messages"))
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError(f"it has no list of turns in `conversations` or `messages`, only the keys {list(record)}.")
-    names = [turn.get("from", turn.get("role")) for turn in turns]
-    roles = [_ROLES.get(name) for name in names]
-    if roles not in (["user", "assistant"], ["system", "user", "assistant"]):
-        raise ValueError(f"its turns are {names}, but a pair is one question and one answer.")
-    texts: dict[Any, str] = dict(zip(roles, (turn.get("value", turn.get("content")) for turn in turns), strict=True))
-    if record.get("system"):
-        texts.setdefault("system", record["system"])
-    for role, text in texts.items():
-        if not is_text(text):
-            raise ValueError(f"the text of its {role} turn is {text!r}. It must be a text that is not empty.")
-    return texts
-
-
-def _read_question(text: str) -> str:
-    count = text.count(_PLACEHOLDER)
-    if count not in (0, 2):
-        raise ValueError(f"its question has {count} placeholders `{_PLACEHOLDER}` for 2 images: write 2 or none.")
-    question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
-    if _PLACEHOLDER in question or not question:
-        raise ValueError(f"its question is {text!r}. Put both placeholders before a text.")
-    return question
-
-
 def _read_pair(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
-    texts = _read_turns(record)
-    question, answer = _read_question(texts["user"]), texts["assistant"].strip()
-    decision_of(answer)
+    """Read a record. The errors continue `<file>, record <number>: `."""
+    turns = record.get("conversations", record.get("messages"))
+    if not isinstance(turns, list):
+        raise ValueError(f"it has no list of turns in `conversations` or `messages`, only the keys {list(record)}.")
+    named = [
+        {"role": _ROLES.get(turn.get("from", turn.get("role"))), "content": turn.get("value", turn.get("content"))}
+        for turn in turns
+    ]
+    if record.get("system") and len(named) == 2:
+        named.insert(0, {"role": "system", "content": record["system"]})
+    *prompt, answer = named
+    completion = [{**answer, "content": (answer["content"] or "").strip()}]
+    check_pair_texts(prompt, completion)
+    text = prompt[-1]["content"]
+    count = text.count(_PLACEHOLDER)
+    question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
+    if count not in (0, 2) or _PLACEHOLDER in question or not question:
+        raise ValueError(f"its question is {text!r}. Put no or two placeholders `{_PLACEHOLDER}`, before a text.")
     images = record.get("images")
     if not isinstance(images, list) or len(images) != 2:
         raise ValueError(f"its `images` are {images!r}, but a pair has a list of exactly 2 paths.")
-    system = [{"role": "system", "content": texts["system"]}] if "system" in texts else []
     return {
         "images": [finder.find(image) for image in images],
-        "prompt": [*system, {"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": answer}],
+        "prompt": [*prompt[:-1], {"role": "user", "content": question}],
+        "completion": completion,
     }
 
 
-def load_paco_dataset(
-    path: str | Path,
-    files: list[str] | None = None,
-    skip_broken: bool = False,
-) -> "Dataset":
+def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_broken: bool = False) -> "Dataset":
     """
     Load the published PaCo-Dataset as pairs.
 
@@ -98,7 +79,7 @@ def load_paco_dataset(
         [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name in `files`.
 
     Raises:
-        ValueError: If a file is not a list of records, a record is broken, or `skip_broken` leaves none.
+        ValueError: If a file is not a list of records, or a record is broken.
         shutil.ReadError: If an archive is damaged, and an image is not in the directory itself.
     """
     from datasets import Dataset, Features

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -129,7 +128,8 @@ def is_label_only(completion: str | list[dict[str, Any]]) -> bool:
     return _LABEL_ONLY.fullmatch(_completion_text(completion)) is not None
 
 
-def _check_texts(prompt: Any, completion: Any) -> None:
+def check_pair_texts(prompt: Any, completion: Any) -> None:
+    """Check the question and the answer of a pair."""
     roles = _roles(prompt)
     if roles not in (["user"], ["system", "user"]):
         raise ValueError(f"The prompt is {shorten(prompt)}. It must be one user turn, with at most one system turn.")
@@ -148,7 +148,7 @@ def _find_problems(dataset: "Dataset") -> Iterator[tuple[int, str]]:
         try:
             if lengths[row] != 2:
                 raise ValueError(f"It has {max(lengths[row], 0)} images, but a pair has exactly 2.")
-            _check_texts(prompt, completion)
+            check_pair_texts(prompt, completion)
         except ValueError as error:
             yield row, str(error)
 
@@ -260,21 +260,20 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
         [`~datasets.Dataset`]: the valid rows, all of them unless `skip_broken`.
 
     Raises:
-        ValueError: If the columns are not those of pairs, a row is broken, or `skip_broken` leaves none.
+        ValueError: If the columns are not those of pairs, or a row is broken.
     """
     import datasets
 
     from ..utils.files import write_atomically
 
     _check_columns(dataset, "dataset")
-    path = _cache_file(dataset) if datasets.is_caching_enabled() else None
-    if path is not None and path.is_file():
+    path = _cache_file(dataset)
+    if datasets.is_caching_enabled() and path.is_file():
         image_problems = json.loads(path.read_text(encoding="utf-8"))
     else:
         image_problems = _decode_images(dataset, num_proc)
-        if path is not None:
-            with suppress(OSError):  # a cache that can only be read
-                write_atomically(path, json.dumps(image_problems))
+        if datasets.is_caching_enabled():
+            write_atomically(path, json.dumps(image_problems))
     problems = {int(row): text for row, text in image_problems.items()} | dict(_find_problems(dataset))
     report_broken([f"Row {row}: {problems[row]}" for row in sorted(problems)], len(dataset), "rows", skip_broken)
     return dataset.select([row for row in range(len(dataset)) if row not in problems]) if problems else dataset

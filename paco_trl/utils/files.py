@@ -235,9 +235,6 @@ def take_lock(lock: FileLock, what: str, folder: str | Path, timeout: float = 0)
         lock.acquire(timeout=timeout)
     except Timeout:
         return f"Another run is writing {what} in {folder}. Wait for it, stop it, or give another directory."
-    except (
-        OSError,
-        NotImplementedError,
-    ):  # a file system without locks, or what cannot be written to: see what follows
+    except (OSError, NotImplementedError):  # a file system without locks, or one that cannot be written to
         pass
     return None

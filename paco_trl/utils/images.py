@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading of images for a vision-language model, the same for training and scoring."""
 
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import requests
 from PIL import Image
 
 from .addresses import refuse_address
@@ -65,41 +64,28 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
     """Open an image as training and scoring see it: in RGB, its sides multiples of a merged patch."""
     from qwen_vl_utils import process_vision_info
 
-    source = str(image) if isinstance(image, Path) else image
-    name = image.get("path") if isinstance(image, dict) else None
-    if isinstance(source, str):
-        name = source if len(source) < 300 else source[:40] + "…"  # a data URL is the whole image
+    name = image.get("path") if isinstance(image, dict) else image if isinstance(image, str | Path) else None
     try:
         # Not opened by the library, which would convert it differently
-        opened = to_rgb(open_image(source), "The image")
+        opened = to_rgb(open_image(image), "The image")
         message = {"role": "user", "content": [{"type": "image", "image": opened}]}
         images, _ = process_vision_info([message], image_patch_size=patch_size)
-    except Exception as error:  # Pillow raises half a dozen kinds, requests and base64 their own
+    except Exception as error:  # Pillow raises half a dozen kinds
         what = f"{where} cannot be read{f' ({name})' if name else ''}"
         problem = f"{type(error).__name__}: {error}. Replace the file, or leave it out."
         raise ValueError(f"{what}: {problem}") from error
     return images[0]
 
 
-def open_image(source) -> Image.Image:
-    """Open what [`load_image`] takes; the rules for a `str` are those of `qwen_vl_utils.fetch_image`."""
-    if isinstance(source, dict):  # as a row of a dataset has it
-        if source.get("bytes") is None:
-            refuse_address(source.get("path"))
-        source = source["bytes"] if source.get("bytes") is not None else source.get("path")
+def open_image(source: Any) -> Image.Image:
+    """Open what [`load_image`] takes: an image, its path, its bytes, or what a row of a dataset has."""
+    if isinstance(source, dict):
+        source = source["path"] if source.get("bytes") is None else source["bytes"]
     if isinstance(source, Image.Image):
         return source
-    if isinstance(source, (bytes, bytearray)):
-        return Image.open(BytesIO(source))
-    if not isinstance(source, str):
-        raise TypeError(f"an image, a path or bytes are required, not {type(source).__name__}")
-    if source.startswith(("http://", "https://")):
-        response = requests.get(source, timeout=30)
-        response.raise_for_status()
-        return Image.open(BytesIO(response.content))
-    if source.startswith("data:image"):
-        return Image.open(BytesIO(b64decode(source.partition("base64,")[2])))
-    return Image.open(source.removeprefix("file://"))
+    if isinstance(source, str):
+        refuse_address(source)
+    return Image.open(BytesIO(source) if isinstance(source, bytes) else source)
 
 
 def data_url(image: Image.Image, kind: str, **options) -> str:
