@@ -138,9 +138,6 @@ def load_edit_prompts(
         source_column (`str`, *optional*):
             Column of raw GEdit-Bench rows that becomes `image`, see [`convert_gedit_bench`].
 
-    Returns:
-        [`~datasets.Dataset`]: the checked prompts.
-
     Raises:
         ValueError: If there is no such split, the rows are not editing prompts, or no row is left.
     """
@@ -170,17 +167,8 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
     Images are the same if their pixels in RGB are, whatever file they are in; a resized or recompressed copy is not
     found. Only images of a size that the benchmark has are decoded. The number of rows left out is logged.
 
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Editing prompts to train on.
-        benchmark ([`~datasets.Dataset`]):
-            Editing prompts to keep out.
-
-    Returns:
-        [`~datasets.Dataset`]: the other rows of `dataset`, in their order; no image is copied.
-
-    Raises:
-        ValueError: If one does not have the format, an image cannot be read, or no row is left.
+    Returns the other rows of `dataset`, in their order; no image is copied. Raises `ValueError` if one does not have the
+    format, an image cannot be read, or no row is left.
     """
     check_edit_columns(dataset, "dataset")
     check_edit_columns(benchmark, "benchmark")

@@ -76,13 +76,6 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     [TOP]-[RIGHT]:<panel 2> ...`. A grid of one row has `[LEFT]:`, `[MIDDLE]:`, `[RIGHT]:`; any grid may have
     `PANEL-1:`, `PANEL-2:` ... instead. A marker opens a panel only after the end of a sentence; inside one it is text.
 
-    Args:
-        prompt (`str`):
-            The prompt.
-
-    Returns:
-        [`ImageSetPrompt`].
-
     Raises:
         ValueError: If the layout is missing, the panel markers do not fit it, or a panel is empty.
     """

@@ -258,9 +258,6 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
 
-    Returns:
-        [`~datasets.Dataset`]: the checked prompts.
-
     Raises:
         ValueError: If there is no such split, or the rows are not image-set prompts.
     """

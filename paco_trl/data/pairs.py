@@ -39,7 +39,7 @@ def make_pair(
     first: Any, second: Any, question: str, decision: str | bool, reasons: str | None = None
 ) -> dict[str, Any]:
     """
-    Build one row of the pair format.
+    Build one row of the pair format: the columns `images`, `prompt` and `completion`.
 
     Args:
         first, second (`PIL.Image.Image`, `str` or anything else that [`~datasets.Image`] stores):
@@ -50,21 +50,6 @@ def make_pair(
             `"Yes"` or `True` for a consistent pair, `"No"` or `False` for an inconsistent one.
         reasons (`str`, *optional*):
             Reasons, which follow the decision: `"Yes. <reasons>"`. If `None`, the pair is label-only: `"Yes"`.
-
-    Returns:
-        `dict`: the columns `images`, `prompt` and `completion`.
-
-    Example:
-
-    ```python
-    >>> from datasets import Dataset, Image, List
-    >>> from paco_trl.data import make_pair, theme_question
-
-    >>> pair = make_pair("a.png", "b.png", theme_question("A fox travels."), "Yes", "Both are drawn in ink.")
-    >>> pair["completion"]
-    [{'role': 'assistant', 'content': 'Yes. Both are drawn in ink.'}]
-    >>> dataset = Dataset.from_list([pair]).cast_column("images", List(Image()))
-    ```
     """
     if isinstance(decision, bool):
         decision = "Yes" if decision else "No"
@@ -243,7 +228,8 @@ def _cache_file(dataset: "Dataset") -> Path:
 
 def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken: bool = False) -> "Dataset":
     """
-    Check everything that [`check_pair_columns`] does, and decode every image, before a run ends at a damaged one.
+    Check everything that [`check_pair_columns`] does, and decode every image, before a run ends at a damaged one. Returns
+    the valid rows.
 
     The result is cached with the dataset's fingerprint and the sizes and times of its image files: images are decoded
     again only after one has changed. Not with caching disabled. An image behind a URL is broken.
@@ -255,9 +241,6 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
             Number of threads that decode; one per core if `None`.
         skip_broken (`bool`, *optional*, defaults to `False`):
             Leave broken rows out, with one warning that lists them, instead of raising an error.
-
-    Returns:
-        [`~datasets.Dataset`]: the valid rows, all of them unless `skip_broken`.
 
     Raises:
         ValueError: If the columns are not those of pairs, or a row is broken.

@@ -3,6 +3,8 @@
 
 import hashlib
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,27 +32,16 @@ def has_source_images(dataset: "Dataset") -> bool:
 
 class SourceImages:
     """
-    Source images of a dataset, with their sizes.
+    Source images of a dataset, with their sizes: rows with `image` ([`~datasets.Image`]) or `images` (a list of them),
+    decoded or not, or another `column`, such as `"references"`. `where` is the name of the dataset in errors.
 
     Reads the header of every image and no pixels, so that a missing or unreadable file is found before a model is
-    loaded. Nothing is fetched from a network. The dataset itself is not changed.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Rows with `image` ([`~datasets.Image`]) or `images` (a list of them), decoded or not.
-        where (`str`):
-            Name of the dataset in errors: "the dataset".
-        column (`str`, *optional*):
-            Another column to read: `"references"`, lists of images.
+    loaded: a `ValueError` names the row of an image that is missing, a URL, or unreadable, and of an empty list. Nothing is
+    fetched from a network. The dataset itself is not changed.
 
     Attributes:
-        column (`str`):
-            Name of the column: `"image"`, `"images"` or `"references"`.
-        max_count (`int`), row_with_most (`int`):
-            Largest number of images in a row, and the first row with so many.
-
-    Raises:
-        ValueError: If an image is missing, a URL, or unreadable, or a list of images is empty, by row.
+        column (`str`): Name of the column: `"image"`, `"images"` or `"references"`.
+        max_count (`int`), row_with_most (`int`): Largest number of images in a row, and the first row with so many.
     """
 
     def __init__(self, dataset: "Dataset", where: str, column: str | None = None):
@@ -98,9 +89,7 @@ class SourceImages:
     def lengths(self, row: int) -> list[int]:
         """Return the number of bytes of each image file of a row."""
         images = [image for _, image in self._images(row)]
-        return [
-            Path(image["path"]).stat().st_size if image["bytes"] is None else len(image["bytes"]) for image in images
-        ]
+        return [Path(each["path"]).stat().st_size if each["bytes"] is None else len(each["bytes"]) for each in images]
 
     def files(self, row: int) -> list[Path | None]:
         """Return the stored paths of the images of a row; `None` for an embedded image."""
@@ -113,40 +102,31 @@ class SourceImages:
 
     def _images(self, row: int) -> list[tuple[str, Any]]:
         """Return the images of a row as they are stored, each with its name for errors."""
-        (value,) = self._table[row][self.column]
+        (value,) = self._table[row][self.column].to_pylist()
         name = f"Row {row} of {self.where}: its {self._kind}"
         if self.column == "image":
-            return [(name, _stored(value))]
-        images = value.values if value.is_valid else []
-        return [(f"{name} {index} (counted from 0)", _stored(image)) for index, image in enumerate(images)]
+            return [(name, value)]
+        return [(f"{name} {index} (counted from 0)", image) for index, image in enumerate(value or [])]
 
     def _read_size(self, name: str, image: dict[str, Any] | None) -> tuple[int, int]:
         if image is None:
             raise ValueError(f"{name} is None. Give an image, or leave the row out.")
-        try:
+        with _named_errors(name, image):
             if image["bytes"] is None:
                 refuse_address(image["path"])
             with _open_stream(image) as stream:
                 return _decoded_size(stream)
-        except Exception as error:  # Pillow raises half a dozen kinds
-            raise _unreadable(name, image, error) from error
 
     def _digest(self, name: str, image: dict[str, Any]) -> str:
-        try:
-            with _open_stream(image) as stream:
-                return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
-        except OSError as error:
-            raise _unreadable(name, image, error) from error
+        with _named_errors(name, image), _open_stream(image) as stream:
+            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
     def _decode(self, name: str, image: dict[str, Any], size: tuple[int, int], in_rgb: bool) -> "Image.Image":
         from ..utils.images import to_rgb
 
-        try:
-            content = None if image["bytes"] is None else image["bytes"].to_pybytes()
-            decoded = self._feature.decode_example({**image, "bytes": content})
+        with _named_errors(name, image):
+            decoded = self._feature.decode_example(image)
             decoded = to_rgb(decoded, "The image") if in_rgb else decoded
-        except Exception as error:
-            raise _unreadable(name, image, error) from error
         if decoded.size != size:
             raise ValueError(
                 f"{name} has {decoded.width} x {decoded.height} pixels (width x height), but its header reported {size[0]} x "
@@ -155,21 +135,17 @@ class SourceImages:
         return decoded
 
 
-def _unreadable(name: str, image: dict[str, Any], error: Exception) -> ValueError:
-    problem = f"{type(error).__name__}: {error}. Replace the file, or leave the row out."
-    return ValueError(f"{name} ({image['path'] or 'embedded'}) cannot be read: {problem}")
-
-
-def _stored(image: Any) -> dict[str, Any] | None:
-    """Return an image of an Arrow table, whose bytes stay where they are until they are read."""
-    if not image.is_valid:
-        return None
-    content = image["bytes"].as_buffer() if image["bytes"].is_valid else None
-    return {"bytes": content, "path": image["path"].as_py()}
+@contextmanager
+def _named_errors(name: str, image: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Pillow raises half a dozen kinds
+        problem = f"{type(error).__name__}: {error}. Replace the file, or leave the row out."
+        raise ValueError(f"{name} ({image['path'] or 'embedded'}) cannot be read: {problem}") from error
 
 
 def _open_stream(image: dict[str, Any]) -> Any:
-    return open(image["path"], "rb") if image["bytes"] is None else io.BytesIO(image["bytes"].to_pybytes())
+    return open(image["path"], "rb") if image["bytes"] is None else io.BytesIO(image["bytes"])
 
 
 def _decoded_size(stream: Any) -> tuple[int, int]:

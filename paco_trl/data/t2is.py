@@ -33,9 +33,6 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
         row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
             One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
             `theme`, `criteria`, `category`, `task_name` and `original_idx`.
-
-    Returns:
-        `dict` or [`~datasets.Dataset`]: the converted row or dataset.
     """
     from datasets import Dataset
 
