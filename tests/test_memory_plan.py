@@ -127,21 +127,6 @@ def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompt
     assert device_of(replace(plan, quantization="nf4"))["activations"] == without
 
 
-@pytest.mark.slow
-def test_training_of_a_family_takes_what_is_planned(make_trainer, prompts, tmp_path):
-    folder = str(tiny.build_tiny_qwen_image_21(tmp_path / "tiny"))
-    sizes = {"height": 128, "width": 128, "resolution_scale": 1.0}
-    trainer = make_trainer(
-        model=folder, guidance_scale=4.0, negative_prompt=" ", gradient_checkpointing=False, **sizes
-    )
-    measured = allocated_in_a_step(trainer, 4)
-    plan = plan_memory(folder, trainer.args, prompts, LORA)
-    assert measured > 100_000
-    assert affine(lambda size: plan.run.peak("training", size), 4) == pytest.approx(measured, rel=0.08)
-    assert abs(plan.run.peak("training", 3) / measured - 1) > 0.1
-    assert min(phase.total for phase in plan.phases[1:]) > 0
-
-
 def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
     trainer = make_trainer(sde_steps=[0, 2])
     _, records = recorded_by(trainer, 4)

@@ -211,19 +211,6 @@ class TestScoreImages:
         assert scores == close(expected_single) and all(isinstance(score, float) for score in scores)
         assert other.score_images(images[::-1], questions[::-1]) == close(expected_single[::-1])
 
-    def test_an_image_is_encoded_and_read_once(self, judge, reference, single, expected_single):
-        images, questions = single
-        judge = PaCoReward(judge.model, judge.processor, batch_size=16)
-        with patches_of(judge) as patches, rows_of(judge) as rows:
-            assert judge.score_images(images, questions) == close(expected_single)
-        assert patches == [num_patches(judge, *images[:4])]
-        assert [count for count, _ in rows] == [4, 9]
-        assert rows[0][1] == tokens_before_an_image(reference[1]) + 16  # 112 x 112 pixels are the most
-        # Twin: copies are other images
-        with patches_of(judge) as patches, rows_of(judge) as rows:
-            assert judge.score_images([image.copy() for image in images], questions) == close(expected_single)
-        assert patches == [num_patches(judge, *images)] and [count for count, _ in rows] == [9]
-
 
 class TestImagesOfACall:
     """Images are read and encoded many at a time, and let go after their last batch."""
@@ -720,26 +707,6 @@ class TestLoadImage:
         assert image.size == loaded and image.mode == "RGB"
         expected, _ = process_vision_info([{"role": "user", "content": [{"type": "image", "image": noise(0, size)}]}])
         assert np.array_equal(np.asarray(image), np.asarray(expected[0]))
-
-
-class TestLimitPixels:
-    @staticmethod
-    def tokens(processor, size):
-        inputs = processor(text=["<|image_pad|>"], images=[noise(0, size)], return_tensors="pt")
-        return (inputs["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")).sum().item()
-
-    def test_larger_images_are_scaled_down(self, reference, tmp_path):
-        processor = copy.deepcopy(reference[1])
-        assert pixel_limit(processor) == 112 * 112 and self.tokens(processor, (112, 112)) == 16
-        limit_pixels(processor, 56 * 56)
-        assert pixel_limit(processor) == 56 * 56
-        assert self.tokens(processor, (112, 112)) == 4 and self.tokens(processor, (28, 56)) == 2
-        assert processor.image_processor.size["shortest_edge"] == 28 * 28
-        # It is saved with the processor
-        processor.save_pretrained(tmp_path)
-        again = AutoProcessor.from_pretrained(tmp_path)
-        assert pixel_limit(again) == 56 * 56 and self.tokens(again, (112, 112)) == 4
-        assert pixel_limit(reference[1]) == 112 * 112
 
 
 class TestPrecision:
