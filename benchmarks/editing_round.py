@@ -453,9 +453,9 @@ class EditingTrainer(PaCoGRPOTrainer):
             # With the same number, that is with the same noise, in the same order
             return super()._generate_and_score_completions(0)
 
-    def _generate_round(self, *args):
+    def _generate_round(self, *args, **recording):
         with self.watch.section(DRAWING):
-            images, records = super()._generate_round(*args)
+            images, records = super()._generate_round(*args, **recording)
         with self.watch.section("digests"):
             latents = [record.prev_sample for recorded in records for record in recorded]
             pixels = [torch.from_numpy(np.array(image)) for image in images]

@@ -384,10 +384,10 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         done.memory_peak = peak_memory(self.watch.device)
         self.rounds.append(done)
 
-    def _generate_round(self, *args):
+    def _generate_round(self, *args, **recording):
         self.phase, started = "rollout", self.watch.now()
         with self.watch.section("rollout: recording, prompts, moving the VAE"):
-            generated = super()._generate_round(*args)
+            generated = super()._generate_round(*args, **recording)
         self._rollout_seconds = self.watch.now() - started  # ends with images on the CPU: nothing is pending
         return generated
 

@@ -43,20 +43,6 @@ class TestGroupAdvantages:
             group_advantages(REWARDS, 4, "none").values, expected.flatten(), rtol=1e-5, atol=1e-7
         )
 
-    def test_groups_are_consecutive_and_independent(self):
-        changed = REWARDS.clone()
-        changed[4] = 40.0
-        first, second = group_advantages(REWARDS, 4).values, group_advantages(changed, 4).values
-        same = [0, 1, 2, 3, 8, 9, 10, 11]
-        assert torch.equal(first[same], second[same])
-        assert (first[4:8] != second[4:8]).all()
-
-    def test_is_invariant_to_offset_and_nearly_to_scale(self):
-        values = group_advantages(REWARDS, 4).values
-        torch.testing.assert_close(group_advantages(REWARDS + 3, 4).values, values, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(group_advantages(REWARDS * 10, 4).values, values, rtol=1e-3, atol=1e-4)
-        assert not torch.allclose(group_advantages(REWARDS * 10, 4, "none").values, values, rtol=0.5)
-
     @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
     def test_missing_rewards_are_out_of_every_statistic(self, scale_rewards):
         rewards = REWARDS.clone()
@@ -94,37 +80,11 @@ class TestGroupAdvantages:
         rewards[0] = 0.1
         assert group_advantages(rewards, 4, scale_rewards).is_valid[:4].tolist() == [True, False, True, False]
 
-    def test_a_group_without_any_reward(self):
-        rewards = torch.cat([torch.full((4,), NAN), REWARDS[4:]])
-        values, is_valid, has_spread = group_advantages(rewards, 4)
-        assert torch.equal(values[:4], torch.zeros(4)) and not is_valid[:4].any()
-        assert has_spread.tolist() == [False, True, True]
-        torch.testing.assert_close(values[4:], group_advantages(REWARDS[4:], 4).values)
-
-    def test_nothing_scored_at_all(self):
-        for scale_rewards in ("group", "batch", "none"):
-            values, is_valid, has_spread = group_advantages(torch.full((8,), NAN), 4, scale_rewards)
-            assert torch.equal(values, torch.zeros(8)) and not is_valid.any() and not has_spread.any()
-
-    @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-    @pytest.mark.parametrize("reward", [0.0, 0.5, 1.0, 24.0])
-    def test_equal_rewards_teach_nothing(self, scale_rewards, reward):
-        rewards = torch.cat([torch.full((4,), reward), REWARDS[4:]])
-        values, is_valid, has_spread = group_advantages(rewards, 4, scale_rewards)
-        assert torch.equal(values[:4], torch.zeros(4)) and values[4:].abs().min() > 1e-3
-        assert is_valid.all()  # scored, and compared: they count in the mean of the loss
-        assert has_spread.tolist() == [False, True, True]
-
     @pytest.mark.parametrize("reward", [0.2, 0.7, 21.37, 100.1])
     @pytest.mark.parametrize("num_generations", [12, 13, 16])
     def test_equal_rewards_teach_nothing_whatever_their_value(self, reward, num_generations):
         values, _, has_spread = group_advantages(torch.full((num_generations,), reward), num_generations)
         assert not has_spread.any() and torch.equal(values, torch.zeros(num_generations))
-
-    def test_a_small_spread_is_a_spread(self):
-        rewards = torch.tensor([0.5, 0.5, 0.5, 0.5001])
-        values, _, has_spread = group_advantages(rewards, 4)
-        assert has_spread.all() and values[3] > 0 > values[0]
 
     def test_branches_have_their_own_mean_and_the_deviation_of_their_prompt(self):
         values, is_valid, has_spread = group_advantages(REWARDS, 6, branch_size=2)
@@ -154,10 +114,6 @@ class TestGroupAdvantages:
         assert torch.equal(clipped[:99], free[:99])
         assert group_advantages(-rewards, 100, advantage_clip=5.0).values.min() == -5.0
 
-    def test_unknown_scale(self):
-        with pytest.raises(ValueError, match="Unknown `scale_rewards` 'std'.*'group', 'batch' or 'none'"):
-            group_advantages(REWARDS, 4, "std")
-
 
 class TestInformativeGroups:
     def test_by_deviation_and_mean(self):
@@ -186,13 +142,6 @@ class TestInformativeGroups:
         rewards = torch.tensor([0.1, 0.1, 0.9, 0.9])  # all of the difference is that of initial noise
         assert informative_groups(rewards, 4, 0.1, None).tolist() == [True]
         assert informative_groups(rewards, 4, 0.1, None, branch_size=2).tolist() == [False]
-
-    def test_groups_that_are_not_whole(self):
-        with pytest.raises(ValueError, match="12 rewards are not full groups of 5"):
-            group_advantages(REWARDS, 5)
-
-    def test_double_precision_rewards_are_taken(self):
-        torch.testing.assert_close(group_advantages(REWARDS.double(), 4).values, group_advantages(REWARDS, 4).values)
 
 
 class TestClippedSurrogate:
@@ -241,22 +190,6 @@ class TestClippedSurrogate:
         assert narrow_low.is_low_clipped.tolist() == [True, False] and not narrow_low.is_high_clipped.any()
         assert narrow_high.is_high_clipped.tolist() == [False, True] and not narrow_high.is_low_clipped.any()
 
-    def test_on_policy_the_gradient_is_that_of_reinforce(self):
-        log_prob = torch.tensor([-1.0, 0.5, 2.0], requires_grad=True)
-        advantages = torch.tensor([1.0, -2.0, 0.5])
-        result = clipped_surrogate(log_prob, log_prob.detach(), advantages, 1e-4, 1e-4)
-        (gradient,) = torch.autograd.grad(result.loss.sum(), log_prob)
-        assert torch.equal(gradient, -advantages) and torch.equal(result.loss.detach(), -advantages)
-        assert torch.equal(result.ratio, torch.ones(3))
-
-    def test_the_papers_range_in_float32(self):
-        """1e-4 is above the resolution of float32 at 1, and a ratio of 1 + 2e-4 is clipped."""
-        log_prob = torch.tensor([0.5e-4, 2e-4, -0.5e-4, -2e-4], requires_grad=True)
-        advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
-        result = clipped_surrogate(log_prob, torch.zeros(4), advantages, 1e-4, 1e-4)
-        (gradient,) = torch.autograd.grad(result.loss.sum(), log_prob)
-        assert (gradient == 0).tolist() == [False, True, False, True]
-
 
 class TestGaussianKL:
     @pytest.mark.parametrize("shape", [(3, 7), (3, 5, 4)])
@@ -271,19 +204,6 @@ class TestGaussianKL:
             kl = gaussian_kl(mean, reference, std)
             assert kl.shape == (3,) and kl.min() > 0.1
             torch.testing.assert_close(kl, expected.flatten(1).mean(1))
-
-    def test_is_zero_for_equal_means_only(self):
-        mean = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
-        assert torch.equal(gaussian_kl(mean, mean, torch.tensor(0.5)), torch.zeros(2))
-        moved = mean.clone()
-        moved[1, 0] += 0.1
-        kl = gaussian_kl(mean, moved, torch.tensor(0.5))
-        assert kl[0] == 0 and kl[1].item() == pytest.approx(0.01 / 0.5 / 6, rel=1e-4)
-
-    def test_gradient_reaches_the_model_mean(self):
-        mean = torch.ones(1, 4, requires_grad=True)
-        gaussian_kl(mean, torch.zeros(1, 4), torch.tensor(2.0)).sum().backward()
-        torch.testing.assert_close(mean.grad, torch.full((1, 4), 1 / 4 / 4))  # (mean - ref) / std^2 / elements
 
 
 class TestVelocityNormRatio:

@@ -100,7 +100,7 @@ class TestNormalizedLogRatio:
 
     @pytest.mark.parametrize("shape", [(2,), (2, 1, 1), (1, 3), (3, 5, 4), (3, 5, 1)])
     def test_a_std_that_is_not_one_per_image_is_refused(self, shape):
-        with pytest.raises(ValueError, match=r"`std` has shape .* for a batch of 3 images; pass one value, or one"):
+        with pytest.raises(ValueError, match="`std` has shape"):
             Step().normalized(torch.full(shape, 0.3))
 
     @pytest.mark.parametrize("sde_type", SDE_TYPES)
@@ -247,7 +247,7 @@ class TestGuardedSurrogate:
             result = step.guarded(advantages, gradient_weight=form)
             assert result.loss.shape == (3,)
             torch.testing.assert_close(result.loss, unweighted * weights)
-        with pytest.raises(ValueError, match=r"`gradient_weight` has shape \(2,\) for a batch of 3 images"):
+        with pytest.raises(ValueError, match="`gradient_weight` has shape"):
             step.guarded(advantages, gradient_weight=torch.ones(2))
 
 

@@ -51,26 +51,10 @@ def is_async(request):
 
 
 class TestReturnedValues:
-    def test_good_values_pass(self, is_async):
-        assert call(returning([0.5, -1.0, 2], is_async)) == [0.5, -1.0, 2]
-
-    def test_arguments_reach_the_reward(self):
-        received = {}
-
-        def reward(prompts, completions, **columns):
-            received.update(prompts=prompts, completions=completions, **columns)
-            return [0.0] * len(completions)
-
-        call(reward, rows=[2, 2, 2])
-        assert received == {"prompts": PROMPTS, "completions": IMAGES, "rows": [2, 2, 2]}
-
-    def test_none_passes(self, is_async):
-        assert call(returning([None, 1.0, None], is_async)) == [None, 1.0, None]
-
     def test_arrays_and_tensors_pass(self, is_async):
-        for values in (np.array([0.5, 1.0, 2.0]), torch.tensor([0.5, 1.0, 2.0]), (0.5, 1.0, 2.0)):
-            rewards = call(returning(values, is_async))
-            assert isinstance(rewards, list) and [float(reward) for reward in rewards] == [0.5, 1.0, 2.0]
+        for values in (np.array([0.5, 1.0, 2.0]), torch.tensor([0.5, 1.0, 2.0]), [0.5, 1, 2]):
+            assert call(returning(values, is_async)) == [0.5, 1.0, 2.0]
+        assert call(returning((None, 1.0, None), is_async)) == [None, 1.0, None]
 
     @pytest.mark.parametrize("values", [[], [1.0, 2.0], [1.0] * 4])
     def test_wrong_count(self, is_async, values):
@@ -95,29 +79,7 @@ class TestReturnedValues:
 
 
 class TestFunctions:
-    def test_a_single_function_and_a_list(self):
-        rewards = RewardRunner(redness_reward)
-        assert rewards.names == ["redness_reward"] and rewards.functions == [redness_reward]
-        tasty = returning([0.0] * 3, False)
-        rewards = RewardRunner([redness_reward, tasty])
-        assert rewards.names == ["redness_reward", "tasty"] and rewards.functions == [redness_reward, tasty]
-
-    def test_empty_list(self):
-        with pytest.raises(ValueError, match="`reward_funcs` is empty"):
-            RewardRunner([])
-
-    def test_duplicate_names(self):
-        with pytest.raises(ValueError, match="2 rewards are named 'tasty'.*`rewards/tasty/mean`.*`__name__`"):
-            RewardRunner([returning([], False), redness_reward, returning([], True)])
-        other = returning([], False)
-        other.__name__ = "tastier"
-        assert RewardRunner([returning([], False), other]).names == ["tasty", "tastier"]
-
-    @pytest.mark.parametrize(
-        "wrong",
-        ["clip-reward", None, 1.0, nn.Linear(2, 1), nn.Linear, dict],
-        ids=["an id", "None", "a number", "a module", "a module class", "a class"],
-    )
+    @pytest.mark.parametrize("wrong", ["clip-reward", nn.Linear(2, 1), dict], ids=["an id", "a module", "a class"])
     def test_other_callables_are_refused(self, wrong):
         with pytest.raises(TypeError, match="A reward must be a callable"):
             RewardRunner([redness_reward, wrong])
@@ -131,7 +93,7 @@ class TestFunctions:
                 return [0.0] * len(completions)
 
         for wrong, name in ((narrow, "narrow"), (Narrow(), "Narrow"), (functools.partial(narrow, rows=1), "narrow")):
-            with pytest.raises(ValueError, match=rf"The reward '{name}' has no `\*\*kwargs`.*Add"):
+            with pytest.raises(ValueError, match=rf"The reward '{name}' .* `\*\*kwargs`"):
                 RewardRunner([redness_reward, wrong])
 
     def test_a_callable_object_has_the_name_it_gives_itself(self):
@@ -148,25 +110,11 @@ class TestFunctions:
         judge = Judge("judge_a")
         rewards = RewardRunner([judge, Judge("judge_b"), Judge()])
         assert rewards.names == ["judge_a", "judge_b", "Judge"]
+        with pytest.raises(ValueError, match="'Judge'.*`__name__`"):
+            RewardRunner([judge, Judge(), Judge()])
         assert rewards.call(0, prompts=PROMPTS, completions=IMAGES) == [1.0, 2.0, 3.0] and judge.calls == 1
         with pytest.raises(RewardError, match="'judge_a' returned nan for image 2"):
             rewards.call(0, prompts=PROMPTS, completions=IMAGES)
-
-    def test_an_async_callable_object(self):
-        class Remote:
-            async def __call__(self, prompts, completions, **columns):
-                return [0.0, 1.0, None]
-
-        assert RewardRunner(Remote()).names == ["Remote"]
-        assert call(Remote()) == [0.0, 1.0, None]
-
-    def test_a_partial_has_the_name_of_its_function(self):
-        def scaled(prompts, completions, factor, **columns):
-            return [factor] * len(completions)
-
-        rewards = RewardRunner(functools.partial(scaled, factor=2.0))
-        assert rewards.names == ["scaled"]
-        assert rewards.call(0, prompts=PROMPTS, completions=IMAGES) == [2.0] * 3
 
 
 class TestMetrics:
@@ -175,7 +123,7 @@ class TestMetrics:
         other = returning([], False)
         runner = RewardRunner([redness_reward, other], [1.0, 0.5], method="log_tamed", threshold=0.3)
         _, details = runner.aggregate(rewards, 2)
-        metrics = runner.metrics(rewards, details, 2)
+        metrics = runner.metrics(rewards, runner.total(rewards, 2), details)
         means = [metrics[f"rewards/{name}/mean"] for name in ("redness_reward", "tasty")]
         assert means == [2.0, 6.0] and metrics["rewards/tasty/ratio"] == 3.0
         assert metrics["rewards/redness_reward/std"] == 1.0 and metrics["rewards/tasty/failure_rate"] == 0.5
@@ -186,12 +134,8 @@ class TestMetrics:
 class TestRequired:
     NAMES, WEIGHTS = ["consistency", "ocr"], torch.tensor([1.0, 0.5])
 
-    def test_all_by_default(self):
-        assert check_required(None, self.NAMES, self.WEIGHTS) == [True, True]
-        assert check_required([True, False], self.NAMES, self.WEIGHTS) == [True, False]
-
     def test_errors(self):
-        with pytest.raises(ValueError, match="`reward_required` has 1 entries .*for 2 rewards"):
+        with pytest.raises(ValueError, match="`reward_required` is .*2 rewards"):
             check_required([True], self.NAMES, self.WEIGHTS)
         for required, weights in (([False, False], [1.0, 1.0]), ([True, False], [0.0, 1.0])):
             with pytest.raises(ValueError, match="no reward of nonzero weight is required"):
@@ -223,19 +167,17 @@ class TestNeededColumns:
 
         check_columns(named, self.dataset(theme=["a", "b"]), "the dataset")
         for reward, column in ((named, "theme"), (misspelled, "panel_image"), (lambda prompt, **kwargs: [], "prompt")):
-            with pytest.raises(
-                ValueError, match=f"the parameter `{column}`, which the dataset has no .* panel_images"
-            ):
+            with pytest.raises(ValueError, match=f"the parameter `{column}`"):
                 check_columns([redness_reward, reward], self.dataset(), "the dataset")
 
     def test_what_is_not(self):
         reward = self.reward(needed_columns=("theme",))
-        with pytest.raises(ValueError, match="'needy' requires the column `theme`, but the dataset has rows, cols"):
+        with pytest.raises(ValueError, match="'needy' requires the column `theme`.* has rows, cols"):
             check_columns(reward, self.dataset(), "the dataset")
         for empty in ("", "  ", None):
             with pytest.raises(ValueError, match="requires the column `theme`, which is .* in row 1 of the dataset"):
                 check_columns(reward, self.dataset(theme=["a", empty]), "the dataset")
-        with pytest.raises(ValueError, match="at least 4, but row 1 of the dataset has 1 x 3"):
+        with pytest.raises(ValueError, match="at least 4 panels, but row 1 .*1 x 3"):
             check_columns([self.reward(min_panels=4)], self.dataset(), "the dataset")
 
 

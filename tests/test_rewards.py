@@ -23,11 +23,8 @@ from paco_trl.rewards.aggregation import (
     coefficient_of_variation,
     log_tame,
     normalize_in_groups,
-    weighted_geometric_mean,
-    weighted_sum,
     win_rates,
 )
-from paco_trl.tiny.clip import build_tiny_clip
 from paco_trl.utils.deepspeed import without_zero3_init
 
 
@@ -85,9 +82,6 @@ class TestCoefficientOfVariation:
     def test_is_undefined_when_the_mean_is_not_positive(self, values):
         assert coefficient_of_variation(torch.tensor(values).unsqueeze(1)) == [None]
 
-    def test_of_one_value_is_zero(self):
-        assert coefficient_of_variation(torch.tensor([[2.0], [NAN]])) == [0.0]
-
 
 class TestFormulas:
     def test_log_tame(self):
@@ -108,17 +102,6 @@ class TestFormulas:
         score = 1 / (math.sqrt(2) + 1e-4)
         expected = torch.tensor([-score, NAN, score, NAN, 0.0, NAN, NAN, NAN, NAN])
         torch.testing.assert_close(normalize_in_groups(rewards, 3), expected, equal_nan=True)
-
-    def test_weighted_sum(self):
-        rewards = torch.tensor([[1.0, 10.0], [2.0, NAN]])
-        expected = torch.tensor([0.5 + 20.0, NAN])
-        torch.testing.assert_close(weighted_sum(rewards, torch.tensor([0.5, 2.0])), expected, equal_nan=True)
-
-    def test_weighted_geometric_mean(self):
-        # (2^3 * 32^1)^(1/4) = 256^(1/4) = 4; a zero gives 0; a NaN gives NaN, also beside a zero.
-        rewards = torch.tensor([[2.0, 32.0], [0.0, 5.0], [NAN, 5.0], [NAN, 0.0]])
-        result = weighted_geometric_mean(rewards, torch.tensor([3.0, 1.0]))
-        torch.testing.assert_close(result, torch.tensor([4.0, 0.0, NAN, NAN]), equal_nan=True)
 
 
 class TestAggregateRewards:
@@ -192,7 +175,7 @@ class TestAggregateRewards:
         assert details.tamed[1] is False
 
     @pytest.mark.parametrize("method", METHODS)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_does_not_change_its_input_and_computes_in_float32_or_better(self, method, dtype):
         rewards = torch.tensor([[1.0, 4.0], [9.0, 2.0]]).to(dtype)
         before = rewards.clone()
@@ -224,7 +207,6 @@ class TestAggregateRewards:
             ({"rewards": torch.tensor([[1.0, 1.0], [1.0, math.inf]])}, r"rewards\[1, 1\]"),
             ({"threshold": "median"}, "'median'"),
             ({"method": "rank_then_sum"}, "`num_generations`"),
-            ({"method": "normalize_then_sum", "num_generations": 3}, "`num_generations`"),
             ({"method": "geometric_mean", "weights": [1.0, -1.0]}, ">= 0"),
             ({"method": "geometric_mean", "rewards": torch.tensor([[1.0, 1.0], [-0.1, 1.0]])}, r"rewards\[1, 0\]"),
         ],
@@ -245,10 +227,6 @@ class TestOptionalRewards:
     def order(aggregate):
         return aggregate.argsort().tolist()
 
-    def test_a_required_reward_excludes_the_image(self):
-        aggregate, _ = aggregate_rewards(self.REWARDS, [1.0, 1.0], "sum_then_normalize", num_generations=3)
-        assert aggregate.isnan().tolist() == [False, True, False, False, False, False]
-
     @pytest.mark.parametrize("method", METHODS)
     def test_its_group_is_compared_without_it(self, method):
         aggregate, _ = aggregate_rewards(self.REWARDS, [1.0, 2.0], method, num_generations=3, required=[True, False])
@@ -259,13 +237,6 @@ class TestOptionalRewards:
         assert self.order(with_it[[0, 2]]) == [1, 0]  # the effect: where it counts, the order is another
         # The group that has it is as it was
         torch.testing.assert_close(aggregate[3:], with_it[3:])
-
-    def test_the_level_of_the_aggregate_is_kept(self):
-        aggregate, _ = aggregate_rewards(
-            self.REWARDS, [1.0, 2.0], "sum_then_normalize", num_generations=3, required=[True, False]
-        )
-        mean = (0.9 + 0.3 + 0.2 + 0.4 + 0.6) / 5
-        torch.testing.assert_close(aggregate[:3], self.REWARDS[:3, 0] + 2 * mean)
 
     @pytest.mark.parametrize("method", METHODS)
     def test_a_reward_that_no_image_has_changes_nothing(self, method):
@@ -279,18 +250,12 @@ class TestOptionalRewards:
     def test_another_required_reward_still_excludes(self):
         rewards = self.REWARDS.clone()
         rewards[4, 0] = NAN
-        aggregate, _ = aggregate_rewards(
-            rewards, [1.0, 1.0], "sum_then_normalize", num_generations=3, required=[True, False]
-        )
+        aggregate, _ = aggregate_rewards(rewards, [1.0, 1.0], METHODS[0], num_generations=3, required=[True, False])
         assert aggregate.isnan().nonzero().flatten().tolist() == [4]
 
-    def test_errors(self):
-        with pytest.raises(ValueError, match="`required` has 1 entries"):
-            aggregate_rewards(self.REWARDS, [1.0, 1.0], "log_tamed", num_generations=3, required=[True])
+    def test_groups_are_needed(self):
         with pytest.raises(ValueError, match="optional rewards require groups"):
             aggregate_rewards(self.REWARDS, [1.0, 1.0], "log_tamed", required=[True, False])
-        with pytest.raises(ValueError, match="`num_generations` is 4.*6"):
-            aggregate_rewards(self.REWARDS, [1.0, 1.0], "log_tamed", num_generations=4)
 
 
 class TestShares:
@@ -399,12 +364,6 @@ class TestLogTaming:
         assert details.threshold == pytest.approx(0.375)
         assert details.tamed == [False, False, True, False]
 
-    def test_threshold_without_a_defined_h(self):
-        rewards = torch.tensor([[-0.5], [0.5]])
-        aggregate, details = aggregate_rewards(rewards, [1.0], "log_tamed", "mean")
-        assert details == AggregationDetails([None], [False], math.inf, [1.0])
-        torch.testing.assert_close(aggregate, rewards[:, 0])
-
     def test_a_mean_that_is_not_positive_leaves_the_reward_untouched(self):
         values = torch.tensor([[-0.9], [0.5]])  # mean -0.2
         aggregate, details = aggregate_rewards(values, [1.0], "log_tamed", threshold=0.0)
@@ -421,7 +380,7 @@ class TestLogTaming:
             torch.tensor([[0.5, 9.0], [0.5, value]]),  # would be tamed
             torch.tensor([[0.5, 0.5], [0.5, value]]),  # mean not positive
         ):
-            with pytest.raises(ValueError, match=rf"\(reward 1\) is {value}.*Shift or rescale"):
+            with pytest.raises(ValueError, match=rf"\(reward 1\) is {value}.*Rescale"):
                 aggregate_rewards(rewards, [1.0, 1.0], "log_tamed")
         # Twin: just above it is fine.
         aggregate, _ = aggregate_rewards(torch.tensor([[0.5, 9.0], [0.5, -0.999]]), [1.0, 1.0], "log_tamed")
@@ -519,27 +478,7 @@ class TestClipTReward:
         assert reward.model.device.type == PartialState().device.type
 
 
-class TestTinyClip:
-    def test_is_the_same_at_every_call_and_keeps_the_random_state(self, tiny_clip, tmp_path):
-        torch.manual_seed(5)
-        expected = torch.rand(3)
-        torch.manual_seed(5)
-        folder = build_tiny_clip(tmp_path / "again")
-        assert torch.equal(torch.rand(3), expected)
-        first, second = (CLIPModel.from_pretrained(path).state_dict() for path in (tiny_clip, folder))
-        assert first.keys() == second.keys() and len(first) > 50
-        assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 class TestWithoutZero3Init:
-    def test_without_a_live_config_nothing_happens(self):
-        from transformers.integrations import deepspeed as hf_deepspeed
-
-        before = hf_deepspeed._hf_deepspeed_config_weak_ref
-        with without_zero3_init():
-            assert hf_deepspeed._hf_deepspeed_config_weak_ref is before
-        assert hf_deepspeed._hf_deepspeed_config_weak_ref is before
-
     @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
     def test_a_live_config_is_out_of_sight_and_comes_back(self, tiny_clip):
         from transformers.integrations import deepspeed as hf_deepspeed
@@ -574,11 +513,6 @@ class TestPixelRewards:
     def test_redness(self, color, expected):
         scores = redness_reward(["p"], [Image.new("RGB", (5, 7), color)])
         assert scores == pytest.approx([expected])
-
-    def test_redness_is_a_mean_over_the_image(self):
-        image = Image.new("RGB", (2, 1), "red")
-        image.putpixel((1, 0), (0, 0, 255))
-        assert redness_reward(["p"], [image], rows=[1]) == pytest.approx([0.25])
 
     def test_panel_similarity(self):
         black, white, grey = (Image.new("RGB", (16, 16), (value,) * 3) for value in (0, 255, 51))

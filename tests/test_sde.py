@@ -61,28 +61,6 @@ class TestClosedForms:
         np.testing.assert_allclose(step.log_prob, log_density(x_next, mean, std), rtol=2e-5)
         assert step.mean.dtype == step.std.dtype == step.log_prob.dtype == torch.float32
 
-    def test_the_kinds_differ(self, step_inputs):
-        v, x, _ = step_inputs
-        means = [sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind).mean for kind in SDE_TYPES]
-        for first, second in ((0, 1), (0, 2), (1, 2)):
-            assert (means[first] - means[second]).abs().max() > 1e-3
-
-    def test_flow_sde_is_the_default(self, step_inputs):
-        v, x, _ = step_inputs
-        mean, _, _ = formulas("flow_sde", x, v, SIGMA, SIGMA_NEXT, NOISE_LEVEL)
-        np.testing.assert_allclose(sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL).mean, mean, rtol=2e-5, atol=2e-6)
-
-    @pytest.mark.parametrize("kind", ["flow_sde", "dance_sde"])
-    def test_mean_is_euler_plus_half_the_score_correction(self, step_inputs, kind):
-        """x + [v + s^2 / (2 t) (x + (1 - t) v)] dt: drift of the ODE, corrected by -s^2 / 2 times the score."""
-        v, x, _ = (tensor.double() for tensor in step_inputs)
-        step = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind)
-        s = NOISE_LEVEL * math.sqrt(SIGMA / (1 - SIGMA)) if kind == "flow_sde" else NOISE_LEVEL
-        correction = s**2 / (2 * SIGMA) * (x + (1 - SIGMA) * v)
-        assert correction.abs().max() > 0.1
-        expected = x + (v + correction) * (SIGMA_NEXT - SIGMA)
-        torch.testing.assert_close(step.mean.double(), expected, rtol=2e-5, atol=2e-6)
-
     @staticmethod
     def variance_error(kind, dt, image_variance, noise=True):
         """
@@ -114,36 +92,6 @@ class TestClosedForms:
 
 
 class TestLogProb:
-    @pytest.mark.parametrize("kind", SDE_TYPES)
-    @pytest.mark.parametrize("shape", [(2, 7), (3, 5, 4), (2, 3, 4, 5)])
-    def test_is_the_mean_log_prob_of_a_normal(self, kind, shape):
-        generator = torch.Generator().manual_seed(2)
-        v, x, x_next = (torch.randn(shape, generator=generator) for _ in range(3))
-        step = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, kind, prev_sample=x_next)
-        std = step_std(step.std, SIGMA, SIGMA_NEXT, kind).expand(shape)
-        expected = torch.distributions.Normal(step.mean, std).log_prob(x_next).flatten(1).mean(1)
-        assert step.log_prob.shape == (shape[0],)
-        assert expected.std() > 1e-3  # the images have different ones
-        torch.testing.assert_close(step.log_prob, expected, rtol=1e-5, atol=1e-6)
-
-    def test_is_a_mean_and_not_a_sum(self, step_inputs):
-        v, x, x_next = step_inputs
-        once = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, prev_sample=x_next)
-        twice = sde_step(
-            *(torch.cat([tensor, tensor], dim=1) for tensor in (v, x)),
-            SIGMA,
-            SIGMA_NEXT,
-            NOISE_LEVEL,
-            prev_sample=torch.cat([x_next, x_next], dim=1),
-        )
-        torch.testing.assert_close(twice.log_prob, once.log_prob)
-
-    def test_gaussian_log_prob_takes_a_std_for_each_image(self):
-        value, mean = torch.tensor([[1.0, 2.0], [0.0, -1.0]]), torch.tensor([[0.0, 2.5], [0.5, 0.0]])
-        std = torch.tensor([[0.5], [2.0]])
-        expected = torch.distributions.Normal(mean, std.expand(2, 2)).log_prob(value).mean(1)
-        torch.testing.assert_close(gaussian_log_prob(value, mean, std), expected)
-
     @pytest.mark.parametrize("kind", SDE_TYPES)
     def test_replay_of_a_sampled_step_has_ratio_one(self, step_inputs, kind):
         v, x, x_next = step_inputs
@@ -222,32 +170,16 @@ class TestFirstStep:
         without = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, prev_sample=x_next)
         assert torch.equal(with_it.mean, without.mean) and torch.equal(with_it.log_prob, without.log_prob)
 
-    @pytest.mark.parametrize("kind", ["dance_sde", "cps"])
-    def test_the_other_kinds_need_no_sigma_max(self, step_inputs, kind):
-        v, x, _ = step_inputs
-        step = sde_step(v, x, 1.0, 0.7, NOISE_LEVEL, kind)
-        mean, _, _ = formulas(kind, x, v, 1.0, 0.7, NOISE_LEVEL)
-        np.testing.assert_allclose(step.mean, mean, rtol=2e-5, atol=2e-6)
-        assert torch.isfinite(step.log_prob).all()
-
 
 class TestRefusals:
-    def test_unknown_kind_names_the_known_ones(self, step_inputs):
+    def test_what_cannot_be_a_step(self, step_inputs):
         v, x, _ = step_inputs
-        with pytest.raises(ValueError, match="Unknown `sde_type` 'sde'.*'flow_sde', 'dance_sde', 'cps'"):
+        with pytest.raises(ValueError, match="Unknown `sde_type` 'sde'"):
             sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, "sde")
-
-    @pytest.mark.parametrize("kind", SDE_TYPES)
-    def test_negative_noise_level(self, step_inputs, kind):
-        v, x, _ = step_inputs
         with pytest.raises(ValueError, match=r"`noise_level` is -0\.1"):
-            sde_step(v, x, SIGMA, SIGMA_NEXT, -0.1, kind)
-
-    @pytest.mark.parametrize("count", [1, 2, 4])
-    def test_wrong_number_of_generators(self, step_inputs, count):
-        v, x, _ = step_inputs
-        with pytest.raises(ValueError, match=f"{count} generators for a batch of 3 images"):
-            sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=[keyed_generator(i) for i in range(count)])
+            sde_step(v, x, SIGMA, SIGMA_NEXT, -0.1)
+        with pytest.raises(ValueError, match="1 generators for a batch of 3 images"):
+            sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=[keyed_generator(0)])
 
 
 class TestBatches:
@@ -267,15 +199,6 @@ class TestBatches:
             alone_std = step_std(alone.std, sigmas[i], sigmas_next[i], kind)
             torch.testing.assert_close(std[rows].flatten(), alone_std.flatten(), rtol=1e-6, atol=1e-6)
         assert together.log_prob.unique().numel() == 3
-
-    def test_sigma_max_for_a_batch_with_first_and_later_steps(self, step_inputs):
-        v, x, x_next = step_inputs
-        sigmas = torch.tensor([1.0, 0.9, 1.0])
-        together = sde_step(v, x, sigmas, 0.6, NOISE_LEVEL, sigma_max=0.95, prev_sample=x_next)
-        for i, sigma in enumerate(sigmas.tolist()):
-            rows = slice(i, i + 1)
-            alone = sde_step(v[rows], x[rows], sigma, 0.6, NOISE_LEVEL, sigma_max=0.95, prev_sample=x_next[rows])
-            torch.testing.assert_close(together.log_prob[rows], alone.log_prob, rtol=1e-6, atol=1e-6)
 
     def test_noise_of_an_image_does_not_depend_on_its_batch(self, step_inputs):
         v, x, _ = step_inputs
@@ -299,15 +222,6 @@ class TestBatches:
         single = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=keyed_generator(7))
         single_reordered = sde_step(v[[2, 0]], x[[2, 0]], SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=keyed_generator(7))
         assert not torch.equal(single.prev_sample[[2, 0]], single_reordered.prev_sample)
-
-    def test_without_generator_the_global_stream_is_used(self, step_inputs):
-        v, x, _ = step_inputs
-        sampled = []
-        for seed in (0, 0, 1):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                sampled.append(sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL).prev_sample)
-        assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
 
 
 class TestPrecision:
@@ -350,17 +264,11 @@ class TestKeyedGenerator:
     def noise_of(*key):
         return torch.randn(64, generator=keyed_generator(*key))
 
-    def test_same_key_same_noise(self):
-        assert torch.equal(self.noise_of(*self.KEY), self.noise_of(*self.KEY))
-
     @pytest.mark.parametrize("place", range(5))
     def test_each_place_of_the_key_matters(self, place):
         changed = list(self.KEY)
         changed[place] += 1
         assert not torch.equal(self.noise_of(*self.KEY), self.noise_of(*changed))
-
-    def test_order_of_the_key_matters(self):
-        assert not torch.equal(self.noise_of(1, 2), self.noise_of(2, 1))
 
     def test_many_keys_give_many_streams(self):
         first_numbers = {
@@ -383,7 +291,3 @@ class TestKeyedGenerator:
             torch.randn(10)
             assert not torch.equal(torch.get_rng_state(), state)
             assert torch.equal(self.noise_of(*self.KEY), first)
-
-    def test_large_seeds_are_accepted(self):
-        assert not torch.equal(self.noise_of(2**32 - 1, 0), self.noise_of(2**32 - 2, 0))
-        assert keyed_generator(2**32 - 1).device.type == "cpu"

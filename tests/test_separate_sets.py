@@ -19,7 +19,7 @@ from kill_runs import Run, copy_run, different, relative_difference
 from launching import fork_context
 from paco_trl import PaCoNFTTrainer, tiny
 from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
-from paco_trl.data.image_sets import arrange_sets, check_image_set_columns, complete_image_sets
+from paco_trl.data.image_sets import arrange_sets, complete_image_sets
 from paco_trl.hub.cards import render_card
 from paco_trl.hub.settings import ImageModelCard
 from paco_trl.rewards import LayoutReward, redness_reward
@@ -132,20 +132,6 @@ class TestData:
         (tmp_path / "sets.jsonl").write_text(json.dumps(row))
         with pytest.raises(ValueError, match=word):
             load_image_set_prompts(tmp_path / "sets.jsonl")
-
-    def test_rows_that_were_not_completed_are_checked_too(self):
-        rows = complete_image_sets(sets(4)).to_list()
-        check_image_set_columns(rows)
-        for changed, word in (({"rows": 2, "cols": 2}, "rows=2"), ({"theme": None}, "theme"), ({"cols": 3}, "panels")):
-            with pytest.raises(ValueError, match=word):
-                check_image_set_columns([rows[0] | changed])
-
-    def test_edits_are_no_sets(self):
-        image = Image.new("RGB", (64, 64))
-        rows = [{"prompt": "Red.", "image": image, "layout": layout} for layout in (None, "separate")]
-        assert PromptRows(Dataset.from_list(rows[:1]), settings(), "it").kind == "edits"
-        with pytest.raises(ValueError, match="row 1 .*separate"):
-            PromptRows(Dataset.from_list(rows), settings(), "it")
 
     def test_a_set_without_a_shared_text_stays_a_grid(self):
         row = {"prompt": "Photos of a red cat.", "rows": 1, "cols": 2, "panels": ["It sleeps.", "It eats."]}
@@ -486,13 +472,6 @@ class TestAnchored:
 
 
 class TestOneFile:
-    def test_a_grid_run_is_not_changed(self, make_trainer, tmp_path):
-        plain, grid = make_trainer(), make_trainer(set_layout="grid", output_dir=str(tmp_path / "grid"))
-        assert plain._identity == grid._identity
-        for trainer in (plain, grid):
-            trainer.train()
-        assert are_equal(weights_of(plain), weights_of(grid))
-
     def test_or_separate_sets_are_trained(self, make_trainer, prompts):
         trainer = make_trainer(set_layout="separate", num_prompts_per_generation=8, reward_funcs=panel_redness)
         assert trainer.schedule.rows_per_round == 2 and trainer.train_rows.lengths == [4] * 12
@@ -589,10 +568,6 @@ class TestCard:
         card = trainer._model_card()
         assert "contact_sheet.png" in card.pictures and card.gallery == {}
         assert not [name for name in card.pictures if name.startswith("images/")]
-
-    def test_of_grids_says_nothing(self, make_trainer):
-        run = make_trainer()._model_card().settings
-        assert not {"set_layout", "panel_template", "panel_generation"} & run.keys()
 
 
 @pytest.mark.slow

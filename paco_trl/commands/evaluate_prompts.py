@@ -31,7 +31,7 @@ from ..hub.settings import ImageModelCard, load_settings
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.score_store import open_scores
 from ..image_benchmarks.statistics import Line, Unit, table
-from ..rewards.runner import IMAGES_PER_CALL, RewardRunner, offloadable_models
+from ..rewards.runner import IMAGES_PER_CALL, RewardRunner, check_columns, offloadable_models
 from ..rollout import family_of
 from ..rollout.loading import check_peft_config, load_pipeline, make_policy
 from ..rollout.prompt_rows import Completions, PromptRows
@@ -80,7 +80,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     settings["prompts"] = digest(json.dumps([rows.content(number) for number in range(len(rows))], default=str))
     check_judged(script_args, rows.dataset)
     rewards = RewardRunner(load_rewards(script_args))
-    rewards.check_dataset(rows.dataset, "the dataset")
+    check_columns(rewards.functions, rows.dataset, "the dataset")
 
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if settings["bf16"] else "no"

@@ -99,16 +99,6 @@ def spread_shares(terms: torch.Tensor, num_generations: int | None) -> list[floa
     return (spreads / total).tolist() if total > 0 else [None] * terms.shape[1]
 
 
-def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute sum_k w_k R_k (the sum of Eq. 4)."""
-    return (rewards * weights).sum(dim=1)
-
-
-def weighted_geometric_mean(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute exp(sum_k w_k log R_k / sum_k w_k) for rewards >= 0 and weights > 0."""
-    return torch.exp((weights * torch.log(rewards)).sum(dim=1) / weights.sum())
-
-
 def aggregate_rewards(
     rewards: torch.Tensor,
     weights: torch.Tensor | Sequence[float],
@@ -176,13 +166,11 @@ def aggregate_rewards(
     """
     if method not in AGGREGATION_METHODS:
         raise ValueError(f"`method` is {method!r}, but must be one of {', '.join(AGGREGATION_METHODS)}.")
-    if rewards.dim() != 2 or 0 in rewards.shape:
-        raise ValueError(f"`rewards` has shape {tuple(rewards.shape)}, but must be (N, K), samples x rewards.")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # (N, K)
     weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)  # (K,)
     if weights.shape != rewards.shape[1:]:
         raise ValueError(
-            f"`weights` has shape {tuple(weights.shape)} for {rewards.shape[1]} columns. Pass one weight per reward."
+            f"`weights` has shape {tuple(weights.shape)}; pass one for each of {rewards.shape[1]} columns."
         )
     if not torch.isfinite(weights).all() or not weights.any():
         raise ValueError(f"`weights` is {weights.tolist()}, but must be finite and not all 0.")
@@ -190,18 +178,10 @@ def aggregate_rewards(
         raise _error(wrong, rewards, "must be finite. A reward that could not be computed is missing: pass NaN.")
 
     required = [True] * len(weights) if required is None else list(required)
-    if len(required) != len(weights):
-        raise ValueError(f"`required` has {len(required)} entries, but `rewards` has {len(weights)} columns.")
     optional = ~torch.tensor(required, dtype=torch.bool, device=rewards.device)  # (K,)
-    if num_generations is None:
-        if method in ("normalize_then_sum", "rank_then_sum") or optional.any():
-            reason = "optional rewards require" if optional.any() else f"`method={method!r}` requires"
-            raise ValueError(f"`num_generations` is None, but {reason} groups of consecutive rows. Pass it.")
-    elif num_generations < 1 or len(rewards) % num_generations != 0:
-        raise ValueError(
-            f"`num_generations` is {num_generations}, but it must be positive and divide the number of rows, "
-            f"{len(rewards)}: a group is `num_generations` consecutive rows."
-        )
+    if num_generations is None and (method in ("normalize_then_sum", "rank_then_sum") or optional.any()):
+        reason = "optional rewards require" if optional.any() else f"`method={method!r}` requires"
+        raise ValueError(f"`num_generations` is None, but {reason} groups of consecutive rows. Pass it.")
 
     used = weights != 0  # (K,)
     h, tamed = coefficient_of_variation(rewards), [False] * len(weights)
@@ -215,16 +195,20 @@ def aggregate_rewards(
         candidates = used if tamable is None else used & torch.tensor(tamable, device=rewards.device)  # (K,)
         # Refused whether or not h_k exceeds the threshold: an error in the first round, not in a later one
         if (wrong := (rewards <= -1) & candidates).any():
-            rule = "must be greater than -1 for `method='log_tamed'`, because log(1 + R) does not exist there. Shift or rescale"
-            raise _error(wrong, rewards, f"{rule} the reward (to [0, 1], for example), or use another method.")
+            raise _error(
+                wrong, rewards, "must be above -1 for `method='log_tamed'`. Rescale the reward, to [0, 1] for example."
+            )
         tamed = [can and h_k is not None and h_k > limit for can, h_k in zip(candidates.tolist(), h, strict=True)]
         rewards = log_tame(rewards, tamed) if any(tamed) else rewards
     elif method == "geometric_mean":
         if (weights < 0).any():
             raise ValueError(f"`weights` is {weights.tolist()}, but must be >= 0 for `method='geometric_mean'`.")
         if (wrong := (rewards < 0) & used).any():
-            rule = "must be >= 0 for `method='geometric_mean'`. Shift or rescale the reward (to [0, 1], for example), or use"
-            raise _error(wrong, rewards, f"{rule} another method.")
+            raise _error(
+                wrong,
+                rewards,
+                "must be >= 0 for `method='geometric_mean'`. Rescale the reward, to [0, 1] for example.",
+            )
 
     is_product = method == "geometric_mean"
     share = spread_shares(weights * (torch.log(rewards) if is_product else rewards), num_generations)
@@ -232,7 +216,10 @@ def aggregate_rewards(
         rewards = without_gaps(rewards, optional, cast(int, num_generations), neutral=1.0 if is_product else 0.0)
     # Without columns of weight 0: 0 * NaN is NaN
     rewards, weights = rewards[:, used], weights[used]
-    aggregate = (weighted_geometric_mean if is_product else weighted_sum)(rewards, weights)  # (N,)
+    if is_product:  # exp(sum_k w_k log R_k / sum_k w_k)
+        aggregate = torch.exp((weights * torch.log(rewards)).sum(dim=1) / weights.sum())  # (N,)
+    else:
+        aggregate = (rewards * weights).sum(dim=1)  # (N,)
     return aggregate, AggregationDetails(coefficient_of_variation=h, tamed=tamed, threshold=limit, share=share)
 
 

@@ -12,8 +12,7 @@ from transformers import CLIPModel, CLIPProcessor
 from transformers.masking_utils import create_causal_mask
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.devices import to_device
-from ..utils.images import to_rgb
+from ..utils.images import to_device, to_rgb
 from ..utils.names import check_model_name, public_name
 from .columns import column_of, panels_of
 

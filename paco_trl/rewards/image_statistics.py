@@ -13,48 +13,25 @@ from PIL import Image
 logger = get_logger(__name__)
 
 _SIDE, _SMALL = 128, 16  # pixels of a thumbnail, and of what the diversity of a group is measured on
-
-
-def sharpness(pixels: np.ndarray) -> float:
-    """Compute the mean difference of neighboring pixels in brightness, of (H, W, 3) in [0, 1]: 0 without edges, at most 1."""
-    gray = pixels.mean(axis=-1)
-    down, right = np.abs(np.diff(gray, axis=0)), np.abs(np.diff(gray, axis=1))
-    return float((down.sum() + right.sum()) / (down.size + right.size))
-
-
-def color_entropy(pixels: np.ndarray) -> float:
-    """Compute the entropy, in bits, of the colors in four levels a channel: 0 for one color, at most 6."""
-    levels = np.minimum(pixels * 4, 3).astype(int) @ (16, 4, 1)
-    shares = np.unique(levels, return_counts=True)[1] / levels.size
-    return float(-(shares * np.log2(shares)).sum())
-
-
-def brightness(pixels: np.ndarray) -> float:
-    """Compute the mean of all channels: 0 for black, 1 for white."""
-    return float(pixels.mean())
-
-
-def saturation(pixels: np.ndarray) -> float:
-    """Compute the mean distance of the strongest from the weakest channel: 0 for gray, 1 for pure colors."""
-    return float((pixels.max(axis=-1) - pixels.min(axis=-1)).mean())
-
-
-def diversity(group: np.ndarray) -> float:
-    """Compute the root mean square distance of two of a group's images (G, ...): NaN for one image."""
-    # The mean over all pairs of (a - b)^2 is twice the unbiased variance
-    return math.sqrt(2 * group.var(axis=0, ddof=1).mean()) if len(group) > 1 else math.nan
-
-
-STATISTICS = {each.__name__: each for each in (sharpness, color_entropy, brightness, saturation)}
+STATISTICS = ("sharpness", "color_entropy", "brightness", "saturation")
 
 
 def measure_image(image: Image.Image) -> tuple[list[float], np.ndarray]:
-    """Return the statistics of an image, and a small copy (16, 16, 3) for the diversity of its group."""
+    """Return the four statistics of an image, and a small copy (16, 16, 3) for the diversity of its group."""
     thumbnail = image.convert("RGB")
     thumbnail.thumbnail((_SIDE, _SIDE), Image.Resampling.BOX)
-    pixels = np.asarray(thumbnail, dtype=np.float32) / 255
-    small = np.asarray(thumbnail.resize((_SMALL, _SMALL), Image.Resampling.BOX))
-    return [statistic(pixels) for statistic in STATISTICS.values()], small
+    pixels = np.asarray(thumbnail, dtype=np.float32) / 255  # (H, W, 3)
+    gray = pixels.mean(axis=-1)
+    down, right = np.abs(np.diff(gray, axis=0)), np.abs(np.diff(gray, axis=1))
+    levels = np.minimum(pixels * 4, 3).astype(int) @ (16, 4, 1)
+    shares = np.unique(levels, return_counts=True)[1] / levels.size
+    statistics = [
+        (down.sum() + right.sum()) / (down.size + right.size),  # of neighbors: 0 without edges, at most 1
+        -(shares * np.log2(shares)).sum(),  # in bits, of four levels a channel: 0 for one color, at most 6
+        pixels.mean(),  # 0 for black, 1 for white
+        (pixels.max(axis=-1) - pixels.min(axis=-1)).mean(),  # 0 for gray, 1 for pure colors
+    ]
+    return list(map(float, statistics)), np.asarray(thumbnail.resize((_SMALL, _SMALL), Image.Resampling.BOX))
 
 
 def statistics_of_prompts(
@@ -65,7 +42,11 @@ def statistics_of_prompts(
     values, small = zip(*(by_number[number] for number in sorted(by_number)), strict=True)
     means = np.array(values).reshape(-1, num_generations, len(STATISTICS)).mean(axis=1)  # (prompts, statistics)
     groups = (np.stack(small) / 255).reshape(-1, num_generations, small[0].size)  # (prompts, generations, numbers)
-    return {**dict(zip(STATISTICS, means.T, strict=True)), "diversity": np.array(list(map(diversity, groups)))}
+    # Root mean square distance of two images: the mean over all pairs of (a - b)^2 is twice the unbiased variance
+    diversity = np.full(len(groups), math.nan)
+    if num_generations > 1:
+        diversity = np.sqrt(2 * groups.var(axis=1, ddof=1).mean(axis=1))
+    return {**dict(zip(STATISTICS, means.T, strict=True)), "diversity": diversity}
 
 
 class DriftAlarm:

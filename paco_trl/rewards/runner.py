@@ -40,7 +40,7 @@ from ..data import split_grid
 from ..data.image_sets import SEPARATE
 from ..rollout.sampler import on_device
 from ..utils.fingerprint import describe_scorer
-from ..utils.stopping import Stopped, agree, stop_request
+from ..utils.stopping import Stopped, agree
 from .aggregation import AggregationDetails, aggregate_rewards
 
 
@@ -126,14 +126,12 @@ class RewardRunner:
         indices = range(len(self.functions))
         # A call of a reward with a judge on a server returns a coroutine, which its type does not tell
         self.is_async = [getattr(each, "is_async", False) or is_async_callable(each) for each in self.functions]
-        self.compares_group = [_compares_group(each) for each in self.functions]
+        self.compares_group = [any(p.name == "num_generations" for p in _parameters(each)) for each in self.functions]
         self._grouped = [k for k in indices if self.compares_group[k]]
         self._async = [k for k in indices if self.is_async[k] and not self.compares_group[k]]
         self._sync = [k for k in indices if not self.is_async[k] and not self.compares_group[k]]
         self._calls: list[_Call] = []
         self._loop: Any = None
-
-    # ---- Checks and descriptions ----
 
     @cached_property
     def descriptions(self) -> dict[str, dict[str, Any]]:
@@ -143,10 +141,6 @@ class RewardRunner:
             name: {**describe_scorer(function), "weight": weight, "required": required}
             for name, function, weight, required in settings
         }
-
-    def check_dataset(self, dataset: Dataset, where: str) -> None:
-        """Check that a dataset has the columns and panels that the rewards require."""
-        check_columns(self.functions, dataset, where)
 
     # ---- Calls ----
 
@@ -352,7 +346,7 @@ class RewardRunner:
         """Raise on all processes if a call of one has failed or one must stop; return whether one has pending calls."""
         done = (call.values.exception() for call in self._calls if call.values.done())
         problem = next((error for error in done if error is not None), problem)
-        stop, is_bad, is_pending = agree(self.accelerator, stop_request(), problem is not None, bool(pending))
+        stop, is_bad, is_pending = agree(self.accelerator, problem is not None, bool(pending))
         if not stop and not is_bad:
             return bool(is_pending)
         self.start(self.num_generations)
@@ -449,34 +443,30 @@ class RewardRunner:
 
     # ---- Metrics ----
 
-    def metrics(self, rewards: torch.Tensor, details: AggregationDetails, num_generations: int) -> dict[str, float]:
-        """Describe the rewards that could be computed; leave out what is undefined."""
-        metrics = {}
-        columns = {f"rewards/{name}/": values for name, values in zip(self.names, rewards.T, strict=True)}
-        for prefix, values in {**columns, "reward": self.total(rewards, num_generations)}.items():
-            is_total, scored = prefix == "reward", values[~torch.isnan(values)]
-            if len(scored):
-                metrics[prefix if is_total else f"{prefix}mean"] = scored.mean().item()
-            if len(scored) > 1:
-                metrics["reward_std" if is_total else f"{prefix}std"] = scored.std().item()
-            if not is_total:
-                metrics[f"{prefix}failure_rate"] = torch.isnan(values).float().mean().item()
-        # Relative to the mean of the first reward
-        first = metrics.get(f"rewards/{self.names[0]}/mean")
-        for name in self.names[1:]:
-            if first and f"rewards/{name}/mean" in metrics:
-                metrics[f"rewards/{name}/ratio"] = metrics[f"rewards/{name}/mean"] / first
-        rates = ((rewards <= -1) & (self.weights != 0)).float().mean(dim=0).tolist()
-        for name, h, tamed, share, rate in zip(
-            self.names, details.coefficient_of_variation, details.tamed, details.share, rates, strict=True
-        ):
-            if h is not None:  # undefined for a reward whose mean is not positive
-                metrics[f"rewards/{name}/h"] = h
-            metrics[f"rewards/{name}/tamed"] = float(tamed)
-            if self.is_tamed and rate:
-                metrics[f"rewards/{name}/untamable_rate"] = rate
-            if share is not None:  # undefined where no reward differs within a group
-                metrics[f"rewards/{name}/share"] = share
+    def metrics(self, rewards: torch.Tensor, total: torch.Tensor, details: AggregationDetails) -> dict[str, float]:
+        """Describe rewards and their sums (`total`) that could be computed; leave out what is undefined."""
+        metrics: dict[str, float] = {}
+        untamable = ((rewards <= -1) & (self.weights != 0)).float().mean(dim=0).tolist()
+        described = zip(details.coefficient_of_variation, details.tamed, details.share, untamable, strict=True)
+        for name, values, (h, tamed, share, rate) in zip(self.names, rewards.T, described, strict=True):
+            scored = values[~torch.isnan(values)]
+            mean, first = scored.mean().item() if len(scored) else None, metrics.get(f"rewards/{self.names[0]}/mean")
+            own = {
+                "mean": mean,
+                "std": scored.std().item() if len(scored) > 1 else None,
+                "failure_rate": torch.isnan(values).float().mean().item(),
+                "ratio": mean / first if first and mean is not None else None,
+                "h": h,  # undefined for a reward whose mean is not positive
+                "tamed": float(tamed),
+                "untamable_rate": rate if self.is_tamed and rate else None,
+                "share": share,  # undefined where no reward differs within a group
+            }
+            metrics |= {f"rewards/{name}/{key}": value for key, value in own.items() if value is not None}
+        summed = total[~torch.isnan(total)]
+        if len(summed):
+            metrics["reward"] = summed.mean().item()
+        if len(summed) > 1:
+            metrics["reward_std"] = summed.std().item()
         return metrics
 
 
@@ -496,22 +486,17 @@ def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
     for function in reward_funcs:
         if not callable(function) or isinstance(function, nn.Module | type):
             raise TypeError(
-                f"A reward must be a callable `(prompts, completions, **columns) -> list[float | None]`, got "
-                f"{function!r}. TRL's reward models (ids and modules) score text; see `paco_trl.rewards` for images."
+                f"A reward must be a callable `(prompts, completions, **columns) -> list[float | None]`, got {function!r}. "
+                "TRL's reward models score text; see `paco_trl.rewards` for images."
             )
     names = [get_callable_name(function) for function in reward_funcs]
     for name, function in zip(names, reward_funcs, strict=True):
         if not any(each.kind is each.VAR_KEYWORD for each in _parameters(function)):
             raise ValueError(
-                f"The reward '{name}' has no `**kwargs`, but gets every column of the dataset and `trainer_state`. Add "
-                "`**kwargs` to its parameters."
+                f"The reward '{name}' gets every column of the dataset: add `**kwargs` to its parameters."
             )
-    for name in names:
         if names.count(name) > 1:
-            raise ValueError(
-                f"{names.count(name)} rewards are named '{name}', so their metrics `rewards/{name}/mean` would "
-                "collide. Give each its own `__name__`."
-            )
+            raise ValueError(f"Several rewards are named '{name}'. Give each its own `__name__`, which metrics have.")
     return names
 
 
@@ -522,8 +507,7 @@ def check_reward_weights(weights: list[float] | None, names: list[str], aggregat
         raise ValueError(f"`reward_weights` is {weights}; weights must be finite, and at least one of them not 0.")
     if aggregation == "geometric_mean" and min(weights) < 0:
         raise ValueError(
-            f"`reward_weights` is {weights}, but a geometric mean has no negative weights. Use another "
-            "`multi_objective_aggregation`, or negate the reward."
+            f"`reward_weights` is {weights}, but a geometric mean has no negative weights: negate the reward."
         )
     return torch.tensor(weights, dtype=torch.float32)
 
@@ -531,10 +515,7 @@ def check_reward_weights(weights: list[float] | None, names: list[str], aggregat
 def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:
     """Check that a dataset has the columns (parameters, `needed_columns`) and panels (`min_panels`, `scores_grids`) of rewards."""
     if taken := sorted(_FROM_TRAINER & set(dataset.column_names)):
-        raise ValueError(
-            f"{where[0].upper()}{where[1:]} has the column(s) {', '.join(taken)}, but rewards get these from the trainer: "
-            "the dataset's would be ignored. Rename them (`rename_column`), or remove them (`remove_columns`)."
-        )
+        raise ValueError(f"Rewards get {', '.join(taken)} from the trainer, not from {where}: rename these columns.")
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         name, least = get_callable_name(function), getattr(function, "min_panels", 1)
         # Rows without a layout, such as editing prompts, have one panel
@@ -545,8 +526,8 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
         for row, (rows, cols) in enumerate(zip(*layouts, strict=True)):
             if rows * cols < least:
                 raise ValueError(
-                    f"The reward '{name}' compares panels, at least {least}, but row {row} of {where} has "
-                    f"{rows} x {cols}. Remove the row, or use another reward."
+                    f"The reward '{name}' compares at least {least} panels, but row {row} of {where} has {rows} x {cols}. "
+                    "Remove the row, or use another reward."
                 )
         kinds = dataset["layout"] if "layout" in dataset.column_names else ()
         if getattr(function, "scores_grids", False) and SEPARATE in kinds:
@@ -558,27 +539,23 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
         for each in _parameters(function):
             if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
                 if each.name not in given - {"prompt"}:
+                    has = ", ".join(sorted(given))
                     raise ValueError(
-                        f"The reward '{name}' has the parameter `{each.name}`, which {where} has no column for. It has "
-                        f"{', '.join(dataset.column_names)}, and rewards also get {', '.join(sorted(_ALWAYS_GIVEN))}."
+                        f"The reward '{name}' has the parameter `{each.name}`, but {where} gives it {has}."
                     )
         for column in getattr(function, "needed_columns", ()):
             if column == "image" and "images" in dataset.column_names:
                 continue  # several source images
             if column not in dataset.column_names:
-                raise ValueError(
-                    f"The reward '{name}' requires the column `{column}`, but {where} has "
-                    f"{', '.join(dataset.column_names)}. Add it, or use another reward."
-                )
+                has = ", ".join(dataset.column_names)
+                raise ValueError(f"The reward '{name}' requires the column `{column}`, but {where} has {has}. Add it.")
             feature = dataset.features[column]
             if isinstance(getattr(feature, "feature", feature), ImageFeature):
                 continue  # it would be decoded; the reward checks it
             for row, value in enumerate(dataset[column]):
                 if not (value.strip() if isinstance(value, str) else value):
-                    raise ValueError(
-                        f"The reward '{name}' requires the column `{column}`, which is {value!r} in row {row} of {where}. "
-                        "Fill it, or remove the row."
-                    )
+                    problem = f"which is {value!r} in row {row} of {where}. Fill it, or remove the row."
+                    raise ValueError(f"The reward '{name}' requires the column `{column}`, {problem}")
 
 
 def check_required(required: list | None, names: list[str], weights: torch.Tensor) -> list[bool]:
@@ -593,23 +570,16 @@ def _one_each(values: list | None, default, option: str, names: list[str]) -> li
     values = [default] * len(names) if values is None else values
     if len(values) != len(names):
         raise ValueError(
-            f"`{option}` has {len(values)} entries ({values}) for {len(names)} rewards ({', '.join(names)}). Pass one "
-            "for each."
+            f"`{option}` is {values}; pass one value for each of {len(names)} rewards: {', '.join(names)}."
         )
     return values
 
 
 def _parameters(function: Callable) -> list[inspect.Parameter]:
-    """Return the parameters of a callable."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of what is not written in Python
         return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
-
-
-def _compares_group(function: Callable) -> bool:
-    """Return whether a reward asks for all images of a prompt at once, with a parameter `num_generations`."""
-    return any(parameter.name == "num_generations" for parameter in _parameters(function))
 
 
 def _named_error(name: str, error: Exception) -> RewardError:

@@ -20,8 +20,7 @@ from accelerate.utils import recursively_apply
 from PIL import Image
 from torch import nn
 
-from ..utils.devices import to_device
-from ..utils.images import to_rgb
+from ..utils.images import to_device, to_rgb
 from .families import Family
 from .sde import FlowMatchSDEScheduler, SDESettings, SDEStep, keyed_generator, sde_step, step_std
 

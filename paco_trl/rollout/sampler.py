@@ -27,9 +27,9 @@ from safetensors.torch import load_file, save
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..utils.devices import to_device
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import weights_fingerprint
+from ..utils.images import to_device
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 from . import Family

@@ -17,7 +17,7 @@ from ..data.image_sets import PANEL_OPTIONS
 from ..data.pairs import content_text, iter_texts
 from ..data.texts import describe_repeated
 from ..rewards.paco_reward import decision_token_ids
-from ..rewards.runner import RewardRunner, offloadable_models
+from ..rewards.runner import RewardRunner, check_columns, offloadable_models
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
@@ -41,7 +41,7 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
             f"The dataset has {count} prompt(s), but a round takes {layout.num_prompts} different ones: {layout.describe()} "
             f"Set `num_prompts_per_generation` to at most {count}, or add prompts."
         )
-    rewards.check_dataset(rows.dataset, "the dataset")
+    check_columns(rewards.functions, rows.dataset, "the dataset")
     # An instruction is often repeated, with other source images or references
     if rows.sources is rows.references is None and (repeated := describe_repeated(rows.prompts)) is not None:
         logger.warning(f"{repeated} It is trained on more often than the others.")
@@ -66,7 +66,7 @@ def check_eval_datasets(
     for name, dataset in datasets.items():
         check_is_dataset(dataset, "eval_dataset" if dataset is eval_dataset else f"eval_dataset[{name!r}]")
         rows.append(PromptRows(dataset, args, f"the dataset '{name}'"))
-        rewards.check_dataset(rows[-1].dataset, f"the dataset '{name}'")
+        check_columns(rewards.functions, rows[-1].dataset, f"the dataset '{name}'")
     return rows
 
 

@@ -88,6 +88,7 @@ from .config_utils import copy_config, end_explained
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
 from .losses import (
     PolicyStep,
+    StepStatistics,
     clipped_surrogate,
     divergence_masked_surrogate,
     gaussian_kl,
@@ -107,10 +108,9 @@ from .model_cards import (
     reward_rows,
 )
 from .paco_grpo_config import PaCoGRPOConfig
-from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
+from .resuming import ResumesExactly, RunCallback
 from .rounds import RoundBuffer, RoundSchedule
 from .run_settings import adjustable_settings, reference_setting, run_identity
-from .step_statistics import StepStatistics
 
 
 logger = get_logger(__name__)
@@ -364,7 +364,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         # The trackers, which get the sheets, close when training ends
         events = {"on_train_begin": self._begin_run, "on_epoch_end": self.figure_thread.wait}
         self.add_callback(RunCallback(on_optimizer_step=self._update_averages, **events))
-        self.add_callback(TrainingTimeCallback())
         self.add_callback(CurvesCallback(self.args.plot_curves, self.figure_thread.submit))
 
     @property
@@ -526,11 +525,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
         # 1. Encode the round's prompts, and assign its images to the processes
         row_numbers = self.schedule.rows(round_index)
-        completions = self._completions(row_numbers)
+        completions = Completions(self.train_rows, row_numbers, generations, plan.num_prompts)
         sizes = [self.train_rows.training_sizes[self.train_rows.calls[call].row] for call in completions.calls]
         assignment = plan.assign(sizes, (args.seed, STREAMS["batches"], round_index))
         mine = assignment[self.accelerator.process_index]  # (batches, rollout_batch_size)
-        self.prompt_encoder.encode(self.train_rows, row_numbers, args.resolution_scale)  # what `_encode_run` has not
+        self.prompt_encoder.encode(self.train_rows, row_numbers, args.resolution_scale)  # what is new
         fetched = self.sampler.fetch(self.train_rows, row_numbers, args.resolution_scale)
         encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
 
@@ -543,7 +542,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         # 3. Gather all rewards on every process, prompt-major
         scores = self.rewards.finish(self.state)
         started = time.perf_counter()
-        num_resampled = self._resample(round_index, assignment, row_numbers, sde, images, records, scores)
+        num_resampled = 0
+        if args.max_resample_times:
+            num_resampled = self._resample(round_index, assignment, row_numbers, sde, images, records, scores)
         resample_time = time.perf_counter() - started
 
         # 4. Aggregate and normalize. A branch is compared with itself
@@ -555,14 +556,15 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             aggregated, generations, scale, args.advantage_clip, args.branch_size
         )
         self.rewards.check_round(scores.rewards, is_valid, args, round_index)
-        is_informative = self._is_informative(scores.rewards)
+        total = self.rewards.total(scores.rewards, generations)
+        is_informative = self._is_informative(total)
         is_trained = is_valid & is_informative.repeat_interleave(generations)
         completion_of, shares = completions.of_images()
 
         # 5. Metrics that are logged with each optimizer step of the round
         metrics = {
             **scores.metrics,
-            **self.rewards.metrics(scores.rewards, details, generations),
+            **self.rewards.metrics(scores.rewards, total, details),
             "frac_reward_zero_std": 1 - has_spread.float().mean().item(),
             "images_excluded": (~is_valid).sum().item(),
             "groups_excluded": (~is_valid.view(-1, generations).any(dim=1)).sum().item(),
@@ -600,12 +602,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         )
         return buffer
 
-    def _completions(self, row_numbers: list[int]) -> Completions:
-        return Completions(self.train_rows, row_numbers, self.num_generations, self.round_plan.num_prompts)
-
     def _generate_round(
-        self, round_index: int, mine: np.ndarray, completions: Completions, fetched: EncodedRows, sde: SDESettings
-    ) -> tuple[dict[int, Image.Image], list[list[RecordedStep]]]:
+        self, round_index: int, mine: np.ndarray, completions: Completions, fetched: EncodedRows, sde: SDESettings,
+        **recording,
+    ) -> tuple[dict[int, Image.Image], list[list[RecordedStep]]]:  # fmt: skip
         """Generate this process's images of a round; return its completions, and the trained steps of each micro-batch."""
         args, rows, merged = self.args, self.train_rows, self.round_plan.num_merged_batches
         images: dict[int, Image.Image] = {}
@@ -615,7 +615,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         with self.sampler.ready():
             for generated in self.sampler.rollout(
                 completions, mine.tolist(), key, rows.training_sizes, args.num_inference_steps, fetched=fetched,
-                progress=None if is_hidden else f"Round {round_index}: generating", **self._recording(sde),
+                progress=None if is_hidden else f"Round {round_index}: generating", **(recording or {"sde": sde}),
             ):  # fmt: skip
                 self.rewards.add(generated.numbers, generated.rows, generated.images, self.state)
                 images |= zip(generated.numbers, generated.images, strict=True)
@@ -624,11 +624,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 records[generated.place] = list(map(list, zip(*split, strict=True)))
         return images, [each for place in range(len(mine)) for each in records[place]]
 
-    def _is_informative(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Tell which prompts of a round are trained, of their rewards `(images, rewards)`."""
-        args, generations = self.args, self.num_generations
-        total = self.rewards.total(rewards, generations)
-        return informative_groups(total, generations, args.min_reward_std, args.max_reward_mean, args.branch_size)
+    def _is_informative(self, total: torch.Tensor) -> torch.Tensor:
+        """Tell which prompts of a round are trained, of the sums of rewards of its images."""
+        args = self.args
+        limits = (args.min_reward_std, args.max_reward_mean)
+        return informative_groups(total, self.num_generations, *limits, args.branch_size)
 
     def _resample(
         self,
@@ -641,8 +641,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         scores: Scores,
     ) -> int:
         """Put other prompts in the place of those that teach nothing, in all that a round has; return their number."""
-        if not self.args.max_resample_times:
-            return 0
         plan, generations, rank = self.round_plan, self.num_generations, self.accelerator.process_index
         sizes = list(zip(self.train_rows.training_sizes, self.schedule.lengths.tolist(), strict=True))
         others, count = self.schedule.other_rows(round_index), 0
@@ -650,7 +648,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             places = []
             # One that lacks rewards stays: failures are counted, and may stop the run
             is_missing = torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(len(row_numbers), -1).any(dim=1)
-            for place in (~self._is_informative(scores.rewards) & ~is_missing).nonzero().flatten().tolist():
+            total = self.rewards.total(scores.rewards, generations)
+            for place in (~self._is_informative(total) & ~is_missing).nonzero().flatten().tolist():
                 if row := [row for row in others if sizes[row] == sizes[row_numbers[place]]][:1]:
                     others.remove(row[0])
                     row_numbers[place] = row[0]
@@ -658,7 +657,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             if not places:
                 break
             count += len(places)
-            completions = self._completions(row_numbers)
+            completions = Completions(self.train_rows, row_numbers, generations, plan.num_prompts)
             calls = np.flatnonzero(np.isin(completions.places, places))
             is_new = np.isin(assignment[:, :, 0] // generations, calls)  # (processes, batches)
             own = np.flatnonzero(is_new[rank])
@@ -682,10 +681,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 for number in numbers:
                     cells[number] = new.extra[column][number] if column in new.extra else None
         return count
-
-    def _recording(self, sde: SDESettings) -> dict[str, Any]:
-        """Return what a batch records, as arguments of the policy's `generate`."""
-        return {"sde": sde}
 
     def _place_weights(self) -> AbstractContextManager:
         """Put the weights where images are generated: on the accelerator, and under ZeRO-3 all of them."""
@@ -733,15 +728,14 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self._train_time += time.perf_counter() - started - (self._generation_time - generation_time)
         if self.accelerator.sync_gradients:
             round_time = self.buffer.seconds + self.schedule.optimizer_steps_per_round * self._train_time
-            self._metrics["train"]["time/train"].append(self._train_time)
-            self._metrics["train"]["images_per_second"].append(self.round_plan.num_images / round_time)
+            times = {"time/train": self._train_time, "images_per_second": self.round_plan.num_images / round_time}
+            for name, value in {**self.buffer.metrics, **self._step_metrics, **times}.items():
+                self._metrics["train"][name].append(value)
             self._train_time = 0.0
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Compute the clipped objective of one micro-batch at one stochastic step."""
-        if return_outputs:
-            raise ValueError("PaCoGRPOTrainer does not support returning outputs.")
         record, sde, advantages = inputs["record"], inputs["sde"], inputs["advantages"]
 
         velocity, ref_velocity = self._velocities(model, record)
@@ -824,12 +818,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if self.accelerator.sync_gradients:
             # A new adapter is zero: what differs in it shows in the next round
             is_early = step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
-            self._log_step(self.statistics.finish(step, is_on_policy, is_early))
-
-    def _log_step(self, metrics: dict[str, float]) -> None:
-        """Log an optimizer step along with its round."""
-        for name, value in {**self.buffer.metrics, **metrics}.items():
-            self._metrics["train"][name].append(value)
+            self._step_metrics = self.statistics.finish(step, is_on_policy, is_early)
 
     # ---- Evaluation ----
 

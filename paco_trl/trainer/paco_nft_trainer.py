@@ -10,10 +10,11 @@ from PIL import Image
 
 from ..checkpointing.weights import EMA, use_weights
 from ..hub.settings import ImageModelCard
-from ..rollout import Family, RecordedStep, SDESettings, calls_at, keyed_generator, predict
-from ..utils.devices import to_device
+from ..rollout import Family, RecordedStep, calls_at, keyed_generator, predict
+from ..utils.images import to_device
 from ..utils.paper import AWM_PAPER, NFT_PAPER
 from .losses import (
+    StepStatistics,
     add_flow_noise,
     clipped_surrogate,
     matching_log_prob,
@@ -26,7 +27,6 @@ from .losses import (
 from .paco_grpo_trainer import PaCoGRPOTrainer
 from .paco_nft_config import UNUSED_FIELDS, UNUSED_WITH, PaCoNFTConfig
 from .resuming import RunCallback
-from .step_statistics import StepStatistics
 
 
 OLD_POLICY_WEIGHTS = "old_policy.safetensors"
@@ -143,12 +143,14 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             self.old_policy.decay = self._ema_decays()[OLD_POLICY_WEIGHTS]
             self.old_policy.step()
 
-    def _generate_round(self, *args, **kwargs) -> tuple[dict[int, Image.Image], list]:
+    def _generate_round(self, *args, **recording) -> tuple[dict[int, Image.Image], list]:
         """Generate a round with the old policy, or in AWM with the trained weights, and predict its velocities."""
+        # No stochastic step is recorded, but the images' latents, which are noised to each trained time
+        recording = {"finish": self._noise, "record_last_step": True}
         if self.args.loss_type == "nft":
             with use_weights(self.model, self.old_policy.average, self.zero_stage):
-                return super()._generate_round(*args, **kwargs)
-        generated: tuple[dict[int, Image.Image], list[list[Any]]] = super()._generate_round(*args, **kwargs)
+                return super()._generate_round(*args, **recording)
+        generated: tuple[dict[int, Image.Image], list[list[Any]]] = super()._generate_round(*args, **recording)
         if self.args.keeps_old_policy:
             # It stays the same until the end of the round
             old_policy = use_weights(self.model, self.old_policy.average, self.zero_stage)
@@ -157,10 +159,6 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
                     calls, scale = step.to(self.accelerator.device).calls, self.args.guidance_scale
                     step.old_policy_velocity = predict(self.model, calls, self.family, scale, step.sample)
         return generated
-
-    def _recording(self, sde: SDESettings) -> dict[str, Any]:
-        """Record no stochastic step, but the images' latents, which are noised to each trained time."""
-        return {"finish": self._noise, "record_last_step": True}
 
     def _noise(self, noise_keys: list[tuple[int, ...]], records: list[RecordedStep]) -> list[NoisedStep]:
         """Noise images to times of the schedule, and predict the velocity of the weights that generated them."""
@@ -203,8 +201,9 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             values |= {"kl": kl, "velocity_norm_ratio": ratio}
         self.statistics.add(velocity, record.old_velocity.float(), values, weights)
         if self.accelerator.sync_gradients:
-            metrics = self.statistics.finish(self.state.global_step)
-            self._log_step(metrics | ({"old_policy_decay": self.old_policy.decay} if args.keeps_old_policy else {}))
+            self._step_metrics = self.statistics.finish(self.state.global_step)
+            if args.keeps_old_policy:
+                self._step_metrics["old_policy_decay"] = self.old_policy.decay
         return (loss * weights).sum() * self.accelerator.num_processes
 
     def _matching_loss(self, velocity: torch.Tensor, record: Any, advantages: torch.Tensor) -> tuple:

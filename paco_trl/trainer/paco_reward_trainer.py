@@ -39,20 +39,19 @@ from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
 from ..rollout.loading import check_lora_alpha, check_target_modules
 from ..utils.deepspeed import without_zero3_init
-from ..utils.devices import tower_arguments
 from ..utils.files import sole_writer
-from ..utils.images import limit_pixels, pixel_limit
+from ..utils.images import limit_pixels, pixel_limit, tower_arguments
 from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
-from ..utils.stopping import Stopped, agree, ignore_stop, stop_request
+from ..utils.stopping import Stopped, agree, ignore_stop
 from .checks import check_pairs
 from .config_utils import check_best_metric, copy_config, end_explained
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import judge_settings, lora_of
 from .paco_reward_config import PaCoRewardConfig
-from .resuming import ResumesExactly, RunCallback, TrainingTimeCallback
+from .resuming import ResumesExactly, RunCallback
 
 
 logger = get_logger(__name__)
@@ -354,7 +353,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self._is_evaluating = False
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: Any = None
-        self.add_callback(TrainingTimeCallback())
         self.add_callback(
             RunCallback(
                 on_train_begin=self._begin_run,
@@ -550,7 +548,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     def _give_up_evaluation(self) -> None:
         """Stop an evaluation if a process has received a signal."""
         if self.accelerator.num_processes == 1 or len(self._evaluated) % _BATCHES_PER_AGREEMENT == 0:
-            (stop,) = agree(self.accelerator, stop_request())
+            (stop,) = agree(self.accelerator)
             if stop:
                 raise Stopped(stop, by_all=True)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpointing.checkpoints import STATE, clear_staging, drop_old_checkpoints, write_checkpoint
 from ..utils.processes import end_training
-from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_request, stop_signals
+from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
 from .publishing import TRAIN_SECONDS, PushesToHub, training_seconds
 
 
@@ -69,6 +69,8 @@ class ResumesExactly(PushesToHub):
 
     def _begin_run(self) -> None:
         """Make the evaluation of the checkpoint's step if it is missing, before the first step."""
+        # A resumed run continues with its checkpoint's seconds
+        self._started = time.monotonic() - (training_seconds(self.state) or 0.0)
         if self.args.enable_jit_checkpoint:
             defer_stop()  # until here a signal ends the run at once: it has nothing to save
         if self._resumed_from is not None and self._is_evaluation_due():
@@ -98,10 +100,16 @@ class ResumesExactly(PushesToHub):
             return
         super()._run_epoch(*args, **kwargs)
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log metrics, those of training with its seconds so far."""
+        if {"loss", "train_loss"} & logs.keys():
+            logs[TRAIN_SECONDS] = round(time.monotonic() - self._started, 2)
+        super().log(logs, start_time)
+
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save after a step; or log and stop, if a process has received a signal."""
         self._restore_rng_state = record_rng_state(self.accelerator.device)
-        (stop,) = agree(self.accelerator, stop_request())
+        (stop,) = agree(self.accelerator)
         if stop:
             self.control.should_evaluate = self.control.should_save = False
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -162,25 +170,6 @@ class ResumesExactly(PushesToHub):
                 name, saved, of = type(callback).__name__, callback.state(), state.stateful_callbacks
                 of[name] = [*of[name], saved] if isinstance(of[name], list) else saved
         state.save_to_json(str(folder / STATE))
-
-
-class TrainingTimeCallback(TrainerCallback):
-    """Log the seconds of training so far; a resumed run continues from its checkpoint's."""
-
-    def __init__(self):
-        self._started: float | None = None
-        self._before = 0.0  # seconds before resuming
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self._started, self._before = time.monotonic(), training_seconds(state) or 0.0
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        entry = state.log_history[-1]
-        if self._started is not None and {"loss", "train_loss"} & entry.keys():
-            entry[TRAIN_SECONDS] = round(self._before + time.monotonic() - self._started, 2)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self._started = None
 
 
 def record_rng_state(device: torch.device) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 
 from ..rollout import RecordedStep, SDESettings
 from ..rollout.sde import STREAMS
-from ..utils.devices import to_device
+from ..utils.images import to_device
 
 
 logger = logging.getLogger(__name__)

@@ -61,14 +61,9 @@ def stop_signals(names: Sequence[str] = SIGNALS) -> Iterator[None]:
 
 
 def defer_stop() -> None:
-    """Only remember a signal, for `stop_request`, until `stop_signals` ends."""
+    """Only remember a signal, for `agree`, until `stop_signals` ends."""
     global _is_deferred
     _is_deferred = True
-
-
-def stop_request() -> int:
-    """Return the number of the signal that this process has received, or 0."""
-    return _received if _is_deferred else 0
 
 
 def ignore_stop(names: Sequence[str], initialize: Callable[[int], None] | None, worker: int) -> None:
@@ -80,9 +75,10 @@ def ignore_stop(names: Sequence[str], initialize: Callable[[int], None] | None, 
 
 
 def agree(accelerator: "Accelerator", *flags: int) -> list[int]:
-    """Return the largest of each flag over the processes, with one small exchange. Collective: call on all ranks."""
+    """Return a signal to stop at, or 0, and the largest of each flag over the processes. Collective: call on all ranks."""
+    own = [_received if _is_deferred else 0, *flags]
     if accelerator.num_processes == 1:
-        return list(flags)
+        return own
     import torch
 
-    return accelerator.gather(torch.tensor([flags], device=accelerator.device)).amax(dim=0).tolist()
+    return accelerator.gather(torch.tensor([own], device=accelerator.device)).amax(dim=0).tolist()

@@ -563,7 +563,7 @@ EVALUATION = [
         ('reward > first["reward"]', "True"),
         ("max(1.0, 5 * math.sqrt(2", "max(1.0, 0 * math.sqrt(2"),
         ("for number in sorted(by_number)", "for number in by_number"),
-        ("2 * group.var(axis=0, ddof=1)", "2 * group.var(axis=0)"),
+        ("2 * groups.var(axis=1, ddof=1)", "2 * groups.var(axis=1)"),
     ),
     *_mutants(
         "evaluation/grid_artifacts.py",
@@ -795,7 +795,7 @@ SEPARATE_SETS = [
         ('settings["set_layout"] = None if args.edits else run.get("set_layout")', 'settings["set_layout"] = None'),
         ("for name in PANEL_OPTIONS if name in run}", "for name in PANEL_OPTIONS if False}"),
         ("    check_panel_options(*(settings", "    str(*(settings"),
-        ('rewards.check_dataset(rows.dataset, "the dataset")', "pass"),
+        ('check_columns(rewards.functions, rows.dataset, "the dataset")', "pass"),
     ),
     *_mutants(
         "commands/evaluate.py",
