@@ -115,13 +115,6 @@ class TestSingles:
         again = {path: path.stat().st_mtime_ns for path in written}
         assert {path for path in written if again[path] != written[path]} == set(gone)
 
-    def test_a_directory_of_another_adapter_is_refused(self, singles, files, adapters, tiny_flux):
-        with pytest.raises(ValueError, match="`num_inference_steps` was 2 and is now 3"):
-            evaluate(
-                "--dataset_name", files / "single.txt", "--num_generations", 2, "--num_inference_steps", 3,
-                model=tiny_flux, folder=singles[0],
-            )  # fmt: skip
-
 
 class TestRewards:
     @pytest.mark.slow
@@ -209,13 +202,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=error):
             evaluate("--dataset_name", files / "single.txt", *words, model=tiny_flux, folder=tmp_path / "out")
         assert not (tmp_path / "out").exists()
-
-    def test_an_adapter_of_another_model(self, files, adapters, tmp_path):
-        with pytest.raises(ValueError, match="was made for"):
-            evaluate(
-                "--dataset_name", files / "single.txt", "--adapter", adapters["moved"],
-                model="other/model", folder=tmp_path / "out",
-            )  # fmt: skip
 
 
 def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, tiny_flux, tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
-import launching
 from chat_server import ChatServer
 from judge_server import pictures_of
 from paco_trl import tiny
@@ -123,19 +122,6 @@ def files(path: Path) -> dict[str, bytes]:
 
 
 class TestGeneration:
-    def test_columns_files_and_order(self, generated):
-        edits, path = generated
-        assert edits["id"] == ["a/1", "a/1", "b"] and edits["language"] == ["en", "cn", "en"]
-        assert edits["seed"] == [3, 3, 3]
-        assert list(files(path)) == ["images/cn/a%2F1.png", "images/en/a%2F1.png", "images/en/b.png"]
-        stored = edits.cast_column("image", ImageFeature(decode=False))["image"]
-        assert [Path(image["path"]).relative_to(path).as_posix() for image in stored] == [
-            "images/en/a%2F1.png", "images/cn/a%2F1.png", "images/en/b.png"
-        ]  # fmt: skip
-        assert StageFolder(path).report == {"edits": 3, "seed": 3, "flat edits": []}
-        assert StageFolder(path).load()["id"] == edits["id"]
-        assert edits[0]["image"].tobytes() != edits[1]["image"].tobytes()  # another instruction
-
     def test_they_are_those_of_the_pipeline_in_the_shape_of_the_source(self, generated, pipeline):
         edits, _ = generated
         assert [image.size for image in edits["image"]] == [(160, 96), (160, 96), (96, 160)]
@@ -164,23 +150,6 @@ class TestGeneration:
         by_hand = qwen(**call, generator=torch.Generator().manual_seed(0)).images[0]
         assert by_hand.size == (128, 64) and np.ptp(by_hand) > 0
         assert by_hand.tobytes() == edits[0]["image"].tobytes()
-
-    @pytest.mark.slow
-    def test_stopped_and_resumed_is_the_same(self, generated, pipeline, tmp_path, caplog):
-        complete, path = generated
-        prompts = edits_of(EDITS)
-        with Calls(pipeline.vae.decoder, stop_after=2), pytest.raises(KeyboardInterrupt):
-            generate_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
-        assert len(files(tmp_path)) == 2 and not StageFolder(tmp_path).is_done
-        first = sorted((tmp_path / "images").rglob("*.png"))[0]
-        first.write_bytes(first.read_bytes()[:200])  # torn
-        with Calls(pipeline.vae.decoder) as calls, caplog.at_level(logging.WARNING):
-            resumed = generate_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
-        assert calls.count == 2 and f"{first} cannot be used" in caplog.text
-        assert files(tmp_path) == files(path) and resumed["id"] == complete["id"]
-        with Calls(pipeline.vae.decoder) as calls:
-            generate_edits(pipeline, prompts, StageFolder(tmp_path), seed=3, **STEPS)
-        assert calls.count == 0
 
     def test_what_is_refused_before_anything_is_generated(self, pipeline, tiny_flux, tmp_path):
         def refused(message, rows=EDITS, with_pipeline=pipeline, **arguments):
@@ -261,13 +230,6 @@ class TestFinding:
         Image.new("RGB", (60, 60)).save(inside / "a%2F1.png")
         found = find_edits(tmp_path / "folder", edits_of(rows))
         assert [one.files[0] for one in found.sets.values()] == [inside / "a%2F1.png", None]
-
-    def test_what_draw_edits_wrote(self, generated):
-        edits, path = generated
-        found = find_edits(path, edits_of(EDITS))
-        assert not found.missing
-        stored = edits.cast_column("image", ImageFeature(decode=False))["image"]
-        assert [str(one.files[0]) for one in found.sets.values()] == [image["path"] for image in stored]
 
     def test_missing_and_unknown_are_named(self, prompts, tmp_path, caplog):
         plant(tmp_path, leave_out=("en/k1", "cn/k3"))
@@ -499,18 +461,6 @@ class TestResults:
         assert [line["kind"] for line in results["tables"][0]["rows"]] == ["dimension", "dimension", "average"]
         json.dumps(results, allow_nan=False)
 
-    def test_the_average_is_that_of_task_types_and_not_of_edits(self, prompts, systems):
-        # One task type of five edits and one of one
-        both = prompts.remove_columns("task_type").add_column("task_type", (["a"] * 5 + ["b"]) * 2)
-        table = gedit_results(both, systems[:1])["tables"][0]
-        values = [by_hand(number).overall for number in range(6)]
-        mean = table["rows"][2]["cells"][0]["mean"]
-        assert mean == pytest.approx((sum(values[:5]) / 5 + values[5]) / 2)
-        assert abs(mean - sum(values) / 6) > 0.05
-        # Overall is that of each edit, and not of the means
-        others = [row["cells"][0]["mean"] for row in table["rows"][:2]]
-        assert abs(mean - math.sqrt(others[0] * others[1])) > 0.01
-
     def test_differences_are_paired(self, prompts, systems):
         results = gedit_results(prompts, systems, missing="zero")
         chinese = results["tables"][2]["rows"]
@@ -727,47 +677,3 @@ class TestPublishedProtocol:
         ours = gedit_results(prompts, [system], missing="zero")
         assert ours["protocol"] == "default" and ours["tables"][0]["rows"][2]["cells"][0]["count"] == 6
         assert gedit_results(prompts, [system], missing="zero", protocol="published") == results
-
-
-SCRIPT = """
-import sys
-import torch
-from accelerate import PartialState
-from datasets import load_from_disk
-from paco_trl.dataset_building import ChatEndpoint, StageFolder
-from paco_trl.dataset_building import load_pipeline
-from paco_trl.generation import generate_edits
-from paco_trl.image_benchmarks import find_edits
-from paco_trl.image_benchmarks.gedit import score_edits
-
-model, prompts, path, planted, planted_edits, url = sys.argv[1:]
-state = PartialState(cpu=True)
-call = {"num_inference_steps": 1, "guidance_scale": 2.5, "max_area": 128 * 128}
-generate_edits(load_pipeline(model, torch.float32), load_from_disk(prompts), StageFolder(path), seed=3, **call)
-prompts = load_from_disk(planted)
-scores = score_edits(ChatEndpoint(url, "writer"), prompts, find_edits(planted_edits, prompts), planted_edits)
-print(f"process {state.process_index} of {state.num_processes}: {sum(s.overall for s in scores.values()):.6f}")
-state.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(generated, kontext, prompts, server, tmp_path):
-    edits_of(EDITS).save_to_disk(tmp_path / "generated")
-    prompts.save_to_disk(tmp_path / "planted")
-    plant(tmp_path / "edits")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    config = launching.CPU_DDP
-    folders = [str(tmp_path / name) for name in ("generated", "two", "planted", "edits")]
-    printed = launching.check_run([tmp_path / "script.py", kontext, *folders, server.url], config=config)
-    total = sum(by_hand(n, language).overall for n in range(6) for language in ("en", "cn"))
-    assert f"process 0 of 2: {total:.6f}" in printed and f"process 1 of 2: {total:.6f}" in printed
-    assert len(server.requests) == 24 and len(set(map(asked, server.requests))) == 24
-    parts = sorted((tmp_path / "edits" / "scores").glob("*.jsonl"))
-    assert len(parts) == 2 and all(len(part.read_text().splitlines()) == 1 + 12 for part in parts)
-    alone = files(generated[1])
-    assert files(tmp_path / "two").keys() == alone.keys()
-    for name in alone:
-        with Image.open(tmp_path / "two" / name) as two, Image.open(generated[1] / name) as one:
-            # Not bit for bit: another process may round the last bit of a sum in another way
-            assert abs(np.asarray(two).astype(int) - np.asarray(one)).max() <= 1

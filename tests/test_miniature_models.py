@@ -64,13 +64,6 @@ class TestFlux:
         # Two figures that have nothing to do with one another are the same in 1 of 18 cases
         assert 0.1 < means[0] < 0.8
 
-    @pytest.mark.slow
-    def test_it_reads_its_prompt(self, pipeline):
-        prompts = make_prompts(24, seed=3)
-        specs = [prompts[(row + 1) % 24]["specs"] for row in range(24)]
-        swapped = prompts.remove_columns("specs").add_column("specs", specs)
-        assert np.mean(draw(pipeline, swapped), axis=0)[1] < np.mean(draw(pipeline, prompts), axis=0)[1] - 0.2
-
 
 class TestClip:
     def test_it_finds_the_scene(self):

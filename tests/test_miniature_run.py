@@ -2,13 +2,11 @@
 """The miniature, shortened: every step runs, what is done is found, and what cannot be is said."""
 
 import html
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from dataclasses import replace
@@ -17,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import load_from_disk
 from PIL import Image
 
 import launching
@@ -28,7 +25,6 @@ from miniature.generator_step import train_generator
 from miniature.models import toy_flux_path
 from miniature.run import (
     Miniature,
-    StepError,
     clear,
     read_settings,
 )
@@ -82,13 +78,6 @@ class TestShortRun:
         before = pipeline.transformer.proj_out.weight.sum()
         pipeline.load_lora_weights(miniature.folder / "toy-flux-lora")
         assert pipeline.get_active_adapters() and before == pipeline.transformer.proj_out.weight.sum()
-
-    def test_the_pairs_are_labeled_by_how_they_were_made(self, finished):
-        miniature = finished[0]
-        pairs = load_from_disk(str(miniature.step_folder("dataset") / "pairs" / "dataset"))["train"]
-        for (first, second), completion in zip(pairs["panels"][:], pairs["completion"][:], strict=True):
-            of_one_set = first.rsplit("/", 1)[0] == second.rsplit("/", 1)[0]
-            assert (completion[0]["content"] == "Yes") == of_one_set
 
     def test_the_lines_that_load_the_adapter(self, finished, monkeypatch):
         """As printed, and with those that generate on the page, where the demo was started."""
@@ -174,15 +163,6 @@ class TestRefusals:
         done = demo(finished[0].folder, "--short", "--seed", "1")
         assert done.returncode == 1 and "`seed` 0, now 1" in done.stderr and "Traceback" not in done.stderr
 
-    @pytest.mark.slow
-    def test_a_step_that_fails_is_named(self, finished, tmp_path):
-        miniature = Miniature(tmp_path, SHORT)
-        for name in ("dataset", "judge", "generator"):
-            miniature.step_folder(name).mkdir()
-            (miniature.step_folder(name) / "result.json").write_text(json.dumps({"seconds": 1}))
-        with pytest.raises(StepError, match="'evaluation' failed: .* --step evaluation` runs it again"):
-            miniature.run()
-
     @pytest.fixture
     def demo_here(self, monkeypatch, capsys):
         """Runs the demo in this process; gives its exit code and what it wrote to standard error."""
@@ -226,17 +206,6 @@ class TestRefusals:
         assert code in (1, 2) and message in said
         assert not (tmp_path / "out" / "1-dataset").exists()
 
-    def test_nothing_of_the_hub_is_imported_before_it_is_offline(self):
-        code = (
-            "import sys; from miniature import demo; "
-            "assert not {'trl', 'transformers', 'huggingface_hub'} & set(sys.modules); demo.main(['--help']); "
-            "from huggingface_hub import constants; assert constants.HF_HUB_OFFLINE"
-        )
-        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "examples"), environment.get("PYTHONPATH", "")])
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-
 
 @pytest.mark.slow
 def test_ctrl_c_in_every_long_step_and_on(finished, tmp_path):
@@ -264,14 +233,6 @@ def test_ctrl_c_in_every_long_step_and_on(finished, tmp_path):
 
 
 class TestClearing:
-    @pytest.mark.slow
-    def test_nothing_of_the_demo_is_left_and_everything_else(self, finished, tmp_path):
-        folder = tmp_path / "out"
-        shutil.copytree(finished[0].folder, folder)
-        (folder / "notes.txt").write_text("mine")
-        clear(folder)
-        assert [path.name for path in folder.iterdir()] == ["notes.txt"]
-
     @pytest.mark.slow
     def test_a_step_that_is_half_removed_is_not_done(self, finished, tmp_path, monkeypatch):
         folder = tmp_path / "out"

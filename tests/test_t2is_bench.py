@@ -3,8 +3,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from itertools import combinations
 from statistics import fmean
 
@@ -208,14 +206,6 @@ class TestStatistics:
         assert cell([first])["interval"][1] - cell([first])["interval"][0] > 0.1
         assert cell([first, opposite])["interval"] == pytest.approx([0.5, 0.5])
 
-    def test_a_paired_difference_is_sharper_than_two_intervals(self):
-        rng = np.random.default_rng(0)
-        before = {(n,): float(value) for n, value in enumerate(rng.random(30))}
-        after = {unit: value + 0.05 for unit, value in before.items()}
-        change = difference([before], [after])
-        assert change["mean"] == pytest.approx(0.05) and change["interval"] == pytest.approx([0.05, 0.05])
-        assert cell([before])["interval"][1] > cell([after])["interval"][0]  # the two overlap
-
     def test_only_what_both_have_is_compared(self):
         before = {("a",): 0.0, ("b",): 0.5, ("c",): math.nan}
         after = {("a",): 1.0, ("b",): math.nan, ("c",): 1.0}
@@ -313,21 +303,6 @@ class TestOwnFiles:
         assert consistency_criteria(own[1]) == {"identity": ["Same fox 1."], "style": ["Same ink.", "Same paper."]}
         for path in (folder / "T2IS-Bench.json", str(folder)):
             assert load_t2is_bench(path).to_list() == own.to_list()
-
-    @pytest.mark.parametrize("layout", [(1, 3), (2, 4)])
-    def test_instructions_alone(self, tmp_path, layout):
-        count = math.prod(layout)
-        folder = self.write(tmp_path / "own", prompt=..., output_image_count=count)
-        own = load_t2is_bench(folder)
-        assert own[0]["prompt"] == "Generate images of a fox." and own[0]["panels"] == []
-        assert (own[0]["rows"], own[0]["cols"]) == layout
-        # Pictures that somebody else made are found, as the benchmark's script wants them named
-        pictures = tmp_path / "pictures"
-        pictures.mkdir()
-        for name in own["id"]:
-            for number in range(count):
-                panel(number).save(pictures / f"{name}_{number:04}.png")
-        assert find_image_sets(pictures, own).missing == {}
 
 
 class TestFolders:
@@ -632,26 +607,6 @@ class TestResume:
             t2is_results(changed, [system])
         with pytest.raises(ValueError, match="alignment of"):
             t2is_results(bench.remove_columns("alignment"), [system])
-
-    @pytest.mark.slow
-    def test_two_runs_do_not_write_one_file(self, bench, tmp_path):
-        found = find_image_sets(write_grids(tmp_path / "grids", FOREIGN), bench)
-        code = (
-            "import sys, time; from paco_trl.image_benchmarks.score_store import open_scores\n"
-            "with open_scores(sys.argv[1], 'consistency-planted', {}, {}):\n"
-            "    print('locked', flush=True); time.sleep(60)"
-        )
-        other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "scores")], stdout=subprocess.PIPE)
-        try:
-            assert other.stdout.readline() == b"locked\n"
-            with pytest.raises(ValueError, match="Another run is writing the scores 'consistency-planted'"):
-                score_consistency(PlantedJudge(), found, bench, tmp_path / "scores")
-        finally:
-            other.kill()
-            other.wait()
-        # A killed run holds nothing
-        (tmp_path / "scores" / "scores" / "consistency-planted.0.jsonl").unlink()
-        score_consistency(PlantedJudge(), found, bench, tmp_path / "scores")
 
     def test_parts_of_several_processes_are_one(self, tmp_path):
         digests = {key: key for key in "abcd"}

@@ -47,14 +47,9 @@ class ImageSet:
     files: tuple[Path | None, ...]
 
     @property
-    def num_panels(self) -> int:
-        """Number of panels, missing ones included."""
-        return self.rows * self.cols
-
-    @property
     def missing(self) -> list[int]:
         """Numbers of the missing panels, from 0."""
-        files = self.files * (self.num_panels if len(self.files) == 1 else 1)
+        files = self.files * (self.rows * self.cols if len(self.files) == 1 else 1)
         return [number for number, file in enumerate(files) if file is None]
 
     def panels(self) -> list["Image | None"]:
@@ -62,7 +57,7 @@ class ImageSet:
         if len(self.files) > 1:
             return [None if file is None else load_image_file(file) for file in self.files]
         if self.files[0] is None:
-            return [None] * self.num_panels
+            return [None for _ in range(self.rows * self.cols)]
         return [*split_grid(load_image_file(self.files[0]), self.rows, self.cols)]
 
     def digest(self) -> str:

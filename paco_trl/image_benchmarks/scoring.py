@@ -37,8 +37,8 @@ COLUMNS: dict[str, tuple[str, ...]] = dict.fromkeys(("aesthetics", "duplicates")
 COLUMNS |= {"consistency": ("id", "rows", "cols", "criteria"), "alignment": ("id", "rows", "cols", "alignment")}
 
 Record = dict[str, Any]
-# Questions about a set, and a function that makes its record from an iterator of their answers
-Prepared = tuple[list, Callable[[Iterator], Record]]
+# Arguments of each question about a set, and a function that makes its record from an iterator of their answers
+Prepared = tuple[list[tuple], Callable[[Iterator], Record]]
 
 
 def score_consistency(
@@ -90,11 +90,8 @@ def score_consistency(
 
         return questions, record
 
-    def query(questions: list[tuple]) -> list[float | None]:
-        return judge.score(*map(list, zip(*questions, strict=True)))
-
     settings = {"question": t2is_bench_question("{criterion}"), "side": side}
-    return _score("consistency", judge, settings, prepare, query, found, benchmark, folder, batch_size)
+    return _score("consistency", judge, settings, prepare, judge.score, found, benchmark, folder, batch_size)
 
 
 def score_alignment(
@@ -140,11 +137,8 @@ def score_alignment(
 
         return questions, record
 
-    def query(questions: list[tuple]) -> list[float | None]:
-        return judge.score_images(*map(list, zip(*questions, strict=True)))
-
     settings = {"question": shows_question("{text}")}
-    return _score("alignment", judge, settings, prepare, query, found, benchmark, folder, batch_size)
+    return _score("alignment", judge, settings, prepare, judge.score_images, found, benchmark, folder, batch_size)
 
 
 def score_aesthetics(
@@ -165,7 +159,7 @@ def score_aesthetics(
     """
 
     def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
-        present = [panel for panel in panels if panel is not None]
+        present = [(panel,) for panel in panels if panel is not None]
         return present, lambda scores: {"scores": [None if panel is None else next(scores) for panel in panels]}
 
     return _score("aesthetics", scorer, {}, prepare, scorer.score_images, found, benchmark, folder, batch_size)
@@ -189,8 +183,8 @@ def score_duplicates(found: FoundImages, benchmark: "Dataset", folder: str | Pat
         compared = [(panels[first], panels[second]) for first, second in pairs]
         return compared, lambda scores: {"pairs": pairs, "scores": list(scores)}
 
-    def query(pairs: list[tuple[Image.Image, Image.Image]]) -> list[float | None]:
-        return [panel_similarity(*pair) for pair in pairs]
+    def query(firsts: list[Image.Image], seconds: list[Image.Image]) -> list[float]:
+        return list(map(panel_similarity, firsts, seconds))
 
     scorer = SimpleNamespace(name="panel_similarity")
     return _score("duplicates", scorer, {}, prepare, query, found, benchmark, folder, 1)
@@ -203,7 +197,7 @@ def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
 
 def _score(
     kind: str, scorer: Any, settings: dict, prepare: Callable[[list[Image.Image | None], dict], Prepared],
-    query: Callable[[list], list[float | None]], found: FoundImages, benchmark: "Dataset", folder: str | Path,
+    query: Callable[..., list], found: FoundImages, benchmark: "Dataset", folder: str | Path,
     batch_size: int,
 ) -> dict[str, Record]:  # fmt: skip
     """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""
@@ -222,7 +216,7 @@ def _score(
         with tqdm(total=len(store.pending), **bar) as progress:
             for batch in batches(map(prepared, store.pending), lambda one: len(one[1]), batch_size):
                 questions = [question for _, of_set, _ in batch for question in of_set]
-                scores = query(questions) if questions else []
+                scores = query(*map(list, zip(*questions, strict=True))) if questions else []
                 answers, records = iter(_checked(kind, scorer.name, scores, len(questions))), []
                 for key, of_set, record in batch:
                     own = list(islice(answers, len(of_set)))

@@ -151,7 +151,7 @@ def _values(
     for kind, key, record in ((one.settings["kind"], *item) for one in scores for item in one.records.items()):
         own = {name: values.setdefault(name, {}) for name in groups.get(kind, [kind])}
         of_set, found = sets[key], record["scores"]
-        unit, panels = (of_set.prompt_id, of_set.seed), of_set.num_panels
+        unit, panels = (of_set.prompt_id, of_set.seed), of_set.rows * of_set.cols
         if kind == "consistency":
             for name, of_sets in own.items():
                 score = bench.dimension_score(found.get(name, []), panels * (panels - 1) // 2, protocol)
