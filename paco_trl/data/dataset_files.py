@@ -68,7 +68,7 @@ def load_split(
     else:
         dataset = load_dataset(str(folder if folder.is_dir() else path), split=split)
     if image_folder is not None:
-        folders = [Path(image_folder).expanduser().absolute()]
+        folders.insert(0, Path(image_folder).expanduser().absolute())
     return _with_image_files(with_image_types(dataset, images), folders)
 
 
@@ -117,7 +117,7 @@ def dataset_of_rows(rows: list[dict[str, Any]]) -> "Dataset":
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) for row in rows] for name in names}
     if "criteria" in columns:
-        columns["criteria"] = list(map(criteria_list, columns["criteria"]))
+        columns["criteria"] = [criteria_list(each) if isinstance(each, dict) else each for each in columns["criteria"]]
     return Dataset.from_dict(columns)
 
 
