@@ -7,7 +7,6 @@ import json
 import logging
 import multiprocessing
 import random
-import socket
 import time
 from collections import Counter
 
@@ -15,8 +14,9 @@ import pytest
 
 from chat_server import ChatServer, answer
 from judge_server import LoopClock
+from launching import free_port
 from paco_trl.data import check_image_set_columns, format_image_set_prompt, parse_image_set_prompt
-from paco_trl.dataset_building.prompts import CATEGORIES, DIMENSIONS, write_prompts
+from paco_trl.dataset_building.prompts import CATEGORIES, write_prompts
 from paco_trl.utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError, Reply
 from paco_trl.utils.stage_folder import StageFolder
 from testing_utils import wait_until
@@ -61,16 +61,6 @@ def test_texts_that_would_break_the_markers(theme, panels, said):
         format_image_set_prompt(theme, 1, 2, panels)
 
 
-# ---- The categories ----
-
-
-def test_categories():
-    assert len({category.name for category in CATEGORIES}) == len(CATEGORIES) == 26
-    groups = Counter(category.group.split()[0] for category in CATEGORIES)
-    assert groups == {"design": 5, "story": 5, "progression": 6, "instruction": 5, "character": 5}
-    assert {name for category in CATEGORIES for name in category.dimensions} == set(DIMENSIONS)
-
-
 # ---- The endpoint ----
 
 
@@ -83,12 +73,6 @@ def server():
 def ask(endpoint, seed=0) -> Reply:
     ((_, reply),) = endpoint.ask_all([ChatRequest(HELLO, seed, 9, 0.5)])
     return reply
-
-
-def free_address():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
 
 
 def test_a_question(server, monkeypatch):
@@ -145,7 +129,7 @@ def test_a_key_that_the_server_says_back_is_not_shown(server, monkeypatch):
 
 
 def test_an_endpoint_that_cannot_be_reached(server):
-    address = free_address()
+    address = f"http://127.0.0.1:{free_port()}/v1"
     down = ChatEndpoint(address, "writer", max_retries=0)
     for call in (down.check, lambda: ask(down)):
         with pytest.raises(EndpointUnavailableError, match=f"{address} does not answer.*no connection"):
@@ -222,20 +206,12 @@ def test_no_more_at_once_than_allowed_and_each_when_there_is_room(server):
     assert all(asked >= seed - 3 for seed, asked in taken) and taken[-1][1] > 0  # lazily
 
 
-@pytest.mark.parametrize("ending", ["break", "error"])
-def test_what_is_under_way_is_cancelled(server, ending):
+def test_what_is_under_way_is_cancelled(server):
     server.fault = lambda number: None if number == 0 else "hang"
-    started = time.monotonic()
     endpoint = server.endpoint(timeout=60.0)
-    try:
-        for _ in endpoint.ask_all(ChatRequest(HELLO, seed, 9, 1.0) for seed in range(20)):
-            assert wait_until(lambda: server.at_once >= 7)  # the others do hang
-            if ending == "break":
-                break
-            raise KeyError("an error of the caller")
-    except KeyError:
-        assert ending == "error"
-    assert time.monotonic() - started < 20
+    for _ in endpoint.ask_all(ChatRequest(HELLO, seed, 9, 1.0) for seed in range(20)):
+        assert wait_until(lambda: server.at_once >= 7)  # the others do hang
+        break
     assert wait_until(lambda: server.at_once == 0)  # the server sees them go
     endpoint.close()
     assert wait_until(lambda: server.open_connections == 0)
@@ -300,9 +276,7 @@ def test_chosen_categories_and_another_seed(server, tmp_path):
     assert not set(sets[0]["prompt"]) & set(sets[1]["prompt"])
     for arguments, said in [
         ({"categories": ["multi view"]}, "multi view"),
-        ({"categories": []}, "categories"),
         ({"layouts": [(1, 1)]}, "layouts"),
-        ({"num_prompts": 0}, "num_prompts"),
         ({"max_attempts": 0}, "max_attempts"),
     ]:
         with pytest.raises(ValueError, match=said):

@@ -152,14 +152,9 @@ def make_panels(args: arguments.PanelsArguments) -> None:
     grids = grids.select(rows)
     generated_with = digest(stage(args, "grids").settings)
     panels = building.cut_panels(grids, stage(args, "panels", {"generated_with": generated_with}))
-    instances = building.make_instances(panels, args.max_instances_per_prompt, args.seed)
+    instances = building.make_instances(panels)
     folder = stage(args, "instances")
-    report = {
-        "instances": len(instances),
-        "candidates": len(instances[0]["candidates"]),
-        "max_instances_per_prompt": args.max_instances_per_prompt,
-    }
-    folder.finish(instances, report)
+    folder.finish(instances, {"instances": len(instances), "candidates": len(instances[0]["candidates"])})
     finish(folder)
 
 

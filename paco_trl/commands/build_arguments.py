@@ -83,8 +83,6 @@ class PanelsArguments(BuildArguments):
     """Panels, cut from the grids, and the ranking instances that they give."""
 
     exclude_prompts: list[str] = option([], "Ids of prompts to leave out, for example of those with flat grids.")
-    max_instances_per_prompt: int | None = option(None, "Maximum of instances per prompt, sampled. If `None`, all.")
-    seed: int = option(0, "Seed of the sampling.")
 
 
 @dataclass

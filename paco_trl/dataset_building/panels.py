@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage 3: cut grids into panels, each stored once, and combine panels (by id) into ranking instances."""
 
-import hashlib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -92,7 +91,7 @@ def _cut(grid: Mapping[str, Any], paths: list[str]) -> list[str]:
     return [pixels_sha256(panel) for panel in panels]
 
 
-def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = None, seed: int = 0) -> "Dataset":
+def make_instances(panels: "Dataset") -> "Dataset":
     """
     Combine panels into ranking instances.
 
@@ -103,45 +102,31 @@ def make_instances(panels: "Dataset", max_instances_per_prompt: int | None = Non
     Args:
         panels ([`~datasets.Dataset`]):
             The panels: `id`, `prompt_id`, `seed`, `position`, `sha256`. Images are not read.
-        max_instances_per_prompt (`int`, *optional*):
-            Largest number of instances of a prompt, all if `None`. The choice depends on `seed` and the ids alone, and
-            a larger number keeps those of a smaller one.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the choice.
 
     Returns:
         [`~datasets.Dataset`]: by prompt, seed, position and other position: `id` (`"<prompt
         id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, by
         seed) and `digest` (of their images).
     """
-    limit = max_instances_per_prompt
-    if limit is not None and limit < 1:
-        raise ValueError(f"`max_instances_per_prompt` is {limit}. It must be at least 1, or None for all.")
     columns = panels.with_format(None).select_columns(["id", "prompt_id", "seed", "position", "sha256"])[:]
     digests = dict(zip(columns["id"], columns.pop("sha256"), strict=True))
     panel_ids: dict[str, dict[tuple[int, int], str]] = {}  # by prompt, then by seed and position
-    for name, prompt_id, seed_of_panel, position in zip(*columns.values(), strict=True):
-        panel_ids.setdefault(prompt_id, {})[seed_of_panel, position] = name
+    for name, prompt_id, seed, position in zip(*columns.values(), strict=True):
+        panel_ids.setdefault(prompt_id, {})[seed, position] = name
     seeds = list(dict.fromkeys(columns["seed"]))
     rows = []
     for prompt_id, names in panel_ids.items():
         positions = range(max(position for _, position in names) + 1)
         missing = [place for place in itertools.product(seeds, positions) if place not in names]
         if missing or len(seeds) < 2 or len(positions) < 2:
-            raise ValueError(
-                f"The prompt {prompt_id!r} lacks the panels {missing[:4]} (seed, position), or has fewer than two seeds or "
-                "panels in a grid. Generate the same seeds for all prompts, or leave it out."
-            )
-        instances = []
-        for seed_of_reference, position, other in itertools.product(seeds, positions, positions):
+            problem = f"lacks the panels {missing[:4]} (seed, position), or has fewer than two seeds or panels a grid"
+            raise ValueError(f"The prompt {prompt_id!r} {problem}. Generate the same seeds for all, or leave it out.")
+        for seed, position, other in itertools.product(seeds, positions, positions):
             if position != other:
-                name = f"{prompt_id}/{seed_of_reference}/{position}/{other}"
-                reference, candidates = names[seed_of_reference, position], [names[each, other] for each in seeds]
+                reference, candidates = names[seed, position], [names[each, other] for each in seeds]
                 images = [digests[panel] for panel in (reference, *candidates)]
-                instances.append((name, prompt_id, reference, candidates, digest(images)[:16]))
-        # At random, each by its id alone, whatever other instances there are
-        chosen = sorted(instances, key=lambda row: hashlib.sha256(f"{seed}\n{row[0]}".encode()).digest())[:limit]
-        rows += [instance for instance in instances if limit is None or instance in chosen]
+                name = f"{prompt_id}/{seed}/{position}/{other}"
+                rows.append((name, prompt_id, reference, candidates, digest(images)[:16]))
     kinds = {"reference": "string", "candidates": ["string"], "digest": "string"}
     return typed_dataset(rows, id="string", prompt_id="string", **kinds)
 

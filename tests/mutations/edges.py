@@ -690,7 +690,6 @@ DATASET_BUILDING = [
         "test_pair_panels.py",
         ("[names[each, other] for each in seeds]", "[names[each, position] for each in seeds]"),
         ("if position != other:", "if position < other:"),
-        ('f"{seed}\\n{row[0]}"', 'f"{row[0]}"'),
         ('image.convert() if image.mode == "P" else image,', "image,"),
         ('or not all(map(os.path.isfile, paths[grid["id"]]))]', "]"),
         ('paths[instance["reference"]]', "paths[candidates[0]]"),
