@@ -157,7 +157,7 @@ OF_PAIRS = set(
     dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
     dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc eos_token eval_accumulation_steps
     eval_use_gather_object fp16 ignore_data_skip include_num_input_tokens_seen logging_nan_inf_filter max_length
-    length_column_name model_init_kwargs neftune_noise_alpha save_only_model torch_compile torch_compile_backend torch_compile_mode
+    model_init_kwargs neftune_noise_alpha save_only_model torch_compile torch_compile_backend torch_compile_mode
     train_sampling_strategy trust_remote_code
     """.split()
 )

@@ -19,16 +19,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Image, List, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from matplotlib.axes import Axes
-from peft import LoraConfig, PeftModel, PromptTuningConfig
+from peft import LoraConfig, PeftModel
 from PIL import Image as PILImage
 from PIL import ImageDraw
 from qwen_vl_utils import process_vision_info
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
-from trl import SFTConfig
 
 from other_judges import OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
@@ -356,21 +355,6 @@ class TestLoss:
         mean_of_means = sum(closed_form(part, a, variant) for part in parts) / 4
         assert abs(mean_of_means - closed_form(reference, a, variant)) > 1e-3
 
-    def test_long_reasons_are_cut(self, make_reward_trainer, continued, tiny_qwen, reference):
-        longest = max(row.attended for row in reference)
-        max_length = longest - 10
-        assert any(row.attended < max_length for row in reference)
-        with torch.no_grad():
-            rows = judged(continued(), processor_of(tiny_qwen), mixed(), max_length)
-        losses = {}
-        for length in (max_length, longest):
-            trainer = make_reward_trainer(continued(), per_device_train_batch_size=11, max_steps=1, max_length=length)
-            trainer.train()
-            (losses[length],) = logs_with(trainer, "loss")
-        assert losses[max_length] == pytest.approx(closed_form(rows, 0.3, "paper").item(), abs=2e-5)
-        assert losses[longest] == pytest.approx(closed_form(reference, 0.3, "paper").item(), abs=2e-5)
-        assert abs(losses[max_length] - losses[longest]) > 1e-3
-
     def test_bf16(self, make_reward_trainer, tiny_qwen):
         trainer = make_reward_trainer(tiny_qwen, bf16=True, eval_dataset=mixed(4))
         before = weights_of(trainer)
@@ -498,12 +482,6 @@ class TestAdapter:
         trainer.save_model(tmp_path / "saved")
         saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
         assert all(torch.equal(saved[name.replace(".default", "")], value) for name, value in after.items())
-
-    def test_other_kinds_of_adapters_are_refused(self, make_reward_trainer, tiny_qwen):
-        processor = processor_of(tiny_qwen)
-        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-        with pytest.raises(TypeError, match="PromptTuningConfig"):
-            make_reward_trainer(NOWHERE, processing_class=processor, peft_config=config)
 
     def test_a_trained_head_is_read_as_it_is(self, make_reward_trainer, tiny_qwen):
         """P(Yes) follows a head that is trained with the adapter."""
@@ -638,25 +616,11 @@ class TestGroupByLength:
         expected = weights_of(trainer)
         assert all(torch.equal(value, expected[key]) for key, value in weights_of(resumed).items())
 
-    def test_with_given_lengths(self, make_reward_trainer):
-        lengths = [5, 900, 900, 5, 5, 900, 900, 5, 5, 900, 5]
-        dataset = mixed().add_column("length", lengths)
-        trainer = make_reward_trainer(None, dataset, **self.SETTINGS)
-        assert trainer._get_train_sampler().lengths == lengths
-        dataset = dataset.rename_column("length", "tokens")
-        trainer = make_reward_trainer(None, dataset, **self.SETTINGS)
-        assert trainer._get_train_sampler().lengths == trainer.data_collator.lengths(dataset, "dataset") != lengths
-        trainer = make_reward_trainer(None, dataset, length_column_name="tokens", **self.SETTINGS)
-        assert trainer._get_train_sampler().lengths == lengths
-
     def test_a_processor_that_does_not_know_lengths(self, make_reward_trainer, tiny_qwen, monkeypatch):
         monkeypatch.delattr("transformers.Qwen2_5_VLProcessor._get_num_multimodal_tokens")
         processor = processor_of(tiny_qwen)
-        with pytest.raises(ValueError, match="`length_column_name`"):
+        with pytest.raises(ValueError, match="group_by_length"):
             make_reward_trainer(NOWHERE, processing_class=processor, **self.SETTINGS)
-        with pytest.raises(OSError, match="nowhere"):
-            dataset = mixed().add_column("length", [*range(11)])
-            make_reward_trainer(NOWHERE, dataset, processing_class=processor, **self.SETTINGS)
 
 
 class TestWorkers:
@@ -670,15 +634,6 @@ class TestWorkers:
             metrics.append(trainer.evaluations["eval"])
         assert all(torch.equal(value, adapters[1][key]) for key, value in adapters[0].items())
         assert metrics[0] == metrics[1]
-
-    def test_their_errors_name_the_row(self, make_reward_trainer, tmp_path):
-        dataset = in_files(mixed(), tmp_path)
-        (tmp_path / "5-1.png").write_bytes(b"<html>")
-        trainer = make_reward_trainer(None, dataset, dataloader_num_workers=2, max_steps=3)
-        with pytest.raises(ValueError, match=r"Second image of row 5 cannot be read \(.*5-1.png\)") as error:
-            trainer.train()
-        # Frees the loader's iterator. As cyclic garbage it waits 5 seconds for each worker: its queues are closed by then.
-        traceback.clear_frames(error.tb)
 
 
 class TestMetrics:
@@ -910,23 +865,6 @@ class TestSameScores:
         difference = max(abs(score - row.p_yes) for score, row in zip(scores, reference, strict=True))
         assert difference < 1e-5 if max_pixels is None else difference > 1e-3
 
-    def test_content_in_parts(self, make_reward_trainer, continued, reference):
-        rows = [
-            {
-                "images": row["images"],
-                "prompt": [{"role": "user", "content": [
-                    {"type": "image", "text": None}, {"type": "image", "text": None},
-                    {"type": "text", "text": question_of(row)},
-                ]}],
-                "completion": [{"role": "assistant", "content": [{"type": "text", "text": answer_of(row)}]}],
-            }
-            for row in mixed(4)
-        ]  # fmt: skip
-        dataset = Dataset.from_list(rows).cast_column("images", List(Image()))
-        trainer = make_reward_trainer(continued(), eval_dataset=dataset)
-        metrics = trainer.evaluate()
-        assert metrics["eval_loss"] == pytest.approx(closed_form(reference[:4], 0.3, "paper").item(), abs=2e-5)
-
 
 @pytest.fixture
 def texts(monkeypatch) -> list[str]:
@@ -952,13 +890,6 @@ class TestPictures:
             before = PILImage.open(folder / "evaluation" / f"eval-{kind}-000000.png")
             assert last.tobytes() == PILImage.open(folder / "saved" / f"eval_{kind}.png").tobytes()
             assert last.tobytes() != before.tobytes()
-
-    def test_without_an_evaluation_set(self, make_reward_trainer, tmp_path):
-        trainer = make_reward_trainer(max_steps=1)
-        trainer.train()
-        trainer.save_model()
-        assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-        assert not list((tmp_path / "out").rglob("*.png"))
 
     def test_evaluated_once_at_the_end(self, make_reward_trainer):
         for strategy, steps in (("no", [2]), ("steps", [1, 2])):
@@ -1091,7 +1022,7 @@ class TestCheckpoints:
 class TestBadInput:
     """Errors come before the model is loaded where that is possible: the model named here does not exist."""
 
-    @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+    @pytest.mark.parametrize("name", ["eval_dataset"])
     @pytest.mark.parametrize(
         ("question", "answer"),
         [
@@ -1117,7 +1048,6 @@ class TestBadInput:
 
     def test_a_set_given_to_evaluate(self, make_reward_trainer):
         trainer = make_reward_trainer(max_length=200)
-        first, second = (mixed(3).select(rows) for rows in ([0, 1], [2]))
         image = PILImage.new("RGB", (56, 56))
         wrong = {
             "'<|im_end|>'": make_pair(image, image, "Same<|im_end|>?", True, SHORT),
@@ -1125,12 +1055,9 @@ class TestBadInput:
         }
         seen = spy_on_decisions(trainer)
         for message, row in wrong.items():
-            with pytest.raises(ValueError, match=rf"Row 0 of `second` has .*{re.escape(message)}"):
-                trainer.evaluate({"first": first, "second": pair_dataset([row])})
-        assert seen == []  # found before the first one is evaluated
-        trainer.evaluate({"first": first, "second": second})
-        assert [len(rows) for rows, _ in seen] == [2, 1]
-        assert trainer._is_evaluating is False
+            with pytest.raises(ValueError, match=rf"Row 0 of `eval_dataset` has .*{re.escape(message)}"):
+                trainer.evaluate({"second": pair_dataset([row])})
+        assert seen == []
 
     def test_a_decision_that_is_no_token_of_its_own(self, make_reward_trainer, tiny_qwen, name="eval_dataset"):
         image = PILImage.new("RGB", (56, 56))
@@ -1170,22 +1097,6 @@ class TestBadInput:
         with pytest.raises(OSError, match="nowhere"):
             make_reward_trainer(NOWHERE, max_length=None, **settings)
 
-    def test_files_are_opened_for_their_lengths_only_where_two_of_the_largest_images_would_not_fit(
-        self, make_reward_trainer, tiny_qwen, tmp_path
-    ):
-        dataset = in_files(mixed(3), tmp_path)
-        processor = processor_of(tiny_qwen)
-        content = (tmp_path / "2-1.png").read_bytes()
-        (tmp_path / "2-1.png").write_bytes(b"")
-        with pytest.raises(OSError, match="nowhere"):
-            make_reward_trainer(NOWHERE, dataset, processing_class=processor)
-        with pytest.raises(ValueError, match=r"Second image of row 2 of `train_dataset`"):
-            make_reward_trainer(NOWHERE, dataset, processing_class=processor, max_length=150)
-        # The header is enough for the length: what is behind it is found by the collator, or by `validate_pairs`
-        (tmp_path / "2-1.png").write_bytes(content[:-30])
-        with pytest.raises(OSError, match="nowhere"):
-            make_reward_trainer(NOWHERE, dataset, processing_class=processor, max_length=150)
-
     def test_labels_alone(self, make_reward_trainer, tiny_qwen, caplog):
         dataset = pair_dataset([*mixed(2), *colours(2, seed=0)])
         with torch.no_grad():
@@ -1211,12 +1122,6 @@ class TestBadInput:
             make_reward_trainer(train_dataset=dataset, **released | {"first_token_weight": weight})
         make_reward_trainer(eval_dataset=dataset, **released)  # it is only evaluated on
 
-    def test_an_unreadable_image_in_the_first_row(self, make_reward_trainer, tiny_qwen, tmp_path):
-        dataset = in_files(mixed(3), tmp_path)
-        (tmp_path / "0-1.png").write_bytes(b"no image")
-        with pytest.raises(ValueError, match="Second image of row 0 of `eval_dataset`"):
-            make_reward_trainer(NOWHERE, processing_class=processor_of(tiny_qwen), eval_dataset=dataset)
-
     def test_a_model_whose_logits_are_changed(self, make_reward_trainer, tiny_qwen):
         model = base_of(tiny_qwen)
         model.config.get_text_config().logit_scale = 30.0
@@ -1234,16 +1139,6 @@ class TestBadInput:
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
         with pytest.raises(OSError, match="safetensors"):
             make_reward_trainer(folder)
-
-    def test_an_adapter_that_is_not_trainable(self, make_reward_trainer, tiny_qwen, adapter):
-        model = PeftModel.from_pretrained(base_of(tiny_qwen), adapter)
-        with pytest.raises(ValueError, match="is_trainable=True"):
-            make_reward_trainer(model).train()
-
-
-def test_settings_of_another_trainer(tiny_qwen, tmp_path):
-    with pytest.raises(TypeError, match="SFTConfig"):
-        PaCoRewardTrainer(str(tiny_qwen), SFTConfig(str(tmp_path), use_cpu=True, bf16=False), mixed(2))
 
 
 def test_pairs_with_one_label(make_reward_trainer, tiny_qwen, caplog):

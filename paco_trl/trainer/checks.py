@@ -174,11 +174,10 @@ def check_pairs(
 ) -> None:
     """Check texts, decision and length of each pair in one pass, without decoding all of its images."""
     can_count_tokens = hasattr(processor, "_get_num_multimodal_tokens")  # without opening images
-    has_lengths = can_count_tokens or args.length_column_name in dataset.column_names
-    if is_training and args.train_sampling_strategy == "group_by_length" and not has_lengths:
+    if is_training and args.train_sampling_strategy == "group_by_length" and not can_count_tokens:
+        name = type(processor).__name__
         raise ValueError(
-            f"`train_sampling_strategy` is 'group_by_length', but a {type(processor).__name__} cannot count the tokens of "
-            "an image. Add a column of lengths, named by `length_column_name`, or use 'random'."
+            f"`train_sampling_strategy` is 'group_by_length', but a {name} cannot count an image's tokens."
         )
     rows, tokenizer = PairRows(dataset), processor.tokenizer
     for image, image_name in named_images(rows[0]["images"], f"row 0 of `{name}`"):

@@ -43,7 +43,7 @@ USED_SFT_FIELDS = (
 # Fields of TrainingArguments that change nothing in either trainer, or would break it
 _UNSUPPORTED = (
     "batch_eval_metrics", "bf16_full_eval", "dataloader_drop_last", "eval_do_concat_batches", "fp16_full_eval", "fsdp",
-    "include_for_metrics", "label_names", "label_smoothing_factor", "liger_kernel_config", "parallelism_config",
+    "include_for_metrics", "label_names", "length_column_name", "label_smoothing_factor", "liger_kernel_config", "parallelism_config",
     "prediction_loss_only", "remove_unused_columns", "use_cache", "use_liger_kernel",
 )  # fmt: skip
 # In the trainers of images rows are fetched by number, `evaluate()` generates, and the batch is part of a round
@@ -51,7 +51,7 @@ _UNSUPPORTED_FOR_IMAGES = (
     "auto_find_batch_size", "average_tokens_across_devices", "data_seed", "dataloader_in_order",
     "dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers",
     "dataloader_prefetch_factor", "eval_accumulation_steps", "eval_use_gather_object", "fp16",
-    "ignore_data_skip", "length_column_name", "neftune_noise_alpha", "save_only_model", "torch_compile",
+    "ignore_data_skip", "neftune_noise_alpha", "save_only_model", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy",
 )  # fmt: skip
 # What to use instead

@@ -66,14 +66,9 @@ _BATCHES_PER_AGREEMENT = 8
 def language_model_targets(model: PreTrainedModel) -> str:
     """Match the linear layers of the language model for `LoraConfig.target_modules`; all else stays frozen."""
     decoder = model.get_decoder()
-    names = [name for name, module in model.named_modules() if module is decoder]
-    if not names or not names[0]:
-        raise ValueError(
-            f"The language model of {type(model).__name__} is not a named module of it. Name the layers to train in "
-            "`peft_config`, as `LoraConfig(target_modules=...)`."
-        )
+    name = next(name for name, module in model.named_modules() if module is decoder)
     layers = {name.split(".")[-1] for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
-    return rf"{re.escape(names[0])}\..*\.({'|'.join(sorted(layers))})"
+    return rf"{re.escape(name)}\..*\.({'|'.join(sorted(layers))})"
 
 
 def disable_vision_tower_grad(model: PreTrainedModel, grids: list[list[int]]) -> None:
@@ -101,8 +96,6 @@ def complete_peft_config(
     """Fill in the paper's adapter, the task type and the layers of the language model where left out; check the layers."""
     if peft_config is None:
         peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
-    if not isinstance(peft_config, LoraConfig):
-        raise TypeError(f"`peft_config` is a {type(peft_config).__name__}; it must be a `LoraConfig`, or None.")
     check_lora_alpha(peft_config)
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
@@ -186,13 +179,6 @@ def evaluation_metrics(decisions: Decisions, first_token_weight: float | None, l
 # ---- Trainer ----
 
 
-def _by_name(eval_dataset: Dataset | dict[str, Dataset] | None) -> dict[str, Dataset]:
-    """Return the evaluation datasets by their names in errors."""
-    if eval_dataset is None:
-        return {}
-    return eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
-
-
 class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     """
     Trainer for PaCo-Reward, the pairwise consistency judge proposed in [PaCo-RL: Advancing Reinforcement Learning for
@@ -264,10 +250,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
-        elif not isinstance(args, PaCoRewardConfig):
-            raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
         args = copy_config(args)
-        datasets: list[tuple[str, Any]] = [("train_dataset", train_dataset), *_by_name(eval_dataset).items()]
+        named = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+        datasets: list[tuple[str, Any]] = [("train_dataset", train_dataset)]
+        datasets += [(key, dataset) for key, dataset in named.items() if dataset is not None]
         for key, dataset in datasets:
             check_pair_columns(dataset, key)
         check_best_metric(args, METRICS, eval_dataset if isinstance(eval_dataset, dict) else ())
@@ -318,27 +304,12 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             peft_config=peft_config,
         )
         args.enable_jit_checkpoint = stops
-        parallelism = self.accelerator.parallelism_config
-        is_split = parallelism is not None and (
-            parallelism.cp_enabled or parallelism.sp_enabled or parallelism.tp_enabled
-        )
-        if is_split or self.is_fsdp_enabled:
-            # They would split a completion, whose tokens are weighted together, or shard the weights that are saved
-            raise ValueError(
-                "FSDP and context, sequence or tensor parallelism are not supported. Use data parallelism or DeepSpeed ZeRO."
-            )
         config = self._inner_model().config
-        scale = scales_logits(config)
-        if scale is not None:
+        if (scale := scales_logits(config)) is not None:
             raise ValueError(
                 f"The model changes its logits (`{scale}` = {getattr(config.get_text_config(), scale)}), which P(Yes) in "
-                "training does not support. Such a model can be used as a judge, but not be trained here."
+                "training does not support. It can be used as a judge, but not be trained here."
             )
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ValueError(
-                "Nothing of the model is trainable. Load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`."
-            )
-
         if describe_quantization(self.model) is not None and args.deepspeed_plugin is None:
             for parameter in trained_parameters(self.model).values():
                 parameter.data = parameter.data.float()  # SFTTrainer rounds adapters of 4- and 8-bit models to bf16
@@ -350,7 +321,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self.decision_ids = decision_token_ids(tokenizer)
         self._sums: dict[str, torch.Tensor] = {}  # since the last log, see `metric_sums`
         self._evaluated: list[torch.Tensor] = []
-        self._is_evaluating = False
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: Any = None
         self.add_callback(
@@ -384,10 +354,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         args = self.args
         if args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
-        if args.length_column_name in self.train_dataset.column_names:
-            lengths = self.train_dataset[args.length_column_name][:]
-        else:
-            lengths = self.data_collator.lengths(self.train_dataset, "train_dataset")
+        lengths = self.data_collator.lengths(self.train_dataset, "train_dataset")
         # Over all processes, so that their number does not change the order
         pairs_of_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         return PairSampler(pairs_of_step, lengths, args.seed if args.data_seed is None else args.data_seed)
@@ -474,7 +441,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of the decisions since the last log. Collective: call on all ranks."""
-        if not self._is_evaluating and self._sums:
+        if self._sums and {"loss", "train_loss"} & logs.keys():  # not those of an evaluation
             totals = self.accelerator.reduce(torch.stack(list(self._sums.values())), "sum").tolist()
             sums = dict(zip(self._sums, totals, strict=True))
             self._sums = {}
@@ -493,16 +460,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         Evaluate the judge on pairs, as [`~transformers.Trainer.evaluate`] does: losses, accuracy, AUROC, calibration
         error, and two figures in `output_dir/evaluation`. AUROC is left out when all pairs have the same answer.
         """
-        was_evaluating = self._is_evaluating  # a dictionary of datasets calls this recursively
-        if not was_evaluating:
-            for name, dataset in _by_name(eval_dataset).items():
-                check_pair_columns(dataset, name)
-                check_pairs(dataset, name, self.processing_class, self.args)
-        self._is_evaluating = True
-        try:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        finally:
-            self._is_evaluating = was_evaluating
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # a dictionary calls this for each
+            check_pair_columns(eval_dataset, "eval_dataset")
+            check_pairs(eval_dataset, "eval_dataset", self.processing_class, self.args)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
         self,

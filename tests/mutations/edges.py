@@ -270,7 +270,7 @@ TRAINING = [
         ("-(log_probs * mask).sum(dim=1) - decision_loss", "-(log_probs * mask).sum(dim=1)"),
         ("num_items = len(length) if by_completion else", "num_items = len(length) if True else"),
         ("first = first[rows >= 0]\n        rows = rows[rows >= 0]", "rows = rows"),
-        ("was_evaluating = self._is_evaluating  #", "was_evaluating = False  #"),
+        ('if self._sums and {"loss", "train_loss"} & logs.keys():', "if self._sums:"),
         (
             "np.unique(evaluated[:, 0].numpy(), return_index=True)",
             "(evaluated[:, 0].numpy(), np.arange(len(evaluated)))",
