@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl doctor`: checks of a training run, in minutes and without training."""
 
-import asyncio
-import inspect
 import logging
 import math
 import os
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,13 +21,13 @@ from peft import LoraConfig, PeftModel
 from PIL import Image
 from rich.console import Console, Group
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.export import save_adapter
 from ..checkpointing.weights import gather_weights, trained_parameters
-from ..data import split_grid
 from ..hub.account import check_base_model, check_repository
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
@@ -419,43 +416,26 @@ def check_round_trip(state: DoctorState) -> Row | str:
 
 
 def check_reward_values(state: DoctorState) -> list[Row]:
-    """Check each reward on the generated images."""
-    row, trainer = state.generator.row, state.trainer
+    """Check each reward on the images of a prompt, as a round scores them."""
+    trainer, rows = state.trainer, dict[Callable, Row]()  # those that the evaluation shares are shown once
     images, _ = state.generator.rollout()
-    # As in training: the columns of the dataset, the panels, and TRL's hooks
-    arguments: dict[str, Any] = {name: [value] * len(images) for name, value in row.items() if name != "prompt"}
-    arguments |= {
-        "prompts": [row["prompt"]] * len(images),
-        "completions": images,
-        "completion_ids": None,
-        "num_generations": len(images),
-        "panel_images": [split_grid(image, row["rows"], row["cols"]) for image in images],
-        "trainer_state": trainer.state,
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-    }
-    rows: dict[Callable, Row] = {}  # those that the evaluation shares are checked once
-    for kind, runner in (("reward", trainer.rewards), ("evaluation reward", trainer.eval_rewards)):
-        for index, function in enumerate(runner.functions):
-            if function not in rows:
-                rows[function] = replace(_value_row(runner, index, arguments), check=f"{kind} {runner.names[index]}")
+    for runner in dict.fromkeys((trainer.rewards, trainer.eval_rewards)):
+        runner.start(len(images))
+        runner.add(list(range(len(images))), [state.generator.row] * len(images), images, trainer.state)
+        values = runner.finish(trainer.state).rewards  # (images, rewards)
+        for function, name, column in zip(runner.functions, runner.names, values.T, strict=True):
+            if function in rows:
+                continue
+            kind = "reward" if runner is trainer.rewards else "evaluation reward"
+            shown = ", ".join(f"{value:.4g}" for value in column.tolist())
+            row = rows[function] = Row(OK, f"{len(images)} images of one prompt: {shown}.", check=f"{kind} {name}")
+            if column.isnan().any():
+                row.verdict = FAILED if column.isnan().all() else WARNING
+                row.advice = "Images without a value (nan) are left out: find out why the reward gives None."
+            elif len(images) > 1 and column.min() == column.max():
+                row.verdict = WARNING
+                row.advice = "A group of equal values teaches nothing. Watch `frac_reward_zero_std`."
     return list(rows.values())
-
-
-def _value_row(runner: RewardRunner, index: int, arguments: dict[str, Any]) -> Row:
-    try:
-        values: Any = runner.call(index, **arguments)
-        values = asyncio.run(values) if inspect.iscoroutine(values) else values
-    except Exception as error:
-        return Row(FAILED, _message(error), "Correct the reward: in training this stops the run.")
-    scored = [value for value in values if value is not None]
-    shown = ", ".join("None" if value is None else f"{value:.4g}" for value in values)
-    finding = f"{len(values)} images of one prompt: {shown}."
-    if len(scored) < len(values):
-        return Row(WARNING if scored else FAILED, finding, "Images that get None are left out: find out why.")
-    if len(set(scored)) == 1 < len(scored):
-        return Row(WARNING, finding, "A group of equal values teaches nothing. Watch `frac_reward_zero_std`.")
-    return Row(OK, finding)
 
 
 # ---- The command ----
@@ -472,7 +452,7 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "memory": (check_memory, ("configuration", "data")),
     "noise-free image": (check_noise_free, ("model and adapter",)),
     "ratio": (check_ratio, ("model and adapter",)),
-    "reward values": (check_reward_values, ("model and adapter",)),
+    "reward values": (check_reward_values, ("noise-free image",)),
     "saved files": (check_round_trip, ("model and adapter",)),  # behind all that generate: it changes the adapter
 }
 
@@ -487,14 +467,14 @@ def examine(command: str, words: list[str], console: Console) -> list[Row]:
         state = DoctorState(lambda *more: parse([*words, *more]), temporary_dir)
         for number, (name, (check, needs)) in enumerate(checks.items(), start=1):
             console.print(f"\\[{number}/{len(checks)}] {name} ...", highlight=False)
-            started = time.perf_counter()
             missing = [row.check for row in rows if row.check in needs and row.verdict in (FAILED, SKIPPED)]
-            found = [Row(SKIPPED, f"needs: {', '.join(missing)}")] if missing else run_check(check, state)
-            for row in found:
+            for row in [Row(SKIPPED, f"needs: {', '.join(missing)}")] if missing else run_check(check, state):
                 row.check = row.check or name
-                seconds = time.perf_counter() - started
-                console.print(f"      {row.check}: {_colored(row.verdict)}, {seconds:.1f} s", highlight=False)
-            rows += found
+                advice = f"\n[bold]->[/] {escape(row.advice)}" if row.advice else ""
+                text = f"{escape(row.check)}: [{_COLORS[row.verdict]}]{row.verdict}[/]\n{escape(row.finding)}{advice}"
+                shown = text if row.table is None else Group(text, row.table)
+                console.print(Padding(shown, (0, 0, 0, 6)), highlight=False)
+                rows.append(row)
         if state.trainer is not None:
             state.trainer.accelerator.end_training()
     return rows
@@ -538,12 +518,9 @@ def _parser(command: str) -> CommandParser:
 
 def _message(error: Exception) -> str:
     # Errors of the package are self-explanatory; of others the type helps
-    text = str(error) or "no message"
-    return text if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {text}"
-
-
-def _colored(verdict: str) -> str:
-    return f"[{_COLORS[verdict]}]{verdict}[/]"
+    return (
+        str(error) if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {error}"
+    )
 
 
 def _listed(counter: Counter) -> str:
@@ -566,14 +543,8 @@ def main(arguments: list[str]) -> int:
     # Under `accelerate launch` every process runs the checks, and one of them prints
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     rows = examine(command, words, console)
-    table = Table(title="paco-trl doctor", show_lines=True)
-    table.add_column("check", max_width=16, overflow="fold")
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("finding, and what to do", overflow="fold")
-    for row in rows:
-        text = escape(row.finding) + (f"\n[bold]->[/] {escape(row.advice)}" if row.advice else "")
-        table.add_row(escape(row.check), _colored(row.verdict), text if row.table is None else Group(text, row.table))
-    console.print(table)
     verdicts = Counter(row.verdict for row in rows)
-    console.print(", ".join(f"{verdicts[name]} {_colored(name)}" for name in _COLORS if verdicts[name]))
+    console.print(
+        ", ".join(f"{verdicts[name]} [{color}]{name}[/]" for name, color in _COLORS.items() if verdicts[name])
+    )
     return 1 if verdicts[FAILED] else 0

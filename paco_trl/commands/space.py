@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
 from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, arrange_sets, prompt_texts
@@ -86,8 +85,16 @@ def write_space(args: SpaceArguments) -> Path:
             config["base_model_name_or_path"] = settings["model"]
             write_atomically(staged / "adapter" / _CONFIG, json.dumps(config, indent=2) + "\n")
             shutil.copy(weights, staged / "adapter" / _WEIGHTS)
-        head = _front_matter(settings, card, gradio_version)
-        shown = {"settings": settings, "name": folder.name, "head": head, "repository": repository()}
+        models = [settings[name] for name in ("model", "adapter", "judge")]
+        shown = {
+            "settings": settings,
+            "name": folder.name,
+            "repository": repository(),
+            "gradio": gradio_version,
+            "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+            "license": card.license or License(""),
+            "models": [name for name in models if name and not is_local(name)],
+        }
         for name in ("app.py", "README.md", "requirements.txt"):
             write_atomically(staged / name, _TEMPLATES.get_template(f"space_{name}.jinja").render(shown))
     return folder
@@ -146,29 +153,6 @@ def _usable(name: str) -> str:
     if "/" not in shared:
         say("space", f"'{name}' is on this machine only: the app runs here, but not on the Hub.")
     return os.path.abspath(name) if is_local(name) and "/" not in shared else shared
-
-
-def _front_matter(settings: dict[str, Any], card: ImageModelCard, gradio_version: str) -> str:
-    """Return the metadata of the Space (https://huggingface.co/docs/hub/spaces-config-reference)."""
-    models = [settings[name] for name in ("model", "adapter", "judge")]
-    shown = "Images" if settings["layout"] == (1, 1) else "Image sets"
-    license = card.license or License("")
-    data = {
-        "title": settings["title"],
-        "emoji": "🎞️",
-        "colorFrom": "gray",
-        "colorTo": "green",
-        "sdk": "gradio",
-        "sdk_version": gradio_version,
-        "python_version": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "app_file": "app.py",
-        "license": license.identifier,
-        "license_name": license.name,
-        "license_link": license.link,
-        "models": [name for name in models if name and not is_local(name)],
-        "short_description": f"{shown} without and with an adapter, from the same noise",
-    }
-    return yaml.safe_dump({name: value for name, value in data.items() if value}, sort_keys=False, allow_unicode=True)
 
 
 def main(arguments: list[str]) -> int:

@@ -2,16 +2,10 @@
 """Send images to the trackers that a run reports to."""
 
 import numpy as np
-from accelerate.logging import get_logger
 from PIL import Image
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments, is_trackio_available, is_wandb_available
 from transformers.integrations import TensorBoardCallback
-
-
-logger = get_logger(__name__)
-
-_WITH_IMAGES = ("tensorboard", "wandb", "trackio")
 
 
 def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[TrainerCallback]) -> None:
@@ -43,12 +37,3 @@ def start_trackers(
             callback.setup(args, state, model)
         elif isinstance(callback, TensorBoardCallback) and callback.tb_writer is None and state.is_world_process_zero:
             callback._init_summary_writer(args)
-
-
-def warn_of_blind_trackers(report_to: list[str]) -> None:
-    """Warn about trackers that cannot show contact sheets."""
-    if unseen := sorted(set(report_to) - set(_WITH_IMAGES)):
-        logger.warning(
-            f"Contact sheets are not sent to {', '.join(unseen)}, only to {', '.join(_WITH_IMAGES)}; they are also saved in "
-            "`output_dir/contact_sheets`. To remove this warning, set `log_completions=False`."
-        )

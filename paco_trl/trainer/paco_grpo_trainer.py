@@ -54,7 +54,7 @@ from ..plots.contact_sheet import MAX_PROMPTS
 from ..plots.curves import CurvesCallback
 from ..plots.figures import FigureThread
 from ..plots.scored_sheets import ScoredImages, save_scored_sheet
-from ..plots.trackers import send_to_trackers, start_trackers, warn_of_blind_trackers
+from ..plots.trackers import send_to_trackers, start_trackers
 from ..rewards.image_statistics import DriftAlarm, describe_drift, measure_image, statistics_of_prompts
 from ..rewards.runner import RewardError, RewardRunner, Scores
 from ..rollout import Family, RecordedStep, SDESettings, UnlistedFamily, family_of, predict
@@ -320,8 +320,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self._is_first_backward = True  # of this `train()`
         self._encode_time = self._generation_time = self._train_time = 0.0
         self._add_callbacks()
-        if args.log_completions:
-            warn_of_blind_trackers(args.report_to)
         if self.accelerator.is_main_process and not args.disable_tqdm:
             rows = self.schedule.rows_per_round
             sets = f" Its prompts are of {rows} rows." if rows < self.round_plan.num_prompts else ""
