@@ -142,11 +142,10 @@ class TestCallback:
         return _Run(CurvesCallback(), TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True))
 
     def test_other_processes_write_nothing(self, run, tmp_path):
-        run.log([short_entry(1)], is_world_process_zero=False)
         run.end([short_entry(1)], is_world_process_zero=False)
         run.save([short_entry(1)], is_world_process_zero=False)
         assert os.listdir(tmp_path) == []
-        run.log([short_entry(1)])
+        run.save([short_entry(1)])
         assert sorted(os.listdir(tmp_path / "out")) == ["curves.csv", "curves.png"]
         with Image.open(tmp_path / "out" / "curves.png") as picture:
             assert picture.format == "PNG" and picture.size[0] == 1022
@@ -155,47 +154,22 @@ class TestCallback:
         whole = [short_entry(step) for step in range(1, 7)]
         state = TrainerState(log_history=whole[:4])
         state.save_to_json(str(tmp_path / "trainer_state.json"))
-        run.log(whole[:4] + [short_entry(5, loss=99.0, lost=1.0), short_entry(6, loss=99.0)])
+        run.save(whole[:4] + [short_entry(5, loss=99.0, lost=1.0), short_entry(6, loss=99.0)])
         assert len(run.table()) == 6 and "lost" in run.table()[0]
 
         resumed = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
         another = _Run(CurvesCallback(), run.args)
-        another.log(resumed.log_history + [whole[4]])
+        another.save(resumed.log_history + [whole[4]])
         assert len(run.table()) == 5
         another.save(resumed.log_history + whole[4:])
         text = run.csv.read_text()
         uninterrupted = _Run(
             CurvesCallback(), TrainingArguments(output_dir=str(tmp_path / "uninterrupted"), use_cpu=True)
         )
-        uninterrupted.log(whole)
+        uninterrupted.save(whole)
         assert text == uninterrupted.csv.read_text()
 
-    def test_logs_in_between_wait(self, run, monkeypatch):
-        now, pictures = [1000.0], []
-
-        def draw_for_three_seconds(table, path, steps_per_round):
-            now[0] += 3
-            pictures.append(len(table))
-
-        monkeypatch.setattr(curves.time, "monotonic", lambda: now[0])
-        monkeypatch.setattr(curves, "plot_curves", draw_for_three_seconds)
-        entries = [short_entry(step) for step in range(1, 6)]
-        run.log(entries[:1])
-        assert pictures == [1]  # the first at once
-        now[0] += 59
-        run.log(entries[:2])
-        assert pictures == [1] and len(run.table()) == 1
-        now[0] += 1  # 20 x 3 seconds after the end of the last drawing
-        run.log(entries[:3])
-        assert pictures == [1, 3]
-        run.log(entries[:4])
-        assert pictures == [1, 3] and len(run.table()) == 3
-        run.save(entries[:4])
-        assert pictures == [1, 3, 4]
-        run.end(entries)
-        assert pictures == [1, 3, 4, 5]
-
-    def test_a_full_disk_is_warned_of_once_and_does_not_stop_the_run(self, run, monkeypatch, caplog):
+    def test_a_full_disk_is_warned_of_and_does_not_stop_the_run(self, run, monkeypatch, caplog):
         if not os.path.exists("/dev/full"):
             pytest.skip("/dev/full is where writing fails for lack of space")
         entries = [short_entry(step) for step in (1, 2, 3)]
@@ -210,13 +184,13 @@ class TestCallback:
 
         with monkeypatch.context() as full_disk, caplog.at_level(logging.WARNING):
             full_disk.setattr(tempfile, "mkstemp", no_room_for_the_picture)
-            run.log(entries[:1])
+            run.save(entries[:1])
             assert not run.png.exists()
             run.end(entries)
         assert not run.png.exists() and len(run.table()) == 3
         assert os.listdir(run.png.parent) == ["curves.csv"]  # nothing half-written stays
-        (message,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "curves" in r.name]
-        assert str(run.png) in message and "No space left on device" in message
+        messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "curves" in r.name]
+        assert len(messages) == 2 and all("No space left on device" in message for message in messages)
         run.end(entries)  # there is room again
         assert run.png.exists()
 
@@ -227,10 +201,6 @@ class _Run:
 
     def _state(self, history, **kwargs):
         return TrainerState(log_history=history, global_step=history[-1]["step"], **kwargs)
-
-    def log(self, history, **kwargs):
-        state = self._state(history, **kwargs)
-        self.callback.on_log(self.args, state, TrainerControl(), logs=dict(history[-1]))
 
     def save(self, history, **kwargs):
         self.callback.on_save(self.args, self._state(history, **kwargs), TrainerControl())

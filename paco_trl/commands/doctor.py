@@ -26,13 +26,11 @@ from rich.table import Table
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
-from ..checkpointing.export import save_adapter
-from ..checkpointing.weights import gather_weights, trained_parameters
+from ..checkpointing.weights import trained_parameters
 from ..hub.account import check_base_model, check_repository
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
 from ..rewards.runner import RewardRunner
-from ..rollout.loading import load_lora
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
@@ -57,11 +55,6 @@ from .script_arguments import (
 )
 
 
-# Standard deviation of the adapter's B matrices in the round trip; they are 0 in a new adapter
-_ADAPTER_STD = 0.02
-# Largest difference between two ways of loading, as a fraction of the effect of what is loaded. A wrong `lora_alpha`
-# changes the adapter by a factor, so by about 1 on this scale.
-_ROUND_TRIP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # Largest difference of the noise-free images, as a fraction of the largest number in the latent. In bf16 the pipeline's
 # own scheduler rounds the latent after each step, by half a unit in the last place (2^-9), which the model amplifies.
 _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
@@ -368,53 +361,6 @@ def check_ratio(state: DoctorState) -> Row | str:
     return finding
 
 
-def check_round_trip(state: DoctorState) -> Row | str:
-    """Check that an adapter in its files generates the same image again, by PEFT and by diffusers."""
-    generator, trainer = state.generator, state.trainer
-    model, pipeline = trainer.model, trainer.pipeline
-    if not isinstance(model, PeftModel):
-        return "There is no adapter: diffusers itself saves the transformer."
-    rng = torch.Generator().manual_seed(state.args.seed)
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            weight.data.copy_(torch.randn(weight.shape, generator=rng) * _ADAPTER_STD)
-    with model.disable_adapter():
-        base = generator.generate().latents
-    tuned = generator.generate().latents
-
-    # A second copy of a large model may not fit: the adapter's layers are removed from the transformer, and loaded again
-    # from the files
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(model, pipeline, gather_weights(model, trained_parameters(model), zero_stage=0), folder)
-        loaded = PeftModel.from_pretrained(model.unload(), folder)
-        by_peft = generator.generate_with(loaded).latents
-        transformer = loaded.unload()
-        if state.args.quantization == "fp8_storage":
-            transformer.to(trainer.compute_dtype)  # diffusers rounds an adapter to the dtype of its layers
-        object.__setattr__(pipeline, "transformer", transformer)  # `load_lora_weights` changes it in place
-        logging.disable(logging.WARNING)  # diffusers': an adapter has no layers in the text encoders
-        try:
-            load_lora(pipeline, folder)
-        finally:
-            logging.disable(logging.NOTSET)
-        by_diffusers = generator.generate().latents
-    effect, peft, lora = (
-        (a - b).abs().max().item() for a, b in ((tuned, base), (by_peft, tuned), (by_diffusers, tuned))
-    )
-    accepted = _ROUND_TRIP_TOLERANCE[trainer.compute_dtype] * effect
-    finding = (
-        f"Random weights in the adapter change the last latents by {effect:.3g}. Saved and loaded again they differ by "
-        f"{peft:.3g} with `PeftModel.from_pretrained` and {lora:.3g} with `pipe.load_lora_weights` (accepted "
-        f"{accepted:.3g})."
-    )
-    if not 0 < effect < math.inf:
-        return Row(FAILED, finding, "The adapter has no effect on the image: check `lora_target_modules`.")
-    if peft <= accepted and lora <= accepted:  # NaN is not
-        return finding
-    advice = "Checkpoints of this run would generate something else than what was trained. Check the versions of peft "
-    return Row(FAILED, finding, f"{advice}and diffusers (first row), and the scale `lora_alpha / r` in the files.")
-
-
 def check_reward_values(state: DoctorState) -> list[Row]:
     """Check each reward on the images of a prompt, as a round scores them."""
     trainer, rows = state.trainer, dict[Callable, Row]()  # those that the evaluation shares are shown once
@@ -453,7 +399,6 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "noise-free image": (check_noise_free, ("model and adapter",)),
     "ratio": (check_ratio, ("model and adapter",)),
     "reward values": (check_reward_values, ("noise-free image",)),
-    "saved files": (check_round_trip, ("model and adapter",)),  # behind all that generate: it changes the adapter
 }
 
 
@@ -482,7 +427,7 @@ def examine(command: str, words: list[str], console: Console) -> list[Row]:
 
 def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[Row]:
     """Run a check, unless it needs weights or a placed model that are not there; its errors and warnings are rows."""
-    is_generating = check in (check_noise_free, check_ratio, check_round_trip)
+    is_generating = check in (check_noise_free, check_ratio)
     handler, logger = BufferingHandler(1000), logging.getLogger(_PACKAGE)
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)

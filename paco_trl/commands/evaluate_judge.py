@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ..data import load_consistency_rank
 from ..data.dataset_files import load_split
@@ -25,7 +22,6 @@ from ..evaluation import (
     ClipIScorer,
     evaluate_edit_reward,
     evaluate_rankings,
-    report_tables,
     save_report,
 )
 from ..evaluation.runs import PROTOCOLS
@@ -115,13 +111,6 @@ def evaluate(script_args: JudgeArguments) -> None:
         **{name: getattr(script_args, name) for name in ("device", "dtype", "batch_size")},
         **judge_options(script_args, None),
     }
-    console = Console()
-    for title, columns, rows in report_tables(save_report(results, script_args.output_dir)):
-        # One column per judge: a row of all numbers is wider than a terminal
-        table = Table(title=title, show_header=False)
-        for _ in range(1 + len(rows)):
-            table.add_column(overflow="fold")
-        for cells in zip(columns, *rows, strict=True):
-            table.add_row(*map(escape, cells))
-        console.print(table)
-    sys.stdout.write(f"Scores: {scores_path}\nReport: {script_args.output_dir}/results.md\n")
+    save_report(results, script_args.output_dir)
+    report = Path(script_args.output_dir) / "results.md"
+    sys.stdout.write(f"{report.read_text(encoding='utf-8')}\nScores: {scores_path}\nReport: {report}\n")

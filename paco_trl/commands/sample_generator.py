@@ -11,7 +11,6 @@ from typing import NamedTuple
 import diffusers
 import torch
 from PIL import Image
-from torch import nn
 
 from .. import PaCoGRPOConfig
 from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
@@ -88,11 +87,6 @@ class SampleGenerator:
         adapter_off = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
         with self._component("scheduler", kind.from_pretrained(model, subfolder="scheduler", **hub)), adapter_off:
             return self._generate(with_own_scheduler)
-
-    def generate_with(self, transformer: nn.Module) -> Generation:
-        """Generate the prompt with another transformer."""
-        with self._component("transformer", transformer):
-            return self.generate()
 
     def sde_settings(self, noise_level: float) -> SDESettings:
         """Return the settings with all steps that may be stochastic in a round."""

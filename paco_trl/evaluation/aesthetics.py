@@ -20,8 +20,7 @@ class AestheticScorer:
     Predict aesthetics as the [LAION predictor](https://github.com/LAION-AI/aesthetic-predictor) does: linear layers on the
     unit vector that CLIP gives for an image. Its ratings are from 1 to 10, and a score is a tenth of a rating.
 
-    Which scorer T2IS-Bench and the PaCo-RL paper use is not published, so figures of this one are not comparable with
-    theirs; the paper's .41 to .57 are in the range of a tenth of a LAION rating.
+    Which scorer T2IS-Bench and the PaCo-RL paper use is not published: figures are not comparable with theirs.
 
     Args:
         head (`str` or `Path`):

@@ -22,19 +22,14 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
     """
     Measure how much more neighboring pixels differ across the lines of the patch grid than elsewhere.
 
-    A diffusion transformer generates an image patch by patch. A model that is trained at one size and used at another can
-    leave the grid of its patches in the image, as faint lines or tiles. A score of 0 means that the lines cannot be told
-    from their surroundings, 1 that neighboring pixels differ twice as much across a line as elsewhere.
+    A diffusion transformer generates an image patch by patch; one that is trained at one size and used at another can
+    leave the grid of its patches in the image. 0 means that the lines cannot be told from their surroundings, 1 that
+    neighboring pixels differ twice as much across a line as elsewhere.
 
-    In either direction, the absolute differences of neighboring pixels are averaged along each line of pixels. The
-    averages are cut into stretches of one period with a grid line in the middle, each divided by its own mean, so that
-    a detailed part of the image does not outweigh a plain one. The median over all stretches is taken of each position,
-    so that edges of the content do not count. The score of a direction is the median of the grid line over the mean of the
-    other medians, minus 1; both directions are averaged. A direction without any difference counts 0.
-
-    Without a grid the score is near 0: within 0.02 for noise of 512 pixels and a period of 16, and within 0.1 for noise of
-    64 pixels and a period of 4. Images with few large shapes vary more: compare the means of several images before and
-    after training. A grid whose period divides `period` counts too; one that is shifted or of another period does not.
+    In either direction, the absolute differences of neighboring pixels are averaged along each line of pixels, and cut into
+    stretches of one period with a grid line in the middle, each divided by its own mean. The score is the median of the
+    grid line over the mean of the other positions' medians, minus 1, averaged over both directions. Without a grid it is
+    within 0.02 for noise of 512 pixels and a period of 16; images with few large shapes vary more, so compare means.
 
     Args:
         image (`PIL.Image.Image`):
@@ -52,10 +47,7 @@ def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 
         ValueError: If the image is too small to have a full period without a border between panels.
     """
     if period < 2:
-        raise ValueError(
-            f"`period` is {period}, but lines less than 2 pixels apart leave nothing between them to compare with. Pass the "
-            "VAE's factor times the transformer's patch size, such as 16 for FLUX."
-        )
+        raise ValueError(f"`period` is {period}; pass the VAE's factor times the patch size, such as 16 for FLUX.")
     if min(image.height, image.width) < 2 * period:
         raise ValueError(f"The image has {image.height}x{image.width} pixels, but needs two periods of {period}.")
     panel_height, panel_width = panel_size(image.height, image.width, rows, cols)
@@ -79,8 +71,7 @@ def _direction_score(luminance: np.ndarray, period: int, panel: int, name: str) 
     starts = [s for s in starts if s >= 0 and s + period <= width - 1 and usable[s : s + period].all()]
     if not starts:
         raise ValueError(
-            f"No line of the patch grid (every {period} pixels) has a full period around it without a border between panels "
-            f"(one every {panel} pixels): the {name}s of panels are too narrow to see a grid. Take a larger image."
+            f"No grid line (every {period} pixels) is far from borders between panels (every {panel} {name}s)."
         )
     stretches = np.stack([differences[s : s + period] for s in starts])  # (lines, period)
     means = stretches.mean(axis=1, keepdims=True)  # (lines, 1)

@@ -120,9 +120,7 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
     """
     scores, labels = _binary_arrays(scores, labels)
     if ((scores < 0) | (scores > 1)).any():
-        raise ValueError(
-            f"`scores` are from {scores.min()} to {scores.max()}, but calibration is about probabilities in [0, 1]."
-        )
+        raise ValueError(f"`scores` are from {scores.min()} to {scores.max()}, not probabilities in [0, 1].")
     # b / num_bins, and not `linspace`, whose 0.3 is above the 0.3 that a score may be
     inner_edges = np.arange(1, num_bins) / num_bins  # (num_bins - 1,)
     bin_numbers = np.searchsorted(inner_edges, scores, side="right")  # (N,)
@@ -158,18 +156,15 @@ def _finite_scores(scores: Sequence[float]) -> np.ndarray:
 
 
 def _ranking_arrays(scores: Sequence[float], human_ranking: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    if len(scores) < 2:
-        raise ValueError(f"`scores` has {len(scores)} items, but a ranking has at least two. Leave such rows out.")
-    if len(human_ranking) != len(scores) or set(human_ranking) != set(range(len(scores))):
-        raise ValueError(
-            f"`human_ranking` is {list(human_ranking)}, but must list the indices of the {len(scores)} items, best first."
-        )
+    if len(scores) < 2 or sorted(human_ranking) != list(range(len(scores))):
+        indices = f"the indices of the {len(scores)} items (at least two), best first"
+        raise ValueError(f"`human_ranking` is {list(human_ranking)}, but must list {indices}.")
     return _finite_scores(scores), np.asarray(human_ranking, dtype=int)
 
 
 def _binary_arrays(scores: Sequence[float], labels: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    if len(scores) != len(labels):
-        raise ValueError(f"`scores` has {len(scores)} entries and `labels` {len(labels)}. Pass one of each per pair.")
-    if not set(labels) <= {0, 1}:
-        raise ValueError(f"`labels` has {list(set(labels))}, but must be 1 (consistent) or 0 (inconsistent).")
+    if len(scores) != len(labels) or not set(labels) <= {0, 1}:
+        raise ValueError(
+            f"`labels` must be 1 (consistent) or 0, one for each of {len(scores)} scores: {list(labels)}."
+        )
     return _finite_scores(scores), np.asarray(labels, dtype=bool)

@@ -3,13 +3,10 @@
 
 import json
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -33,46 +30,24 @@ _PUBLISHED_NAMES = {"rankings": "ConsistencyRank", "edit_reward": "EditReward-Be
 _NOTES = yaml.safe_load(read_template("judge_report_notes.yaml"))
 
 
-@dataclass(frozen=True)
-class PublishedTable:
-    """A table of published figures; `scorers` has the scorer of each column for which it is known."""
+class PublishedTable(NamedTuple):
+    """A table of published figures, of the paper's table `source`."""
 
     benchmark: str
     title: str
     protocol: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str | float | None, ...], ...]
+    columns: list[str]
+    rows: list[list[Any]]
     source: str
-    remarks: tuple[str, ...]
-    scorers: Mapping[str, str]
+    remarks: list[str]
 
 
-def published_tables(benchmark: str) -> tuple[PublishedTable, ...]:
+def published_tables(benchmark: str) -> list[PublishedTable]:
     """
     Look up the published figures of `"ConsistencyRank"`, `"EditReward-Bench"`, `"T2IS-Bench"` or `"GEdit-Bench"`.
     """
-    tables = tuple(table for table in _tables() if table.benchmark == benchmark)
-    if not tables:
-        names = ", ".join(dict.fromkeys(table.benchmark for table in _tables()))
-        raise ValueError(f"There are no published figures of {benchmark!r}. There are of: {names}.")
-    return tables
-
-
-def published_text(value: str | float | None) -> str:
-    """Write a cell of a published table, numbers with three decimals."""
-    return value if isinstance(value, str) else number_text(value, missing="-")
-
-
-@cache
-def _tables() -> tuple[PublishedTable, ...]:
     content = json.loads((files("paco_trl") / "evaluation" / "published.json").read_text(encoding="utf-8"))
-    paper = f"{PAPER['title']} (arXiv {PAPER['id']}), Table"
-    tables = []
-    for table in content:
-        source, rows = f"{paper} {table.pop('number')}", tuple(map(tuple, table.pop("rows")))
-        lists: dict[str, Any] = {name: tuple(table.pop(name)) for name in ("columns", "remarks")}
-        tables.append(PublishedTable(**{"scorers": {}, **table}, **lists, rows=rows, source=source))
-    return tuple(tables)
+    return [PublishedTable(**table) for table in content if table["benchmark"] == benchmark]
 
 
 def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -162,6 +137,7 @@ def _markdown(entries: list[dict[str, Any]]) -> str:
             parts.append("## Published figures, not measured here")
             for table in published_tables(_PUBLISHED_NAMES[benchmark]):
                 if table.protocol == protocol:
-                    parts.append(markdown_table(table.columns, [list(map(published_text, row)) for row in table.rows]))
-                    parts.append(f"Source: {table.source}. {' '.join(table.remarks)}")
+                    cells = [[name, *(number_text(value, missing="-") for value in row)] for name, *row in table.rows]
+                    source = f"{PAPER['title']} (arXiv {PAPER['id']}), {table.source}"
+                    parts += [markdown_table(table.columns, cells), f"Source: {source}. {' '.join(table.remarks)}"]
     return "\n\n".join(parts) + "\n"

@@ -4,7 +4,6 @@
 import logging
 import math
 import re
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
@@ -23,7 +22,6 @@ from .figures import new_figure, png_bytes
 # Not accelerate's logger, which raises where no accelerate state exists: a warning must never stop a run
 logger = logging.getLogger(__name__)
 
-PLOT_PAUSE = 60  # seconds between curves at logs
 _MAX_LABEL = 30  # letters that fit next to the panels
 _COLORS = ("#1f77b4", "#e8710a", "#2a9d3a", "#8e5fc4", "#c2185b", "#6d4c41", "#00838f", "#9e9d24")
 _EVAL_COLORS = ("0.1", "#d62728", "#7b1fa2", "#00695c", "#ad6800")
@@ -65,46 +63,34 @@ def plot_curves(table: pd.DataFrame, path: str | Path, steps_per_round: int = 1)
 
 
 class CurvesCallback(TrainerCallback):
-    """Write `curves.csv` and `curves.png` (`plot`) at checkpoints, at the end, and now and then."""
+    """Write `curves.csv` and `curves.png` (`plot`) at checkpoints and at the end; `submit` may plot on another thread."""
 
     # From `state.log_history`, which checkpoints hold: after a resume they equal those of an uninterrupted run
 
     def __init__(self, plot: bool = True, submit: Callable[[Callable[[], object]], object] = lambda make: make()):
-        self._plot, self._submit = plot, submit  # `submit` may plot on another thread
-        self._not_before = -math.inf  # time of the next plot
-        self._failed: set[Path] = set()
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        # A short run is plotted once, at its end
-        self._not_before = time.monotonic() + PLOT_PAUSE
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if time.monotonic() >= self._not_before:
-            self.on_save(args, state, control)
+        self._plot, self._submit = plot, submit
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         # Before the first step they would replace those of an earlier run
         if not state.is_world_process_zero or not any(entry["step"] for entry in state.log_history):
             return
         table, folder = history_table(state.log_history), Path(args.output_dir)
+        # Only `PaCoGRPOConfig` has rounds
+        per_round = getattr(args, "optimizer_steps_per_generation", 1) * getattr(args, "num_iterations", 1)
         text = table.to_csv(index=False, lineterminator="\n")
-        self._write(folder / "curves.csv", lambda path: write_atomically(path, text, durable=False))
+        _unless_full(lambda: write_atomically(folder / "curves.csv", text, durable=False))
         if self._plot:
-            # Only `PaCoGRPOConfig` has rounds
-            per_round = getattr(args, "optimizer_steps_per_generation", 1) * getattr(args, "num_iterations", 1)
-            self._submit(lambda: self._write(folder / "curves.png", lambda path: plot_curves(table, path, per_round)))
-        self._not_before = time.monotonic() + PLOT_PAUSE
+            self._submit(lambda: _unless_full(lambda: plot_curves(table, folder / "curves.png", per_round)))
 
     on_train_end = on_save
 
-    def _write(self, path: Path, write: Callable[[Path], object]) -> None:
-        # A full disk must not stop a run of weeks for its curves
-        try:
-            write(path)
-        except OSError as error:
-            if path not in self._failed:
-                self._failed.add(path)
-                logger.warning(f"{path} could not be written: {error}. Training continues. Free some space.")
+
+def _unless_full(write: Callable[[], object]) -> None:
+    # A full disk must not stop a run of weeks for its curves
+    try:
+        write()
+    except OSError as error:
+        logger.warning(f"The curves could not be written: {error}. Training continues. Free some space.")
 
 
 def _panels(table: pd.DataFrame, steps_per_round: int) -> Iterator[tuple[str, Callable[[Axes], None]]]:
