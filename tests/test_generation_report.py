@@ -14,9 +14,10 @@ import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from paco_trl.image_benchmarks.card_results import add_results_to_card, check_card
 from paco_trl.image_benchmarks.report import (
+    add_results_to_card,
     cell_text,
+    check_card,
     choose_sets,
     markdown_report,
     metric_table,

@@ -224,8 +224,11 @@ class TestLoading:
     @pytest.mark.parametrize(
         "change, message",
         [
-            (lambda rows: rows[1].update(id="0001"), "`id` of row 1"),
-            (lambda rows: rows[1].update(criteria={"Surroundings": {"a": "b"}}), "'0002' has no criterion"),
+            (lambda rows: rows[1].update(id="0001"), "Rows 0 and 1 of the prompts are both '0001'"),
+            (
+                lambda rows: rows[1].update(criteria={"Surroundings": {"a": "b"}}),
+                "'0002' has a single panel, or no criterion",
+            ),
         ],
     )
     def test_broken_rows(self, tmp_path, change, message):

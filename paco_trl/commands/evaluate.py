@@ -56,10 +56,10 @@ from ..image_benchmarks import (
     score_edits,
     t2is_results,
 )
-from ..image_benchmarks.card_results import check_card
 from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import edit_protocol
 from ..image_benchmarks.image_sets import FoundImages, find_generated_sets, write_panel_files
+from ..image_benchmarks.report import check_card
 from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
 from ..rollout.hybrid_inference import hybrid_inference
@@ -248,25 +248,27 @@ def _edit_judge(args: ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
     return endpoint
 
 
-def _judges(args: ScoreArguments) -> dict[str, list]:
-    """List the scores that each judge is asked for, by its name; check that each is there."""
-    if args.alignment_model is not None and args.alignment_file is None:
-        raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
+def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
+    """List the scores that each judge is asked for, by its name and address; check that each is there."""
     # One model at a time, and one that is asked for both things once
-    work: dict[str, list] = {} if args.alignment_model is None else {args.alignment_model: [score_alignment]}
+    work: dict[tuple[str, str | None], list] = {}
+    if args.alignment_model is not None:
+        if args.alignment_file is None:
+            raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
+        work[args.alignment_model, args.alignment_url] = [score_alignment]
     for name in args.judges or []:
-        work.setdefault(name, []).append(score_consistency)
-    for name in work:
-        if args.judge_url is None:
+        work.setdefault((name, args.judge_url), []).append(score_consistency)
+    for name, url in work:
+        if url is None:
             PaCoReward.load_processor(name, args.trust_remote_code)
         else:
-            cast(ServedJudge, load_judge(args, name, args.judge_url)).check()
+            cast(ServedJudge, load_judge(args, name, url)).check()
     if args.aesthetics_head is not None:
         AestheticScorer(args.aesthetics_head, args.clip_model, "cpu")  # reads all of it: it is small
     return work
 
 
-def _score_t2is(args: ScoreArguments, work: dict[str, list], benchmark: Dataset, found: FoundImages) -> None:
+def _score_t2is(args: ScoreArguments, work: dict, benchmark: Dataset, found: FoundImages) -> None:
     score_duplicates(found, benchmark, args.output_dir)
     size = max(64, args.batch_size)  # how often scores are saved; the judge cuts its own batches
     if args.aesthetics_head is not None:
@@ -274,11 +276,11 @@ def _score_t2is(args: ScoreArguments, work: dict[str, list], benchmark: Dataset,
         score_aesthetics(scorer, found, benchmark, args.output_dir, size)
         del scorer
         _free_memory()
-    for name, tasks in work.items():
-        judge = load_judge(args, name, args.judge_url)
+    for judge, tasks in work.items():
+        loaded = load_judge(args, *judge)
         for task in tasks:
-            task(judge, found, benchmark, args.output_dir, size)
-        del judge
+            task(loaded, found, benchmark, args.output_dir, size)
+        del loaded
         _free_memory()
 
 

@@ -165,8 +165,9 @@ class ScoringOptions(ScoredArguments, JudgeOptions):
         None, "Judges of consistency: Hub ids, directories, or names at `judge_url`. With `gedit` one, on a server."
     )
     alignment_model: str | None = option(
-        None, "Model that decides whether a panel shows its texts: Hub id, directory, or name at `judge_url`."
+        None, "Model that decides whether a panel shows its texts: Hub id, directory, or name at `alignment_url`."
     )
+    alignment_url: str | None = option(None, "Address of the OpenAI-compatible server that has `alignment_model`.")
     aesthetics_head: str | None = option(None, "Aesthetic predictor on CLIP: safetensors, Hub id or directory.")
     clip_model: str = option("openai/clip-vit-large-patch14", "CLIP model of the aesthetic predictor.")
     gedit_repo: str | None = option(None, "Clone of `stepfun-ai/Step1X-Edit`, for prompts of the published protocol.")

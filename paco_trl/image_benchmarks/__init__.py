@@ -9,15 +9,19 @@ from ..utils.lazy import lazy_imports
 
 
 if TYPE_CHECKING:
-    from .card_results import add_results_to_card
     from .comparison_app import serve_comparison
     from .gedit import EditScore, gedit_results, score_edits
     from .image_sets import find_edits, find_image_sets
     from .leakage import find_leaks
-    from .report import print_report, save_generation_report
-    from .scoring import score_aesthetics, score_alignment, score_consistency, score_duplicates
+    from .report import add_results_to_card, print_report, save_generation_report
     from .statistics import System
-    from .t2is_bench import load_t2is_bench
+    from .t2is_bench import (
+        load_t2is_bench,
+        score_aesthetics,
+        score_alignment,
+        score_consistency,
+        score_duplicates,
+    )
     from .t2is_figures import t2is_results
 
 __all__ = [

@@ -1,21 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the prompts and criteria of T2IS-Bench (https://huggingface.co/papers/2506.23275), and compute its means."""
+"""
+Load the prompts and criteria of T2IS-Bench (https://huggingface.co/papers/2506.23275), and score image sets with its
+scorers. Interrupted runs resume.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, islice
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+
+from PIL import Image
+from tqdm.auto import tqdm
 
 from ..data.columns import criteria_dict
 from ..data.image_sets import load_image_set_prompts
+from ..data.questions import shows_question, t2is_bench_question
 from ..data.t2is import find_t2is_bench, read_t2is_bench
+from ..evaluation.runs import batches, dataset_fingerprint
+from ..generation.image_files import name_prompts
+from ..rewards.image_rewards import panel_similarity
+from ..utils.images import patch_size_of
+from ..utils.names import public_name
 from ..utils.text import some_of
+from .image_sets import FoundImages
+from .score_store import open_scores
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+
+logger = logging.getLogger(__name__)
 
 # Dimensions of visual consistency, of pairs of panels, and their names in the benchmark's files
 CONSISTENCY = {"identity": "Identity", "style": "Style", "logic": "Logic"}
@@ -32,6 +52,16 @@ DIMENSION_WEIGHTS = {
 }
 # Side to which both images of a pair are resized
 SIDE = 512
+# Pairs of at least this similarity are near-identical: the threshold of `DuplicateReward`, which documents its source
+DUPLICATE = 0.9
+
+# Columns of the benchmark that scores of a kind depend on
+COLUMNS: dict[str, tuple[str, ...]] = dict.fromkeys(("aesthetics", "duplicates"), ("id", "rows", "cols"))
+COLUMNS |= {"consistency": ("id", "rows", "cols", "criteria"), "alignment": ("id", "rows", "cols", "alignment")}
+
+Record = dict[str, Any]
+# Arguments of each question about a set, and a function that makes its record from an iterator of their answers
+Prepared = tuple[list[tuple], Callable[[Iterator], Record]]
 
 
 def load_t2is_bench(
@@ -62,18 +92,11 @@ def load_t2is_bench(
     """
     folder = find_t2is_bench(name_or_path)
     dataset = load_image_set_prompts(name_or_path, split) if folder is None else read_t2is_bench(folder)
-    seen: dict[str, int] = {}
-    columns = (dataset[column] for column in ("id", "rows", "cols", "criteria"))
-    for row, (name, rows, cols, criteria) in enumerate(zip(*columns, strict=True)):
-        if not isinstance(name, str) or not name or name in seen:
-            also = f", which row {seen[name]} has too" if name in seen else ""
-            raise ValueError(f"The `id` of row {row} is {name!r}{also}. Images are found by it: give each its own.")
-        seen[name] = row
-        if rows * cols < 2:
-            raise ValueError(f"The prompt {name!r} asks for one panel, which has none to be consistent with.")
-        if not consistency_criteria({"criteria": criteria}):
-            dimensions = ", ".join(CONSISTENCY.values())
-            raise ValueError(f"The prompt {name!r} has no criterion of {dimensions}. Add criteria, or leave it out.")
+    for name, row in zip(name_prompts(dataset, "images"), dataset, strict=True):
+        if row["rows"] * row["cols"] < 2 or not consistency_criteria(row):
+            raise ValueError(
+                f"The prompt {name!r} has a single panel, or no criterion of {', '.join(CONSISTENCY.values())}: leave it out."
+            )
     if alignment_file is not None:
         dataset = _with_alignment(dataset, Path(alignment_file))
     return dataset
@@ -143,3 +166,208 @@ def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
     if absent := [title for title in ALIGNMENT.values() if title not in present]:
         raise ValueError(f"{path} has no text of {' and '.join(absent)} in any of the {len(dataset)} cases.")
     return dataset.add_column("alignment", column)
+
+
+def score_consistency(
+    judge: Any, found: FoundImages, benchmark: "Dataset", folder: str | Path, batch_size: int = 64
+) -> dict[str, Record]:
+    """
+    Score visual consistency: query a judge about each criterion of identity, style and logic, for all unordered pairs of
+    panels, with the benchmark's own question. Both panels are resized as the benchmark's script does it for Qwen2.5-VL: to
+    the multiple of its patches that is nearest to 512, which is 504.
+
+    Args:
+        judge (`Any`):
+            [`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`] or an object with `name` and `score(images,
+            prompts)`, which gives P(Yes) of each pair, or `None`.
+        found ([`FoundImages`]):
+            The images.
+        benchmark ([`~datasets.Dataset`]):
+            From [`load_t2is_bench`].
+        folder (`str` or `Path`):
+            Directory of the system, for the scores. Images that have changed since they were scored are scored again.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Approximate number of questions in a call of the judge: sets are not split. Scores are saved after each call.
+
+    Returns:
+        `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`: dimension -> P(Yes) of
+        each pair for each criterion. `None` where there is no answer; the next run queries the judge about it again.
+
+    Raises:
+        ValueError: If the scores in the directory were made in another way.
+    """
+    # The benchmark's side, rounded to a multiple of the judge's merged patches, as `qwen_vl_utils` does
+    processor = getattr(judge, "processor", None)
+    patch = getattr(judge, "patch_size", None) or (patch_size_of(processor) if processor is not None else 14)
+    side = round(SIDE / (2 * patch)) * 2 * patch
+
+    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
+        pairs, criteria = _pairs(panels), consistency_criteria(row)
+        resized = [panel and panel.resize((side, side)) for panel in panels]  # Pillow's default, as `qwen_vl_utils`
+        questions = [
+            ((resized[first], resized[second]), t2is_bench_question(text))
+            for texts in criteria.values()
+            for text in texts
+            for first, second in pairs
+        ]
+
+        def record(answers: Iterator[float | None]) -> Record:
+            scores = {name: [[next(answers) for _ in pairs] for _ in texts] for name, texts in criteria.items()}
+            return {"pairs": pairs, "scores": scores}
+
+        return questions, record
+
+    settings = {"question": t2is_bench_question("{criterion}"), "side": side}
+    return _score("consistency", judge, settings, prepare, judge.score, found, benchmark, folder, batch_size)
+
+
+def score_alignment(
+    judge: Any, found: FoundImages, benchmark: "Dataset", folder: str | Path, batch_size: int = 64
+) -> dict[str, Record]:
+    """
+    Score prompt alignment: query a model whether each panel shows each of its texts, of entity, attribute and relation.
+
+    The question is that of [VQAScore](https://huggingface.co/papers/2404.01291), the score P(Yes) / (P(Yes) + P(No)). The
+    benchmark takes P(Yes) of CLIP-FlanT5-XXL, which transformers does not have: figures of another model do not compare
+    with the published ones.
+
+    Args:
+        judge (`Any`):
+            [`~paco_trl.PaCoReward`] (which loads any vision-language model), [`~paco_trl.rewards.ServedJudge`] or an
+            object with `name` and `score_images(images, prompts)`.
+        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
+            As in [`score_consistency`]; the benchmark must have the column `alignment`.
+
+    Returns:
+        `dict[str, dict]`: key -> record with `scores`: for each panel dimension -> P(Yes) of each text; `None` for a
+        missing panel, and where there is no answer.
+    """
+    if "alignment" not in benchmark.column_names:
+        raise ValueError("The benchmark has no `alignment`: load it with `load_t2is_bench(..., alignment_file=...)`.")
+
+    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
+        expected = list(zip(panels, alignment_texts(row), strict=True))
+        questions = [
+            (panel, shows_question(text))
+            for panel, dimensions in expected
+            if panel is not None
+            for texts in dimensions.values()
+            for text in texts
+        ]
+
+        def record(answers: Iterator[float | None]) -> Record:
+            scores = [
+                None if panel is None else {name: [next(answers) for _ in texts] for name, texts in dimensions.items()}
+                for panel, dimensions in expected
+            ]
+            return {"scores": scores}
+
+        return questions, record
+
+    settings = {"question": shows_question("{text}")}
+    return _score("alignment", judge, settings, prepare, judge.score_images, found, benchmark, folder, batch_size)
+
+
+def score_aesthetics(
+    scorer: Any, found: FoundImages, benchmark: "Dataset", folder: str | Path, batch_size: int = 64
+) -> dict[str, Record]:
+    """
+    Score the aesthetics of each panel, with any scorer. Which one the benchmark uses is not published.
+
+    Args:
+        scorer (`Any`):
+            [`AestheticScorer`], or an object with `name` and `score_images(images)`, which gives a score in [0, 1] for
+            each image, or `None`.
+        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
+            As in [`score_consistency`].
+
+    Returns:
+        `dict[str, dict]`: key -> record with `scores`, one for each panel; `None` for a missing one.
+    """
+
+    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
+        present = [(panel,) for panel in panels if panel is not None]
+        return present, lambda scores: {"scores": [None if panel is None else next(scores) for panel in panels]}
+
+    return _score("aesthetics", scorer, {}, prepare, scorer.score_images, found, benchmark, folder, batch_size)
+
+
+def score_duplicates(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> dict[str, Record]:
+    """
+    Score the similarity of all pairs of panels, without a model: copies have the highest consistency.
+
+    Args:
+        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`):
+            As in [`score_consistency`].
+
+    Returns:
+        `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`, the [`panel_similarity`]
+        of each.
+    """
+
+    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
+        pairs = _pairs(panels)
+        compared = [(panels[first], panels[second]) for first, second in pairs]
+        return compared, lambda scores: {"pairs": pairs, "scores": list(scores)}
+
+    def query(firsts: list[Image.Image], seconds: list[Image.Image]) -> list[float]:
+        return list(map(panel_similarity, firsts, seconds))
+
+    scorer = SimpleNamespace(name="panel_similarity")
+    return _score("duplicates", scorer, {}, prepare, query, found, benchmark, folder, 1)
+
+
+def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
+    """List the pairs of panels that exist."""
+    return list(map(list, combinations([number for number, panel in enumerate(panels) if panel is not None], 2)))
+
+
+def _score(
+    kind: str, scorer: Any, settings: dict, prepare: Callable[[list[Image.Image | None], dict], Prepared],
+    query: Callable[..., list], found: FoundImages, benchmark: "Dataset", folder: str | Path,
+    batch_size: int,
+) -> dict[str, Record]:  # fmt: skip
+    """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""
+    benchmark = benchmark.with_format(None)
+    row_of = {name: number for number, name in enumerate(benchmark["id"][:])}
+    name = public_name(str(getattr(scorer, "model_name", None) or scorer.name))
+    # What a server has behind the name of a model is not known
+    settings = {"kind": kind, "scorer": name, "weights": getattr(scorer, "fingerprint", None), **settings}
+    settings["benchmark"] = dataset_fingerprint(benchmark, COLUMNS[kind], ())
+
+    def prepared(key: str) -> tuple[str, list, Callable[[Iterator], Record]]:
+        return key, *prepare(found.sets[key].panels(), benchmark[row_of[found.sets[key].prompt_id]])
+
+    with open_scores(folder, f"{kind}-{name}", settings, found.digests) as store:
+        bar = {"desc": f"Scoring {kind} with {name}", "unit": "set", "disable": not store.is_main_process}
+        with tqdm(total=len(store.pending), **bar) as progress:
+            for batch in batches(map(prepared, store.pending), lambda one: len(one[1]), batch_size):
+                questions = [question for _, of_set, _ in batch for question in of_set]
+                scores = query(*map(list, zip(*questions, strict=True))) if questions else []
+                answers, records = iter(_checked(kind, scorer.name, scores, len(questions))), []
+                for key, of_set, record in batch:
+                    own = list(islice(answers, len(of_set)))
+                    records.append({"key": key, **record(iter(own)), "incomplete": None in own})
+                store.append(*records)
+                progress.update(len(batch))
+        records = store.finish()
+    gaps = [key for key, record in records.items() if record["incomplete"]]
+    if gaps and store.is_main_process:
+        logger.warning(
+            f"{name} gave no score for {len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}. They are left out "
+            "of its figures and counted in the report. Re-run to query it about them again."
+        )
+    return records
+
+
+def _checked(kind: str, name: str, scores: Any, count: int) -> list[float | None]:
+    """Check that there is a finite score, or `None`, for each question."""
+    # NaN is what many scorers give for what they cannot score
+    scores = [None if score is None or math.isnan(score) else float(score) for score in scores]
+    if len(scores) != count:
+        raise ValueError(f"{name!r} gave {len(scores)} scores for {count} questions.")
+    is_probability = kind in ("consistency", "alignment")
+    for score in scores:
+        if score is not None and not (0 <= score <= 1 if is_probability else math.isfinite(score)):
+            raise ValueError(f"{name!r} gave {score}: not a {'probability' if is_probability else 'score'}.")
+    return scores

@@ -11,7 +11,6 @@ from . import t2is_bench as bench
 from .image_sets import ImageSet
 from .leakage import leakage_text
 from .score_store import Scores, read_scores
-from .scoring import COLUMNS, DUPLICATE
 from .statistics import NOTES, Line, System, Unit, breakdowns, check_systems, system_alerts, table
 
 
@@ -127,7 +126,7 @@ def _read(system: System, benchmark: "Dataset") -> list[Scores]:
     scores = read_scores(system.folder, system.found.digests)
     kinds = [one.settings["kind"] for one in scores]
     for one in scores:
-        kind, columns = one.settings["kind"], COLUMNS[one.settings["kind"]]
+        kind, columns = one.settings["kind"], bench.COLUMNS[one.settings["kind"]]
         has_all = set(columns) <= set(benchmark.column_names)
         if not has_all or one.settings["benchmark"] != dataset_fingerprint(benchmark, columns, ()):
             raise ValueError(
@@ -158,7 +157,7 @@ def _values(
                 of_sets[unit] = math.nan if score is None else score
         elif kind == "duplicates":
             for pair, similarity in zip(record["pairs"], found, strict=True):
-                own[kind][*unit, *pair] = float(similarity >= DUPLICATE)
+                own[kind][*unit, *pair] = float(similarity >= bench.DUPLICATE)
         elif kind == "aesthetics":
             for panel, score in enumerate(found):
                 value = of_missing if panel in of_set.missing else score
@@ -226,5 +225,5 @@ def _notes(names: Mapping[str, Sequence[str]]) -> list[str]:
         if kind not in names
     ]
     notes += [NOTES[kind].format(name=names[kind][0]) for kind in ("alignment", "aesthetics") if kind in names]
-    notes.append(NOTES["duplicates" if "duplicates" in names else "no_duplicates"].format(threshold=DUPLICATE))
+    notes.append(NOTES["duplicates" if "duplicates" in names else "no_duplicates"].format(threshold=bench.DUPLICATE))
     return notes + [NOTES["one_judge"]] * (len(names["consistency"]) == 1)

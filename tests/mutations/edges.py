@@ -632,7 +632,7 @@ BENCHMARKS = [
         ("panels * (panels - 1) // 2, protocol)", "panels * (panels - 1), protocol)"),
         ('of_missing = math.nan if protocol == "published" else 0.0', "of_missing = math.nan"),
         ("list(bench.DIMENSION_WEIGHTS.values())", "None"),
-        ("= float(similarity >= DUPLICATE)", "= float(similarity > 1)"),
+        ("= float(similarity >= bench.DUPLICATE)", "= float(similarity > 1)"),
     ),
     *_mutants(
         "image_benchmarks/score_store.py",
@@ -643,7 +643,7 @@ BENCHMARKS = [
         ("missing[process.process_index", "[*self.digests][process.process_index"),
     ),
     *_mutants(
-        "image_benchmarks/scoring.py",
+        "image_benchmarks/t2is_bench.py",
         "test_t2is_bench.py::TestPlantedSets test_t2is_bench.py::TestResume",
         ('"incomplete": None in own}', '"incomplete": False}'),
         ("not (0 <= score <= 1 if is_probability else", "not (True if is_probability else"),
