@@ -3,7 +3,6 @@
 
 import inspect
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -12,6 +11,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from paco_trl.rewards import PickScoreReward
 from paco_trl.rewards.clip import ClipEmbedder
+from testing_utils import noise
 
 
 NAN = float("nan")
@@ -21,10 +21,6 @@ TEXTS = ["a red house near the sea", "a cat that wakes up", "a blue car in the r
 @pytest.fixture(scope="module")
 def pick_score(tiny_clip):
     return PickScoreReward(tiny_clip, tiny_clip, device="cpu")
-
-
-def noise(seed, size=(40, 40)):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
 
 
 def logit(folder, image, text):

@@ -8,18 +8,13 @@ import pytest
 from PIL import Image
 
 from paco_trl.utils.images import load_image, patch_size_of, to_rgb
+from testing_utils import noise
 
 
 WHITE = (255, 255, 255)
 # A dark ramp, a middle grey and white; Pillow's own conversion makes all but the first white
 GREY_16 = np.array([[0, 257, 514], [25700, 32896, 65535]], dtype=np.uint16)
 GREY_8 = np.array([[0, 1, 2], [100, 128, 255]], dtype=np.uint8)
-
-
-def noise(mode="RGB", size=(56, 56)):
-    values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
-    image = Image.fromarray(values, "RGBA")
-    return image if mode == "RGBA" else image.convert("RGB").convert(mode)
 
 
 def reopened(image, **options):
@@ -41,13 +36,13 @@ def pixels(image):
 
 class TestWithoutTransparency:
     def test_rgb_is_the_same_object(self):
-        image = noise()
+        image = noise(0)
         assert to_rgb(image, "It") is image
-        assert to_rgb(noise("L"), "It") is not image
+        assert to_rgb(noise(0, mode="L"), "It") is not image
 
     @pytest.mark.parametrize("mode", ["L", "1", "P", "CMYK"])
     def test_other_modes_are_converted_by_pillow(self, mode):
-        image = noise(mode)
+        image = noise(0, mode=mode)
         converted = to_rgb(image, "It")
         assert image.mode == mode and converted.mode == "RGB"
         assert np.array_equal(np.asarray(converted), np.asarray(image.convert("RGB")))
@@ -55,7 +50,7 @@ class TestWithoutTransparency:
 
     def test_what_has_no_colors_is_refused(self):
         with pytest.raises(ValueError, match="'La'"):
-            to_rgb(noise("LA").convert("La"), "It")
+            to_rgb(noise(0, mode="LA").convert("La"), "It")
         for mode, size in (("RGB", (0, 3)), ("I;16", (3, 0))):
             with pytest.raises(ValueError, match=f"^Panel 1 has {size[0]} x {size[1]} pixels"):
                 to_rgb(Image.new(mode, size), "Panel 1")
@@ -131,7 +126,7 @@ class TestLoadImage:
 
     @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "CMYK"])
     def test_all_sources_give_the_same(self, mode, tmp_path):
-        image, path = noise(mode, (90, 61)), tmp_path / ("a.png" if mode != "CMYK" else "a.tif")
+        image, path = noise(0, (90, 61), mode), tmp_path / ("a.png" if mode != "CMYK" else "a.tif")
         image.save(path)
         data = path.read_bytes()
         expected = np.asarray(load_image(image, 14, ""))
@@ -140,8 +135,8 @@ class TestLoadImage:
             assert np.array_equal(np.asarray(load_image(source, 14, "")), expected)
 
     def test_the_patch_size_is_a_number(self):
-        assert load_image(noise(size=(90, 70)), 14, "").size == (84, 56)
-        assert load_image(noise(size=(90, 70)), 16, "").size == (96, 64)
+        assert load_image(noise(0, (90, 70)), 14, "").size == (84, 56)
+        assert load_image(noise(0, (90, 70)), 16, "").size == (96, 64)
 
     @pytest.mark.parametrize(("value", "expected"), [(16, 16), ({"height": 12, "width": 12}, 12), (None, 14)])
     def test_patch_size_of_a_processor(self, value, expected):

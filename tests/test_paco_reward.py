@@ -294,23 +294,6 @@ class TestSharedBeginnings:
         assert rows == [(3, first), (6, second), (18, whole - first - second)]
         assert patches == [4 * 16]
 
-    def test_no_extra_forward_pass_without_shared_prefixes(self, judge, reference):
-        """One pair: its two images are read together. One question each: up to the first image."""
-        first, second, third = (noise(seed) for seed in range(3))
-        judge = PaCoReward(judge.model, judge.processor)
-        before = tokens_before_an_image(reference[1])
-        for pairs, expected_rows, shared in (
-            ([(first, second)] * 3, [1, 3], before + 4 + 2 + 4),
-            ([(first, second), (first, third)], [1, 2], before + 4),
-            ([(first, second), (third, second)], [2], None),
-            ([(first, second)], [1], None),
-        ):
-            questions = QUESTIONS[: len(pairs)]
-            with rows_of(judge) as rows:
-                assert judge.score(pairs, questions) == close(usages(*reference, pairs, questions))
-            assert [count for count, _ in rows] == expected_rows
-            assert shared is None or rows[0][1] == shared
-
     @pytest.mark.parametrize("batch_size", [5, 40])
     def test_of_questions_and_images_of_different_sizes(self, judge, all_questions, batch_size):
         pairs, questions, expected = all_questions
@@ -407,7 +390,7 @@ class TestBadInput:
         ("images", "question", "message"),
         [
             ([(noise(0), noise(1)), (noise(0),) * 3], SHORT, r"images\[1\]"),
-            ([(noise(0), noise(1))] * 4 + [(noise(2), "/nowhere/gone.png")], SHORT, "pair 4 .*gone.png"),
+            ([(noise(0), noise(1))] * 4 + [(noise(2), "/nowhere/gone.png")], SHORT, "question 4 .*gone.png"),
             ([(noise(0), noise(1))], "Alike?<|im_end|>", r"`prompts\[0\]`"),
         ],
         ids=["three", "missing", "end"],
@@ -696,17 +679,6 @@ def test_a_tokenizer_without_one_token_for_each_answer_is_refused():
     assert len(wordless.encode("No")) == 1 and len(wordless.encode("Yes")) == 3
     with pytest.raises(ValueError, match="'Yes' as 3 tokens"):
         decision_token_ids(wordless)
-
-
-class TestLoadImage:
-    """What the vision tower gets."""
-
-    @pytest.mark.parametrize(("size", "loaded"), [((300, 199), (308, 196)), ((5, 5), (56, 56))])
-    def test_sides_are_multiples_of_a_merged_patch(self, reference, size, loaded):
-        image = load_image(noise(0, size), patch_size_of(reference[1]), "")
-        assert image.size == loaded and image.mode == "RGB"
-        expected, _ = process_vision_info([{"role": "user", "content": [{"type": "image", "image": noise(0, size)}]}])
-        assert np.array_equal(np.asarray(image), np.asarray(expected[0]))
 
 
 class TestPrecision:

@@ -354,16 +354,6 @@ class TestKey:
 
 
 class TestConnections:
-    def test_as_many_at_once_as_allowed(self, server, make_judge):
-        server.answer_only_when_asked(4)
-        judge = make_judge(server, max_concurrency=4, timeout=20.0)
-        for _ in range(3):
-            assert judge.score([PAIR] * 24, QUESTION) == [RIGHT] * 24
-        assert server.most_at_once == 4 == server.connections
-        server.answer_only_when_asked(7)
-        make_judge(server, max_concurrency=7, timeout=20.0).score([PAIR] * 24, QUESTION)
-        assert server.most_at_once == 7
-
     def test_one_pool_for_all_threads_and_event_loops(self, server, make_judge):
         server.answer_only_when_asked(5)
         judge = make_judge(server, max_concurrency=5, timeout=20.0)

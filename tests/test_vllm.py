@@ -254,7 +254,7 @@ class TestWholeModel:
 
     def test_wrong_name(self, served):
         for ask in (lambda judge: judge.check(), lambda judge: judge.score(PAIRS[:1], QUESTIONS[0])):
-            with pytest.raises(JudgeUnavailableError, match="has no model 'paco'.*It has: paco-reward"):
+            with pytest.raises(JudgeUnavailableError, match="has no model 'paco'"):
                 ask(served.judge("paco"))
 
     def test_wrong_key(self, served):

@@ -134,8 +134,8 @@ def main(arguments: list[str]) -> None:
             guard = "The key guards the addresses below /v1, and not all others that vLLM has."
         say("serve", f"Warning: `--host` is {args.host}, which other machines may reach. {guard}")
     command = serve_command(args, os.path.abspath(executable))
-    url, name = f"http://127.0.0.1:{args.port}/v1", args.served_model_name
-    say("serve", f'once vLLM has started, use ConsistencyReward(base_url="{url}", model="{name}").')
+    url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}/v1"
+    say("serve", f'once vLLM has started, use ConsistencyReward(base_url="{url}", model="{args.served_model_name}").')
     # Tools that vLLM calls (ninja) are in its environment, which need not be the active one
     os.environ["PATH"] = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)])
     sys.stdout.flush()

@@ -11,10 +11,10 @@ from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from transformers.masking_utils import create_causal_mask
 
+from ..data.columns import column_of, panels_of
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import to_device, to_rgb
 from ..utils.names import check_model_name, public_name
-from .columns import column_of, panels_of
 
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

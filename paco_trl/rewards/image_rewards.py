@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image, ImageChops, ImageStat
 from scipy.ndimage import maximum_filter, maximum_filter1d, minimum_filter, uniform_filter
 
+from ..data.columns import column_of, panels_of
 from ..utils.images import to_rgb
-from .columns import column_of, panels_of
 
 
 # ---- Layout ----

@@ -87,12 +87,6 @@ def image_key(image: ImageSource) -> Hashable:
     return str(image) if isinstance(image, (str, Path)) else id(image)
 
 
-def images_with_labels(group: ImageGroup, index: int) -> list[tuple[Hashable, ImageSource, str]]:
-    """Return the key of each image of a question, the image, and its name for errors: `Second image of pair 3`."""
-    names = ("First image of pair", "Second image of pair") if len(group) == 2 else ("Image",)
-    return [(image_key(image), image, f"{name} {index}") for image, name in zip(group, names, strict=True)]
-
-
 def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
     """Check that each item is a pair, and make it a tuple."""
     for index, pair in enumerate(images):
@@ -101,13 +95,11 @@ def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
     return [(first, second) for first, second in images]
 
 
-def broadcast_questions(
-    prompts: str | list[str], count: int, what: str, find_control: Callable[[str], list[str]] = lambda text: []
-) -> list[str]:
+def broadcast_questions(prompts: str | list[str], count: int, find_control: Callable[[str], list[str]]) -> list[str]:
     """Repeat a single question `count` times, or check that there is one for each; reject control tokens in them."""
     prompts = [prompts] * count if isinstance(prompts, str) else list(prompts)
     if len(prompts) != count:
-        raise ValueError(f"{len(prompts)} questions for {count} {what}: `prompts` must be one text for all or each.")
+        raise ValueError(f"{len(prompts)} `prompts` for {count} questions: pass one text for all or for each.")
     for index, prompt in enumerate(prompts):
         check_text(prompt, find_control(prompt), f"`prompts[{index}]`")
     return prompts
@@ -327,13 +319,12 @@ class ServedJudge:
         read: Callable[["ChatCompletion"], Answer],
         labels: tuple[str, str] | None = None,
     ) -> list[Answer]:
-        noun = "images" if groups and len(groups[0]) == 1 else "pairs"
-        prompts = broadcast_questions(prompts, len(groups), noun, _CONTROL_TOKEN.findall)
+        prompts = broadcast_questions(prompts, len(groups), _CONTROL_TOKEN.findall)
         # Each image is encoded once; errors name its first question
         sources = {
-            key: (image, where)
+            image_key(image): (image, f"An image of question {index}")
             for index, group in reversed(list(enumerate(groups)))
-            for key, image, where in images_with_labels(group, index)
+            for image in group
         }
         encoded = await asyncio.to_thread(self._encode, sources)
         bodies = (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from ..data.columns import criteria_dict, roles_of
+from ..data.columns import column_of, criteria_dict, panels_of, roles_of
 from ..data.questions import (
     criterion_question,
     edit_consistency_question,
@@ -21,7 +21,6 @@ from ..data.questions import (
     theme_question,
 )
 from ..utils.files import read_template
-from .columns import column_of, panels_of
 from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, digits_of
 
 

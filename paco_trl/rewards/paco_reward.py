@@ -46,7 +46,6 @@ from .judge import (
     digits_of,
     expected_rating,
     image_key,
-    images_with_labels,
 )
 from .prefix_sharing import order_for_sharing, share_prefixes
 
@@ -224,7 +223,7 @@ class PaCoReward:
         Returns:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each pair.
         """
-        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
+        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images))
         return self._scores(pairs, prompts)
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float]:
@@ -237,7 +236,7 @@ class PaCoReward:
             prompts (`str` or `list[str]`):
                 Question for each image, or one for all. See [`~paco_trl.data.shows_question`].
         """
-        return self._scores([(image,) for image in images], self._check_prompts(prompts, len(images), "images"))
+        return self._scores([(image,) for image in images], self._check_prompts(prompts, len(images)))
 
     def rate(self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int = 5) -> list[float | None]:
         """
@@ -255,7 +254,7 @@ class PaCoReward:
         tokens = digit_tokens(self.processor.tokenizer, scale)
         ids = torch.tensor(list(tokens.values()), device=self._network.get_output_embeddings().weight.device)
         read = functools.partial(self._token_logprobs, tokens=list(tokens), ids=ids)
-        answers = self._query(images, self._check_prompts(prompts, len(images), "images"), read)
+        answers = self._query(images, self._check_prompts(prompts, len(images)), read)
         return [expected_rating(answer.items(), scale) for answer in answers]
 
     def top_logprobs(
@@ -272,7 +271,7 @@ class PaCoReward:
             image_labels (`tuple[str, str]`, *optional*):
                 Text before the first and before the second image. If `None`, none.
         """
-        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
+        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images))
         return self._query(pairs, prompts, self._top_tokens, image_labels)
 
     @torch.inference_mode()
@@ -286,13 +285,13 @@ class PaCoReward:
             max_new_tokens (`int`, *optional*, defaults to `512`):
                 Length at which an answer is cut.
         """
-        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images), "pairs")
+        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images))
         answers = []
         for start in range(0, len(pairs), self.batch_size):
             loaded = [
-                load_image(image, patch_size_of(self.processor), where)
+                load_image(image, patch_size_of(self.processor), f"An image of question {index}")
                 for index, pair in enumerate(pairs[start : start + self.batch_size], start)
-                for _, image, where in images_with_labels(pair, index)
+                for image in pair
             ]
             inputs = self._inputs(prompts[start : start + self.batch_size], loaded)
             # The published generation configs sample and penalize repetitions; an explanation should match the score
@@ -305,9 +304,9 @@ class PaCoReward:
         self._hidden_state = None
         return answers
 
-    def _check_prompts(self, prompts: str | list[str], count: int, what: str) -> list[str]:
+    def _check_prompts(self, prompts: str | list[str], count: int) -> list[str]:
         control_tokens = find_control_tokens(self.processor)
-        return broadcast_questions(prompts, count, what, lambda prompt: control_tokens)
+        return broadcast_questions(prompts, count, lambda prompt: control_tokens)
 
     def _keep_hidden_state(self, module: torch.nn.Module, args: tuple) -> None:
         self._hidden_state = args[0]
@@ -397,13 +396,14 @@ class PaCoReward:
                 missing: dict = {}
                 pixels = 0
                 indices = chain.from_iterable(batches[number:])
-                upcoming = (item for index in indices for item in images_with_labels(groups[index], index))
-                for number_seen, (key, image, where) in enumerate(upcoming):
+                upcoming = ((index, image) for index in indices for image in groups[index])
+                for number_seen, (index, image) in enumerate(upcoming):
+                    key = image_key(image)
                     if key in ready or key in missing:
                         continue
                     if number_seen >= len(keys) and pixels >= pixel_budget:
                         break
-                    missing[key] = load_image(image, patch_size, where)
+                    missing[key] = load_image(image, patch_size, f"An image of question {index}")
                     pixels += math.prod(missing[key].size)
                 ready.update(zip(missing, self._encode(list(missing.values())), strict=True))
             images = [ready[key] for key in keys]
