@@ -272,12 +272,13 @@ class TestWritten:
 
         def write(body):
             number = next(numbers)
+            names = [f"{number}-{index}" for index in range(10)]
             prompts = [
                 {
-                    "theme": f"Fox number {number}-{index} travels far.",
-                    "panels": [f"It is at place {place} of journey {number}-{index}." for place in range(4)],
+                    "theme": f"Fox {name} travels far.",
+                    "panels": [f"It is at place {place} of {name}." for place in range(4)],
                 }
-                for index in range(10)
+                for name in names
             ]
             return json.dumps({"prompts": prompts})
 
@@ -297,17 +298,9 @@ class TestWritten:
 
     @pytest.mark.slow
     def test_reasons(self, planted, tmp_path):
-        asked_before, refused = set(), set()
-
         def explain(body):
             text = str(body["messages"][-1]["content"][-1]["text"])
-            label = "Yes" if re.search(r"\bYes\b", text.replace('"Yes" and "No"', "")) else "No"
-            question = str(body["messages"])
-            if question not in asked_before:
-                asked_before.add(question)
-                if len(asked_before) % 7 == 0:
-                    refused.add(question)
-                    return "I cannot see anything."
+            label = text.partition("decided: ")[2].partition(" ")[0]
             rest = "the figure in both pictures has a bright colour and a plain shape on a grey background of its own"
             return f"{label}. In the first and in the other one {rest}."
 
@@ -318,16 +311,13 @@ class TestWritten:
             planted("reasons", base_url=server.url, model="writer")
             asked = len(server.requests)
             planted("reasons", base_url=server.url, model="writer")
-            assert len(server.requests) == asked > sum(map(len, pairs.values()))
+            assert len(server.requests) == asked == sum(map(len, pairs.values()))
         written = loaded(tmp_path / "build/reasons")
-        assert refused
         for name, split in written.items():
             check_pair_columns(split)
             assert split["id"][:] == pairs[name]["id"][:]
             for before, after in zip(pairs[name]["completion"], split["completion"], strict=True):
                 assert after[0]["content"].startswith(before[0]["content"] + ". In the first")
-        reports = json.loads((tmp_path / "build/reasons/report.json").read_text())
-        assert sum(sum(reports[name]["rejected"].values()) for name in pairs) == len(refused)
         # Other pairs have no reasons: what is published would not fit together
         planted("pairs", test_size=0.4, seed=1)
         for stage, options in (("publish", {"hub_model_id": "user/name"}), ("reasons", {"base_url": server.url})):

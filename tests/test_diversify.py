@@ -2,7 +2,6 @@
 """Embeddings of texts, and the selection of prompts that cover all others."""
 
 import json
-import logging
 import shutil
 import sys
 
@@ -66,14 +65,6 @@ def test_embeddings_are_those_of_each_text_alone(tiny_bert):
         mean = hidden.mean(0)
         assert np.abs(embedding - (mean / mean.norm()).numpy()).max() < 1e-5
     assert (embeddings @ embeddings.T)[np.triu_indices(5, 1)].max() < 0.99  # they do differ
-
-
-def test_long_texts_are_cut_and_counted(tiny_bert, caplog):
-    long = ["a cat and a dog " * 100, "a cat and a dog " * 100 + " in a red house", *TEXTS[:2]]
-    with caplog.at_level(logging.WARNING):
-        embeddings = embed_texts(tiny_bert, long)
-    assert f"2 of 4 texts are longer than the {BERT_LENGTH} tokens" in caplog.text
-    assert np.abs(embeddings[0] - embeddings[1]).max() < 1e-6 < np.abs(embeddings[0] - embeddings[2]).max()
 
 
 def test_what_cannot_be_embedded(tiny_bert, tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ from ..evaluation import AestheticScorer
 from ..generation import generate_edits, generate_grids, load_pipeline
 from ..generation.edits import edit_keys
 from ..generation.grids import image_sizes
-from ..generation.loading import check_adapter
+from ..generation.image_files import check_adapter
 from ..image_benchmarks import (
     System,
     add_results_to_card,

@@ -68,29 +68,19 @@ def next_instance(
 
 
 class AnnotationWork:
-    """
-    Instances and rankings of all annotators, on disk and in memory; rankings of judges do not count.
-
-    Args:
-        instances, panels, prompts ([`~datasets.Dataset`]):
-            Results of the earlier stages.
-        folder (`str` or `Path`):
-            Directory of the annotations, into which no other process may write.
-        annotations_per_instance (`int`, *optional*, defaults to `3`):
-            Number of people who rank each instance.
-    """
+    """Instances and rankings of all annotators, on disk and in memory; rankings of judges do not count."""
 
     def __init__(
         self,
         instances: "Dataset",
         panels: "Dataset",
         prompts: "Dataset",
-        folder: str | Path,
+        folder: Path,
         annotations_per_instance: int = 3,
     ):
         if annotations_per_instance < 1:
             raise ValueError(f"`annotations_per_instance` is {annotations_per_instance}. It must be at least 1.")
-        self.folder, self.annotations_per_instance = Path(folder), annotations_per_instance
+        self.folder, self.annotations_per_instance = folder, annotations_per_instance
         self._lock = threading.Lock()
         self._rows = {row["id"]: row for row in instances.with_format(None)}
         self._prompts = {row["id"]: row for row in prompts.with_format(None)}

@@ -36,13 +36,10 @@ def ask_in_rounds(
     read: Callable[[Any, Reply], tuple[Any, Counter[str]]],
     use: Callable[[Any, Any], Counter[str]],
 ) -> dict[str, Any]:
-    """
-    Send the open questions of `names`, at most `max_attempts` times, each time with another seed; report on the replies.
-
-    `request` gives the content of a question and the length of its answer, `read` what is usable in a reply and why the
-    rest is not, and `use` takes the former and may find it unusable too. Replies are saved as they come, and used in the
-    order of `names`: the result does not depend on which came first.
-    """
+    """Send the open questions of `names`, at most `max_attempts` times, each with another seed; report on the replies."""
+    # `request` gives the content of a question and the length of its answer, `read` what is usable in a reply and why the
+    # rest is not, and `use` takes the former and may find it unusable too. Replies are saved as they come, and used in
+    # the order of `names`: the result does not depend on which came first
     replies: dict[Any, list[Reply]] = defaultdict(list)
     for record in journal.records:
         replies[record["name"]].append(Reply(*record["reply"]))

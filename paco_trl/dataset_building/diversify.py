@@ -42,11 +42,7 @@ def diversify(
     num_neighbors: int = 32,
     coverage_threshold: float = _COVERAGE_THRESHOLD,
 ) -> Diversified:
-    """
-    Select rows of unit vectors (n, d) that cover all others, no two near-duplicates, see docs/build_dataset.md.
-
-    All pairs of rows are in memory, about 1 GB for 10,000 rows.
-    """
+    """Select rows of unit vectors (n, d) that cover all others, no two near-duplicates; (n, n) numbers are in memory."""
     import numpy as np
 
     total = len(embeddings)

@@ -9,7 +9,7 @@ from ..utils.lazy import lazy_imports
 if TYPE_CHECKING:
     from .edits import generate_edits
     from .grids import generate_grids
-    from .loading import load_pipeline
+    from .image_files import load_pipeline
 
 __all__ = ["generate_edits", "generate_grids", "load_pipeline"]
 

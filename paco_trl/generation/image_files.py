@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files of a pipeline: existing ones stay, the rest is divided among the processes."""
+"""Load a pipeline, and make image files with it: existing ones stay, the rest is divided among the processes."""
 
 import inspect
 import logging
@@ -12,18 +12,66 @@ from tqdm.auto import tqdm
 
 from ..data.grids import split_grid
 from ..utils.files import to_png, write_atomically
+from ..utils.names import check_adapter_base, check_model_name
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 from ..utils.text import some_of
 
 
 if TYPE_CHECKING:
+    import torch
     from datasets import Dataset
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
 
 logger = logging.getLogger(__name__)
+
+
+def load_pipeline(
+    model: str, dtype: "torch.dtype", adapter: str | None = None, device: "torch.device | str | None" = None
+) -> "DiffusionPipeline":
+    """
+    Load a diffusers pipeline to generate images, with its progress bar disabled. Weights are read from safetensors, and
+    no code of the model is run.
+
+    Args:
+        model (`str`):
+            Hub id or directory of a diffusers pipeline.
+        dtype (`torch.dtype`):
+            Compute dtype.
+        adapter (`str`, *optional*):
+            Adapter of its transformer, as [`PaCoGRPOTrainer`] takes it.
+        device (`torch.device` or `str`, *optional*):
+            Device. If `None`, that of this process (see [`~accelerate.PartialState`]).
+
+    Returns:
+        [`~diffusers.DiffusionPipeline`].
+    """
+    from accelerate import PartialState
+    from diffusers import DiffusionPipeline
+
+    check_model_name(model)
+    # Not the loader of the trainer, which refuses what cannot be trained
+    pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.to(PartialState().device if device is None else device)
+    if adapter is not None:
+        from ..rollout.loading import load_transformer_adapter
+
+        adapter = str(adapter)
+        check_adapter(adapter, pipeline)
+        transformer = load_transformer_adapter(pipeline.transformer, adapter, pipeline)
+        pipeline.transformer = transformer.to(pipeline.transformer.device)  # in eval mode, as PEFT loads it
+    return pipeline
+
+
+def check_adapter(adapter: str, model: "str | DiffusionPipeline") -> None:
+    """Refuse an adapter of another model."""
+    from ..rollout.loading import read_peft_config
+
+    base = model if isinstance(model, str) else model.name_or_path
+    check_adapter_base(adapter, read_peft_config(adapter, model).base_model_name_or_path, base)
 
 
 def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)) -> list[str]:
@@ -59,12 +107,9 @@ def generate_missing(
     what: str,
     sizes: Sequence[tuple[int, int, int]] | None = None,
 ) -> list[str]:
-    """
-    Make the calls of a pipeline whose images are not all on the disk; return the names of flat images, and warn of them.
-
-    A call is given by the files of its images, by name, and in `sizes`, if these are known, by height, width, and number
-    of the images that a file shows side by side.
-    """
+    """Make the calls whose images are not all on the disk; return the names of flat images, and warn of them."""
+    # A call has the files of its images, by name, and in `sizes`, if these are known, their height, width, and number of
+    # images that a file shows side by side
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
