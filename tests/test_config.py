@@ -305,7 +305,7 @@ class TestValues:
 class TestRound:
     @pytest.mark.parametrize(("num_processes", "steps"), [(1, 672), (2, 336), (4, 168), (7, 96), (8, 84)])
     def test_the_defaults_fit_the_papers_machines(self, make, num_processes, steps):
-        layout = make()._plan_round(42, 2, None, None, None, num_processes)
+        layout = make()._plan_round(42, 2, None, None, None, num_processes=num_processes)
         assert (layout.num_prompts, layout.num_images, layout.num_optimizer_steps) == (42, 672, 2)
         assert (layout.steps_per_generation, layout.gradient_accumulation_steps) == (steps, steps // 2)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from peft import AdaLoraConfig, LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
 from paco_trl.checkpointing.weights import use_weights
@@ -118,14 +118,6 @@ class TestAllWeights:
         assert are_equal(dict(trainer.ref_model.named_parameters()), dict(base.named_parameters()))
         assert not are_equal(weights_of(trainer), dict(base.named_parameters()))
 
-    def test_no_copy_without_a_divergence_or_with_an_adapter(self, make, make_trainer):
-        trainer = make(max_steps=1)
-        assert trainer.ref_model is None
-        trainer.train()
-        assert not logs_with(trainer, "kl")
-        assert make_trainer(beta=0.01).ref_model is None
-        assert make(norm_penalty=0.01).ref_model is not None
-
     def test_a_run_resumed_in_the_middle_of_a_round(self, make, tmp_path):
         settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "beta": 0.01}
         whole = make(output_dir=str(tmp_path / "a"), **settings)
@@ -146,11 +138,6 @@ class TestAllWeights:
             for run in "ab"
         ]
         assert are_equal(*files)
-
-    def test_an_adapters_checkpoint_is_another_run(self, make, make_trainer, tmp_path):
-        make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
-        with pytest.raises(ValueError, match="adapter: .*none, all weights"):
-            make(model=NOWHERE, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "grpo_guard", "flow_dppo"])
@@ -235,12 +222,6 @@ class TestLossesOfRecordedMeans:
             assert logged == pytest.approx(torch.cat(deviations[index]).mean().item(), abs=1e-6)
             assert logs_with(trainer, f"ratio_deviation_on_policy/step_{index}") == [0.0]
 
-    def test_the_ratio_is_another_one_without_it(self, watched):
-        _, steps = watched("grpo")
-        record, (log_prob, old_log_prob, *_), result = steps[-1]
-        assert torch.allclose(result.ratio, torch.exp(log_prob - old_log_prob))
-        assert (result.ratio - 1).abs().max() > 1e-5
-
     def test_flow_dppo(self, watched):
         """Before the first update nothing has diverged; after it the images that would diverge further are left out."""
         settings = {"num_inference_steps": 5, "sde_steps": [1, 2], "beta": 0.1}
@@ -272,13 +253,6 @@ class TestLossesOfRecordedMeans:
             logs_with(trainer, "clip_ratio/region_mean") == [0.0, 0.0] and logs_with(trainer, "divergence")[1] > 1e-7
         )
 
-    def test_the_mean_is_kept(self, watched):
-        trainer, steps = watched("grpo", max_steps=1)
-        assert not logs_with(trainer, "divergence")
-        for record, _, _ in steps:
-            assert record.mean.shape == record.sample.shape
-            assert record.mean.dtype == torch.float32 and not record.mean.requires_grad
-
     @pytest.mark.parametrize(
         "loss",
         [{"loss_type": "grpo_guard", "epsilon": 1e-3}, {"loss_type": "flow_dppo", "divergence_threshold": 1e-3}],
@@ -302,27 +276,14 @@ def adapter(tiny_flux, prompts, tmp_path_factory):
         model=str(tiny_flux),
         reward_funcs=redness_reward,
         args=PaCoGRPOConfig(
-            output_dir=str(folder / "first-run"),
-            use_cpu=True,
-            bf16=False,
-            height=64,
-            width=64,
-            num_generations=4,
-            num_prompts_per_generation=2,
-            per_device_train_batch_size=4,
-            num_inference_steps=4,
-            max_steps=2,
-            learning_rate=0.1,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            log_completions=False,
-            plot_curves=False,
-            disable_tqdm=True,
+            output_dir=str(folder / "first-run"), use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
+            num_prompts_per_generation=2, per_device_train_batch_size=4, num_inference_steps=4, max_steps=2,
+            learning_rate=0.1, gradient_checkpointing=False, report_to="none", save_strategy="no", log_completions=False,
+            plot_curves=False, disable_tqdm=True,
         ),
         train_dataset=prompts,
         peft_config=LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian"),
-    )
+    )  # fmt: skip
     trainer.train()
     trainer.save_model()
     return folder / "first-run"
@@ -414,15 +375,6 @@ class TestContinuedAdapter:
             make_trainer(**{**settings, **changed})
             assert "reference: 'initial: " in caplog.text
 
-    def test_an_adapter_of_a_model_with_wider_layers(self, adapter, tmp_path, make_trainer):
-        copied = self.copy(adapter, tmp_path)
-        weights = load_file(copied / "adapter_model.safetensors")
-        name = next(name for name in weights if "lora_A" in name)
-        weights[name] = torch.zeros(weights[name].shape[0], weights[name].shape[1] + 1)
-        save_file(weights, copied / "adapter_model.safetensors")
-        with pytest.raises(RuntimeError, match="size mismatch"):
-            make_trainer(peft_config=str(copied))
-
     @pytest.mark.parametrize("is_deeper", [False, True])
     def test_an_adapter_of_a_model_with_another_number_of_blocks(self, adapter, tmp_path, make_trainer, is_deeper):
         # PEFT drops what has no place, and begins anew where nothing is saved
@@ -436,14 +388,6 @@ class TestContinuedAdapter:
             weights = of_block
         save_file(weights, copied / "adapter_model.safetensors")
         with pytest.raises(ValueError, match="does not fit tiny-flux"):
-            make_trainer(peft_config=str(copied))
-
-    def test_an_adapter_of_a_model_with_other_layers(self, adapter, tmp_path, make_trainer):
-        copied = self.copy(adapter, tmp_path)
-        config = json.loads((copied / "adapter_config.json").read_text())
-        config["target_modules"] = ["a_layer_that_is_not_there"]
-        (copied / "adapter_config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="a_layer_that_is_not_there"):
             make_trainer(peft_config=str(copied))
 
     def test_a_folder_without_an_adapter(self, adapter, tmp_path, make_trainer):
@@ -470,11 +414,6 @@ class TestContinuedAdapter:
         (copied / "adapter_config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=message):
             make_trainer(model=NOWHERE, peft_config=str(copied))
-
-    def test_another_kind_of_adapter(self, make_trainer):
-        config = AdaLoraConfig(total_step=10)  # a subclass of LoraConfig
-        with pytest.raises(TypeError, match="AdaLoraConfig"):
-            make_trainer(model=NOWHERE, peft_config=config)
 
     def test_a_pipeline_that_has_an_adapter_is_refused_with_the_way_out(self, adapter, tiny_flux, make_trainer):
         pipeline = self.with_adapter(tiny_flux, adapter, peft=False)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from matplotlib.axes import Axes
 from peft import LoraConfig, PeftModel
 from PIL import Image as PILImage
@@ -585,23 +585,6 @@ class Seen:
 
 class TestGroupByLength:
     SETTINGS = {"train_sampling_strategy": "group_by_length", "max_steps": 6}
-
-    @pytest.mark.slow
-    def test_equal_lengths_are_together(self, make_reward_trainer, reference):
-        dataset = concatenate_datasets([mixed()] * 6)
-        paddings = {}
-        for strategy in ("random", "group_by_length"):
-            trainer = make_reward_trainer(
-                None, dataset, per_device_train_batch_size=3, train_sampling_strategy=strategy, max_steps=22
-            )
-            seen = Seen(trainer).rows
-            trainer.train()
-            assert sorted(row for rows in seen for row in rows) == list(range(66))
-            lengths = [[reference[row % 11].attended for row in rows] for rows in seen]
-            expected = [1 - sum(of_batch) / (3 * max(of_batch)) for of_batch in lengths]
-            assert logs_with(trainer, "padding") == pytest.approx(expected, abs=1e-6)
-            paddings[strategy] = sum(expected) / 22
-        assert 0.1 < paddings["random"] > 2 * paddings["group_by_length"]
 
     @pytest.mark.slow
     def test_resumes_in_its_second_epoch(self, make_reward_trainer):

@@ -91,7 +91,7 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
     [
         ({"per_device_rollout_batch_size": 0}, "`per_device_rollout_batch_size` is 0; it must be at least 1"),
         ({"per_device_rollout_batch_size": 3}, "`per_device_rollout_batch_size` is 3, .*multiple of 2. .*: 2 or 4"),
-        ({"per_device_rollout_batch_size": 1}, "`per_device_rollout_batch_size` is 1, .*micro-batches of 2 images"),
+        ({"per_device_rollout_batch_size": 1}, "`per_device_rollout_batch_size` is 1, .*multiple of 2"),
         ({"gradient_accumulation_steps": 3}, "`gradient_accumulation_steps` = 3"),
     ],
     ids=str,

@@ -4,7 +4,6 @@
 import copy
 import dataclasses
 import inspect
-import logging
 import os
 import re
 import socket
@@ -23,8 +22,6 @@ from trl import GRPOConfig, SFTConfig
 
 from ..checkpointing.checkpoints import how_to_resume
 
-
-logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=TrainingArguments)
 ConfigClass = TypeVar("ConfigClass", bound=type)

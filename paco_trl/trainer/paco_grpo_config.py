@@ -380,7 +380,7 @@ class PaCoGRPOConfig(GRPOConfig):
         # TrainingArguments copies the accumulation into the DeepSpeed config, so the round is planned before it
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
         name_checkpointing(self)
-        layout = self._plan_round(*requested, num_processes)
+        layout = self._plan_round(*requested, num_processes=num_processes)
         self.gradient_accumulation_steps = layout.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
         eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
@@ -440,15 +440,13 @@ class PaCoGRPOConfig(GRPOConfig):
     def round_plan(self) -> RoundPlan:
         """Division of a round over processes, micro-batches and optimizer steps."""
         steps = self.optimizer_steps_per_generation
-        return self._plan_round(None, steps, self.generation_batch_size, None, None, self.world_size)
+        return self._plan_round(None, steps, self.generation_batch_size, None, None, num_processes=self.world_size)
 
-    def _plan_round(self, num_prompts: int | None, num_optimizer_steps: int | None, *sizes: Any) -> RoundPlan:
-        """Plan a round of the sizes that are set, the last of which is the number of processes; see [`plan_round`]."""
-        *requested, num_processes = sizes
+    def _plan_round(self, *requested: int | None, num_processes: int) -> RoundPlan:
+        """Plan a round of the sizes that are set; see [`plan_round`]."""
         return plan_round(
-            num_prompts, num_optimizer_steps, *requested, num_processes=num_processes,
-            num_generations=self.num_generations, batch_size=self.per_device_train_batch_size,
-            num_trained_steps=self.num_trained_steps,
+            *requested, num_processes=num_processes, num_generations=self.num_generations,
+            batch_size=self.per_device_train_batch_size, num_trained_steps=self.num_trained_steps,
             num_merged_batches=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
         )  # fmt: skip
 
@@ -490,18 +488,17 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`branch_size` is {self.branch_size} and `panel_generation` 'anchored', but each image of a branch has a "
                 "first panel of its own as source. Set `branch_size` to 1."
             )
-        branch, micro_batch = self.branch_size, self.per_device_train_batch_size
-        shared = f"the {branch} images of a branch (`branch_size`) share a batch and a group"
-        trained = f"it is trained in micro-batches of {micro_batch} images (`per_device_train_batch_size`)"
-        for name, multiple, reason in (
-            ("num_generations", branch, shared),
-            ("per_device_train_batch_size", branch, shared),
-            ("per_device_rollout_batch_size", micro_batch, trained),
+        for name, of in (
+            ("num_generations", "branch_size"),
+            ("per_device_train_batch_size", "branch_size"),
+            ("per_device_rollout_batch_size", "per_device_train_batch_size"),
         ):
-            value = getattr(self, name)
+            value, multiple = getattr(self, name), getattr(self, of)
             if value is not None and value % multiple != 0:
                 nearest = nearest_multiples(value, multiple)
-                raise ValueError(f"`{name}` is {value}, but {reason}: it must be a multiple of {multiple}. {nearest}")
+                raise ValueError(
+                    f"`{name}` is {value}, but with `{of}` it must be a multiple of {multiple}. {nearest}"
+                )
         batch_size = self.per_device_rollout_batch_size or self.per_device_train_batch_size
         if self.max_resample_times and self.num_generations % batch_size:
             raise ValueError(
