@@ -21,7 +21,6 @@ import launching
 from miniature.before_and_after import choose_sets
 from miniature.edit_world import make_edits
 from miniature.evaluation_step import generate_and_read
-from miniature.generator_step import train_generator
 from miniature.models import toy_flux_path
 from miniature.run import (
     Miniature,
@@ -30,7 +29,6 @@ from miniature.run import (
 )
 from miniature.settings import SHORT
 from miniature.truth import SetTruth
-from paco_trl.checkpointing.checkpoints import checkpoints_of
 from paco_trl.dataset_building import load_pipeline
 
 
@@ -106,18 +104,6 @@ class TestShortRun:
         assert {**before, "seconds": 0} == {**again["evaluation"], "seconds": 0}
         assert "report" not in again  # of another evaluation
         assert "report" in miniature.run()
-
-    def test_training_resumes_from_its_checkpoint(self, finished, tmp_path):
-        """A run that was stopped after the first of two rounds, and one that was not, have the same adapter."""
-        miniature = finished[0]
-        judge, prompts = miniature.step_folder("judge"), miniature.prompts("train")
-        train_generator(tmp_path / "adapter", judge, prompts, SHORT, max_steps=2)
-        first = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
-        assert [path.name for path in checkpoints_of(tmp_path / "adapter")] == ["checkpoint-2"]
-        trainer = train_generator(tmp_path / "adapter", judge, prompts, SHORT)
-        assert trainer.state.global_step == 4
-        whole = (miniature.step_folder("generator") / "toy-flux-lora" / "adapter_model.safetensors").read_bytes()
-        assert first != (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
 
     def test_before_is_the_untrained_generator_and_after_the_adapter(self, finished, tmp_path):
         miniature = finished[0]

@@ -57,19 +57,17 @@ def score_edits(
     gedit_repo: str | Path | None = None,
 ) -> dict[str, EditScore | None]:
     """
-    Query a served vision-language model with two questions about each edit, each with two numbers from 0 to 10: from source and
-    edit, how far the instruction was carried out and how well the rest was preserved; from the edit alone, how natural
+    Query a served vision-language model with two questions about each edit, each with two numbers from 0 to 10: from source
+    and edit, how far the instruction was carried out and how well the rest was preserved; from the edit alone, how natural
     and how free of flaws it is. The lower number of each pair counts, and overall their geometric mean.
 
-    With `protocol="default"`, images are sent with an area of 512 x 512 pixels and their own aspect ratio, the source
-    first. A question is asked at temperature 0, and if the answer is unreadable again at 0.7 with another seed. With
-    `protocol="published"`, the judge is queried as the benchmark's own script queries GPT-4.1, and its answers are read
-    as that script reads them; docs/evaluate.md lists what is different. Give `input_image` as source, as the
-    script does (`load_edit_prompts(..., source_column="input_image")`).
+    By default, images are sent with an area of 512 x 512 pixels and their own aspect ratio, the source first, at
+    temperature 0; an unreadable answer is asked for again at 0.7 with another seed. With `protocol="published"`, the judge
+    is queried as the benchmark's own script queries GPT-4.1, and its answers are read as that script reads them, with
+    `input_image` as source (`load_edit_prompts(..., source_column="input_image")`).
 
-    Each answer is saved as it comes: interrupted runs resume, on any number of processes (`accelerate launch`), which
-    share the questions. A question without a readable answer, or about an edit that has changed, is asked again by the
-    next run.
+    Each answer is saved as it comes: interrupted runs resume, on any number of processes. A question without a readable
+    answer, or about an edit that has changed, is asked again by the next run.
 
     > [!WARNING]
     > The default prompts are this project's own, and scores depend on prompt and judge: they do not compare with
@@ -83,7 +81,7 @@ def score_edits(
         edits ([`FoundImages`]):
             The edited images, from [`find_edits`]. Prompts without one are skipped.
         folder (`str` or `Path`):
-            Directory of the system; the answers go to `scores` in it, also those of several protocols.
+            Directory of the system; the answers go to `scores` in it.
         max_attempts (`int`, *optional*):
             How often a question is asked in one run. If `None`, 3, or with the published protocol 2, as its script does.
         protocol (`str`, *optional*, defaults to `"default"`):
@@ -139,12 +137,9 @@ def score_edits(
 
 def check_gedit_prompts(prompts: "Dataset") -> None:
     """Refuse prompts whose edits could be generated, but not scored and reported."""
-    edit_keys(prompts)
     _sources_of(prompts)
     if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
-        raise ValueError(
-            "GEdit-Bench averages over task types: all prompts need a `task_type` (`convert_gedit_bench`)."
-        )
+        raise ValueError("GEdit-Bench averages over task types: all prompts need a `task_type`.")
 
 
 def _sources_of(prompts: "Dataset") -> SourceImages:

@@ -108,9 +108,8 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     Find images that were generated elsewhere: `<name>.png` is a grid, `<name>_<number>.png` a panel.
 
     The name is the prompt's `id`, plain or as [`~paco_trl.utils.files.file_name`] writes it, or its `case_id`, as in files
-    for the benchmark's own script (`0001_0003_0000.png`): whichever more of the files have. It must match exactly:
-    `0001_0003_0001.png` is not an image of the prompt `0001`. The numbers of the panels begin with 0 or 1, the same in
-    the full directory.
+    for the benchmark's own script (`0001_0003_0000.png`): whichever more of the files have, exactly. The numbers of the
+    panels begin with 0 or 1, the same in the full directory.
 
     Args:
         folder (`str` or `Path`):
