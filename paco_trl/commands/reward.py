@@ -46,7 +46,7 @@ class ScriptArguments:
         None, "Split to train on, for data that are not in the layout of PaCo-Dataset.", "--dataset_train_split"
     )
     eval_split: str | None = option(None, "Split of the same data to evaluate on.", "--dataset_test_split")
-    skip_broken: bool = option(False, "Whether to leave out broken rows, with a list, instead of stopping.")
+    skip_broken: bool = option(False, "Whether to leave out broken pairs, with a list, instead of stopping.")
     load_in_4bit: bool = option(
         False, "Whether to quantize the frozen model to NF4 (QLoRA); it requires `paco_trl[quantization]`."
     )
