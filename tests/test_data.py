@@ -339,6 +339,9 @@ class TestLoadImageSetPrompts:
         ],
     )
     def test_wrong_files(self, tmp_path, own_cache, name, text, message):
+        for missing in (tmp_path / name, str(tmp_path / name), "nowhere.jsonl"):  # no id on the Hub
+            with pytest.raises(FileNotFoundError, match="Check the path"):
+                load_image_set_prompts(missing)
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=message):
             load_image_set_prompts(tmp_path / name)

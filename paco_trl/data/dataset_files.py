@@ -65,8 +65,12 @@ def load_split(
         # The result of a stage names images of earlier ones, which are next to it
         stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]  # of all splits, or one
         folders += [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
+    elif folder.is_dir():
+        dataset = load_dataset(str(folder), split=split)
+    elif isinstance(path, Path) or is_local(path) or folder.suffix in (*_JSON, *_BUILDERS):
+        raise FileNotFoundError(f"There is no file or directory '{path}'. Check the path.")
     else:
-        dataset = load_dataset(str(folder if folder.is_dir() else path), split=split)
+        dataset = load_dataset(path, split=split)
     if image_folder is not None:
         folders.insert(0, Path(image_folder).expanduser().absolute())
     return _with_image_files(with_image_types(dataset, images), folders)
