@@ -121,7 +121,7 @@ class TestStageFolder:
 
     def test_names_and_digests(self):
         assert all(file_name(name) == name for name in ("0001_0003", "x.png", "v1.0-b", "ä-b", "兔子", "A"))
-        long = "兔" * 300
+        long = "兔" * 100
         names = ["a b", "a/b", "a%2Fb", "..", ".a", "a\0b", "../../x", "a\nb", long, long + "子", "b" * 300]
         written = [file_name(name) for name in names]
         assert len(set(written)) == len(names)
