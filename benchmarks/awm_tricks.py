@@ -52,12 +52,12 @@ class Tricks(PaCoNFTTrainer):
             chosen = [times[torch.randperm(len(times), generator=generator)[0]] for generator in generators]
         sigma, latents = torch.stack(chosen), last.prev_sample
         noise = torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
-        noised = add_flow_noise(latents, noise, sigma)
-        calls = nft.calls_at(last, self.family, noised.sample, sigma)
+        sample, target = add_flow_noise(latents, noise, sigma)
+        calls = nft.calls_at(last, self.family, sample, sigma)
         with torch.no_grad():
-            velocity = nft.predict(self.model, calls, self.family, args.guidance_scale, noised.sample)
+            velocity = nft.predict(self.model, calls, self.family, args.guidance_scale, sample)
         record = {field.name: getattr(last, field.name) for field in fields(last)} | {"calls": calls}
-        return [nft.NoisedStep(**record, times=sigma, target=noised.target, old_velocity=velocity)]
+        return [nft.NoisedStep(**record, times=sigma, target=target, old_velocity=velocity)]
 
     def _matching_loss(self, velocity, record, advantages):
         plain = nft.matching_log_prob

@@ -9,10 +9,7 @@ import pytest
 import torch
 
 import test_families
-from kill_runs import Run, copy_run, different, relative_difference
-from launching import fork_context
 from paco_trl import PaCoGRPOConfig, tiny
-from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FAMILIES, FluxFamily, PipelinePolicy, SDESettings, keyed_generator, predict, replay
 from paco_trl.rollout import policy as policy_module
 from paco_trl.rollout.sde import STREAMS
@@ -332,40 +329,3 @@ class TestTrainer:
         monkeypatch.delitem(FAMILIES, "FluxPipeline")
         with pytest.warns(UserWarning), pytest.raises(ValueError, match="at most 1 with.*and `branch_size=1`"):
             make_trainer(branch_size=2)
-
-
-@pytest.fixture(scope="module")
-def alone(tiny_flux, tmp_path_factory) -> Run:
-    run = Run(fork_context(), tiny_flux, tmp_path_factory.mktemp("alone") / "out", **TestRuns.SETTINGS)
-    assert run.state()["global_step"] == 4
-    return run
-
-
-@pytest.mark.slow
-class TestRuns:
-    """Runs in processes of their own, each of two rounds of two optimizer steps."""
-
-    # Unscaled: the standard deviation of two images makes much of a pixel that is rounded up here and down there
-    SETTINGS = {
-        "branch_size": 2, "per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "max_steps": 4,
-        "reward_funcs": redness_reward, "eval_strategy": "no", "scale_rewards": "none",
-        "multi_objective_aggregation": "sum_then_normalize",
-    }  # fmt: skip
-
-    def test_resuming_in_the_middle_of_a_round_is_exact(self, alone, tiny_flux, tmp_path):
-        assert (alone.output / "checkpoint-3" / "rollout_0.pt").exists()
-        output = copy_run(alone.output, tmp_path / "out", [3])
-        resumed = Run(fork_context(), tiny_flux, output, resume=True, **self.SETTINGS)
-        assert not different(alone.state(), resumed.state())
-        assert "again" not in resumed.output_text()
-
-    @pytest.mark.parametrize("zero3", [False, True])
-    def test_two_processes_equal_one(self, alone, tiny_flux, tmp_path, zero3):
-        run = Run(fork_context(), tiny_flux, tmp_path / "out", processes=2, zero3=zero3, **self.SETTINGS)
-        one, two = alone.state(), run.state()
-        trained = [entry for entry in two["history"] if "loss" in entry]
-        on_policy = [
-            entry[name] for entry in trained for name in entry if name.startswith("ratio_deviation_on_policy")
-        ]
-        assert len(on_policy) == 2 and max(on_policy) < 1e-6
-        assert relative_difference(one["adapter"], two["adapter"]) < 0.05

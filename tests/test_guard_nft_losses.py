@@ -340,7 +340,7 @@ class TestAddFlowNoise:
 
     def test_the_time_is_not_rounded_to_the_images_dtype(self):
         image, noise = normal(0).bfloat16(), normal(1).bfloat16()
-        sample = add_flow_noise(image, noise, 0.9441).sample
+        sample = add_flow_noise(image, noise, 0.9441)[0]
         torch.testing.assert_close(sample, (1 - 0.9441) * image.float() + 0.9441 * noise.float())
 
 

@@ -143,11 +143,6 @@ class TestInOneProcess:
         """But not the same one, which a launcher passes on to processes that have it."""
         stop(context, tiny_flux, tmp_path / "out", step, [code], signal={**GENERATION, "waits": [wait]})
 
-    @pytest.mark.slow
-    def test_switched_off(self, context, tiny_flux, tmp_path):
-        at, settings = {**STEP, "step": 1}, {"enable_jit_checkpoint": False}
-        stop(context, tiny_flux, tmp_path / "out", None, [-signal.SIGTERM], signal=at, **settings)
-
     @pytest.mark.parametrize(
         ("number", "settings", "code"),
         [

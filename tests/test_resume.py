@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import concatenate_datasets
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from kill_runs import SETTINGS, Run, copy_run, different, make_run, square_prompts
+from kill_runs import Run, copy_run, different, make_run, square_prompts
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.rewards import redness_reward
 
@@ -206,9 +205,8 @@ class TestKillsInOneProcess:
 
 
 class TestFullDisk:
-    # The largest file that can be written, in bytes: what fails is the adapter's config, the weights by safetensors, and
-    # the buffer by torch
-    @pytest.mark.parametrize("limit", [1_000, 20_000, 100_000])
+    # The largest file that can be written, in bytes: what fails is the adapter's config, and the buffer by torch
+    @pytest.mark.parametrize("limit", [1_000, 100_000])
     def test_full_disk(self, context, tiny_flux, uninterrupted, tmp_path, limit):
         sizes = [path.stat().st_size for path in (uninterrupted.output / "checkpoint-5").iterdir()]
         assert max(sizes) > limit
@@ -223,14 +221,6 @@ class TestFullDisk:
         assert len(checkpoints_of(output)) == 2
         assert not different(uninterrupted.state(), Run(context, tiny_flux, output, resume=True).state())
 
-    def test_a_folder_that_cannot_be_made(self, context, tiny_flux, uninterrupted, tmp_path):
-        output = copy_run(uninterrupted.output, tmp_path / "out", [4])
-        (output / STAGING).write_text("a file where a folder should be")
-        run = Run(context, tiny_flux, output, resume=True)
-        assert "The checkpoint of step 5 could not be written" in run.result()["error"]
-        (output / STAGING).unlink()
-        assert not different(uninterrupted.state(), Run(context, tiny_flux, output, resume=True).state())
-
 
 def damage(checkpoint: Path, name: str, is_deleted: bool) -> None:
     path = checkpoint / name
@@ -238,12 +228,6 @@ def damage(checkpoint: Path, name: str, is_deleted: bool) -> None:
         path.unlink()
     else:
         os.truncate(path, path.stat().st_size // 2)
-
-
-def test_the_settings_have_what_resuming_could_lose():
-    assert SETTINGS["lr_scheduler_type"] == "cosine" and SETTINGS["warmup_steps"] > 0
-    assert SETTINGS["num_sde_steps"] < len(SETTINGS["sde_steps"])
-    assert SETTINGS["ema_decay"] and SETTINGS["eval_steps"] < SETTINGS["max_steps"]
 
 
 class TestHalfWritten:
@@ -260,7 +244,7 @@ class TestHalfWritten:
 
     @pytest.mark.parametrize(
         ("name", "is_deleted"),
-        [("optimizer.pt", False), ("rng_state.pth", True), ("run.json", True), ("run.json", False)],
+        [("optimizer.pt", False), ("run.json", True)],
     )
     def test_named_explicitly(self, uninterrupted, tmp_path, name, is_deleted):
         checkpoint = copy_run(uninterrupted.output, tmp_path / "out", [6, 7]) / "checkpoint-7"
@@ -299,17 +283,7 @@ def earlier(uninterrupted, tmp_path) -> Path:
 # What differs, and how it is said. The learning rate is restored with the optimizer: another one would have no effect
 OTHERS = {
     "learning_rate": ({"learning_rate": 2e-2}, "learning_rate: 0.01, now 0.02"),
-    "revision": ({"model_init_kwargs": {"revision": "another"}}, "now {'revision': 'another'}"),
     "r": ({"peft_config": LoraConfig(r=2, lora_alpha=8, init_lora_weights="gaussian")}, r"'r': 4, .*, now \{'r': 2"),
-    "lora_alpha": (
-        {"peft_config": LoraConfig(r=4, lora_alpha=4, init_lora_weights="gaussian")},
-        "'lora_alpha': 8, .*, now .*'lora_alpha': 4",
-    ),
-    "no adapter": ({"peft_config": None}, r"adapter: \{'r': 4, .*, now 'none"),
-    "dataset_size": (
-        {"train_dataset": concatenate_datasets([square_prompts(), square_prompts().select([0])])},
-        "dataset_size: 12, now 13",
-    ),
     "prompts": ({"train_dataset": square_prompts().select([*range(11), 0])}, r"dataset: '\w{16}', now '\w{16}'"),
 }
 
@@ -335,7 +309,6 @@ class TestIdentity:
             with pytest.raises(ValueError, match=said) as error:
                 make_run(nowhere, earlier, resume_from_checkpoint=resume, **settings)
             assert ("cannot be resumed" if resume else "has 'checkpoint-6' of another run") in str(error.value)
-            assert ("dataset_size" in str(error.value)) == (other == "dataset_size")
 
     def test_another_run_is_deleted_if_the_user_says_so(self, tiny_flux, earlier):
         trainer = make_run(tiny_flux, earlier, overwrite_output_dir=True, max_steps=1, **OTHERS["r"][0])
@@ -347,15 +320,8 @@ class TestIdentity:
         resumed.train(resume_from_checkpoint="auto")
         assert sorted(path.name for path in earlier.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
-    def test_another_base_model_before_it_loads(self, nowhere, earlier):
-        other = nowhere.rename(nowhere.with_name("another-flux"))
-        for resume in (None, "True"):
-            with pytest.raises(ValueError, match="base_model: 'tiny-flux', now 'another-flux'"):
-                make_run(other, earlier, resume_from_checkpoint=resume)
-
-    @pytest.mark.parametrize("other", ["r", "prompts"])
-    def test_by_the_argument_of_train(self, tiny_flux, earlier, tmp_path, other):
-        settings, said = OTHERS[other]
+    def test_by_the_argument_of_train(self, tiny_flux, earlier, tmp_path):
+        settings, said = OTHERS["prompts"]
         trainer = make_run(tiny_flux, tmp_path / "fresh", **settings)
         with pytest.raises(ValueError, match=said):
             trainer.train(resume_from_checkpoint=str(earlier / "checkpoint-6"))
@@ -364,11 +330,8 @@ class TestIdentity:
     @pytest.mark.parametrize(
         ("name", "value", "said"),
         [
-            ("warmup_steps", 4, "warmup_steps: 2, now 4"),
-            ("seed", 7, "seed: 42, now 7"),
             ("noise_level", 0.5, "noise_level: 0.7, now 0.5"),
             ("ema_decay", None, "ema_decay: 0.9, now None"),
-            ("vae_tiling", True, "vae_tiling: False, now True"),
             ("reward_funcs", another_noisy_redness, "rewards/noisy_redness: {'code': 'kill_runs.noisy_redness'"),
         ],
     )
@@ -384,21 +347,6 @@ class TestIdentity:
         with pytest.raises(ValueError, match=said):
             trainer.train()
         assert trainer.state.global_step == 0
-
-    def test_the_same_settings(self, context, tiny_flux, nowhere, uninterrupted, earlier, caplog):
-        with pytest.raises(OSError, match="model_index.json"):
-            make_run(nowhere, earlier, resume_from_checkpoint="True")
-        assert "other settings" not in caplog.text
-        # Started anew in its own folder: it is said, and goes on
-        run = Run(context, tiny_flux, earlier, save_strategy="no", eval_strategy="no")
-        assert run.state()["global_step"] == 8
-        assert "has checkpoints of this run, the latest 'checkpoint-6'" in run.output_text()
-        assert "other settings" not in run.output_text()
-
-    def test_a_folder_without_checkpoints(self, context, tiny_flux, tmp_path):
-        run = Run(context, tiny_flux, tmp_path / "out", max_steps=1, save_strategy="no", eval_strategy="no")
-        assert run.state()["global_step"] == 1
-        assert "checkpoints of this run" not in run.output_text()
 
 
 # Rewards that draw nothing: the generators of other processes are others
@@ -484,10 +432,6 @@ class TestOutputFolder:
         assert not found_after_kill(run.output)["unfinished"]
         return state
 
-    def test_the_best_checkpoint_is_the_last(self, context, tiny_flux, tmp_path):
-        run = Run(context, tiny_flux, tmp_path / "out", reward_funcs=rising_reward, **self.SETTINGS)
-        self.check_best(run, 5, {4, 5})
-
     def test_the_best_weights_at_the_end_after_a_resume(self, context, tiny_flux, tmp_path):
         settings = {**self.SETTINGS, "reward_funcs": falling_reward, "load_best_model_at_end": True}
         whole = Run(context, tiny_flux, tmp_path / "a", **settings)
@@ -562,7 +506,7 @@ class TestTwoProcesses:
         assert outcome["latest"] >= 3
         self.assert_equal(Run(context, tiny_flux, output, resume=True, processes=2), reference)
 
-    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("rank", [1])
     def test_one_is_killed_while_it_saves(self, context, tiny_flux, reference, tmp_path, rank):
         output = tmp_path / "out"
         kill = {"function": "write_record", "count": 1}

@@ -15,7 +15,7 @@ import torch
 from diffusers import AutoencoderKL, FluxPipeline
 from torch import nn
 
-from paco_trl.rewards import ConsistencyReward, EditReward, panel_similarity_reward, redness_reward
+from paco_trl.rewards import ConsistencyReward, EditReward, redness_reward
 from paco_trl.rewards.runner import IMAGES_PER_CALL, RewardError, offloadable_models
 from testing_utils import are_equal, logs_with, wait_until, weights_of
 
@@ -264,21 +264,6 @@ class TestBesideTheDrawing:
 
         with pytest.raises(RewardError, match="redness"):
             make_trainer(reward_funcs=[reward, later], max_steps=1).train()
-
-    def test_columns_of_the_dataset_and_panels_belong_to_their_images(self, make_trainer, prompts):
-        seen = []
-
-        def checks(prompts, completions, number, panel_images, trainer_state, **kwargs):
-            for prompt, n, image, panels in zip(prompts, number, completions, panel_images, strict=True):
-                seen.append((prompt, n))
-                assert np.array_equal(np.asarray(panels[3]), np.asarray(image)[16:, 16:])
-            assert trainer_state.global_step == 0
-            return panel_similarity_reward(prompts, completions, panel_images)
-
-        dataset = prompts.map(lambda row, index: {"number": index}, with_indices=True)
-        make_trainer(reward_funcs=checks, train_dataset=dataset, **TWO_CALLS).train()
-        assert len(seen) == 32
-        assert all(prompts[number]["prompt"] == prompt for prompt, number in seen)
 
 
 class TestGroups:

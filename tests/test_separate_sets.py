@@ -384,22 +384,6 @@ class TestAnchored:
             distances = [np.abs(one - other).max() for other in found[2] if other.shape == one.shape]
             assert sorted(distance <= 1 for distance in distances) == [False, True]  # the same, and another noise's
 
-    def test_an_evaluation_in_batches(self, make):
-        found = {}
-        for size in (1, 2):
-
-            def reward(prompts, theme, panel_images, size=size, **kwargs):
-                found[size] = {
-                    name: np.stack(panels).astype(int) for name, panels in zip(theme, panel_images, strict=True)
-                }
-                return [0.0] * len(prompts)
-
-            evaluation = {"eval_dataset": sets(2, 3), "num_generations_eval": 2, "per_device_eval_batch_size": size}
-            make(reward_funcs=reward, **evaluation).evaluate()
-        assert found[1].keys() == found[2].keys() == {"Theme 0.", "Theme 1."}
-        for name, panels in found[1].items():
-            assert np.abs(panels - found[2][name]).max() <= 1 < np.abs(panels[0] - panels[1]).max()
-
     def test_what_makes_up_the_numbers_finishes_nothing(self, make, monkeypatch):
         # As on a process with a batch less than another, of each kind
         monkeypatch.setattr(

@@ -195,7 +195,8 @@ class TestRuns:
     """Runs of both options in processes of their own, each of two rounds of two optimizer steps."""
 
     SETTINGS = {
-        "branch_size": 2, "tail_steps": 2, "num_inference_steps": 6, "max_steps": 4,
+        "branch_size": 2, "per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "tail_steps": 2,
+        "num_inference_steps": 6, "max_steps": 4,
         "reward_funcs": redness_reward, "eval_strategy": "no",
         "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize",
     }  # fmt: skip

@@ -50,16 +50,11 @@ def statistics_of_prompts(
 
 
 class DriftAlarm:
-    """
-    Compare the images of each round with those of round 0.
+    """Compare the images of each round with those of round 0, and warn once of each statistic that leaves its range."""
 
-    The drift of a statistic is the change of its mean over prompts, in units of the spread (standard deviation) of prompts
-    in round 0: at 1 an average prompt looks as one in six did. A statistic leaves its range there, or where that is more
-    at five standard errors of the change, 5 sqrt(2 / prompts), since other prompts alone move five means in each of many
-    rounds: of simulated runs of 20 rounds without any change 7 % are reported with 8 prompts a round, 0.5 % with 16, and
-    none with 42. It warns once for each, and only while the mean reward is above that of round 0: a change that costs
-    reward is no hack.
-    """
+    # Drift is the change of a mean over prompts in spreads (standard deviations) of prompts in round 0. It is out of range
+    # at 1, or at 5 standard errors of the change where that is more, since other prompts alone move five means in each
+    # round: of simulated runs of 20 rounds without a change 7 % are reported with 8 prompts a round, none with 42
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}  # part of a checkpoint: of round 0, and what was warned of

@@ -360,24 +360,18 @@ class RewardRunner:
     # ---- Aggregation ----
 
     def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
-        """
-        Aggregate `(images, K)` rewards to `(images,)`, NaN where an image is not scored; see [`aggregate_rewards`].
-
-        `log_tamed` leaves a reward that log(1 + R) cannot take as it is, with a warning: the round is paid for. A single
-        reward is not tamed.
-        """
+        """Aggregate `(images, K)` rewards to `(images,)`, NaN where an image is not scored; see [`aggregate_rewards`]."""
         tamable = None
-        if self.method == "log_tamed":
+        if self.method == "log_tamed":  # the round is paid for: what log(1 + R) cannot take stays as it is
             lowest = rewards.nan_to_num(torch.inf).amin(dim=0).tolist()
             tamable = [self.is_tamed and value > -1 for value in lowest]
             for name, value, weight in zip(self.names, lowest, self.weights.tolist(), strict=True):
                 if self.is_tamed and weight and value <= -1 and name not in self._warned_of:
                     self._warned_of.add(name)
                     logger.warning(
-                        f"The reward '{name}' is down to {value:g}, and log(1 + R) does not exist at -1 or below: "
-                        "rounds with such values are trained with the reward as it is, not log-tamed, and it may "
-                        f"outweigh the others (see `rewards/{name}/share`). Shift or rescale it, to [0, 1] for example, "
-                        "or use another `multi_objective_aggregation`. You are told once."
+                        f"The reward '{name}' is down to {value:g}, where log(1 + R) does not exist: rounds with such values "
+                        f"are trained with it as it is, and it may outweigh the others (see `rewards/{name}/share`). Rescale "
+                        "it, to [0, 1] for example, or use another `multi_objective_aggregation`."
                     )
         return aggregate_rewards(
             rewards, self.weights, self.method, self.threshold, num_generations, self.required, tamable
@@ -401,18 +395,17 @@ class RewardRunner:
             if is_needed and fraction > args.max_reward_failures:
                 raise RewardError(
                     f"In {where} the required reward '{name}' gave no value (None) for {fraction:.1%} of {len(rewards)} "
-                    f"images; the limit is `max_reward_failures` = {args.max_reward_failures:g}. The warnings above may "
-                    "say why. To continue anyway, raise the limit or make the reward optional (`reward_required`)."
+                    f"images, above `max_reward_failures` = {args.max_reward_failures:g}. Find out why, raise the limit, or "
+                    "make it optional (`reward_required`)."
                 )
         groups = is_valid.view(-1, args.num_generations).any(dim=1)
         images_lost, groups_lost = 1 - is_valid.float().mean().item(), 1 - groups.float().mean().item()
         if not is_valid.any() or images_lost > args.max_excluded_images or groups_lost > args.max_excluded_groups:
             raise RewardError(
-                f"In {where} {(~is_valid).sum().item()} of {len(is_valid)} images ({images_lost:.0%}) are "
-                f"excluded and {(~groups).sum().item()} of {len(groups)} prompts ({groups_lost:.0%}) have fewer than two "
-                f"scored images. The limits are `max_excluded_images` = {args.max_excluded_images:g} and "
-                f"`max_excluded_groups` = {args.max_excluded_groups:g}. {self._describe_missing(rewards)} Find out why "
-                "None is returned; to continue anyway, raise the limits."
+                f"In {where} {(~is_valid).sum().item()} of {len(is_valid)} images ({images_lost:.0%}) are excluded and "
+                f"{(~groups).sum().item()} of {len(groups)} prompts ({groups_lost:.0%}) have fewer than two scored images; "
+                f"`max_excluded_images` = {args.max_excluded_images:g} and `max_excluded_groups` = "
+                f"{args.max_excluded_groups:g}. {self._describe_missing(rewards)} Find out why, or raise the limits."
             )
         is_first, self._is_first_round = self._is_first_round, False
         if not is_first:
@@ -424,8 +417,7 @@ class RewardRunner:
             if weight and scored and all((group == group[0]).all() for group in scored):
                 logger.warning(
                     f"In {where} the reward '{name}' gave the same value to all images of each prompt (for the first, "
-                    f"{scored[0][0]:g}): where nothing differs, nothing is learned. If that is not only at the start, "
-                    "correct the reward, or use a finer one or other prompts."
+                    f"{scored[0][0]:g}): where nothing differs, nothing is learned."
                 )
 
     def check_scored(self, rewards: torch.Tensor, ceiling: float) -> None:

@@ -38,7 +38,8 @@ def group_advantages(
     prompt are scaled by their pooled deviation, since that of four images is mostly noise.
     """
     # In float32 the mean of equal rewards may be off by a bit, and a group without spread would get advantages
-    grouped = _in_groups(rewards.double(), num_generations, branch_size)  # (prompts, branches, images)
+    size = branch_size if branch_size > 1 else num_generations
+    grouped = rewards.double().view(-1, num_generations // size, size)  # (prompts, branches, images)
     scored = ~torch.isnan(grouped)
     is_valid = scored & (scored.sum(dim=2, keepdim=True) > 1)  # one alone has nothing to be compared with
 
@@ -61,18 +62,14 @@ def informative_groups(
     rewards: torch.Tensor, num_generations: int, min_std: float | None, max_mean: float | None, branch_size: int = 1
 ) -> torch.Tensor:
     """Tell which prompts have a deviation above `min_std` and a mean below `max_mean` (Edit-R1, arXiv 2510.16888)."""
-    grouped = _in_groups(rewards.double(), num_generations, branch_size)  # (prompts, branches, images)
+    size = branch_size if branch_size > 1 else num_generations
+    grouped = rewards.double().view(-1, num_generations // size, size)  # (prompts, branches, images)
     is_informative = torch.ones(len(grouped), dtype=torch.bool)  # (prompts,)
     if min_std is not None:
         is_informative &= _pooled_std(grouped, ~torch.isnan(grouped)).flatten() > min_std
     if max_mean is not None:
         is_informative &= ~(grouped.flatten(1).nanmean(dim=1) >= max_mean)
     return is_informative
-
-
-def _in_groups(rewards: torch.Tensor, num_generations: int, branch_size: int) -> torch.Tensor:
-    size = branch_size if branch_size > 1 else num_generations
-    return rewards.view(-1, num_generations // size, size)
 
 
 def _deviations(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -230,17 +227,12 @@ def velocity_norm_ratio(velocity: torch.Tensor, ref_velocity: torch.Tensor) -> t
     return norms[0] / norms[1]  # (B,)
 
 
-class NoisedImage(NamedTuple):
-    """A point of the forward process between an image and noise, and the velocity there."""
-
-    sample: torch.Tensor  # (B, ...)
-    target: torch.Tensor  # (B, ...)
-
-
-def add_flow_noise(image: torch.Tensor, noise: torch.Tensor, sigma: float | torch.Tensor) -> NoisedImage:
-    """Noise latents by the forward process of flow matching: x_t = (1 - t) * x_0 + t * eps, v = eps - x_0."""
+def add_flow_noise(
+    image: torch.Tensor, noise: torch.Tensor, sigma: float | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x_t = (1 - t) * x_0 + t * eps of the forward process of flow matching, and the velocity eps - x_0."""
     t = _one_per_image(sigma, image, "sigma").view(-1, *[1] * (image.ndim - 1))  # (B, 1, ...)
-    return NoisedImage((1 - t) * image + t * noise, noise - image)
+    return (1 - t) * image + t * noise, noise - image
 
 
 def nft_reward_probability(advantages: torch.Tensor, advantage_clip: float) -> torch.Tensor:
@@ -400,13 +392,10 @@ def predicted_deviation(
     sigma: float, sigma_next: float, sigma_max: float, num_elements: int, noise_level: float, sde_type: str,
     is_normalized: bool = False, difference: float = _ROUNDING,
 ) -> float:  # fmt: skip
-    """
-    Predict the standard deviation of a ratio where two velocities of a step differ at random, by `difference` (RMS).
-
-    The step's mean moves by k * S * d * n, where S is its standard deviation, d the difference and n normal: the
-    log-ratio is the mean of k * d * n * eps - (k * d * n)^2 / 2 over the latent's N elements, of standard deviation
-    k * d / sqrt(N). GRPO-Guard's normalized ratio is S times that.
-    """
+    """Predict the standard deviation of a ratio where two velocities of a step differ at random, by `difference` (RMS)."""
+    # The step's mean moves by k * S * d * n, where S is its standard deviation, d the difference and n normal: the
+    # log-ratio is the mean of k * d * n * eps - (k * d * n)^2 / 2 over the latent's N elements, of standard deviation
+    # k * d / sqrt(N). GRPO-Guard's normalized ratio is S times that
     one = torch.ones(1, 1)
     # Of the sample 0 the mean is the coefficient of the velocity
     step = sde_step(one, 0 * one, sigma, sigma_next, noise_level, sde_type, one, sigma_max)

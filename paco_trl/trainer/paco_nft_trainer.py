@@ -174,12 +174,12 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         steps = []
         for sigma in to_device(times, latents.device):
             noise = torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
-            noised = add_flow_noise(latents, to_device(noise, latents.device), sigma)  # (B, ...)
-            calls = calls_at(last, self.family, noised.sample, sigma)
+            sample, target = add_flow_noise(latents, to_device(noise, latents.device), sigma)  # (B, ...)
+            calls = calls_at(last, self.family, sample, sigma)
             with torch.no_grad():
-                old_velocity = predict(self.model, calls, self.family, args.guidance_scale, noised.sample)
+                old_velocity = predict(self.model, calls, self.family, args.guidance_scale, sample)
             record = {f.name: getattr(last, f.name) for f in fields(last)} | {"calls": calls}
-            steps.append(NoisedStep(**record, times=sigma, target=noised.target, old_velocity=old_velocity))
+            steps.append(NoisedStep(**record, times=sigma, target=target, old_velocity=old_velocity))
         return steps
 
     # ---- Loss ----

@@ -28,8 +28,8 @@ DIRECT = "::TestLoss::test_loss_and_gradient_equal_a_direct_computation"
 
 MUTANTS = [
     # ---- Advantages ----
-    (T + "losses.py", "return rewards.view(-1, num_generations // size, size)", "return rewards.view(size, -1).T.reshape(-1, num_generations // size, size)", ADVANTAGES),
-    (T + "losses.py", "grouped = _in_groups(rewards.double(), num_generations, branch_size)  # (prompts, branches, images)\n    scored", "grouped = _in_groups(rewards, num_generations, branch_size)\n    scored", ADVANTAGES),
+    (T + "losses.py", "// size, size)  # (prompts, branches, images)\n    scored", "// size, size).mT\n    scored", ADVANTAGES),
+    (T + "losses.py", "grouped = rewards.double().view(-1, num_generations // size, size)  # (prompts, branches, images)\n    scored", "grouped = rewards.view(-1, num_generations // size, size)\n    scored", ADVANTAGES),
     (T + "losses.py", "(scored.sum(dim=2, keepdim=True) > 1)", "(scored.sum(dim=2, keepdim=True) > 0)", ADVANTAGES),
     (T + "losses.py", "/ mask.sum(2, keepdim=True).clamp(min=1)", "/ mask.shape[2]", ADVANTAGES),
     (T + "losses.py", "scale = _pooled_std(grouped, is_valid) + 1e-4", "scale = _pooled_std(grouped, is_valid) + 1e-6", ADVANTAGES),
@@ -60,8 +60,8 @@ MUTANTS = [
     (T + "losses.py", '.flatten(1).mean(dim=1) / (2 * _one_per_image(std, mean, "std") ** 2)', '.flatten(1).mean(dim=1) / (2 * _one_per_image(std, mean, "std"))', ADVANTAGES),
     (T + "losses.py", '.flatten(1).mean(dim=1) / (2 * _one_per_image(std, mean, "std") ** 2)', '.flatten(1).mean(dim=1) / _one_per_image(std, mean, "std") ** 2', ADVANTAGES),
     (T + "losses.py", "return norms[0] / norms[1]", "return norms[1] / norms[0]", ADVANTAGES),
-    (T + "losses.py", "NoisedImage((1 - t) * image + t * noise,", "NoisedImage(t * image + (1 - t) * noise,", GUARD),
-    (T + "losses.py", "t * noise, noise - image)", "t * noise, image - noise)", GUARD),
+    (T + "losses.py", "return (1 - t) * image + t * noise,", "return t * image + (1 - t) * noise,", GUARD),
+    (T + "losses.py", "t * noise, noise - image\n", "t * noise, image - noise\n", GUARD),
     (T + "losses.py", "torch.clamp(advantages / advantage_clip, -1, 1)", "torch.clamp(advantages, -1, 1)", GUARD),
     (T + "losses.py", "return (1 - beta) * old_velocity + beta * velocity, (1 + beta) * old_velocity - beta * velocity", "return (1 + beta) * old_velocity - beta * velocity, (1 - beta) * old_velocity + beta * velocity", GUARD),
     (T + "losses.py", "old_velocity.detach().to(dtype)", "old_velocity.to(dtype)", GUARD),
