@@ -59,7 +59,6 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("text", "name", "value"),
         [
-            ("rewards: redness", "rewards", ["redness"]),
             ("reward_funcs: redness", "rewards", ["redness"]),
             ("sde_steps: 1", "sde_steps", [1]),
             ("report_to: [tensorboard, wandb]", "report_to", ["tensorboard", "wandb"]),

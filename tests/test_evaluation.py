@@ -637,20 +637,14 @@ EVALUATIONS = [
 @pytest.mark.parametrize(("evaluate", "make_scorer", "dataset_with", "names"), EVALUATIONS, ids=["rankings", "edits"])
 class TestImagesOfRows:
     def test_one_that_cannot_be_read_is_named(self, tmp_path, evaluate, make_scorer, dataset_with, names):
-        for row, place, folder in (
-            (0, None, tmp_path),
-            (2, 1, None),
-        ):  # the first row is also read for the fingerprint
-            path = tmp_path / f"{row}.jsonl"
-            for content in (PNG[:-100], b"<html>"):
-                path.unlink(missing_ok=True)
-                scorer = make_scorer()
-                dataset = dataset_with(stored(NOISE, folder, "an image.png", content), row, place)
-                name = names[0 if place is None else 1]
-                with pytest.raises(ValueError, match=rf"^{name} of row {row} \(.*an image.png\).*Error"):
-                    evaluate(scorer, dataset, output_path=path, batch_size=4)
-                # What came before is kept
-                assert path.exists() == (len(scorer.calls) > 0) == (row > 0)
+        # The first row is also read for the fingerprint
+        for row, place, folder, content in ((0, None, tmp_path, PNG[:-100]), (2, 1, None, b"<html>")):
+            path, scorer, name = tmp_path / f"{row}.jsonl", make_scorer(), names[0 if place is None else 1]
+            dataset = dataset_with(stored(NOISE, folder, "an image.png", content), row, place)
+            with pytest.raises(ValueError, match=rf"^{name} of row {row} \(.*an image.png\).*Error"):
+                evaluate(scorer, dataset, output_path=path, batch_size=4)
+            # What came before is kept
+            assert path.exists() == (len(scorer.calls) > 0) == (row > 0)
 
     def test_pixels_are_those_that_the_judge_sees(self, tmp_path, evaluate, make_scorer, dataset_with, names):
         rng = np.random.default_rng(1)
@@ -747,20 +741,6 @@ class TestResume:
         assert resumed == uninterrupted
         assert path.read_bytes() == (tmp_path / "other.jsonl").read_bytes()
 
-    def test_a_half_written_line_is_dropped(self, full, tmp_path):
-        path = tmp_path / "scores.jsonl"
-        lines = full[1].splitlines(keepends=True)
-        for cut, rows in (
-            (len(b"".join(lines[:4])) + 10, 3),  # in the fourth row
-            (len(b"".join(lines[:5])) - 1, 4),  # all of it but the end of the line
-            (len(lines[0]) - 5, 0),  # in the header
-        ):
-            path.write_bytes(full[1][:cut])
-            scorer = ColorScorer()
-            assert evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8) == full[0]
-            assert scorer.pairs == 4 * (8 - rows)
-            assert path.read_bytes() == full[1]
-
     def test_a_file_of_another_run_is_refused(self, full, tmp_path):
         path = tmp_path / "full.jsonl"
 
@@ -770,8 +750,6 @@ class TestResume:
         scorer = ColorScorer()
         with pytest.raises(ValueError, match="`scorer` is 'color' there and 'other' now"):
             evaluate_rankings(Other(), rankings(), output_path=path)
-        with pytest.raises(ValueError, match="`template` is 'theme' there and 'plain' now"):
-            evaluate_rankings(scorer, rankings(), "plain", output_path=path)
         moved = rankings().select([0, 2, 1, 3, 4, 5, 6, 7])
         prompts = rankings(prompt=["A dog."] * 8)
         images = rankings(reference=[color_image(199)] * 8)

@@ -169,10 +169,6 @@ def test_the_later_settings_are_those_of_the_report_and_every_value_has_its_sour
     assert [line for line in values if "  # later" not in line and not _SOURCE.search(line)] == []
 
 
-def test_each_other_file_is_a_preset():
-    assert sorted(path.stem for path in RECIPES.iterdir()) == sorted([*NAMES, *PRESETS])
-
-
 def commands_of(name: str) -> list[tuple[tuple[str, ...], int]]:
     """The training commands of a recipe's header: their options, and number of processes."""
     header = text_of(name).split("\n# Model")[0]
@@ -230,16 +226,10 @@ def test_it_says_what_the_paper_says(name):
     assert PAPER[name].keys() <= written.keys()
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_a_changed_value_is_seen_and_an_unknown_key_refused(name, tmp_path):
-    written = yaml.safe_load(text_of(name))
-    changed = tmp_path / f"{name}.yaml"
-    for key, value in {"learning_rate": 1e-5, "lora_r": 8, "per_device_train_batch_size": 2}.items():
-        changed.write_text(yaml.safe_dump(written | {key: value}))
-        assert differing(values_of(str(changed)), PAPER[name]) == {key: value}
-    changed.write_text(yaml.safe_dump(written | {"noise_scale": 0.7}))
-    with pytest.raises(ValueError, match="noise_scale"):
-        parse(str(changed))
+def test_a_changed_value_is_seen(tmp_path):
+    changed = tmp_path / "paco-reward-7b.yaml"
+    changed.write_text(yaml.safe_dump(yaml.safe_load(text_of("paco-reward-7b")) | {"lora_r": 8}))
+    assert differing(values_of(str(changed)), PAPER["paco-reward-7b"]) == {"lora_r": 8}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "reward" not in name])
@@ -290,12 +280,8 @@ class TestDefaultsOfAFamily:
         assert len(defaults) >= 8 and differing(recipe, defaults) == {}
         values, said = parse(pipeline)
         assert differing(values, defaults) == {} and all(name in said for name in defaults)
-        assert differing(values, PAPER[self.RECIPES[pipeline]]).keys() <= {
-            "model_name_or_path",
-            "lora_r",
-            "lora_alpha",
-            "lora_target_modules",
-        }
+        own = {"model_name_or_path", "lora_r", "lora_alpha", "lora_target_modules"}
+        assert differing(values, PAPER[self.RECIPES[pipeline]]).keys() <= own
         # DiffusionNFT has no stochastic steps
         values, said = parse(pipeline, command="nft")
         assert values["rewards"] == ["edit"] and "noise_level" not in said
