@@ -6,8 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from paco_trl.plots.contact_sheet import render_sheet
-from paco_trl.plots.scored_sheets import ScoredImages, save_scored_sheet
+from paco_trl.plots.contact_sheet import ScoredImages, render_sheet, save_scored_sheet
 
 
 SOURCE, SECOND_SOURCE = (240, 10, 200), (10, 220, 240)

@@ -8,7 +8,7 @@ import time
 import pytest
 from transformers import TrainerCallback
 
-from paco_trl.plots import scored_sheets
+from paco_trl.plots import contact_sheet
 from paco_trl.plots.figures import FigureThread
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer import paco_grpo_trainer
@@ -26,7 +26,7 @@ def replace_saving(monkeypatch):
     """Replaces the function that saves a sheet by one that gets it as its first argument."""
 
     def replace(saving):
-        save = scored_sheets.save_scored_sheet
+        save = contact_sheet.save_scored_sheet
         monkeypatch.setattr(paco_grpo_trainer, "save_scored_sheet", lambda *args: saving(save, *args))
 
     return replace
@@ -68,7 +68,7 @@ def test_a_sheet_is_made_while_the_next_round_is_generated(make, replace_saving,
         *(f"card/{n}eval_step_000003.png" for n in ("", "0_")),
     }
     for name, *args in saved:
-        scored_sheets.save_scored_sheet(tmp_path / "again" / "contact_sheets", name, *args)
+        contact_sheet.save_scored_sheet(tmp_path / "again" / "contact_sheets", name, *args)
     assert sheets_in(tmp_path / "again") == sheets_in(tmp_path / "out")
 
 

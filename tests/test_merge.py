@@ -266,16 +266,6 @@ class TestJudge:
         assert {path.name for path in tiny_qwen.iterdir()} <= {path.name for path in merged_judge.iterdir()}
         assert type(AutoProcessor.from_pretrained(merged_judge)) is type(AutoProcessor.from_pretrained(tiny_qwen))
 
-    def test_names_of_layers_of_older_versions(self, judge_adapter, judge_with_adapter, tmp_path):
-        adapter = shutil.copytree(judge_adapter, tmp_path / "adapter")
-        weights = load_file(adapter / "adapter_model.safetensors")
-        old = {name.replace("model.language_model.layers", "model.layers"): value for name, value in weights.items()}
-        assert not old.keys() & weights.keys()
-        save_file(old, adapter / "adapter_model.safetensors")
-        edit_config(adapter, target_modules=r"^(?!.*visual).*\.\w+_proj")
-        merge(MergeArguments(str(adapter), str(tmp_path / "merged")))
-        assert np.abs(scores_of(tmp_path / "merged") - judge_with_adapter).max() < TOLERANCE
-
     def test_the_size_of_images_is_that_of_the_adapter(self, judge_adapter, tiny_qwen, tmp_path):
         adapter = shutil.copytree(judge_adapter, tmp_path / "adapter")
         limited = AutoProcessor.from_pretrained(tiny_qwen)
@@ -385,6 +375,3 @@ class TestErrors:
         arguments = options(flux_adapter, tmp_path / "merged", model_name_or_path=other)
         message = self.refused(capsys, tmp_path / "merged", *arguments)
         assert f"'{tiny_flux}'" in message and f"'{other}'" in message
-        # Which is all that is wrong with it
-        adapter = edit_config(shutil.copytree(flux_adapter, tmp_path / "adapter"), base_model_name_or_path=None)
-        assert main(["merge", *options(adapter, tmp_path / "merged", model_name_or_path=other)]) == 0

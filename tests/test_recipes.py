@@ -169,6 +169,10 @@ def test_the_later_settings_are_those_of_the_report_and_every_value_has_its_sour
     assert [line for line in values if "  # later" not in line and not _SOURCE.search(line)] == []
 
 
+def test_each_other_file_is_a_preset():
+    assert sorted(path.stem for path in RECIPES.iterdir()) == sorted([*NAMES, *PRESETS])
+
+
 def commands_of(name: str) -> list[tuple[tuple[str, ...], int]]:
     """The training commands of a recipe's header: their options, and number of processes."""
     header = text_of(name).split("\n# Model")[0]

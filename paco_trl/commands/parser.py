@@ -66,7 +66,8 @@ class CommandParser(TrlParser):
                 self.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS)
         # What must be set, what usually is, the package's other options, and those of TRL and transformers
         titles = ("required", "usual options", "options", "options of TRL and transformers")
-        required, usual, own, others = self._action_groups = [self.add_argument_group(title) for title in titles]
+        self.sections: dict[str, list[argparse.Action]] = {title: [] for title in titles}
+        required, usual, own, others = self.sections.values()
         classes = [base for each in self.dataclass_types for base in each.__mro__]
         foreign = [each for each in classes if each.__module__.split(".")[0] in ("transformers", "trl")]
         names = set().union(*map(inspect.get_annotations, {*classes} - {*foreign}))
@@ -76,14 +77,25 @@ class CommandParser(TrlParser):
             is_own = not foreign or action.dest in {"help", *names}
             is_usual = bool(foreign) and action.dest in _USUAL
             group = required if action.required else usual if is_usual else own if is_own else others
-            group._group_actions.append(action)
+            group.append(action)
             if action.dest in hidden or action.dest == "fsdp_config" or action.option_strings[0].startswith("--no_"):
                 action.help = argparse.SUPPRESS  # training refuses FSDP
                 continue
             action.help = _HELP.get(action.dest, action.help)
             if action.default not in (None, argparse.SUPPRESS):
                 action.help = f"{action.help} (default: %(default)s)"
-        usual._group_actions.sort(key=lambda action: _USUAL.index(action.dest))
+        usual.sort(key=lambda action: _USUAL.index(action.dest))
+
+    def format_help(self) -> str:
+        """List the options in sections."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for title, actions in self.sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of ending the process: of several processes one says it."""

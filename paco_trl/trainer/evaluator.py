@@ -23,8 +23,7 @@ from transformers import TrainerState
 
 from ..data.columns import check_is_dataset
 from ..evaluation import bootstrap_interval, grid_artifact_score
-from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
-from ..plots.scored_sheets import ScoredImages
+from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, ScoredImages, thumbnail
 from ..rewards.image_statistics import measure_image, statistics_of_prompts
 from ..rewards.runner import RewardRunner
 from ..rollout import hybrid_inference

@@ -14,8 +14,7 @@ from transformers import SchedulerType
 
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..hub.settings import Evaluation, LoRA, Reward
-from ..plots.contact_sheet import CARD_PROMPTS
-from ..plots.scored_sheets import CARD
+from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.names import public_name

@@ -50,10 +50,9 @@ from ..checkpointing.weights import (
 from ..hub.cards import save_card
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..hub.settings import ImageModelCard
-from ..plots.contact_sheet import MAX_PROMPTS
+from ..plots.contact_sheet import MAX_PROMPTS, ScoredImages, save_scored_sheet
 from ..plots.curves import CurvesCallback
 from ..plots.figures import FigureThread
-from ..plots.scored_sheets import ScoredImages, save_scored_sheet
 from ..plots.trackers import send_to_trackers, start_trackers
 from ..rewards.image_statistics import DriftAlarm, describe_drift, measure_image, statistics_of_prompts
 from ..rewards.runner import RewardError, RewardRunner, Scores
