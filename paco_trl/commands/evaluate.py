@@ -302,11 +302,9 @@ def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Datas
 def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
     if args.train_dataset_name is None:
         return None
-    if args.benchmark == "t2is":
-        training, ids = load_image_set_prompts(args.train_dataset_name), benchmark["id"][:]
-    else:
-        training = load_edit_prompts(args.train_dataset_name)
-        ids = edit_keys(benchmark)  # the same id in two languages is two edits
+    is_t2is = args.benchmark == "t2is"
+    training = (load_image_set_prompts if is_t2is else load_edit_prompts)(args.train_dataset_name)
+    ids = benchmark["id"][:] if is_t2is else edit_keys(benchmark)  # the same id in two languages is two edits
     return find_leaks(training.with_format(None)["prompt"][:], benchmark.with_format(None)["prompt"][:], ids)
 
 
@@ -325,9 +323,7 @@ def report(args: ReportArguments) -> Step:
     systems = [_open_system(args, folder, role, benchmark) for role, folder in folders.items()]
     adapters = [system.settings.get("adapter") for system in systems]
     if len(systems) == 2 and adapters[0] is not None and systems[1].settings and adapters[1] is None:
-        raise ValueError(
-            f"`--base` has the adapter {adapters[0]!r} and `--tuned` none: they are the wrong way around."
-        )
+        raise ValueError(f"`--base` has the adapter {adapters[0]!r} and `--tuned` none: the wrong way around.")
     if args.benchmark == "t2is":
         results = t2is_results(benchmark, systems, args.missing, name, leakage, args.protocol)
     else:

@@ -5,7 +5,8 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -275,27 +276,28 @@ def _checked(
     return FoundImages(sets)
 
 
-def image_file_size(path: Path) -> tuple[int, int]:
-    """Read the size of an image from its header."""
+@contextmanager
+def _opened(path: Path) -> Iterator["Image"]:
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            return image.height, image.width
+            yield image
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises all three
-        raise ValueError(f"{path} is not a readable image ({error}). Replace it.") from error
+        raise ValueError(f"{path} is not a readable image ({error}). Replace it. Finished scores are kept.") from error
+
+
+def image_file_size(path: Path) -> tuple[int, int]:
+    """Read the size of an image from its header."""
+    with _opened(path) as image:
+        return image.height, image.width
 
 
 def load_image_file(path: Path, convert: Callable[["Image"], "Image"] | None = None) -> "Image":
     """Read an image to its end, in RGB or as `convert` makes it."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return to_rgb(image, str(path)) if convert is None else convert(image)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}). Replace it. Finished scores are kept.") from error
+    with _opened(path) as image:
+        image.load()
+        return to_rgb(image, str(path)) if convert is None else convert(image)
 
 
 def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> list[Path]:
