@@ -255,22 +255,3 @@ def test_the_first_image_of_a_set_is_the_source_of_the_others(tmp_path):
         with Image.open(tmp_path / way / "base/images/0/0.png") as image:
             sets.append(split_grid(image, 1, 2))
     assert [first.tobytes() == second.tobytes() for first, second in zip(*sets, strict=True)] == [True, False]
-
-
-@pytest.mark.slow
-def test_the_images_of_a_set_are_shown_side_by_side(tiny_flux, tmp_path):
-    separate = {"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs.", "It sleeps."]}
-    (tmp_path / "sets.jsonl").write_text(f"{json.dumps(separate)}\n{json.dumps({'prompt': 'A glass.'})}\n")
-    words = ["--dataset_name", tmp_path / "sets.jsonl", "--num_generations", 2]
-    results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out")["base"]
-    assert [each["panels"] for each in results["sets"]] == [[1, 3], [1, 3], [1, 1], [1, 1]]
-    files = sorted((tmp_path / "out" / "base" / "images").rglob("*.png"))
-    written = [path.stat().st_mtime_ns for path in files[1:]]
-    files[0].unlink()
-    evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
-    assert written == [path.stat().st_mtime_ns for path in files[1:]]  # only what is missing is generated again
-    images = [np.asarray(Image.open(path)) for path in files]
-    assert sorted(image.shape[1] for image in images) == [32, 32, 96, 96]
-    (first, second) = (image for image in images if image.shape[1] == 96)
-    panels = [image[:, left : left + 32].tobytes() for image in (first, second) for left in (0, 32, 64)]
-    assert len(set(panels)) == 6
