@@ -246,13 +246,6 @@ class TestEdit:
         assert sizes[-1][0] * sizes[-1][1] == pytest.approx(2_097_152, rel=0.01)
         assert sizes[0][0] * sizes[0][1] < 10_000 and large.size == (4000, 1000)
 
-    def test_unanswered(self, server, served_judge):
-        server.fault = lambda number: (
-            "400" if "hat" in (text := pictures_of(server.requests[number])[1]) and ("follow this" in text) else None
-        )
-        first, second = self.call(EditReward(served_judge))
-        assert 0 < first < 1 and second is None and len(server.requests) == 4
-
 
 class TestReference:
     REFERENCES = [[plain(250)], [plain(120), plain(15)], [plain(60), plain(180), plain(33)]]
@@ -286,11 +279,6 @@ class TestReference:
         outputs = [plain(value) for value in (90, 60, 7)]
         rewards = ReferenceReward(judge)(PROMPTS, outputs, references=self.REFERENCES, reference_roles=self.ROLES)
         assert rewards == close([np.mean(row) for row in self.scores([[image] for image in outputs])])
-
-    def test_one_unanswered_pair(self, server, served_judge):
-        server.fault = {3: "400"}.get
-        rewards = call(ReferenceReward(served_judge), references=self.REFERENCES)
-        assert rewards.count(None) == 1
 
     @pytest.mark.parametrize(
         ("columns", "key"),

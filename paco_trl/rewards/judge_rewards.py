@@ -39,6 +39,9 @@ class WeightedQuestion(NamedTuple):
     weight: float = 1.0
 
 
+Questions = list[list[WeightedQuestion]]  # of each image
+
+
 class JudgedReward:
     """Base of rewards that query a judge; with a judge on a server, a call returns a coroutine."""
 
@@ -84,10 +87,7 @@ class JudgedReward:
         answers = [Answer(score, "undecided" if score is None else None) for score in scores]
         return self._rewards(questions, answers, log_metric)
 
-    def _questions(
-        self, prompts: list[str], completions: list[Image.Image], **columns
-    ) -> list[list[WeightedQuestion]]:
-        """Return the questions about each image."""
+    def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         raise NotImplementedError
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
@@ -95,10 +95,7 @@ class JudgedReward:
         return sum(scores) / len(scores)
 
     def _rewards(
-        self,
-        questions: list[list[WeightedQuestion]],
-        answers: list[Answer],
-        log_metric: Callable[[str, float], None] | None,
+        self, questions: Questions, answers: list[Answer], log_metric: Callable[[str, float], None] | None
     ) -> list[float | None]:
         if log_metric is not None and answers:
             name = self.__name__
@@ -203,9 +200,7 @@ class ConsistencyReward(JudgedReward):
         self.needed_columns = (question,)  # the trainer checks them before it loads a model
         super().__init__(model, base_url, **kwargs)
 
-    def _questions(
-        self, prompts: list[str], completions: list[Image.Image], **columns
-    ) -> list[list[WeightedQuestion]]:
+    def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         panel_images = panels_of(columns.get("panel_images"), len(completions), "`ConsistencyReward`")
         texts = column_of(columns.get(self.question), self.question, len(completions), f"`question={self.question!r}`")
         questions = []
@@ -250,9 +245,7 @@ class EditReward(JudgedReward):
     __name__ = "edit"  # names TRL's metrics, `rewards/edit/mean`
     needed_columns = ("image",)  # the trainer checks them before it loads a model
 
-    def _questions(
-        self, prompts: list[str], completions: list[Image.Image], **columns
-    ) -> list[list[WeightedQuestion]]:
+    def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         rows = _sources_of(columns, len(completions), "`EditReward`")
         return [
             [
@@ -290,9 +283,7 @@ class ReferenceReward(JudgedReward):
     __name__ = "reference"  # names TRL's metrics, `rewards/reference/mean`
     needed_columns = ("references",)  # the trainer checks them before it loads a model
 
-    def _questions(
-        self, prompts: list[str], completions: list[Image.Image], **columns
-    ) -> list[list[WeightedQuestion]]:
+    def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         rows = _images_of(columns, "references", len(completions), "`ReferenceReward`")
         roles = columns.get("reference_roles") or [None] * len(completions)
         panel_images = columns.get("panel_images") or [[image] for image in completions]
@@ -343,9 +334,7 @@ class RubricReward(JudgedReward):
         vars(self).update(RUBRICS.get(str(rubric), {}))  # the trainer checks them before it loads a model
         super().__init__(model, base_url, **kwargs)
 
-    def _questions(
-        self, prompts: list[str], completions: list[Image.Image], **columns
-    ) -> list[list[WeightedQuestion]]:
+    def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         texts = [self.rubric.replace("{prompt}", prompt) for prompt in prompts]
         if not self.needed_columns and columns.get("image") is None and columns.get("images") is None:
             return [[WeightedQuestion((image,), text)] for image, text in zip(completions, texts, strict=True)]
