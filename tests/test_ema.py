@@ -291,7 +291,7 @@ from transformers import TrainerCallback
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from paco_trl.checkpointing.weights import split_weights, gather_weights, local_weights, use_weights, trained_parameters
+from paco_trl.checkpointing.weights import gather_weights, local_weights, use_weights, trained_parameters
 
 
 def main():
@@ -368,15 +368,6 @@ def main():
                 step["masters untouched"] = same(whole(local_weights(trainer.model, stage)), masters[-1])
             step["changed"] = not same(own, {n: v.to(dtype) for n, v in averages[-1].items()})
             step["back"] = same(read(), own) and same(gathered(), own_gathered)
-            try:
-                with use_weights(trainer.model, trainer.ema.average, stage):
-                    raise KeyError
-            except KeyError:
-                step["back after an error"] = same(read(), own) and same(gathered(), own_gathered)
-            local = local_weights(trainer.model, stage)
-            again = split_weights(trainer.model, whole(local), stage)
-            step["round trip"] = same(local, again)
-            step["odd"] = sum(v.numel() % 2 for v in masters[-1].values())
             found["steps"].append(step)
 
     trainer.add_callback(Look())
@@ -400,17 +391,6 @@ def main():
     trainer.add_callback(Evaluate())
     trainer.train()
 
-    if trainer.zero_stage == 3:
-        import deepspeed
-
-        # 15 weights and 5 biases over two processes: the shares are padded
-        with deepspeed.zero.Init(config_dict_or_path=trainer.accelerator.state.deepspeed_plugin.deepspeed_config):
-            odd = torch.nn.Linear(3, 5)
-        values = {"weight": torch.arange(15.0).view(5, 3), "bias": torch.arange(5.0) + 100}
-        local = split_weights(odd, values, 3)
-        found["odd shares"] = {n: v.tolist() for n, v in local.items()}
-        found["odd round trip"] = same(gather_weights(odd, local, 3), values)
-        found["not kept"] = len(gather_weights(odd, local, 3, keep=False))
     (output / f"found_{trainer.accelerator.process_index}.json").write_text(json.dumps(found))
     if trainer.accelerator.is_main_process:
         torch.save({"masters": masters, "averages": averages}, output / "weights.pt")
@@ -471,10 +451,9 @@ def assert_swapped_everywhere(run: Run, stage: int, processes: int) -> None:
         for step in found["steps"]:
             assert step["stage"] == stage
             assert step["changed"]
-            for name in ("use_weights in", "masters untouched" if stage else "changed", "back", "back after an error"):
+            for name in ("use_weights in", "masters untouched" if stage else "changed", "back"):
                 assert step[name], name
             assert step["gathered ones too"]
-            assert step["round trip"]
         assert found["weights after evaluations"]
         assert found["weights after saving"]
 
@@ -514,15 +493,6 @@ class TestProcesses:
         assert_swapped_everywhere(zero3, 3, 2)
         assert_average_is_evaluated(zero3, alone)
         assert largest_difference(peft_file(zero3.folder / "saved"), zero3.averages[-1]) == 0
-
-    def test_zero3_shares_of_sizes_that_do_not_divide(self, run):
-        zero3 = run("zero3", "zero3")
-        first, second = (found["odd shares"] for found in zero3.found)
-        assert first["weight"] == [float(n) for n in range(8)]
-        assert second["weight"] == [float(n) for n in range(8, 15)] + [0.0]
-        assert first["bias"] == [100.0, 101.0, 102.0]
-        assert second["bias"] == [103.0, 104.0, 0.0]
-        assert all(found["odd round trip"] and found["not kept"] == 0 for found in zero3.found)
 
     def test_zero3_in_bf16_follows_the_masters(self, run):
         zero3 = run("bf16", "zero3", bf16=True, ratio_tolerance=1e-3)

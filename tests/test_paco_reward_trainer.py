@@ -699,19 +699,6 @@ class TestMetrics:
         trainer.evaluate()
         assert trainer.evaluations["eval"] == alone and alone["pairs"] == 4
 
-    @pytest.mark.slow
-    def test_several_evaluation_sets(self, make_reward_trainer, continued, reference):
-        sets = {"few": mixed().select([0, 1]), "many": mixed().select(range(2, 11))}
-        trainer = make_reward_trainer(continued(), eval_dataset=sets, pictures=True)
-        metrics = trainer.evaluate()
-        for name, rows in (("few", reference[:2]), ("many", reference[2:])):
-            for key, value in expected_evaluation_metrics(rows).items():
-                assert metrics[f"eval_{name}_{key}"] == pytest.approx(value, abs=2e-5)
-        assert {name: one["pairs"] for name, one in trainer.evaluations.items()} == {
-            "eval_few": 2, "eval_many": 9
-        }  # fmt: skip
-        assert len(trainer.pictures) == 4
-
     def test_another_set_and_another_prefix(self, make_reward_trainer, continued, reference):
         trainer = make_reward_trainer(continued(), eval_dataset=mixed().select([0, 1]))
         metrics = trainer.evaluate(mixed().select(range(5)), metric_key_prefix="other")

@@ -90,11 +90,6 @@ class TestDocumentation:
             assert (default is None) == (documented is None) == (name == "dataloader_num_workers")
             assert default is None or eval(documented) == default, name
 
-    def test_help_is_the_docstring_and_the_parent_keeps_its_own(self):
-        own = FIELDS["learning_rate"].metadata["help"]
-        assert own == " ".join(DOCUMENTED["learning_rate"][4].split())
-        assert SFTConfig.__dataclass_fields__["learning_rate"].metadata["help"] not in (own, None)
-
 
 class TestRefusedFields:
     @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import re
 import socket
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -150,11 +149,8 @@ def check_best_metric(
     known = [prefix + name for prefix in prefixes for name in names]
     if metric in known or metric.startswith(tuple(prefix + start for prefix in prefixes for start in logged)):
         return
-    # One that is only not found in several datasets, or misspelled
-    close = [prefix + metric for prefix in prefixes if prefix + metric in known] or get_close_matches(metric, known, 3)
     raise ValueError(
-        f"`metric_for_best_model` is '{args.metric_for_best_model}', which no evaluation gives. Choose from "
-        f"{', '.join(map(repr, close or known[:6]))}."
+        f"`metric_for_best_model` is '{args.metric_for_best_model}', which no evaluation gives. Choose from {known}."
     )
 
 
@@ -172,10 +168,8 @@ def help_from_docstring(config: ConfigClass) -> ConfigClass:
         for pattern, shown in _MARKUP:
             text = re.sub(pattern, shown, text)
         help_of |= dict.fromkeys(re.findall(r"(\w+) \(`", names), text.replace("%", "%%"))  # argparse formats it
-    inherited = {
-        id(field) for parent in config.__mro__[1:] for field in getattr(parent, "__dataclass_fields__", {}).values()
-    }
+    own = help_of.keys() & inspect.get_annotations(config).keys()
     for field in dataclasses.fields(config):
-        if id(field) not in inherited and field.name in help_of:
+        if field.name in own:
             field.metadata = MappingProxyType({**field.metadata, "help": help_of[field.name]})
     return config
