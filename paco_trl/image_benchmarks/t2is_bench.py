@@ -7,7 +7,7 @@ scorers. Interrupted runs resume.
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import combinations, islice
 from pathlib import Path
 from statistics import fmean
@@ -60,8 +60,8 @@ COLUMNS: dict[str, tuple[str, ...]] = dict.fromkeys(("aesthetics", "duplicates")
 COLUMNS |= {"consistency": ("id", "rows", "cols", "criteria"), "alignment": ("id", "rows", "cols", "alignment")}
 
 Record = dict[str, Any]
-# Arguments of each question about a set, and a function that makes its record from an iterator of their answers
-Prepared = tuple[list[tuple], Callable[[Iterator], Record]]
+# Yields the arguments of each question about a set, is sent an iterator of their answers, and yields the record
+Asking = Generator[Any, Iterator, None]
 
 
 def load_t2is_bench(
@@ -201,24 +201,21 @@ def score_consistency(
     patch = getattr(judge, "patch_size", None) or (patch_size_of(processor) if processor is not None else 14)
     side = round(SIDE / (2 * patch)) * 2 * patch
 
-    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
+    def ask(panels: list[Image.Image | None], row: dict) -> Asking:
         pairs, criteria = _pairs(panels), consistency_criteria(row)
         resized = [panel and panel.resize((side, side)) for panel in panels]  # Pillow's default, as `qwen_vl_utils`
-        questions = [
+        answers = yield [
             ((resized[first], resized[second]), t2is_bench_question(text))
             for texts in criteria.values()
             for text in texts
             for first, second in pairs
         ]
 
-        def record(answers: Iterator[float | None]) -> Record:
-            scores = {name: [[next(answers) for _ in pairs] for _ in texts] for name, texts in criteria.items()}
-            return {"pairs": pairs, "scores": scores}
-
-        return questions, record
+        scores = {name: [[next(answers) for _ in pairs] for _ in texts] for name, texts in criteria.items()}
+        yield {"pairs": pairs, "scores": scores}
 
     settings = {"question": t2is_bench_question("{criterion}"), "side": side}
-    return _score("consistency", judge, settings, prepare, judge.score, found, benchmark, folder, batch_size)
+    return _score("consistency", judge, settings, ask, judge.score, found, benchmark, folder, batch_size)
 
 
 def score_alignment(
@@ -245,9 +242,9 @@ def score_alignment(
     if "alignment" not in benchmark.column_names:
         raise ValueError("The benchmark has no `alignment`: load it with `load_t2is_bench(..., alignment_file=...)`.")
 
-    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
+    def ask(panels: list[Image.Image | None], row: dict) -> Asking:
         expected = list(zip(panels, alignment_texts(row), strict=True))
-        questions = [
+        answers = yield [
             (panel, shows_question(text))
             for panel, dimensions in expected
             if panel is not None
@@ -255,17 +252,14 @@ def score_alignment(
             for text in texts
         ]
 
-        def record(answers: Iterator[float | None]) -> Record:
-            scores = [
-                None if panel is None else {name: [next(answers) for _ in texts] for name, texts in dimensions.items()}
-                for panel, dimensions in expected
-            ]
-            return {"scores": scores}
-
-        return questions, record
+        scores = [
+            None if panel is None else {name: [next(answers) for _ in texts] for name, texts in dimensions.items()}
+            for panel, dimensions in expected
+        ]
+        yield {"scores": scores}
 
     settings = {"question": shows_question("{text}")}
-    return _score("alignment", judge, settings, prepare, judge.score_images, found, benchmark, folder, batch_size)
+    return _score("alignment", judge, settings, ask, judge.score_images, found, benchmark, folder, batch_size)
 
 
 def score_aesthetics(
@@ -285,11 +279,11 @@ def score_aesthetics(
         `dict[str, dict]`: key -> record with `scores`, one for each panel; `None` for a missing one.
     """
 
-    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
-        present = [(panel,) for panel in panels if panel is not None]
-        return present, lambda scores: {"scores": [None if panel is None else next(scores) for panel in panels]}
+    def ask(panels: list[Image.Image | None], row: dict) -> Asking:
+        answers = yield [(panel,) for panel in panels if panel is not None]
+        yield {"scores": [None if panel is None else next(answers) for panel in panels]}
 
-    return _score("aesthetics", scorer, {}, prepare, scorer.score_images, found, benchmark, folder, batch_size)
+    return _score("aesthetics", scorer, {}, ask, scorer.score_images, found, benchmark, folder, batch_size)
 
 
 def score_duplicates(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> dict[str, Record]:
@@ -305,16 +299,16 @@ def score_duplicates(found: FoundImages, benchmark: "Dataset", folder: str | Pat
         of each.
     """
 
-    def prepare(panels: list[Image.Image | None], row: dict) -> Prepared:
+    def ask(panels: list[Image.Image | None], row: dict) -> Asking:
         pairs = _pairs(panels)
-        compared = [(panels[first], panels[second]) for first, second in pairs]
-        return compared, lambda scores: {"pairs": pairs, "scores": list(scores)}
+        answers = yield [(panels[first], panels[second]) for first, second in pairs]
+        yield {"pairs": pairs, "scores": list(answers)}
 
     def query(firsts: list[Image.Image], seconds: list[Image.Image]) -> list[float]:
         return list(map(panel_similarity, firsts, seconds))
 
     scorer = SimpleNamespace(name="panel_similarity")
-    return _score("duplicates", scorer, {}, prepare, query, found, benchmark, folder, 1)
+    return _score("duplicates", scorer, {}, ask, query, found, benchmark, folder, 1)
 
 
 def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
@@ -323,7 +317,7 @@ def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
 
 
 def _score(
-    kind: str, scorer: Any, settings: dict, prepare: Callable[[list[Image.Image | None], dict], Prepared],
+    kind: str, scorer: Any, settings: dict, ask: Callable[[list[Image.Image | None], dict], Asking],
     query: Callable[..., list], found: FoundImages, benchmark: "Dataset", folder: str | Path,
     batch_size: int,
 ) -> dict[str, Record]:  # fmt: skip
@@ -335,19 +329,20 @@ def _score(
     settings = {"kind": kind, "scorer": name, "weights": getattr(scorer, "fingerprint", None), **settings}
     settings["benchmark"] = dataset_fingerprint(benchmark, COLUMNS[kind], ())
 
-    def prepared(key: str) -> tuple[str, list, Callable[[Iterator], Record]]:
-        return key, *prepare(found.sets[key].panels(), benchmark[row_of[found.sets[key].prompt_id]])
+    def asking(key: str) -> tuple[str, list[tuple], Asking]:
+        of_set = ask(found.sets[key].panels(), benchmark[row_of[found.sets[key].prompt_id]])
+        return key, next(of_set), of_set
 
     with open_scores(folder, f"{kind}-{name}", settings, found.digests) as store:
         bar = {"desc": f"Scoring {kind} with {name}", "unit": "set", "disable": not store.is_main_process}
         with tqdm(total=len(store.pending), **bar) as progress:
-            for batch in batches(map(prepared, store.pending), lambda one: len(one[1]), batch_size):
-                questions = [question for _, of_set, _ in batch for question in of_set]
+            for batch in batches(map(asking, store.pending), lambda one: len(one[1]), batch_size):
+                questions = [question for _, asked, _ in batch for question in asked]
                 scores = query(*map(list, zip(*questions, strict=True))) if questions else []
                 answers, records = iter(_checked(kind, scorer.name, scores, len(questions))), []
-                for key, of_set, record in batch:
-                    own = list(islice(answers, len(of_set)))
-                    records.append({"key": key, **record(iter(own)), "incomplete": None in own})
+                for key, asked, of_set in batch:
+                    own = list(islice(answers, len(asked)))
+                    records.append({"key": key, **of_set.send(iter(own)), "incomplete": None in own})
                 store.append(*records)
                 progress.update(len(batch))
         records = store.finish()
