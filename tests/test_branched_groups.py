@@ -12,7 +12,6 @@ import test_families
 from paco_trl import PaCoGRPOConfig, tiny
 from paco_trl.rollout import FAMILIES, FluxFamily, PipelinePolicy, SDESettings, keyed_generator, predict, replay
 from paco_trl.rollout import policy as policy_module
-from paco_trl.rollout.sde import STREAMS
 from test_families import NUM_STEPS, build_policy, encode, moved_adapter, pixels
 
 
@@ -263,22 +262,6 @@ class TestTrainer:
         trained = [rows for _, rows in seen[16:]]
         each = ([prefix] + [4] * first) * 4
         assert trained == (each if not trainer.args.beta else [rows for rows in each for _ in range(2)])
-
-    def test_branches_do_not_depend_on_the_micro_batch(self, make_trainer):
-        """Neither are they divided by it, nor does the noise of an image change."""
-        settings = {"branch_size": 2, "max_steps": 1, "optimizer_steps_per_generation": 1}
-        found = []
-        for batch_size in (2, 8):
-            trainer = make_trainer(per_device_train_batch_size=batch_size, **settings)
-            trainer.train()
-            assignment = trainer.round_plan.assign([(32, 32)] * 4, (trainer.args.seed, STREAMS["batches"], 0))[0]
-            starts = {}
-            for batch, entry in zip(assignment, trainer.buffer.entries, strict=True):
-                for branch, sample in zip(batch[::2], entry["record"].sample, strict=True):
-                    starts[int(branch)] = sample
-            found.append(torch.stack([starts[branch] for branch in range(0, 16, 2)]))
-        torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
-        assert (found[0][0] - found[0][1]).std() > 0.1
 
     def test_images_are_compared_within_their_branch(self, make_trainer):
         """What differs between branches is their initial noise, which has no gradient."""

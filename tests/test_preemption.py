@@ -22,7 +22,6 @@ from launching import ROOT, check_run, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.trainer.resuming import ResumesExactly
 from paco_trl.utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
-from test_evaluate_generation import make_adapter
 
 
 # A round is two steps of four batches: what the second batch is in, and in which step it is
@@ -279,23 +278,6 @@ class TestCommands:
         assert images[0] == images[1] and len(images[0]) == 13  # with a sheet of them
 
     @pytest.mark.slow
-    def test_evaluate(self, tiny_flux, prompts, tmp_path):
-        words = ["evaluate", "prompts", "--dataset_name", prompts, "--model_name_or_path", tiny_flux]
-        words += ["--rewards", "redness", "--height", 32, "--width", 32, "--num_inference_steps", 2, "--bf16", "False"]
-        words += ["--adapter", make_adapter(tmp_path / "adapter", str(tiny_flux), 0)]
-        results = []
-        for name in ("whole", "stopped"):
-            output = ["--output_dir", tmp_path / name]
-            if name == "stopped":
-                self.stop(tmp_path, tmp_path / name, signal.SIGUSR1, [*words, *output])
-                assert not list((tmp_path / name).rglob("*.part"))
-                assert not list((tmp_path / name).rglob("results.json"))
-            check_run(["-m", "paco_trl.commands.main", *words, *output], cwd=tmp_path)
-            (file,) = (tmp_path / name).rglob("results.json")
-            results.append(json.loads(file.read_text())["sets"])
-        assert results[0] == results[1]
-
-    @pytest.mark.slow
     def test_a_launcher_passes_it_on(self, tiny_flux, prompts, tmp_path):
         """`paco-trl grpo` with two processes, by the real launcher; without an option for the signal."""
         command = [sys.executable, "-m", "paco_trl.commands.main", "grpo", "--num_processes", 2]
@@ -336,7 +318,7 @@ exit $CODE"""
 
     @pytest.mark.parametrize(
         ("code", "to_shell", "is_requeued"),
-        [(0, "", False), (1, "", False), (75, "", True), (138, "", True), (75, "TERM", False)],
+        [(1, "", False), (75, "", True), (75, "TERM", False)],
     )
     def test_requeues_what_a_signal_has_stopped(self, tmp_path, code, to_shell, is_requeued):
         for name, text in {"srun": self.SRUN, "scontrol": self.SCONTROL, "paco-trl": self.TASK}.items():

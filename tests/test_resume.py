@@ -533,15 +533,6 @@ class TestTwoProcesses:
         assert found_after_kill(output)["latest"] == 4
         self.assert_equal(Run(context, tiny_flux, output, resume=True, processes=2), reference)
 
-    def test_two_become_one(self, context, tiny_flux, tmp_path):
-        settings = WITHOUT_CHANCE
-        two = Run(context, tiny_flux, tmp_path / "two", processes=2, **settings)
-        assert two.state()["global_step"] == 6
-        output = copy_run(two.output, tmp_path / "out", [4])
-        one = Run(context, tiny_flux, output, resume=True, **settings)
-        assert TestOtherNumberOfProcesses.distance(one, two) < 1e-6
-        assert "made by 2 processes, now 1: the images are the same" in one.output_text()
-
 
 @pytest.fixture(scope="module")
 def zero3(context, tiny_flux, tmp_path_factory) -> Run:

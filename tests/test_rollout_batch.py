@@ -4,10 +4,7 @@
 import pytest
 import torch
 
-from kill_runs import Run, copy_run, different, relative_difference
-from launching import fork_context
 from paco_trl import PaCoGRPOConfig
-from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FAMILIES
 from paco_trl.rollout.policy import split_record
 from test_branched_groups import BRANCHES, CASES, FOUR_KEYS, FULL, rows_of_calls, setup_of  # noqa: F401
@@ -65,7 +62,7 @@ def test_trains(make_trainer, settings):
 
 def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
     found = []
-    for batch in (2, None, 4, 8):
+    for batch in (2, None, 8):
         settings = {"optimizer_steps_per_generation": 1, "max_steps": 1, "learning_rate": 1e-3}
         trainer = make_trainer(per_device_train_batch_size=2, per_device_rollout_batch_size=batch, **settings)
         trainer.train()
@@ -89,9 +86,7 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"per_device_rollout_batch_size": 0}, "`per_device_rollout_batch_size` is 0; it must be at least 1"),
         ({"per_device_rollout_batch_size": 3}, "`per_device_rollout_batch_size` is 3, .*multiple of 2. .*: 2 or 4"),
-        ({"per_device_rollout_batch_size": 1}, "`per_device_rollout_batch_size` is 1, .*multiple of 2"),
         ({"gradient_accumulation_steps": 3}, "`gradient_accumulation_steps` = 3"),
     ],
     ids=str,
@@ -116,18 +111,3 @@ def test_what_a_pipeline_or_data_cannot_do(make_trainer, prompts, monkeypatch):
     message = "`per_device_rollout_batch_size` is 2, but UnlistedFamily generates at most 1 with FluxPipeline"
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=message):
         make_trainer(per_device_rollout_batch_size=2, **settings)
-
-
-@pytest.mark.slow
-def test_two_processes_and_a_resumed_run_equal_one(tiny_flux, tmp_path):
-    settings = {
-        "per_device_train_batch_size": 1, "per_device_rollout_batch_size": 4, "max_steps": 4,
-        "reward_funcs": redness_reward, "eval_strategy": "no",
-    }  # fmt: skip
-    alone = Run(fork_context(), tiny_flux, tmp_path / "alone", **settings)
-    assert alone.state()["global_step"] == 4 and (alone.output / "checkpoint-3" / "rollout_0.pt").exists()
-    output = copy_run(alone.output, tmp_path / "resumed", [3])
-    resumed = Run(fork_context(), tiny_flux, output, resume=True, **settings)
-    assert not different(alone.state(), resumed.state()) and "again" not in resumed.output_text()
-    two = Run(fork_context(), tiny_flux, tmp_path / "two", processes=2, **settings).state()["adapter"]
-    assert relative_difference(alone.state()["adapter"], two) < 0.05

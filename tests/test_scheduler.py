@@ -69,16 +69,6 @@ class TestWithoutNoise:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(samples, expected, strict=True))
         assert torch.equal(scheduler.timesteps, parent.timesteps) and torch.equal(scheduler.sigmas, parent.sigmas)
 
-    @pytest.mark.parametrize("sde", NO_SDE, ids=["none", "level 0", "no steps"])
-    def test_steps_are_reported_without_a_density(self, scheduler, noise, sde):
-        steps = []
-        scheduler.sde, scheduler.on_step = sde, lambda *args: steps.append(args[3])
-        samples = trajectory(scheduler, noise)
-        assert [torch.equal(step.prev_sample, after) for step, after in zip(steps, samples[1:], strict=True)] == [
-            True
-        ] * STEPS
-        assert all(step.log_prob is step.mean is step.std is None for step in steps)
-
     def test_without_begin_index_the_timestep_is_looked_up(self, parent, scheduler, noise):
         results = []
         for each in (parent, scheduler):

@@ -122,7 +122,6 @@ class TestData:
         ("row", "word"),
         [
             (row_of(0, 2) | {"theme": None}, "theme"),
-            (row_of(0, 2) | {"panels": None}, "panels"),
             (row_of(0, 2) | {"panels": ["One.", ""]}, "panels"),
             (row_of(0, 2) | {"layout": "seperate"}, "rows"),
             (row_of(0, 4) | {"rows": 2, "cols": 2}, "rows=2"),
@@ -239,13 +238,12 @@ def test_initial_noise(make_trainer, way):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"panel_generation": "shared_noise", "branch_size": 2, "per_device_train_batch_size": 2, "tail_steps": 1},
         {"per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "num_prompts_per_generation": 6},
         {"trainer_class": PaCoNFTTrainer},
         {"trainer_class": PaCoNFTTrainer, "loss_type": "awm"},
     ],
-    ids=["plain", "branches and tail", "merged and padded", "nft", "awm"],
+    ids=["branches and tail", "merged and padded", "nft", "awm"],
 )
 def test_training(make_trainer, tmp_path, changes):
     arguments = SETTINGS | {"eval_dataset": sets(3, 2), "eval_strategy": "steps", "eval_steps": 2} | changes
@@ -425,7 +423,6 @@ class TestAnchored:
         ("changes", "word"),
         [
             ({"model": "flux2_klein", "per_device_train_batch_size": 2}, "`per_device_train_batch_size` is 2"),
-            ({"model": "flux2_klein", "per_device_rollout_batch_size": 2}, "`per_device_rollout_batch_size` is 2"),
             ({"per_device_train_batch_size": 4}, "divide `num_generations`"),
             ({"model": "flux2_klein", "per_device_eval_batch_size": 2}, "per_device_eval_batch_size"),
             ({"branch_size": 2}, "branch_size"),
@@ -481,14 +478,8 @@ def test_what_is_generated_in_vain_is_told(make_trainer, caplog):
         ({"num_prompts_per_generation": 16}, "num_prompts_per_generation"),
         ({"set_layout": "grid", "width": 192, "panel_generation": "shared_noise"}, "panel_generation"),
         ({"panel_template": "{theme}"}, "panel_template"),
-        ({"panel_template": "{theme} {panel} {other}"}, "panel_template"),
         ({"panel_template": "{panel[0]}"}, "panel_template"),
-        ({"panel_template": "{panel!r}"}, "panel_template"),
-        ({"panel_template": "{theme} {panel:>99}"}, "panel_template"),
-        ({"panel_template": "{theme} {{panel}}"}, "panel_template"),
         ({"set_layout": "grid", "width": 192, "panel_template": "{panel}"}, "panel_template"),
-        ({"set_layout": "row"}, "set_layout"),
-        ({"panel_generation": "shared"}, "panel_generation"),
     ],
 )
 def test_refused(make_trainer, changes, word):
