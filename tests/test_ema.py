@@ -266,14 +266,6 @@ class TestFiles:
         # An average that began anew at the checkpoint would be another one
         assert largest_difference(moving_average(0.7, record.weights[2:]), record.averages[3]) > 1e-3
 
-    def test_an_average_that_was_not_kept_begins_at_the_checkpoint(self, make_trainer, tmp_path, caplog):
-        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-        make_trainer(output_dir=str(tmp_path / "a"), ema_decay=None, **settings).train()
-        resumed, record = recorded(make_trainer, output_dir=str(tmp_path / "b"), ema_decay=0.7, **settings)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-        assert "ema_decay: None, now 0.7" in caplog.text
-        assert largest_difference(record.averages[-1], moving_average(0.7, record.weights)) < 3e-7
-
 
 # ---- Several processes ----
 
@@ -473,15 +465,6 @@ def assert_average_is_evaluated(run: Run, alone: Run) -> None:
 
 @pytest.mark.slow
 class TestProcesses:
-    def test_one_process_is_the_reference(self, run):
-        alone = run("alone")
-        assert len(alone.averages) == 3
-        for done in (1, 2, 3):
-            average = moving_average(0.7, alone.masters[: done + 1])
-            assert largest_difference(alone.averages[done - 1], average) < 3e-7
-        assert_swapped_everywhere(alone, 0, 1)
-        assert_average_is_evaluated(alone, alone)
-
     def test_zero3_has_the_same_average(self, run):
         alone, zero3 = run("alone"), run("zero3", "zero3")
         assert [len(w.masters) for w in (alone, zero3)] == [4, 4]

@@ -178,12 +178,6 @@ class TestUploads:
         assert "checkpoint-6/sheet_6.png" in files and "sheet_6.png" not in files
         assert not any("training_args" in name for name in files)  # it holds the token
 
-    def test_private(self, hub, run, tmp_path):
-        hub.repos["model", "tester/adapter"].private = True
-        run(push_steps, str(tmp_path / "out"), [2])
-        assert run(download, False)["error"] == "RepositoryNotFoundError"
-        assert run(download, TOKEN)["result"] == "README.md of step 2"
-
     def test_no_path_of_this_machine(self, hub, run, tmp_path):
         base = str(tmp_path / "models" / "tiny-base")
         run(push_steps, str(tmp_path / "out"), [2], base=base)

@@ -95,14 +95,6 @@ class TestBatch:
         grids = batch["image_grid_thw"]
         assert (grids.prod(dim=1) // 4).tolist() == [*TOKENS[2], *TOKENS[0], *TOKENS[1]]
 
-    def test_images_are_in_order(self, processor):
-        red, blue = PILImage.new("RGB", (56, 56), "red"), PILImage.new("RGB", (56, 56), "blue")
-        dataset = pair_dataset([make_pair(red, blue, "Same?", False), make_pair(blue, red, "Same?", False)])
-        first, second = (collator(processor)(rows_of(dataset, number))["pixel_values"] for number in range(2))
-        half = len(first) // 2
-        assert not torch.equal(first[:half], first[half:])
-        assert torch.equal(first[:half], second[half:]) and torch.equal(first[half:], second[:half])
-
 
 class TestCut:
     def test_reasons_are_cut_from_the_end(self, processor, pairs):

@@ -23,7 +23,7 @@ from paco_trl.rewards.runner import RewardRunner
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
-from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, compared_settings, run_identity
+from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, run_identity
 from paco_trl.utils.fingerprint import describe_scorer
 from test_paco_reward_trainer import colours
 
@@ -54,11 +54,6 @@ class TestSettings:
     def test_what_is_named_as_harmless_is_a_field(self):
         fields = {field.name for field in dataclasses.fields(PaCoGRPOConfig)}
         assert not set(HARMLESS) - fields and not set(HARMLESS) & REFUSED_GRPO_FIELDS
-
-    def test_those_of_nft_are_compared(self, tmp_path):
-        before = compared_settings(PaCoNFTConfig(str(tmp_path), **SETTINGS))
-        after = compared_settings(PaCoNFTConfig(str(tmp_path), **SETTINGS, nft_beta=0.5))
-        assert {name for name in before if before[name] != after[name]} == {"nft_beta"}
 
     def test_what_is_loaded_is_identity_and_from_where_is_not(self, tmp_path, make_trainer):
         rows = make_trainer().train_rows
