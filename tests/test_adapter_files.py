@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paco_trl import generation, tiny
-from paco_trl.checkpointing.export import save_adapter
+from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import launching
 from paco_trl import PaCoGRPOConfig
-from paco_trl.checkpointing.export import save_adapter
+from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import main
 from paco_trl.data import demo_prompts_path

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ..checkpointing.checkpoints import checkpoints_of
-from ..checkpointing.export import save_transformer
+from ..checkpointing.weights import save_transformer
 from ..hub.cards import save_card
 from ..hub.licenses import base_license
 from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings

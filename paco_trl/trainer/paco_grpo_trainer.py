@@ -37,13 +37,13 @@ from ..checkpointing.checkpoints import (
     read_run,
     round_file,
 )
-from ..checkpointing.export import save_trained
 from ..checkpointing.weights import (
     EMA,
     check_all_gradients,
     gather_weights,
     load_weights,
     local_weights,
+    save_trained,
     use_weights,
     zero_stage_of,
 )

@@ -316,7 +316,7 @@ TRAINING = [
         ("map_location=location, weights_only=True)", "map_location=location, weights_only=False)"),
     ),
     *_mutants(
-        "checkpointing/export.py",
+        "checkpointing/weights.py",
         "test_adapter_files.py::test_scales_of_every_kind test_adapter_files.py::test_the_code_of_the_page",
         ("(tensor.float() * scales[layer])", "tensor.float()"),
         ('"lora_alpha": config.r,', '"lora_alpha": config.lora_alpha,'),
@@ -325,7 +325,7 @@ TRAINING = [
         ('"use_rslora": False', '"use_rslora": config.use_rslora'),
     ),
     *_mutants(
-        "checkpointing/export.py",
+        "checkpointing/weights.py",
         "test_full_finetuning.py::TestAllWeights::test_what_is_saved_is_the_averaged_transformer",
         ('    config.pop("_name_or_path", None)\n', ""),
     ),
