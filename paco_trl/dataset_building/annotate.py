@@ -131,13 +131,12 @@ class AnnotationWork:
             "skipped": len(done) - ranked,
             "percent": int(100 * finished),
         }
-        return task if instance is None else task | self._shown(annotator, instance, done)
-
-    def _shown(self, annotator: str, instance: str, done: Mapping[str, tuple[int, ...] | None]) -> dict[str, Any]:
+        if instance is None:
+            return task
         row, ranks = self._rows[instance], done.get(instance)
         prompt = self._prompts[row["prompt_id"]]
         shown = shown_order(annotator, instance, len(row["candidates"]))
-        return {
+        return task | {
             "theme": theme_of(prompt),
             "dimensions": prompt.get("dimensions") or list(DIMENSIONS),
             "reference": f"/image/{self._sha_of[row['reference']]}",
@@ -186,6 +185,7 @@ def make_app(work: AnnotationWork) -> "Blocks":
     """Build the app: a name first, then one instance after the other."""
     import gradio as gr
 
+    @_shown_errors()
     def show(annotator: str, instance: str | None = None, saved: str | None = None) -> list[Any]:
         task = work.task(annotator, instance) | {"saved": saved}
         is_task = task["instance"] is not None
@@ -202,17 +202,12 @@ def make_app(work: AnnotationWork) -> "Blocks":
         annotator = name or request.query_params.get("annotator")
         if not annotator:
             return [gr.skip()] * 6
-        with _shown_errors():
-            return show(annotator, None if name else request.query_params.get("instance"))
+        return show(annotator, None if name else request.query_params.get("instance"))
 
+    @_shown_errors()
     def save(task: dict[str, Any]) -> list[Any]:
-        with _shown_errors():
-            work.save(task["annotator"], task["instance"], task["order"])
-            return show(task["annotator"], saved=task["instance"])
-
-    def back(task: dict[str, Any]) -> list[Any]:
-        with _shown_errors():
-            return show(task["annotator"], task["previous"])
+        work.save(task["annotator"], task["instance"], task["order"])
+        return show(task["annotator"], saved=task["instance"])
 
     with gr.Blocks(title="Rank images by consistency", analytics_enabled=False, fill_width=True) as app:
         with gr.Column() as start:
@@ -233,7 +228,7 @@ def make_app(work: AnnotationWork) -> "Blocks":
         gr.on([name.submit, start_button.click], open_, name, outputs, **options)
         save_button.click(save, board, outputs, **options)
         skip_button.click(lambda task: save(task | {"order": None}), board, outputs, **options)
-        back_button.click(back, board, outputs, **options)
+        back_button.click(lambda task: show(task["annotator"], task["previous"]), board, outputs, **options)
     return app
 
 
