@@ -18,12 +18,7 @@ import torch
 from ..data import load_consistency_rank
 from ..data.dataset_files import load_split
 from ..data.rankings import RANK_FILE
-from ..evaluation import (
-    ClipIScorer,
-    evaluate_edit_reward,
-    evaluate_rankings,
-    save_report,
-)
+from ..evaluation import ClipIScorer, evaluate_edit_reward, evaluate_rankings, save_report
 from ..evaluation.runs import PROTOCOLS
 from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge, refuse_unused
 from .options import judge_options, option
