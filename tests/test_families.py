@@ -67,34 +67,19 @@ RED, BLUE, GREEN = stripes(72, 64, (255, 60, 40)), stripes(64, 80, (40, 60, 255)
 
 @dataclass(frozen=True)
 class Case:
-    """
-    A pipeline and how it is used.
-
-    Args:
-        builder: Name of the tiny pipeline's builder.
-        pipeline: Name of the pipeline's class.
-        guidance_scale: Guidance scale.
-        negative_prompt: Negative prompt of the settings.
-        images: Source images.
-        plain: What a user of the plain pipeline passes besides prompt, size, steps and generators.
-        size: Height and width of the generated image.
-        scale: Factor for source images; the plain pipeline is called with the same area.
-        guide: The rule of true guidance, written again.
-        split: Conditional and unconditional prediction from the outputs of a step, written again.
-        options: Arguments of the builder.
-    """
+    """A pipeline and how it is used."""
 
     builder: str
     pipeline: str
     guidance_scale: float
     negative_prompt: str | None = None
     images: tuple[Image.Image, ...] = ()
-    plain: dict = field(default_factory=dict)
+    plain: dict = field(default_factory=dict)  # what a user passes besides prompt, size, steps and generators
     size: int = 32
-    scale: float = 1.0
-    guide: Callable | None = None
-    split: Callable | None = None
-    options: dict = field(default_factory=dict)
+    scale: float = 1.0  # of source images; the plain pipeline is called with the same area
+    guide: Callable | None = None  # the rule of true guidance, written again
+    split: Callable | None = None  # both predictions from the outputs of a step, written again
+    options: dict = field(default_factory=dict)  # of the builder
 
     @property
     def is_guided(self) -> bool:
@@ -908,14 +893,6 @@ class TestLongCatImageEdit:
         own = pipeline_longcat_image_edit.calculate_dimensions(1024 * 1024, width / height)
         assert own[::-1] == rows.inference_sizes[0]
 
-    def test_another_size_is_an_error(self, setup_of):
-        setup = setup_of("longcat-edit")
-        rows = rows_of([PROMPT], [(SQUARE,)])  # 64 x 64
-        with pytest.raises(ValueError, match="`height` x `width` is 4096 pixels, but .* always generates about 1024"):
-            rows.measure(setup.policy.pipeline, setup.family)
-        with pytest.raises(ValueError, match="32 x 32 pixels were requested, .* source, 64 x 64"):
-            setup.policy.generate(setup.arguments, 32, 32, 2, 4.0, KEYS, sources=setup.sources)
-
 
 def test_a_source_keeps_the_size_that_it_has():
     pipeline = object.__new__(pipeline_qwenimage_edit.QwenImageEditPipeline)
@@ -952,6 +929,16 @@ class TestQwenImage21:
     def test_keys_and_values_of_the_text_are_not_kept(self, setup_of, recorded):
         for record in recorded(setup_of("qwen-2.1, editing")):
             assert [call["kv_cache"] for call in record.calls] == [None, None]
+
+    def test_a_schedule_of_its_own_decides_the_number_of_steps(self, setup_of):
+        setup = setup_of("qwen-2.1")
+        setup.policy.pipeline.register_to_config(sample_sigmas=[1.0, 0.6, 0.3])
+        try:
+            with pytest.raises(RuntimeError, match=r"`num_inference_steps` is 4"):
+                setup.generate(SDE, batch_size=1)
+            setup.generate(batch_size=1, num_steps=3)
+        finally:
+            setup.policy.pipeline.register_to_config(sample_sigmas=None)
 
     def test_a_source_that_the_processor_resizes_is_an_error(self, setup_of, monkeypatch):
         setup = setup_of("qwen-2.1, editing")

@@ -70,13 +70,6 @@ class TestNormalizedLogRatio:
         for other in (plain, plain + bias, plain * step.std.flatten()):
             assert ((other - expected).abs() > 1e-4).all()
 
-    def test_gradient_is_the_noise(self):
-        """d/d mean of mean[ eps * Delta ] is eps / elements, wherever the model is."""
-        for delta in (torch.zeros(SHAPE, dtype=torch.float64), normal(2, scale=0.05), normal(3)):
-            step = Step(PER_IMAGE, delta)
-            (gradient,) = torch.autograd.grad(step.normalized().sum(), step.mean)
-            torch.testing.assert_close(gradient, step.eps / ELEMENTS)
-
     def test_images_do_not_leak_into_each_other(self):
         """Twin: a bias that is averaged over the batch gives the still image a ratio other than 1."""
         delta = normal(2, (2, 5, 4), 0.3)
@@ -212,32 +205,6 @@ class TestGuardedSurrogate:
         assert (gradient == 0).all() if is_low or is_high else (gradient != 0).all()
         expected = {(True, False): 0.9, (False, True): 1.2}.get((is_low, is_high), result.ratio)
         torch.testing.assert_close(result.loss.detach(), -self.WEIGHT * expected * advantages)
-
-    def test_low_and_high_are_not_exchanged(self):
-        step = Step(0.3, normal(0, scale=0.15) * torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64).view(3, 1, 1))
-        advantages = torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64)
-        narrow_low, narrow_high = step.guarded(advantages, 0.01, 0.9), step.guarded(advantages, 0.9, 0.01)
-        assert narrow_low.is_low_clipped.tolist() == [False, True, False] and not narrow_low.is_high_clipped.any()
-        assert narrow_high.is_high_clipped.tolist() == [True, False, True] and not narrow_high.is_low_clipped.any()
-
-    def test_the_clip_range_is_std_times_that_of_the_plain_loss(self):
-        """To first order: where the plain ratio leaves [1 - e, 1 + e], this one leaves [1 - S e, 1 + S e]."""
-        delta = torch.linspace(0.5e-4, 1.5e-4, 3, dtype=torch.float64).view(3, 1, 1) * normal(0).sign()
-        step, ones = Step(0.2, delta), torch.ones(3, dtype=torch.float64)
-        epsilon = (step.log_prob - step.old_log_prob)[1].item() * 0.98
-        plain = clipped_surrogate(step.log_prob, step.old_log_prob, ones, epsilon, epsilon)
-        assert plain.is_high_clipped.tolist() == [False, True, True]
-        assert step.guarded(ones, epsilon * 0.2, epsilon * 0.2).is_high_clipped.tolist() == [False, True, True]
-        assert not step.guarded(ones, epsilon, epsilon).is_high_clipped.any()
-
-    def test_the_bias_hides_positive_images_from_the_plain_clip(self):
-        """What the method is for: a model that has moved far, whose ratio the bias keeps inside the range."""
-        step = Step(0.1, normal(2, scale=0.2) + 0.02 * normal(0))
-        ones = torch.ones(3, dtype=torch.float64)
-        plain = clipped_surrogate(step.log_prob, step.old_log_prob, ones, 1e-4, 1e-4)
-        assert ((step.eps * step.delta).mean(dim=(1, 2)) > 1e-3).any()
-        assert (plain.ratio < 1).all() and not plain.is_high_clipped.any()
-        assert step.guarded(ones, 1e-5, 1e-5).is_high_clipped.any()
 
     def test_weights_of_images(self):
         weights = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
@@ -397,15 +364,6 @@ class TestSelfNormalizedImageError:
         t, scale = self.SIGMA.view(3, 1, 1), error.abs().mean(dim=(1, 2), keepdim=True)
         torch.testing.assert_close(gradient, 2 * t * error / scale / ELEMENTS)
 
-    def test_a_perfect_prediction(self):
-        target = normal(0)
-        velocity = target.clone().requires_grad_()
-        value = self_normalized_image_error(velocity, target, 0.5)
-        (gradient,) = torch.autograd.grad(value.sum(), velocity)
-        assert (value == 0).all() and (gradient == 0).all()
-        near = self_normalized_image_error(target + 1e-6, target, 0.5)
-        torch.testing.assert_close(near, torch.full((3,), (0.5e-6) ** 2 / 1e-5, dtype=torch.float64))
-
 
 class TestNFTLoss:
     R = torch.tensor([0.1, 0.5, 0.8], dtype=torch.float64)
@@ -441,13 +399,6 @@ class TestNFTLoss:
         negative = self_normalized_image_error(1.3 * old - 0.3 * velocity, target, sigma)
         torch.testing.assert_close(loss, self.R * positive + (1 - self.R) * negative)
         assert not torch.allclose(loss, nft_loss(velocity, old, target, self.R, 0.3, None), rtol=0.05)
-
-    def test_gradients_reach_the_velocity_only(self):
-        velocity, old = normal(0).requires_grad_(), normal(1).requires_grad_()
-        for sigma in (None, 0.5):
-            loss = nft_loss(velocity, old, normal(2), self.R, 0.3, sigma).sum()
-            by_velocity, by_old = torch.autograd.grad(loss, (velocity, old), allow_unused=True)
-            assert by_old is None and by_velocity.abs().min() > 0
 
     def test_images_do_not_leak_into_each_other(self):
         velocity, old, target = normal(0).requires_grad_(), normal(1), normal(2)

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from hub_server import HubServer
 from paco_trl import generation, tiny
-from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
@@ -357,16 +356,3 @@ def test_a_file_on_the_hub(base_of, tmp_path):
         assert get_peft_config(arguments, {"revision": "next"}) == str(file)
         with pytest.raises(OSError, match="user/base"):
             get_peft_config(arguments)
-
-
-def test_it_is_merged(base_of, tmp_path):
-    file, base = tmp_path / "style.safetensors", base_of("flux")
-    wanted = write(file, base.transformer, FLUX, KOHYA)
-    with pytest.raises(ValueError, match="--model_name_or_path"):
-        merge(MergeArguments(str(file), str(tmp_path / "merged")))
-    merge(MergeArguments(str(file), str(tmp_path / "merged"), str(base.name_or_path)))
-    merged = type(base.transformer).from_pretrained(tmp_path / "merged" / "transformer").state_dict()
-    before = base.transformer.state_dict()
-    found = {name.removesuffix(".weight"): merged[name] - before[name] for name in before}
-    assert deviation({name: found[name] for name in wanted}, wanted) < 1e-4
-    assert {name for name, change in found.items() if change.any()} == set(wanted)

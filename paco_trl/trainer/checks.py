@@ -82,35 +82,26 @@ def check_prompts(
     args: PaCoGRPOConfig, pipeline: Any, family: Family, train_rows: PromptRows, eval_rows: Sequence[PromptRows]
 ) -> None:
     """Compute the sizes of all prompts, and check prompts and settings against the pipeline."""
-    _check_settings(args, pipeline, family)
+    if args.adapter_fraction < 1:
+        check_call(pipeline, ["callback_on_step_end"], "switch its adapter off. Unset `adapter_fraction`.")
     for rows in (train_rows, *eval_rows):
         rows.measure(pipeline, family)
     _check_micro_batches(args, pipeline, family, train_rows)
     _warn_of_tiles(pipeline.vae, train_rows)
 
 
-def _check_settings(args: PaCoGRPOConfig, pipeline, family: Family) -> None:
-    if args.adapter_fraction < 1:
-        check_call(
-            pipeline, ["callback_on_step_end"], "switch its adapter off between steps. Unset `adapter_fraction`."
-        )
-    most, layout = family.max_batch_size, args.round_plan
-    options = {layout.rollout_batch_option: layout.rollout_batch_size}
-    for option, size in (options | {"per_device_eval_batch_size": args.per_device_eval_batch_size}).items():
+def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
+    """Check that one call of the pipeline can generate a batch, also where it crosses prompts."""
+    most, layout, sizes = family.max_batch_size, args.round_plan, set(rows.training_sizes)
+    batches = {layout.rollout_batch_option: layout.rollout_batch_size}
+    batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
+    for option, size in batches.items():
         if most is not None and size > most:
             raise ValueError(
                 f"`{option}` is {size}, but {type(family).__name__} generates at most {most} with "
                 f"{type(pipeline).__name__}. Set it to {most}{' and `branch_size=1`' if args.branch_size > 1 else ''}."
             )
-
-
-def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
-    """Check that a batch crosses prompts only where one call of the pipeline can generate it."""
-    layout, sizes = args.round_plan, set(rows.training_sizes)
-    batches = {layout.rollout_batch_option: layout.rollout_batch_size}
-    batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
-    for option, size in batches.items() if rows.is_anchored and not family.batches_sources else ():
-        if size > 1:
+        if size > 1 and rows.is_anchored and not family.batches_sources:
             raise ValueError(
                 f"`{option}` is {size} and `panel_generation` 'anchored': with {type(pipeline).__name__} the images of a "
                 "batch share their source images, but the first panel is that of one set alone. Set it to 1."
