@@ -302,7 +302,7 @@ def test_without_what_is_not_known(hub, client, tmp_path):
         ({"train": [0, 5]}, ValueError, "1 prompts are both .*'p4'"),
         ({"ranked": [3, 6]}, ValueError, "1 prompts are both .*'p3'"),
         ({"broken": "empty"}, ValueError, "no rows"),
-        ({"token": WRONG_TOKEN}, PermissionError, "does not know the token"),
+        ({"token": WRONG_TOKEN}, PermissionError, "token"),
         ({"generator": "nobody/nothing"}, ValueError, "'nobody/nothing'"),
         ({"generator": None}, ValueError, "`license`"),
         ({"repo_id": "tester/other"}, ValueError, "'data.csv'"),
