@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on pairs of edits (EditReward-Bench).
+`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on pairs of edits.
 
 With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
 figures that are comparable with the paper's. Interrupted runs resume; delete the scores when a judge of the same name has
@@ -18,14 +18,28 @@ import torch
 from ..data import load_consistency_rank
 from ..data.dataset_files import load_split
 from ..data.rankings import RANK_FILE
-from ..evaluation import ClipIScorer, evaluate_edit_reward, evaluate_rankings, save_report
+from ..evaluation import (
+    ClipIScorer,
+    ComparingJudge,
+    evaluate_edit_reward,
+    evaluate_rankings,
+    load_edit_pairs,
+    save_report,
+)
+from ..evaluation.edit_pairs import LAYOUTS
 from ..evaluation.runs import PROTOCOLS
+from ..utils.chat import ChatEndpoint
 from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge, refuse_unused
 from .options import judge_options, option
 
 
 # Benchmark -> its dataset
-BENCHMARKS = {"rankings": "X-GenGroup/ConsistencyRank-Bench", "edit_reward": "EditScore/EditReward-Bench"}
+BENCHMARKS = {
+    "rankings": "X-GenGroup/ConsistencyRank-Bench",
+    "edit_reward": "EditScore/EditReward-Bench",
+    "vc_reward": "GEditBench-v2/VCReward-Bench",
+    "editreward_compass": "DogNeverSleep/EditReward-Compass",
+}
 # What only a judge in the process has
 OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
 IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code", "clip_model")
@@ -39,7 +53,7 @@ class JudgeArguments(JudgeOptions):
         "X-GenGroup/PaCo-Reward-7B",
         "Hub id or directory of a judge, its name on the server with `judge_url`, or the baseline `clip-i`.",
     )
-    benchmark: str = option("rankings", "`rankings` or `edit_reward`.", choices=tuple(BENCHMARKS))
+    benchmark: str = option("rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.", choices=tuple(BENCHMARKS))
     dataset_name: str | None = option(
         None,
         "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
@@ -54,7 +68,8 @@ class JudgeArguments(JudgeOptions):
     template: str | None = option(
         None,
         "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
-        "published protocol.",
+        "published protocol. With `vc_reward` the prompt, a YAML file of GEditBench v2, that shows a served judge both "
+        "edits; if `None`, each edit alone is asked about.",
     )
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
@@ -62,6 +77,13 @@ class JudgeArguments(JudgeOptions):
 
 def load_scorer(script_args: JudgeArguments):
     """Load the judge or the baseline."""
+    if script_args.benchmark == "vc_reward" and script_args.template is not None:
+        if script_args.judge_url is None:
+            raise ValueError(f"`--template {script_args.template}` needs a judge on a server: set `--judge_url`.")
+        variable, concurrency = script_args.api_key_variable, script_args.max_concurrency
+        endpoint = ChatEndpoint(script_args.judge_url, script_args.judge_model, variable, concurrency)
+        endpoint.check()
+        return ComparingJudge(endpoint, script_args.template)
     if script_args.judge_url is not None:
         judge: Any = load_judge(script_args, script_args.judge_model, script_args.judge_url)
         judge.check()
@@ -74,8 +96,9 @@ def load_scorer(script_args: JudgeArguments):
 
 def evaluate(script_args: JudgeArguments) -> None:
     """Evaluate a judge, and report it next to those of the same directory."""
-    if script_args.benchmark == "edit_reward":
-        refuse_unused(script_args, ["template"], "with `--benchmark edit_reward`")
+    unused = ["template"] * (script_args.benchmark in ("edit_reward", "editreward_compass"))
+    unused += ["protocol"] * (script_args.benchmark in LAYOUTS)
+    refuse_unused(script_args, unused, f"with `--benchmark {script_args.benchmark}`")
     if script_args.judge_model == "clip-i":
         refuse_unused(script_args, OF_JUDGES, "with `--judge_model clip-i`")
     is_served = script_args.judge_url is not None
@@ -87,11 +110,14 @@ def evaluate(script_args: JudgeArguments) -> None:
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name) / RANK_FILE).is_file()
     if script_args.benchmark == "rankings" and is_published:
         dataset = load_consistency_rank(dataset_name)
+    elif script_args.benchmark in LAYOUTS:
+        dataset = load_edit_pairs(script_args.benchmark, dataset_name, script_args.dataset_split)
     else:
         dataset = load_split(dataset_name, script_args.dataset_split)
 
     judge = load_scorer(script_args)
-    options = (script_args.template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
+    template = getattr(judge, "template", script_args.template)
+    options = (template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
     parts = (judge.name, script_args.benchmark, *options)
     name = re.sub(r"[^\w.]+", "-", "-".join(part for part in parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
@@ -99,7 +125,7 @@ def evaluate(script_args: JudgeArguments) -> None:
     if script_args.benchmark == "rankings":
         results = evaluate_rankings(judge, dataset, script_args.template, scores_path, **arguments)
     else:
-        results = evaluate_edit_reward(judge, dataset, scores_path, **arguments)
+        results = evaluate_edit_reward(judge, dataset, scores_path, **arguments, benchmark=script_args.benchmark)
 
     results["settings"] |= {
         "dataset": dataset_name,

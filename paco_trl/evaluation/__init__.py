@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..rewards.clip import ClipIScorer
     from ..utils.statistics import bootstrap_interval
     from .aesthetics import AestheticScorer
+    from .edit_pairs import ComparingJudge, load_edit_pairs
     from .edit_reward import evaluate_edit_reward
     from .grid_artifacts import grid_artifact_score
     from .metrics import (
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from .report import published_tables, report_tables, save_report
 
 __all__ = [
-    "AestheticScorer", "ClipIScorer", "auroc", "bootstrap_interval",
+    "AestheticScorer", "ClipIScorer", "ComparingJudge", "auroc", "bootstrap_interval",
     "calibration_bins", "evaluate_edit_reward", "evaluate_rankings", "expected_calibration_error",
-    "grid_artifact_score", "list_order_metrics", "published_tables", "ranking_metrics", "report_tables",
+    "grid_artifact_score", "list_order_metrics", "load_edit_pairs", "published_tables", "ranking_metrics", "report_tables",
     "save_report",
 ]  # fmt: skip
 

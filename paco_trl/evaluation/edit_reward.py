@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluate judges on EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909): pairs of edits."""
+"""
+Evaluate judges on pairs of edits: EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909), VCReward-Bench
+(https://arxiv.org/abs/2603.28547) and EditReward-Compass (https://arxiv.org/abs/2605.13062).
+"""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -43,6 +46,8 @@ PUBLISHED_YES = ("yes", "Yes", "YES", "y", "Y")
 PUBLISHED_NO = ("no", "No", "NO", "n", "N")
 TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
 IMAGE_COLUMNS = ("input_image", "output_images")
+# Scores of a tie differ by less (EditReward-Compass)
+TIE = 1e-5
 
 
 def evaluate_edit_reward(
@@ -51,9 +56,12 @@ def evaluate_edit_reward(
     output_path: str | Path | None = None,
     batch_size: int = 16,
     protocol: str = "default",
+    benchmark: str = "edit_reward",
 ) -> dict[str, Any]:
     """
-    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's).
+    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's), or on
+    VCReward-Bench (`benchmark="vc_reward"`) or EditReward-Compass (`"editreward_compass"`) as [`load_edit_pairs`] reads
+    them.
 
     The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
     edited image); that of the dimension `overall` is the geometric mean of both. The edited image is resized to the input
@@ -68,16 +76,21 @@ def evaluate_edit_reward(
 
     Args:
         scorer (`Any`), output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), protocol (`str`, *optional*, defaults to `"default"`):
-            As in [`evaluate_rankings`].
+            As in [`evaluate_rankings`]. A scorer with `compares = True` ([`ComparingJudge`]) gets (input, edit, edit) and
+            the instruction, and gives 1 where the first edit is better, 0 where the second is, 0.5 for a tie, or `None`,
+            which is never right.
         dataset ([`~datasets.Dataset`]):
             `EditScore/EditReward-Bench`: `key` (names of the two edited images), `instruction`, `input_image`,
             `output_images` (two, the preferred one first), `task_type`, and `dimension`, one of `prompt_following`,
-            `consistency` and `overall`. A key that several rows name is scored once.
+            `consistency` and `overall`. A key that several rows name is scored once. Optional `winner` is the place of the
+            preferred image, or `None` where people see a tie: then scores that differ by less than 1e-5 are right.
+        benchmark (`str`, *optional*, defaults to `"edit_reward"`):
+            What decides the average: over task types for EditReward-Bench, over rows for the others, as their scripts do.
 
     Returns:
         `dict[str, Any]`: `settings`, `num_instances` and `num_unanswered` as in [`evaluate_rankings`]; `num_keys`, the
         number of distinct edited images; `num_groups` for the intervals (rows that share an image, also through others,
-        are one); and `dimensions`: of each dimension in the dataset `strict` and `geq` (`mean` and `interval`),
+        are one; with another `benchmark` those of one instruction); and `dimensions`: of each dimension in the dataset `strict` and `geq` (`mean` and `interval`),
         `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of rows whose preferred image scores higher,
         averaged over the task types; with `geq` a tie counts too.
 
@@ -87,27 +100,38 @@ def evaluate_edit_reward(
     """
     runs.check_protocol(protocol)
     dataset = dataset.with_format(None)  # plain Python values
-    rows = list(dataset.select_columns(list(TEXT_COLUMNS)))
+    columns = (*TEXT_COLUMNS, *["winner"] * ("winner" in dataset.column_names))
+    rows = list(dataset.select_columns(list(columns)))
     _check_rows(rows, list_lengths(dataset, "output_images").tolist())
-    parts, asked = _parts(rows, protocol)
+    settings = {"benchmark": benchmark, "protocol": protocol, "scorer": scorer.name}
+    run = (scorer, dataset, columns, IMAGE_COLUMNS, output_path)
+    if getattr(scorer, "compares", False):
+        settings["template"] = scorer.template
+        compared = [runs.Part(index, index, [((0, 1), row["instruction"])]) for index, row in enumerate(rows)]
+        common, records = runs.score_parts(
+            settings, *run, "row", compared, batch_size, lambda part, scores: {"row": part.key, "first": scores[0]}
+        )
+        firsts = [records[index]["first"] for index in range(len(rows))]
+        pairs = [(math.nan, math.nan) if first is None else (first, 1 - first) for first in firsts]
+    else:
+        parts, asked = _parts(rows, protocol)
 
-    def record(part: runs.Part, scores: list[float]) -> dict[str, Any]:
-        return {"key": part.key, "scores": dict(zip(asked[part.key], scores, strict=True))}
+        def record(part: runs.Part, scores: Sequence[float | None]) -> dict[str, Any]:
+            return {"key": part.key, "scores": dict(zip(asked[part.key], scores, strict=True))}
 
-    settings = {"benchmark": "edit_reward", "protocol": protocol, "scorer": scorer.name}
-    words = (PUBLISHED_YES, PUBLISHED_NO)
-    common, records = runs.score_parts(
-        settings, scorer, dataset, TEXT_COLUMNS, IMAGE_COLUMNS, output_path, "key", parts, batch_size, record,
-        words, resizes=True,
-    )  # fmt: skip
-    pairs = [tuple(_score(row["dimension"], records[key]["scores"]) for key in row["key"]) for row in rows]
-    groups = _groups(rows)
+        words = (PUBLISHED_YES, PUBLISHED_NO)
+        common, records = runs.score_parts(settings, *run, "key", parts, batch_size, record, words, resizes=True)
+        pairs = [tuple(_score(row["dimension"], records[key]["scores"]) for key in row["key"]) for row in rows]
+    is_macro = benchmark == "edit_reward"
+    groups = _groups(rows) if is_macro else [row["instruction"] for row in rows]
     present = {row["dimension"] for row in rows}
     return {
         **common,
         "num_keys": len({key for row in rows for key in row["key"]}),
         "num_groups": len(set(groups)),
-        "dimensions": {name: _accuracies(name, rows, pairs, groups) for name in QUESTIONS_OF if name in present},
+        "dimensions": {
+            name: _accuracies(name, rows, pairs, groups, is_macro) for name in QUESTIONS_OF if name in present
+        },
     }
 
 
@@ -136,7 +160,7 @@ def _parts(rows: list[dict[str, Any]], protocol: str) -> tuple[list[runs.Part], 
     for key, (index, place) in first.items():
         asked[key] = [name for name in QUESTIONS[protocol] if name in needed[key]]
         texts = (QUESTIONS[protocol][name](rows[index]["instruction"]) for name in asked[key])
-        parts.append(runs.Part(key, index, [(place, text) for text in texts]))
+        parts.append(runs.Part(key, index, [((place,), text) for text in texts]))
     return parts, asked
 
 
@@ -149,18 +173,25 @@ def _groups(rows: list[dict[str, Any]]) -> list[int]:
     return component[edges[:, 0]].tolist()
 
 
+def _hits(pair: Sequence[float], winner: int | None) -> tuple[float, float]:
+    """Tell whether scores agree with people, strictly and if a tie counts as well."""
+    if winner is None:
+        return (float(abs(pair[0] - pair[1]) < TIE),) * 2
+    preferred, other = pair[winner], pair[1 - winner]
+    return float(preferred > other), float(preferred >= other)
+
+
 def _accuracies(
-    dimension: str, rows: list[dict], pairs: Sequence[Sequence[float]], groups: Sequence[Hashable]
+    dimension: str, rows: list[dict], pairs: Sequence[Sequence[float]], groups: Sequence[Hashable], is_macro: bool
 ) -> dict[str, Any]:
     places = [place for place, row in enumerate(rows) if row["dimension"] == dimension]
-    hits: dict[str, list[float]] = {"strict": [], "geq": []}
-    for preferred, other in (pairs[place] for place in places):
-        hits["strict"].append(float(preferred > other))
-        hits["geq"].append(float(preferred >= other))
-    strata, groups = [rows[place]["task_type"] for place in places], [groups[place] for place in places]
+    strict, geq = zip(*(_hits(pairs[place], rows[place].get("winner", 0)) for place in places), strict=True)
+    hits = {"strict": strict, "geq": geq}
+    task_types, groups = [rows[place]["task_type"] for place in places], [groups[place] for place in places]
+    strata = task_types if is_macro else None
     by_type = {}
-    for name in sorted(set(strata)):
-        of_type = [number for number, task_type in enumerate(strata) if task_type == name]
+    for name in sorted(set(task_types)):
+        of_type = [number for number, task_type in enumerate(task_types) if task_type == name]
         means = {kind: fmean(values[number] for number in of_type) for kind, values in hits.items()}
         by_type[name] = {**means, "num_rows": len(of_type)}
     return {

@@ -114,7 +114,7 @@ def evaluate_rankings(
     for index, (row, asked) in enumerate(zip(rows, questions, strict=True)):
         texts = sum(asked, [])
         parts.append(
-            runs.Part(index, index, [(place, text) for place in range(len(row["ranking"])) for text in texts])
+            runs.Part(index, index, [((place,), text) for place in range(len(row["ranking"])) for text in texts])
         )
     metrics_of = list_order_metrics if protocol == "published" else ranking_metrics
 

@@ -23,8 +23,15 @@ RANKING_COLUMNS = {
     "default": ("accuracy", "Kendall tau", "Spearman rho", "T1-B1"),
     "published": ("accuracy", "list-order tau", "list-order rho", "T1-B1"),
 }
-DIMENSIONS = ("prompt_following", "consistency", "overall")
-_TITLES = {"rankings": "Human rankings", "edit_reward": "EditReward-Bench"}
+DIMENSIONS = {
+    "edit_reward": ("prompt_following", "consistency", "overall"),
+    "vc_reward": ("consistency",),
+    "editreward_compass": ("prompt_following", "consistency"),
+}
+_TITLES = {
+    **{"rankings": "Human rankings", "edit_reward": "EditReward-Bench"},
+    **{"vc_reward": "VCReward-Bench", "editreward_compass": "EditReward-Compass"},
+}
 # What the tables of a benchmark are called in `published_tables`
 _PUBLISHED_NAMES = {"rankings": "ConsistencyRank", "edit_reward": "EditReward-Bench"}
 _NOTES = yaml.safe_load(read_template("judge_report_notes.yaml"))
@@ -58,10 +65,12 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
     tables = []
     for (benchmark, protocol), group in _grouped(entries).items():
         columns = ["scorer", "dataset", "rows", "rows with ties"]
+        if benchmark in ("rankings", "vc_reward"):
+            columns.insert(1, "template")
         if benchmark == "rankings":
-            columns = ["scorer", "template", *columns[1:], *RANKING_COLUMNS[protocol]]
+            columns += RANKING_COLUMNS[protocol]
         else:
-            names = [name.replace("_", " ") for name in DIMENSIONS]
+            names = [name.replace("_", " ") for name in DIMENSIONS[benchmark]]
             columns += [*names, *(f"{name}, ties count" for name in names)]
         tables.append((f"{_TITLES[benchmark]}, protocol: {protocol}", columns, list(map(_row, group))))
     return tables
@@ -81,9 +90,10 @@ def _row(entry: dict[str, Any]) -> list[str]:
         rows += f" ({undefined} without tau and rho)" * bool(undefined)
         cells = [entry["metrics"][name] for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")]
     else:
-        dimensions, template = entry["dimensions"], []
+        dimensions, names = entry["dimensions"], DIMENSIONS[settings["benchmark"]]
+        template = [settings.get("template", "each edit alone")] * (settings["benchmark"] == "vc_reward")
         num_ties = sum(dimension["num_ties"] for dimension in dimensions.values())
-        cells = [dimensions.get(name, {}).get(variant) for variant in ("strict", "geq") for name in DIMENSIONS]
+        cells = [dimensions.get(name, {}).get(variant) for variant in ("strict", "geq") for name in names]
     ties = str(num_ties) + f" ({unanswered} questions without an answer)" * bool(unanswered)
     texts = [cell and interval_text(cell["mean"], *cell["interval"], missing="undefined") for cell in cells]
     dataset = str(settings.get("dataset") or settings["dataset_fingerprint"])

@@ -70,11 +70,11 @@ def check_protocol(protocol: str) -> None:
 
 
 class Part(NamedTuple):
-    """What becomes one record: questions about the first image of a row and another one."""
+    """What becomes one record: questions about the first image of a row and others."""
 
     key: Any
     row: int
-    questions: Sequence[tuple[int, str]]  # place of the other image, and the question
+    questions: Sequence[tuple[tuple[int, ...], str]]  # places of the other images, and the question
 
 
 def score_parts(
@@ -87,7 +87,7 @@ def score_parts(
     key: str,
     parts: Sequence[Part],
     batch_size: int,
-    record: Callable[[Part, list[float]], dict[str, Any]],
+    record: Callable[[Part, list[Any]], dict[str, Any]],
     answers: tuple[Sequence[str], Sequence[str]] = (("Yes",), ("No",)),
     resizes: bool = False,
 ) -> tuple[dict[str, Any], dict[Any, dict[str, Any]]]:
@@ -107,8 +107,8 @@ def score_parts(
             for row, of_row in groupby(missing, key=lambda part: part.row):
                 first, *others = images[row]
                 others = [other.resize(first.size) for other in others] if resizes else others
-                for place, question in (item for part in of_row for item in part.questions):
-                    pairs.append((first, others[place]))
+                for places, question in (item for part in of_row for item in part.questions):
+                    pairs.append((first, *(others[place] for place in places)))
                     questions.append(question)
             if missing:
                 scored = iter(_score(scorer, protocol, pairs, questions, *answers))
@@ -127,18 +127,21 @@ def score_parts(
 
 def _score(
     scorer: Any, protocol: str, pairs: list, questions: list[str], yes: Sequence[str], no: Sequence[str]
-) -> list[tuple[float, bool]]:
-    """Return a score for each pair, and whether no answer is among the likeliest tokens, which scores 0."""
+) -> list[tuple[float | None, bool]]:
+    """Return a score for each pair, and whether there was no answer: 0 (likeliest tokens) or `None` (a comparison)."""
+    scores: list[tuple[float | None, bool]]
     if protocol == "published" and getattr(scorer, "reads_questions", True):
         likeliest = scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS)
         found = [math.nan if tokens is None else yes_probability(tokens, yes, no) for tokens in likeliest]
         scores = [(score or 0.0, score is None) for score in found]
     else:
-        scores = [(math.nan if score is None else float(score), False) for score in scorer.score(pairs, questions)]
+        may_be_none = getattr(scorer, "compares", False)
+        answers = scorer.score(pairs, questions)
+        scores = [(None if score is None else float(score), may_be_none and score is None) for score in answers]
     if len(scores) != len(pairs):
         raise ValueError(f"The scorer {scorer.name!r} gave {len(scores)} scores for {len(pairs)} pairs.")
-    for (score, _), question in zip(scores, questions, strict=True):
-        if not math.isfinite(score):
+    for (score, is_unanswered), question in zip(scores, questions, strict=True):
+        if not is_unanswered and (score is None or not math.isfinite(score)):
             raise ValueError(f"The scorer {scorer.name!r} gave no finite score for the question {question!r}.")
     return scores
 

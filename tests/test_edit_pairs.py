@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VCReward-Bench and EditReward-Compass in the layouts that their own scripts read, with planted judges."""
+
+import base64
+import io
+import json
+import re
+
+import pytest
+import yaml
+from PIL import Image
+
+from chat_server import ChatServer
+from judge_server import JudgeServer
+from paco_trl.commands.main import main
+from paco_trl.data.columns import typed_dataset
+from paco_trl.evaluation import evaluate_edit_reward, load_edit_pairs
+
+
+def flat(green, size=(8, 8)):
+    """An edit of a black image, whose green should have stayed."""
+    return Image.new("RGB", size, (0, green, 0))
+
+
+class Keeper:
+    """Scores what stayed."""
+
+    name = "keeper"
+
+    def score(self, images, prompts):
+        assert all("remain consistent" in prompt or "accurately follow" in prompt for prompt in prompts)
+        return [1 - edit.getpixel((0, 0))[1] / 255 for _, edit in images]
+
+
+class Changer(Keeper):
+    name = "changer"
+
+    def score(self, images, prompts):
+        return [1 - score for score in super().score(images, prompts)]
+
+
+# Instruction, green of A and of B, winner, task. The keeper is right in the first two, ties in the third, wrong in the last
+PAIRS = [
+    ("Add a hat.", (0, 100), "Image A", "subject_addition"),
+    ("Add a hat.", (90, 20), "Image B", "subject_addition"),
+    ("Paint it red.", (40, 40), "Image B", "color_alteration"),
+    ("Paint it blue.", (200, 10), "Image A", "subject_addition"),
+]
+
+
+@pytest.fixture
+def vc_reward(tmp_path):
+    rows = [
+        (f"{task}_pair_{number}", instruction, flat(0), list(map(flat, greens)), winner, task)
+        for number, (instruction, greens, winner, task) in enumerate(PAIRS)
+    ]
+    types = {"key": "string", "instruction": "string", "source_image": "image", "edited_images": ["image"]}
+    dataset = typed_dataset(rows, **types, winner="string", task="string")
+    (tmp_path / "vc" / "data").mkdir(parents=True)
+    dataset.to_parquet(tmp_path / "vc" / "data" / "train-00000-of-00001.parquet")
+    return tmp_path / "vc"
+
+
+# Dimension, green of winner and loser, label. Following is asked of the same green
+COMPASS = [
+    ("VC", (10, 100), "preference"),
+    ("VC", (100, 10), "preference"),
+    ("VC", (50, 50), "preference"),
+    ("VC", (70, 70), "tie"),
+    ("VC", (70, 71), "tie"),
+    ("IA", (0, 1), "preference"),
+    ("VQ", (255, 0), "preference"),
+]
+
+
+@pytest.fixture
+def compass(tmp_path):
+    """Writes the rows as JSON next to their images, some changed."""
+
+    def write(**changes):
+        folder = tmp_path / "compass"
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        rows = []
+        for number, (dimension, greens, label) in enumerate(COMPASS):
+            names = [f"images/{number}_{kind}.png" for kind in ("source", "winner", "loser")]
+            for name, green in zip(names, (0, *greens), strict=True):
+                flat(green).save(folder / name)
+            images = dict(zip(("source_image", "winner", "loser"), names, strict=True))
+            rows.append({"dimension": dimension, "prompt": f"Edit {number}.", "label": label, **images})
+        rows[2] |= changes
+        (folder / "reward_eval.json").write_text(json.dumps(rows))
+        return folder / "reward_eval.json"
+
+    return write
+
+
+def consistency(results):
+    return results["dimensions"]["consistency"]
+
+
+def test_vc_reward_counts_pairs_and_not_tasks(vc_reward, tmp_path):
+    dataset = load_edit_pairs("vc_reward", vc_reward)
+    kept = evaluate_edit_reward(Keeper(), dataset, tmp_path / "scores.jsonl", benchmark="vc_reward")
+    figures = consistency(kept)
+    assert (figures["strict"]["mean"], figures["geq"]["mean"], figures["num_ties"]) == (0.5, 0.75, 1)
+    # The mean over tasks would be (2 / 3 + 0) / 2
+    assert figures["task_types"]["subject_addition"] == {"strict": 2 / 3, "geq": 2 / 3, "num_rows": 3}
+    low, high = figures["strict"]["interval"]
+    assert low < 0.5 < high and kept["num_groups"] == 3  # two pairs have one instruction
+    assert list(kept["dimensions"]) == ["consistency"]
+    # Its negative twin is right where the other is wrong
+    changed = consistency(evaluate_edit_reward(Changer(), dataset, benchmark="vc_reward"))
+    assert (changed["strict"]["mean"], changed["geq"]["mean"]) == (0.25, 0.5)
+
+
+def test_editreward_compass_counts_ties_of_people(compass):
+    dataset = load_edit_pairs("editreward_compass", compass())
+    assert len(dataset) == 6  # without VQ
+    figures = evaluate_edit_reward(Keeper(), dataset, benchmark="editreward_compass")["dimensions"]
+    # Right: 10 < 100 and the tie of 70 and 70
+    assert figures["consistency"]["strict"]["mean"] == pytest.approx(2 / 5)
+    assert figures["consistency"]["geq"]["mean"] == pytest.approx(3 / 5)
+    by_label = figures["consistency"]["task_types"]
+    assert by_label["preference"]["strict"] == pytest.approx(1 / 3) and by_label["tie"]["strict"] == 0.5
+    assert figures["prompt_following"]["strict"]["mean"] == 1.0
+    changed = evaluate_edit_reward(Changer(), dataset, benchmark="editreward_compass")["dimensions"]
+    assert changed["consistency"]["strict"]["mean"] == pytest.approx(2 / 5)  # another preference, the same tie
+    assert changed["prompt_following"]["strict"]["mean"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [({"label": "Tie"}, "preference or tie"), ({"dimension": "Vc"}, "Vc"), ({"loser": "../elsewhere.png"}, "elsewhere")],
+)
+def test_a_broken_row_is_named(compass, change, token):
+    with pytest.raises(ValueError, match=token):
+        evaluate_edit_reward(Keeper(), load_edit_pairs("editreward_compass", compass(**change)))
+
+
+def test_another_benchmark_is_refused(vc_reward):
+    with pytest.raises(ValueError, match="label"):
+        load_edit_pairs("editreward_compass", vc_reward)
+
+
+def greens_of(body):
+    urls = [part["image_url"]["url"] for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
+    images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+    return [image.getpixel((0, 0))[1] for image in images]
+
+
+@pytest.mark.parametrize("is_fair", [True, False])
+def test_judges_in_one_table(vc_reward, tmp_path, is_fair):
+    """One that answers Yes or No about each edit, and one that is shown both, by two runs of the command."""
+    template = tmp_path / "v1.yaml"
+    blocks = [
+        {"text": "Keep the rest.\nInstruction: {{ instruction }}\nOriginal:\n"},
+        {"image": {"source": "input_image"}},
+        {"text": "A:\n"},
+        {"image": {"source": "edited_images", "index": 0}},
+        {"text": "B:\n"},
+        {"image": {"source": "edited_images", "index": 1}},
+    ]
+    prompt = {"prompt_id": "pairwise", "version": "v1", "system_prompt": "Look closely.", "user_prompt": blocks}
+    template.write_text(yaml.safe_dump(prompt))
+
+    def say(body):
+        source, first, second = greens_of(body)
+        assert source == 0 and "{{" not in json.dumps(body["messages"][-1]["content"][0])
+        if first == second:  # a tie is wrong where people prefer one
+            return '```json\n{"winner": "Tie"}\n```'
+        if first == 200:
+            return "I cannot tell."  # never readable, so it is wrong, and counted
+        return json.dumps({"winner": "Image A" if (first < second) == is_fair else "Image B"})
+
+    common = ["evaluate", "judge", "--benchmark", "vc_reward", "--dataset_name", str(vc_reward)]
+    common += ["--output_dir", str(tmp_path / "results")]
+    with ChatServer(say, models=["pvc"]) as server:
+        options = ["--judge_url", server.url, "--judge_model", "pvc", "--template", str(template)]
+        assert not main([*common, *options])
+        assert len(server.requests) == 4 + 3  # the unreadable one four times
+        temperatures = [body["temperature"] for body in server.requests if greens_of(body)[1] == 200]
+        assert sorted(temperatures) == [0.0, 0.7, 0.7, 0.7]
+        assert not main([*common, *options])  # nothing is asked again
+        assert len(server.requests) == 4 + 3
+    with JudgeServer(lambda first, second, question: (100 - second.getpixel((0, 0))[1]) / 100) as server:
+        assert not main([*common, "--judge_url", server.url, "--judge_model", "judge"])
+    compared, alone = json.loads((tmp_path / "results" / "results.json").read_text())
+    expected = {True: (0.5, 0.75), False: (0.0, 0.25)}[is_fair]
+    assert (consistency(compared)["strict"]["mean"], consistency(compared)["geq"]["mean"]) == expected
+    assert compared["num_unanswered"] == 1 and consistency(alone)["strict"]["mean"] == 0.5
+    rows = re.findall(r"^\| (pvc|judge) \| ([^|]+) \|", (tmp_path / "results" / "results.md").read_text(), re.M)
+    assert [name for name, _ in rows] == ["pvc", "judge"] and rows[0][1].startswith("pairwise v1 (")
