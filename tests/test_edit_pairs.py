@@ -130,7 +130,11 @@ def test_editreward_compass_counts_ties_of_people(compass):
 
 @pytest.mark.parametrize(
     ("change", "token"),
-    [({"label": "Tie"}, "preference or tie"), ({"dimension": "Vc"}, "Vc"), ({"loser": "../elsewhere.png"}, "elsewhere")],
+    [
+        ({"label": "Tie"}, "preference or tie"),
+        ({"dimension": "Vc"}, "Vc"),
+        ({"loser": "../elsewhere.png"}, "elsewhere"),
+    ],
 )
 def test_a_broken_row_is_named(compass, change, token):
     with pytest.raises(ValueError, match=token):

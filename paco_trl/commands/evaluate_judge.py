@@ -53,7 +53,9 @@ class JudgeArguments(JudgeOptions):
         "X-GenGroup/PaCo-Reward-7B",
         "Hub id or directory of a judge, its name on the server with `judge_url`, or the baseline `clip-i`.",
     )
-    benchmark: str = option("rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.", choices=tuple(BENCHMARKS))
+    benchmark: str = option(
+        "rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.", choices=tuple(BENCHMARKS)
+    )
     dataset_name: str | None = option(
         None,
         "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "

@@ -61,7 +61,9 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train") -> "
     for number, row in enumerate(dataset.select_columns(texts + images * has_files)):
         instruction, verdict, kind = (row[name] for name in texts)
         if verdict not in verdicts:
-            raise ValueError(f"`{texts[1]}` of '{instruction}' in '{path}' is {verdict!r}, not {' or '.join(verdicts)}.")
+            raise ValueError(
+                f"`{texts[1]}` of '{instruction}' in '{path}' is {verdict!r}, not {' or '.join(verdicts)}."
+            )
         described, pictures = (kind, "consistency"), []
         if has_files:
             described, pictures = (verdict, DIMENSIONS.get(kind, kind)), [row["source_image"]]
@@ -112,7 +114,7 @@ class ComparingJudge:
             else:
                 image = images[block["image"].get("index", -1) + 1].copy()  # the source has no index
                 image.thumbnail((_MAX_SIDE, _MAX_SIDE))
-                content.append({"type": "image_url", "image_url": {"url": data_url(image, compress_level=1)}})
+                content.append({"type": "image_url", "image_url": {"url": data_url(image, "png", compress_level=1)}})
         messages = [{"role": "system", "content": self.prompt["system_prompt"]}, {"role": "user", "content": content}]
         # At 0 an answer that cannot be read would come again
         return ChatRequest(messages, 42 + attempt, _MAX_TOKENS, 0.7 if attempt else 0.0)

@@ -547,7 +547,7 @@ EVALUATION = [
         "evaluation/edit_reward.py",
         "test_evaluation.py::TestEvaluateEditReward test_published_protocols.py::test_edit_reward_bench_item_by_item",
         ("float(preferred >= other)", "float(preferred > other)"),
-        ("words, resizes=True,", "words,"),
+        ("words, resizes=True)", "words)"),
         (
             'math.sqrt(scores["consistency"] * scores["prompt_following"])',
             'scores["consistency"] * scores["prompt_following"]',
@@ -556,6 +556,21 @@ EVALUATION = [
         ("groups, strata=strata)", "groups)"),
         ("component[edges[:, 0]].tolist()", "edges[:, 0].tolist()"),
         ('PUBLISHED_YES = ("yes", "Yes", "YES", "y", "Y")', 'PUBLISHED_YES = ("Yes",)'),
+    ),
+    *_mutants(
+        "evaluation/edit_reward.py",
+        "test_edit_pairs.py",
+        ('is_macro = benchmark == "edit_reward"', "is_macro = True"),
+        ("TIE = 1e-5", "TIE = 1e-1"),
+        ("pair[winner], pair[1 - winner]", "pair[0], pair[1]"),
+        ("(math.nan, math.nan) if first is None", "(0.5, 0.5) if first is None"),
+    ),
+    *_mutants(
+        "evaluation/edit_pairs.py",
+        "test_edit_pairs.py",
+        ('lambda dimension: dimension != "VQ"', "lambda dimension: True"),
+        ('"Image A": 0, "Image B": 1', '"Image A": 1, "Image B": 0'),
+        ('get("index", -1) + 1', 'get("index", 0)'),
     ),
     *_mutants(
         "rewards/image_statistics.py",
@@ -588,7 +603,7 @@ EVALUATION = [
         "test_published_protocols.py test_evaluation.py::TestResume::test_the_address_of_a_server_is_in_the_file_alone "
         "test_evaluation.py::TestEvaluateRankings::test_calls_have_full_rows_and_one_reference_object_per_row",
         ("(score or 0.0, score is None)", "(score or 0.5, score is None)"),
-        ("pairs.append((first, others[place]))", "pairs.append((others[place], first))"),
+        ("pairs.append((first, *(others[place] for place in places)))", "pairs.append((*(others[place] for place in places), first))"),
         ('_without_alpha if protocol == "published" else to_rgb', "to_rgb"),
         ('scorer.model_name if "://" in scorer.name else scorer.name', "scorer.name"),
         ("if batch and total + size(item) > batch_size:", "if batch and total + size(item) >= batch_size:"),
