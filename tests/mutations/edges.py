@@ -603,7 +603,10 @@ EVALUATION = [
         "test_published_protocols.py test_evaluation.py::TestResume::test_the_address_of_a_server_is_in_the_file_alone "
         "test_evaluation.py::TestEvaluateRankings::test_calls_have_full_rows_and_one_reference_object_per_row",
         ("(score or 0.0, score is None)", "(score or 0.5, score is None)"),
-        ("pairs.append((first, *(others[place] for place in places)))", "pairs.append((*(others[place] for place in places), first))"),
+        (
+            "pairs.append((first, *(others[place] for place in places)))",
+            "pairs.append((*(others[place] for place in places), first))",
+        ),
         ('_without_alpha if protocol == "published" else to_rgb', "to_rgb"),
         ('scorer.model_name if "://" in scorer.name else scorer.name', "scorer.name"),
         ("if batch and total + size(item) > batch_size:", "if batch and total + size(item) >= batch_size:"),
