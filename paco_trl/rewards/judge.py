@@ -95,6 +95,17 @@ def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
     return [(first, second) for first, second in images]
 
 
+def both_orders(pairs: list[tuple]) -> list[tuple]:
+    """Return each pair followed by its reverse."""
+    return [order for first, second in pairs for order in ((first, second), (second, first))]
+
+
+def score_both_orders(score: Callable[[list, list[str]], list], pairs: list[tuple], prompts: list[str]) -> list:
+    """Return the mean of the scores of a pair and its reverse, `None` if one has none."""
+    scores = iter(score(both_orders(pairs), [prompt for prompt in prompts for _ in range(2)]))
+    return [None if None in both else sum(both) / 2 for both in zip(scores, scores, strict=True)]
+
+
 def broadcast_questions(prompts: str | list[str], count: int, find_control: Callable[[str], list[str]]) -> list[str]:
     """Repeat a single question `count` times, or check that there is one for each; reject control tokens in them."""
     prompts = [prompts] * count if isinstance(prompts, str) else list(prompts)
@@ -246,7 +257,7 @@ class ServedJudge:
         """
         self._client.run(self._check(scale))
 
-    def score(self, images: list[ImagePair], prompts: str | list[str]) -> list[float | None]:
+    def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """
         Score pairs of images. Arguments are those of [`~paco_trl.PaCoReward.score`], here and in the other methods.
 
@@ -257,7 +268,11 @@ class ServedJudge:
         Raises:
             JudgeUnavailableError: If the server is down, refuses the key, or does not have the model.
         """
-        return self._scores(check_pairs(images), prompts)
+        pairs = check_pairs(images)
+        if symmetric:
+            prompts = broadcast_questions(prompts, len(pairs), _CONTROL_TOKEN.findall)
+            return score_both_orders(self._scores, pairs, prompts)
+        return self._scores(pairs, prompts)
 
     async def answer(
         self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int | None = None

@@ -21,7 +21,7 @@ from ..data.questions import (
     theme_question,
 )
 from ..utils.files import read_template
-from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, digits_of
+from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, both_orders, digits_of
 
 
 # Limit of the source images that the paper's judge was trained with
@@ -165,6 +165,8 @@ class ConsistencyReward(JudgedReward):
             for all images of a prompt. If `None`, all pairs.
         seed (`int`, *optional*, defaults to `0`):
             Seed of that choice.
+        symmetric (`bool`, *optional*, defaults to `False`):
+            Whether to average both orders of each pair, at twice the cost.
         **kwargs:
             Further arguments of [`ServedJudge`] with `base_url` (`api_key`, `max_concurrency`, `time_budget`, ...),
             and of [`~paco_trl.PaCoReward.from_pretrained`] without (`device`, `dtype`, `batch_size`, ...).
@@ -192,11 +194,12 @@ class ConsistencyReward(JudgedReward):
         question: str = "theme",
         max_pairs: int | None = None,
         seed: int = 0,
+        symmetric: bool = False,
         **kwargs,
     ):
         if question not in ("theme", "criteria"):
             raise ValueError(f"`question` is {question!r}, but must be 'theme' or 'criteria'.")
-        self.question, self.max_pairs, self.seed = question, max_pairs, seed
+        self.question, self.max_pairs, self.seed, self.symmetric = question, max_pairs, seed, symmetric
         self.needed_columns = (question,)  # the trainer checks them before it loads a model
         super().__init__(model, base_url, **kwargs)
 
@@ -206,6 +209,7 @@ class ConsistencyReward(JudgedReward):
         questions = []
         for index, (prompt, panels, text) in enumerate(zip(prompts, panel_images, texts, strict=True)):
             pairs = chosen_pairs(len(panels), self.max_pairs, self.seed, prompt)
+            pairs = both_orders(pairs) if self.symmetric else pairs
             weights = (
                 {theme_question(text): 1.0} if self.question == "theme" else criteria_weights(criteria_dict(text))
             )
