@@ -144,6 +144,13 @@ class TestConsistency:
         assert rewards != pytest.approx(call(ConsistencyReward(tiny_judge), [s[::-1] for s in sets]), abs=1e-4)
         assert rewards != pytest.approx(call(ConsistencyReward(tiny_judge), sets, theme=THEMES[1:]), abs=1e-4)
 
+    def test_symmetric(self, tiny_judge):
+        panels = [noise(seed) for seed in range(3)]
+        there, back = (tiny_judge.score_sets([order], theme_question(THEME))[0] for order in (panels, panels[::-1]))
+        assert abs(there - back) > 1e-4
+        reward = ConsistencyReward(tiny_judge, symmetric=True)
+        assert call(reward, [panels], theme=[THEME]) == pytest.approx([(there + back) / 2], abs=1e-6)
+
     def test_any_judge(self, any_judge):
         rewards = call(ConsistencyReward(any_judge))
         assert rewards == close(EXPECTED) and len({round(reward, 3) for reward in rewards}) == 3

@@ -181,7 +181,23 @@ class TestScore:
 
     def test_nothing_to_score(self, judge):
         for questions in (SHORT, []):
-            assert judge.score([], questions) == judge.explain([], questions) == []
+            assert judge.score([], questions) == judge.score_sets([], questions) == judge.explain([], questions) == []
+
+    def test_symmetric_is_the_mean_of_both_orders(self, judge, pairs, questions, expected):
+        swapped = judge.score([pair[::-1] for pair in pairs], questions)
+        assert max(abs(a - b) for a, b in zip(expected, swapped, strict=True)) > 1e-2
+        symmetric = judge.score(pairs, questions, symmetric=True)
+        assert symmetric == close([(a + b) / 2 for a, b in zip(expected, swapped, strict=True)])
+
+    def test_the_score_of_a_set_is_the_mean_over_its_pairs(self, judge, reference):
+        images = [noise(seed, (56 + 28 * (seed % 3), 56)) for seed in range(9)]
+        sets = [images[:2], images[2:6], images[6:]]
+        by_hand = [
+            [usage(*reference, first, second, question) for first, second in combinations(images, 2)]
+            for images, question in zip(sets, QUESTIONS, strict=True)
+        ]
+        assert [len(scores) for scores in by_hand] == [1, 6, 3] and spread(by_hand[1]) > 1e-4
+        assert judge.score_sets(sets, QUESTIONS) == close([sum(values) / len(values) for values in by_hand])
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 """Tests of the judge's questions, of the pair format and of the loader of PaCo-Dataset."""
 
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -28,6 +29,7 @@ from paco_trl.data import (
     make_pair,
     plain_question,
     shows_question,
+    swap_pairs,
     t2is_bench_question,
     theme_question,
     validate_pairs,
@@ -293,6 +295,83 @@ class TestValidatePairs:
         Path(rows[1]["images"][0]).unlink()
         with pytest.raises(ValueError, match="Row 1: .*FileNotFoundError"):
             validate_pairs(load())
+
+
+class TestSwapPairs:
+    def pixels(self, dataset):
+        return [[image.tobytes() for image in row["images"]] for row in dataset]
+
+    @pytest.mark.parametrize("embedded", [False, True])
+    def test_other_order(self, tmp_path, embedded):
+        rows = pair_rows(tmp_path, 3)
+        if embedded:
+            rows = [
+                {**row, "images": [{"bytes": Path(path).read_bytes(), "path": None} for path in row["images"]]}
+                for row in rows
+            ]
+        dataset = pairs_of(rows)
+        swapped = swap_pairs(dataset)
+        pixels = self.pixels(dataset)
+        assert all(first != second for first, second in pixels)
+        assert self.pixels(swapped) == pixels + [pair[::-1] for pair in pixels]
+        for column in ("prompt", "completion"):
+            assert swapped[column][:] == dataset[column][:] * 2
+        assert swapped.features == dataset.features
+        # As they are stored: paths stay paths, and bytes the same bytes
+        stored = [row for batch in swapped.with_format("arrow").iter(10) for row in batch["images"].to_pylist()]
+        assert all((image["bytes"] is not None) is embedded for images in stored for image in images)
+        assert stored[3:] == [images[::-1] for images in stored[:3]]
+
+    def test_indices_format_and_other_columns(self, tmp_path):
+        dataset = pairs_of(pair_rows(tmp_path, 4)).add_column("source", list("abcd"))
+        for feature in (List(ImageFeature(mode="L")), List(ImageFeature(), length=2), LargeList(ImageFeature())):
+            given = dataset.cast_column("images", feature).with_format("numpy")
+            swapped = swap_pairs(given.select([3, 1]))
+            assert swapped.format["type"] == "numpy" and swapped.features == given.features
+            assert swapped.with_format(None)["source"][:] == ["d", "b", "d", "b"]
+            pixels = self.pixels(swapped.with_format(None))
+            assert pixels[2:] == [pair[::-1] for pair in pixels[:2]]
+
+    @pytest.mark.parametrize(
+        ("question", "answer", "depends"),
+        [
+            (edit_consistency_question("Add a hat."), "Yes", True),
+            ("Is the fox on the left red?", "Yes", True),
+            ("Does Image A resemble Image B?", "Yes", True),
+            (plain_question(), "No. The RIGHT fox is blue.", True),
+            (plain_question(), "Yes. Subfigure 2 goes on with the story.", True),
+            (plain_question(), "No. Image (1) is in ink.", True),
+            (plain_question(), "No. The latter is in ink.", True),
+            (plain_question(), "No. The original image has no hat.", True),
+            (plain_question(), "No. First, the style differs.", True),
+            (plain_question(), "Yes", False),
+            (theme_question("Two images of a fox."), "No", False),
+            (
+                criterion_question("The foxes are red."),
+                "Yes. In each image a fox runs. Both images are in ink.",
+                False,
+            ),
+            (plain_question(), "No. One image is bright and the other dark; in each image 12 leaves fall.", False),
+        ],
+    )
+    def test_texts_that_depend_on_the_order(self, tmp_path, caplog, question, answer, depends):
+        caplog.set_level(logging.INFO)
+        rows = pair_rows(tmp_path, 2)
+        rows[0].update(prompt=[user(question)], completion=[assistant(answer)])
+        dataset = pairs_of(rows)
+        swapped = swap_pairs(dataset)
+        assert swapped["prompt"][:] == dataset["prompt"][:] + dataset["prompt"][depends:]
+        assert f"Swapped {2 - depends} of 2" in caplog.text
+        assert len(swap_pairs(dataset.select([0]))) == (1 if depends else 2)
+
+    def test_content_in_parts_and_system_turn(self):
+        image = {"type": "image", "text": None}
+        for text, count in (("Is the second one red?", 1), ("Are both red?", 2)):
+            row = make_pair(noise(0), noise(1), "Q?", "Yes")
+            row["prompt"] = [user([image, image, {"type": "text", "text": text}])]
+            assert len(swap_pairs(Dataset.from_list([row]))) == count
+            row["prompt"] = [{"role": "system", "content": text}, user("Q?")]
+            assert len(swap_pairs(Dataset.from_list([row]))) == count
 
 
 def record(*images, question="<image><image>\nAre both foxes red?", answer="Yes. Both are red.", **changes):

@@ -5,14 +5,15 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageEnhance
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from paco_trl.data import join_grid, split_grid
-from paco_trl.rewards import DuplicateReward, LayoutReward
+from paco_trl.rewards import DuplicateReward, LayoutReward, OcrReward
 from paco_trl.rewards.image_rewards import (
     edge_profile,
     layout_score,
     panel_similarity,
+    readability,
 )
 
 
@@ -236,3 +237,57 @@ class TestLayoutReward:
         assert scores == [layout_score(image, 2, 3), layout_score(image, 3, 2), layout_score(image, 2, 2)]
         assert scores[0] > 0.8 > 0.3 > max(scores[1:])
         assert LayoutReward()([], [], rows=[], cols=[]) == []
+
+
+class TestReadability:
+    @pytest.mark.parametrize(
+        ("text", "recognised", "expected"),
+        [
+            ("Open", "Open", 1.0),
+            ("Open today", "OPEN\n to day", 1.0),
+            ("Open", "", 0.0),
+            ("Open", "XYZ", 0.0),
+            ("Open", "Opan", 0.75),  # one letter is another
+            ("Open", "Opn", 0.75),  # one is missing
+            ("Open", "Opexn", 0.75),  # one too many
+            ("Open", "the bakery is open now", 1.0),  # other text around it
+            ("ab", "a and b", 0.5),  # other text within
+            ("Café １２", "café 12", 1.0),  # wide digits
+        ],
+    )
+    def test_closed_cases(self, text, recognised, expected):
+        assert readability(text, recognised) == pytest.approx(expected)
+
+
+def sign(text, size=(320, 160), background="white", color="black", at=(20, 30), height=36):
+    image = Image.new("RGB", size, background)
+    ImageDraw.Draw(image).text(at, text, font=ImageFont.load_default(height), fill=color)
+    return image
+
+
+@pytest.fixture(scope="module")
+def ocr():
+    pytest.importorskip("rapidocr")
+    return OcrReward()
+
+
+@pytest.mark.slow
+class TestOcrReward:
+    @pytest.mark.slow
+    def test_words_in_images(self, ocr, capfd):
+        images = {
+            "read": sign("Open Today"),
+            "light on dark, small": sign("open today", background="navy", color="yellow", height=26),
+            "two lines": sign("OPEN\nTODAY"),
+            "with other text": sign("Bakery\nOpen Today\nfresh bread", height=28),
+            "misspelt": sign("Opan Tudoy"),
+            "other": sign("Warehouse exit"),
+            "none": sign(""),
+        }
+        scores = ocr(["p"] * 7, list(images.values()), text=["Open Today"] * 7, rows=[1] * 7)
+        scores = dict(zip(images, scores, strict=True))
+        assert all(scores[name] > 0.9 for name in ("read", "light on dark, small", "two lines", "with other text"))
+        assert 0.5 < scores["misspelt"] < 0.9
+        assert scores["other"] < 0.5 and scores["none"] == 0
+        output = capfd.readouterr()
+        assert output.out == output.err == ""  # an image without text is not worth a line

@@ -170,7 +170,7 @@ class TestData:
         return (folder / "out" / "README.md").read_text()
 
     @pytest.mark.slow
-    def test_rankings_and_both_orders(self, workspace, tmp_path, capsys):
+    def test_rankings(self, workspace, tmp_path, capsys):
         rng = np.random.default_rng(0)
         images = [PILImage.new("RGB", (56, 56), tuple(map(int, rng.integers(0, 256, 3)))) for _ in range(4)]
         rows = [{"reference": images[0], "candidates": images[1:], "ranking": [2, 0, 1], "prompt": "A fox."}] * 4

@@ -173,6 +173,13 @@ class TestScore:
         assert asyncio.run(judge.answer(pairs[:1], [QUESTION])) == [Answer(RIGHT)]
         assert judge.score([], []) == [] and len(server.requests) == 7
 
+    def test_symmetric_needs_both_orders(self, server, judge):
+        there, back = judge.score([PAIR], QUESTION) + judge.score([PAIR[::-1]], QUESTION)
+        assert abs(there - back) > 0.1
+        assert judge.score([PAIR], QUESTION, symmetric=True) == pytest.approx([(there + back) / 2])
+        server.fault = {len(server.requests) + 1: "400"}.get
+        assert judge.score([PAIR], QUESTION, symmetric=True) == [None]
+
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [

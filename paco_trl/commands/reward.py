@@ -15,7 +15,7 @@ from peft import LoraConfig
 from trl import ModelConfig, get_quantization_config
 
 from .. import PaCoRewardConfig, PaCoRewardTrainer
-from ..data import load_paco_dataset, rankings_to_pairs, validate_pairs
+from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
 from ..data.dataset_files import load_split
 from ..trainer.config_utils import REFUSED_SFT_FIELDS
 from ..utils.files import digest, take_lock
@@ -46,6 +46,9 @@ class ScriptArguments:
         None, "Split to train on, for data that are not in the layout of PaCo-Dataset.", "--dataset_train_split"
     )
     eval_split: str | None = option(None, "Split of the same data to evaluate on.", "--dataset_test_split")
+    swap: bool = option(
+        False, "Whether to also add every pair in the other order, where its texts do not depend on the order."
+    )
     skip_broken: bool = option(False, "Whether to leave out broken pairs, with a list, instead of stopping.")
     load_in_4bit: bool = option(
         False, "Whether to quantize the frozen model to NF4 (QLoRA); it requires `paco_trl[quantization]`."
@@ -92,6 +95,7 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
         train_dataset = load_pairs(script_args, training_args, script_args.dataset_split, script_args.dataset_files)
         if script_args.eval_split is not None or script_args.eval_files is not None:
             eval_dataset = load_pairs(script_args, training_args, script_args.eval_split, script_args.eval_files)
+        train_dataset = swap_pairs(train_dataset) if script_args.swap else train_dataset
     finally:
         lock.release()
 

@@ -49,7 +49,7 @@ class RewardOptions:
     rewards: list[str] = option(
         ["consistency", "clip_t"],
         "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `reference`, `clip_i`, `pick_score`, "
-        "`no_duplicates`, `layout`; ratings by any vision-language model: `rubric:instruction`, `rubric:unchanged` "
+        "`no_duplicates`, `layout`, `ocr`; ratings by any vision-language model: `rubric:instruction`, `rubric:unchanged` "
         "(edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; `redness` and `panel_similarity` are for trying "
         "things out. Your own: "
         "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments.",
@@ -103,6 +103,7 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "pick_score": lambda args: rewards.PickScoreReward(),
     "no_duplicates": lambda args: rewards.DuplicateReward(),
     "layout": lambda args: rewards.LayoutReward(),
+    "ocr": lambda args: rewards.OcrReward(),
     "redness": lambda args: rewards.redness_reward,
     "panel_similarity": lambda args: rewards.panel_similarity_reward,
 }

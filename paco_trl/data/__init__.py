@@ -20,6 +20,7 @@ from .questions import (
 from .rankings import check_ranking_columns, load_consistency_rank, rankings_to_pairs
 from .source_images import SourceImages, has_source_images
 from .stories import load_stories
+from .swapping import swap_pairs
 from .t2is import convert_t2is
 
 
@@ -30,5 +31,5 @@ __all__ = [
     "edit_following_question", "format_image_set_prompt", "has_source_images", "is_label_only", "join_grid",
     "load_consistency_rank", "load_edit_prompts", "load_image_set_prompts", "load_paco_dataset", "load_stories",
     "make_pair", "panel_size", "parse_image_set_prompt", "plain_question", "rankings_to_pairs", "shows_question", "split_grid",
-    "t2is_bench_question", "theme_question", "validate_pairs",
+    "swap_pairs", "t2is_bench_question", "theme_question", "validate_pairs",
 ]  # fmt: skip

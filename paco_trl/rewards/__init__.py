@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .image_rewards import (
         DuplicateReward,
         LayoutReward,
+        OcrReward,
         panel_similarity_reward,
         redness_reward,
     )
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AggregationDetails", "Answer", "ClipIReward", "ClipTReward", "ConsistencyReward",
-    "DuplicateReward", "EditReward", "Judge", "JudgeUnavailableError", "LayoutReward",
+    "DuplicateReward", "EditReward", "Judge", "JudgeUnavailableError", "LayoutReward", "OcrReward",
     "PickScoreReward", "ReferenceReward", "RubricReward", "ServedJudge", "aggregate_rewards", "panel_similarity_reward", "redness_reward",
     "yes_probability",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from .judge import (
     digits_of,
     expected_rating,
     image_key,
+    score_both_orders,
 )
 from .prefix_sharing import order_for_sharing, share_prefixes
 
@@ -206,7 +207,7 @@ class PaCoReward:
         """Return the device of the model."""
         return self.model.device
 
-    def score(self, images: list[ImagePair], prompts: str | list[str]) -> list[float]:
+    def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float]:
         """
         Score pairs of images.
 
@@ -219,12 +220,35 @@ class PaCoReward:
             prompts (`str` or `list[str]`):
                 Question for each pair, or one for all. [`~paco_trl.data.theme_question`] and the other question
                 functions of `paco_trl.data` have those of the published code.
+            symmetric (`bool`, *optional*, defaults to `False`):
+                Whether to score both orders of each pair and take the mean, at twice the cost.
 
         Returns:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each pair.
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images))
-        return self._scores(pairs, prompts)
+        return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
+
+    def score_sets(
+        self, image_sets: list[list[ImageSource]], prompts: str | list[str], symmetric: bool = False
+    ) -> list[float]:
+        """
+        Score sets of images: the mean over all unordered pairs of a set, those of `itertools.combinations`.
+
+        Args:
+            image_sets (`list[list]`):
+                Sets of at least two images, such as the panels of a grid.
+            prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`):
+                Question for each set, or one for all; see [`~PaCoReward.score`].
+        """
+        prompts = self._check_prompts(prompts, len(image_sets))
+        if any(len(images) < 2 for images in image_sets):
+            raise ValueError("Each of `image_sets` must have at least two images.")
+        counts = [len(images) * (len(images) - 1) // 2 for images in image_sets]
+        pairs = [pair for images in image_sets for pair in combinations(images, 2)]
+        questions = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
+        scores = iter(self.score(pairs, questions, symmetric))
+        return [sum(next(scores) for _ in range(count)) / count for count in counts]
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float]:
         """

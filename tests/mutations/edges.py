@@ -109,6 +109,12 @@ REWARDS = [
             "with torch.autocast(self.device.type):\n            for indices",
         ),
         ('"padding_side": "left"', '"padding_side": "right"'),
+        ("/ count for count in counts]", "/ len(counts) for count in counts]"),
+        ("pairs, prompts) if symmetric else", "pairs, prompts) if not symmetric else"),
+        (
+            "for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]",
+            "for _ in range(max(counts, default=0)) for prompt in prompts][: sum(counts)]",
+        ),
     ),
     *_mutants(
         "rewards/paco_reward.py",
@@ -168,13 +174,16 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/image_rewards.py",
-        f"{_PIXELS}::TestLayout {_PIXELS}::TestLayoutReward",
+        f"{_PIXELS}::TestLayout {_PIXELS}::TestLayoutReward {_PIXELS}::TestReadability",
         ("rows[index], cols[index])", "cols[index], rows[index])"),
         ("((image, cols, rows), (", "((image, rows, cols), ("),
         ("* (1 - _extra_lines(profile, count))", ""),
         ("for parts in (2, 3, 4):", "for parts in (2,):"),
         ("min(line_strength(profile, position, LINE", "max(line_strength(profile, position, LINE"),
         ("return sum(strengths) / len(strengths)", "return max(strengths)"),
+        ("above[column - 1] + (letter != other)", "above[column - 1] + 1"),
+        ("return 1 - min(row) / len(expected)", "return 1 - row[-1] / len(expected)"),
+        ("row = [0] * (len(letters) + 1)", "row = list(range(len(letters) + 1))"),
     ),
     *_mutants(
         "rewards/image_rewards.py",
