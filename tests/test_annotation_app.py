@@ -60,6 +60,7 @@ def served(world: World, folder: Path, port: int | None = None, **options):
         yield f"http://127.0.0.1:{port}"
     finally:
         app.close(verbose=False)
+        work.file_lock.release()
 
 
 def order_of(annotator: str, instance: str, ranking: list[int]) -> list[int]:
@@ -282,6 +283,15 @@ def test_what_the_server_serves_and_refuses(world, folder, monkeypatch):
     assert not folder.exists()
     # Nothing is sent anywhere
     assert {str(host) for host in asked} == {"127.0.0.1"}
+
+
+def test_one_app_alone_serves_a_directory(world, folder):
+    """The rankings of another one would not be in its memory: it would ask for them again, and save over them."""
+    pytest.importorskip("gradio")
+    with served(world, folder), pytest.raises(ValueError, match="Another run"), served(world, folder):
+        pass
+    with served(world, folder) as url:
+        assert requests.get(url, timeout=10).ok
 
 
 def test_hosts_and_ports(world, folder, caplog, monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, hf_hub_download
 from peft import LoraConfig
 from PIL import Image
 from transformers import TrainerCallback
@@ -44,7 +44,7 @@ from paco_trl.hub.settings import (
     save_settings,
 )
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
-from paco_trl.trainer.model_cards import latest_pictures
+from paco_trl.trainer.model_cards import cached_commit, latest_pictures
 from paco_trl.trainer.publishing import training_seconds
 
 
@@ -241,7 +241,7 @@ class TestSettings:
             assert secret not in text
 
     def test_no_path_and_one_error(self, tmp_path):
-        card = ImageModelCard("a", "u/a", "/home/me/flux", merged_adapter="/home/me/fox", license=License("mit"))
+        card = ImageModelCard("a", "u/a", "/home/me/flux", "c0ffee", merged_adapter="/home/me/fox", license=License("mit"))
         save_settings(card, tmp_path)
         assert "/home/me" not in (tmp_path / SETTINGS).read_text()
         assert load_settings(tmp_path) == dataclasses.replace(card, base_model="flux", merged_adapter="fox")
@@ -251,6 +251,14 @@ class TestSettings:
                 load_settings(tmp_path)
         (tmp_path / SETTINGS).unlink()
         assert load_settings(tmp_path) is None
+
+    def test_commit_of_the_base_model(self, tmp_path):
+        with HubServer({TOKEN: "tester"}) as hub, hub.connected(tmp_path / "cache", TOKEN):
+            repo = hub.add_repo("user/base", {"model_index.json": b"{}"})
+            assert cached_commit("user/base", None) is None
+            path = hf_hub_download("user/base", "model_index.json")
+            assert cached_commit("user/base", None) == Path(path).parent.name and repo.sha_of("main") in path
+        assert cached_commit(str(tmp_path), None) is None
 
     CARDS = (
         ImageModelCard("title", "run", FLUX, pipeline_class="FluxPipeline"),

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from filelock import FileLock
+
 from ..data.columns import by_id
 from ..data.rankings import theme_of
 from ..utils.addresses import is_loopback
-from ..utils.files import read_template
+from ..utils.files import read_template, take_lock
 from ..utils.journals import read_lines
 from ..utils.text import shorten
 from .annotations import (
@@ -82,6 +84,8 @@ class AnnotationWork:
             raise ValueError(f"`annotations_per_instance` is {annotations_per_instance}. It must be at least 1.")
         self.folder, self.annotations_per_instance = folder, annotations_per_instance
         self._lock = threading.Lock()
+        # Of the process that serves the directory: another one would not know the rankings that this one saves
+        self.file_lock = FileLock(folder.absolute().with_name(f".{folder.name}.lock"))
         self._rows = {row["id"]: row for row in instances.with_format(None)}
         self._prompts = {row["id"]: row for row in prompts.with_format(None)}
         self._sha_of = by_id(panels, "sha256")
@@ -270,25 +274,31 @@ def serve_annotation(
 
     if not is_loopback(host):
         logger.warning(f"Everyone who reaches {host} can rank under any name: the app has no password.")
-    app = make_app(work)
-    app.launch(
-        server_name=host,
-        server_port=port,
-        share=False,
-        inline=False,
-        footer_links=[],
-        run_history=False,
-        enable_monitoring=False,
-        max_file_size=1,  # nothing is uploaded
-        css=_PAGE_STYLE,
-        prevent_thread_lock=prevent_thread_lock,
-        app_kwargs={
-            "routes": [Route("/image/{sha256}", image)],
-            "middleware": [
-                # A name of another site that was made to point here
-                Middleware(TrustedHostMiddleware, allowed_hosts=[host.lower(), "127.0.0.1", "localhost"]),
-                Middleware(BaseHTTPMiddleware, dispatch=_same_origin_only),
-            ],
-        },
-    )
+    if problem := take_lock(work.file_lock, "annotations", work.folder):
+        raise ValueError(problem)
+    try:
+        app = make_app(work)
+        app.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            inline=False,
+            footer_links=[],
+            run_history=False,
+            enable_monitoring=False,
+            max_file_size=1,  # nothing is uploaded
+            css=_PAGE_STYLE,
+            prevent_thread_lock=prevent_thread_lock,
+            app_kwargs={
+                "routes": [Route("/image/{sha256}", image)],
+                "middleware": [
+                    # A name of another site that was made to point here
+                    Middleware(TrustedHostMiddleware, allowed_hosts=[host.lower(), "127.0.0.1", "localhost"]),
+                    Middleware(BaseHTTPMiddleware, dispatch=_same_origin_only),
+                ],
+            },
+        )
+    finally:
+        if not prevent_thread_lock:
+            work.file_lock.release()
     return app

@@ -73,6 +73,7 @@ class _Card:
     title: str
     repo_id: str  # Hub id, or the name of the directory: what the snippets load
     base_model: str  # Hub id or directory, of whose path a card shows the last part
+    base_revision: str | None = None  # commit of a base model on the Hub
     lora: LoRA | None = None  # the adapter; of a merged model the merged one
     merged_adapter: str | None = None  # Hub id or directory of the merged adapter
     license: License | None = None  # if `None`, the card refers to the base model's

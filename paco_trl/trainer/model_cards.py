@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
 from PIL import Image
 from torch import nn
@@ -17,7 +18,7 @@ from ..hub.settings import Evaluation, LoRA, Reward
 from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
-from ..utils.names import public_name
+from ..utils.names import is_local, public_name
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
 
@@ -31,6 +32,14 @@ def hardware_of(device: torch.device, processes: int) -> str:
         return "CPU" if processes == 1 else f"CPU, {processes} processes"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     return f"{processes} x {name}"
+
+
+def cached_commit(model: str, revision: str | None) -> str | None:
+    """Return the commit of a model that was loaded from the Hub, `None` for a directory."""
+    if is_local(model) or "/" not in model:
+        return None
+    files = (try_to_load_from_cache(model, name, revision=revision) for name in ("model_index.json", "config.json"))
+    return next((Path(path).parent.name for path in files if isinstance(path, str)), None)
 
 
 def lora_of(model: nn.Module, continued_from: str | None = None, quantization: str | None = None) -> LoRA | None:

@@ -15,7 +15,7 @@ from ..hub.cards import save_card
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from ..utils.names import public_name, relative_name
-from .model_cards import LIBRARIES, hardware_of
+from .model_cards import LIBRARIES, cached_commit, hardware_of
 
 
 logger = get_logger(__name__)
@@ -151,6 +151,7 @@ class PushesToHub(Trainer):
             "title": model_name or (self.hub_model_id or args.hub_model_id or local.name).split("/")[-1],
             "repo_id": repo_id,
             "base_model": base_model,
+            "base_revision": cached_commit(base_model, (args.model_init_kwargs or {}).get("revision")),
             "license": License(license)
             if license is not None
             else base_license(base_model, pusher is not None, token),
