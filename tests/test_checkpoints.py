@@ -22,6 +22,7 @@ from paco_trl.checkpointing.checkpoints import (
     publish,
     round_file,
 )
+from paco_trl.checkpointing.weights import load_weights
 
 
 RUN = {
@@ -120,6 +121,16 @@ def test_the_digest_of_prompts_is_of_all_that_decides_images():
     changes[5] = {"height": [64, 32]}
     digests = [dataset_digest(Dataset.from_dict(rows | change)) for change in changes]
     assert digests[0] == digests[1] and len(set(digests)) == 6
+
+
+@pytest.mark.parametrize("names", [["weight"], ["weight", "bias", "more"]])
+def test_other_weights_than_those_that_are_trained(names):
+    model, ones = torch.nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    load_weights(model, ones, zero_stage=0)
+    assert model.weight.tolist() == [[1, 1], [1, 1]]
+    with pytest.raises(ValueError, match=r"in one alone, such as '(bias|more)'"):
+        load_weights(model, {name: torch.zeros(2, 2) for name in names}, zero_stage=0)
+    assert model.weight.tolist() == [[1, 1], [1, 1]]
 
 
 def test_an_unfinished_round_holds_no_code(tmp_path):

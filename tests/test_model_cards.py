@@ -241,7 +241,9 @@ class TestSettings:
             assert secret not in text
 
     def test_no_path_and_one_error(self, tmp_path):
-        card = ImageModelCard("a", "u/a", "/home/me/flux", "c0ffee", merged_adapter="/home/me/fox", license=License("mit"))
+        card = ImageModelCard(
+            "a", "u/a", "/home/me/flux", "c0ffee", merged_adapter="/home/me/fox", license=License("mit")
+        )
         save_settings(card, tmp_path)
         assert "/home/me" not in (tmp_path / SETTINGS).read_text()
         assert load_settings(tmp_path) == dataclasses.replace(card, base_model="flux", merged_adapter="fox")

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -596,6 +597,17 @@ class TestGroupByLength:
         processor = processor_of(tiny_qwen)
         with pytest.raises(ValueError, match="group_by_length"):
             make_reward_trainer(NOWHERE, processing_class=processor, **self.SETTINGS)
+
+
+def test_another_adapter_cannot_be_resumed(make_reward_trainer):
+    first = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    trainer = make_reward_trainer(peft_config=LoraConfig(**first), save_strategy="steps", save_steps=1, max_steps=1)
+    trainer.train()
+    for change in ({"r": 8}, {"target_modules": ["k_proj", "v_proj"]}, {}):
+        resumed = make_reward_trainer(peft_config=LoraConfig(**first | change), max_steps=2)
+        with pytest.raises(ValueError, match="cannot be resumed") if change else nullcontext():
+            resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == (0 if change else 2)
 
 
 class TestWorkers:

@@ -115,6 +115,11 @@ def split_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: i
 @torch.no_grad()
 def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: int) -> None:
     """Load full weights into the model and into DeepSpeed's masters. Collective: call on all ranks, with all of them."""
+    if different := full.keys() ^ trained_parameters(model).keys():
+        raise ValueError(
+            f"The checkpoint's weights are not those that are trained: {len(different)} are in one alone, such as "
+            f"{min(different)!r}. Give this run the same adapter, or start in another `output_dir`."
+        )
     local = split_weights(model, full, zero_stage)
     _write(model, local, zero_stage)
     if zero_stage == 0:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from PIL import Image
 from torch import nn
 from transformers import (
@@ -37,7 +37,7 @@ from ..hub.settings import JudgeCard
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
-from ..rollout.loading import check_lora_alpha, check_target_modules
+from ..rollout.loading import adapter_digest, check_lora_alpha, check_target_modules
 from ..utils.deepspeed import without_zero3_init
 from ..utils.files import sole_writer
 from ..utils.images import limit_pixels, pixel_limit, tower_arguments
@@ -523,6 +523,11 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self._sums, output_dir = {}, self.args.output_dir
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
             checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
+            if checkpoint is not None:
+                # PEFT only warns of missing layers, and the optimizer's states are in order, without names
+                saved = adapter_digest(PeftConfig.from_pretrained(str(checkpoint)))
+                if saved != (now := adapter_digest(self.model.peft_config[self.model.active_adapter])):
+                    raise ValueError(f"'{checkpoint}' cannot be resumed: its adapter is {saved}, now {now}.")
             with self._resumable(checkpoint):
                 output = super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
                 # The callback has evaluated the last model, which may not be the best

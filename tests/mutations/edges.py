@@ -713,6 +713,24 @@ BENCHMARKS = [
 
 DATASET_BUILDING = [
     *_mutants(
+        "dataset_building/annotate.py",
+        "test_annotation_app.py::test_one_app_alone_serves_a_directory",
+        ('take_lock(work.file_lock, "annotations", work.folder)', "None"),
+    ),
+    *_mutants(
+        "trainer/paco_reward_trainer.py",
+        "test_paco_reward_trainer.py::test_another_adapter_cannot_be_resumed",
+        ("if saved != (now :=", "if None is (now :="),
+    ),
+    *_mutants(
+        "trainer/model_cards.py",
+        "test_model_cards.py::TestSettings::test_commit_of_the_base_model",
+        (
+            "try_to_load_from_cache(model, name, revision=revision)",
+            'try_to_load_from_cache(model, name, revision="v0")',
+        ),
+    ),
+    *_mutants(
         "dataset_building/panels.py",
         "test_pair_panels.py",
         ("[names[each, other] for each in seeds]", "[names[each, position] for each in seeds]"),
