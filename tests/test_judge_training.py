@@ -9,13 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image, ImageStat
 from safetensors.torch import load_file
 
 import launching
 from judge_server import JudgeServer, LoopClock
+from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.data import make_pair, theme_question
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.rewards.runner import RewardError
+from paco_trl.rollout.prompt_rows import Completions
 from testing_utils import are_equal, logs_with, weights_of
 
 
@@ -31,6 +35,25 @@ def redness(first: Image.Image, second: Image.Image, question: str) -> float:
     return (red - (green + blue) / 2) / 20
 
 
+def trainer_images(trainer) -> list[Image.Image]:
+    """Images of another round, drawn with the trained weights."""
+    drawn, draw = [], trainer.policy.generate
+
+    def keep(*args, **kwargs):
+        images, records = draw(*args, **kwargs)
+        drawn.extend(images)
+        return images, records
+
+    trainer.policy.generate = keep
+    trainer.rewards.add = lambda *args: None  # nothing is scored
+    fetched = trainer.sampler.fetch(trainer.train_rows, range(6), trainer.args.resolution_scale)
+    micro_batches = np.arange(48).reshape(6, 8)
+    completions = Completions(trainer.train_rows, list(range(6)), 8)
+    trainer._generate_round(99, micro_batches, completions, fetched, trainer.schedule.sde(99))
+    trainer.policy.generate = draw
+    return drawn
+
+
 @pytest.fixture
 def server():
     with JudgeServer(redness) as server:
@@ -40,6 +63,83 @@ def server():
 def consistency(server: JudgeServer, **kwargs) -> ConsistencyReward:
     reward = ConsistencyReward(base_url=server.url, model="judge", **{**PATIENT, **kwargs})
     return reward
+
+
+class TestLearning:
+    @pytest.fixture
+    def judge(self, tiny_qwen, tmp_path_factory) -> PaCoReward:
+        """A tiny judge that was trained to find red pictures consistent, and others not."""
+        rng, rows = np.random.default_rng(0), []
+        for index in range(320):
+            is_red = bool(index % 2)
+            tint = rng.uniform(10, 40) if is_red else rng.uniform(-30, 0)
+            images = []
+            for _ in range(2):
+                grey = rng.uniform(90, 160) + rng.normal(0, 12, (16, 16, 1))
+                colours = grey + np.array([tint, 0, -tint]) + rng.normal(0, 4, (16, 16, 3))
+                images.append(Image.fromarray(colours.clip(0, 255).astype(np.uint8)))
+            rows.append(make_pair(*images, theme_question("a theme"), is_red, None))
+        trainer = PaCoRewardTrainer(
+            model=str(tiny_qwen),
+            args=PaCoRewardConfig(
+                str(tmp_path_factory.mktemp("judge")),
+                first_token_weight=None,
+                learning_rate=5e-3,
+                per_device_train_batch_size=16,
+                num_train_epochs=2,
+                use_cpu=True,
+                bf16=False,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list(rows),
+            peft_config=None,
+        )
+        trainer.train()
+        judge = PaCoReward(trainer.model, trainer.processing_class)
+        red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("#96826e", "#6e8296"))
+        (yes, no) = judge.score([(red, red), (blue, blue)], theme_question("a theme"))
+        assert yes > 0.7 > 0.3 > no
+        return judge
+
+    @pytest.mark.slow
+    def test_a_trained_judge_through_http_is_learned_from(self, make_trainer, judge):
+        lock, question = threading.Lock(), theme_question("a theme")
+        rises = {}
+        for sign in (1, -1):  # the twin: a judge that says the opposite
+
+            def log_odds(first, second, question, sign=sign):
+                with lock:
+                    (probability,) = judge.score([(first, second)], question)
+                return sign * float(np.log(probability) - np.log1p(-probability))
+
+            with JudgeServer(log_odds) as server:
+                trainer = make_trainer(
+                    reward_funcs=ConsistencyReward(base_url=server.url, model="judge", max_pairs=1, timeout=30),
+                    max_steps=20,
+                    num_generations=8,
+                    num_prompts_per_generation=6,
+                    per_device_train_batch_size=8,
+                    gradient_checkpointing=False,
+                    epsilon=1e-3,
+                )
+                trainer.train()
+            assert set(logs_with(trainer, "rewards/consistency/failure_rate")) == {0.0}
+            assert len(server.requests) == 10 * 48 + 1  # one question for each image, and that of the check
+            after = trainer_images(trainer)
+            with trainer.model.disable_adapter():
+                before = trainer_images(trainer)  # of the same noise
+            scores = [
+                judge.score([(image.crop((0, 0, 16, 16)), image.crop((16, 16, 32, 32))) for image in images], question)
+                for images in (before, after)
+            ]
+            assert 0.1 < np.mean(scores[0]) < 0.9  # not saturated: there is something to learn
+            rises[sign] = np.subtract(*scores[::-1])
+        for sign, rise in rises.items():
+            assert len(rise) == 48
+            assert sign * rise.mean() > 0.1
+            assert sign * rise.mean() > 3 * rise.std() / 48**0.5
 
 
 class TestOverlap:
