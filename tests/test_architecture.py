@@ -25,8 +25,6 @@ OTHERS = {
     "callback._initialized": "transformers' trackers have no public sign that they run",
     "dataset._fingerprint": "datasets has no public identity of a dataset",
     "dataset._indices": "datasets has no public list of the rows that `select` and `shuffle` keep",
-    "group._group_actions": "argparse moves an option to another group in no other way",
-    "usual._group_actions": "nor sorts the options of one",
     "hf_deepspeed._hf_deepspeed_config_weak_ref": "transformers has no getter for the configuration object",
     "model._internal_dict": "diffusers' `config` has no setter",
     "dist.distributed_c10d._get_default_store": "torch gives the store of a process group nowhere else",

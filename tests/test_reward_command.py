@@ -192,6 +192,8 @@ class TestData:
         assert f"| pairs | {few} |" in card  # evaluated on, at the end
         stdout = capsys.readouterr().out
         assert f"Adapter: {tmp_path / 'out'}" in stdout and f"Images: {tmp_path / 'out' / 'evaluation'}" in stdout
+        card = self.train(workspace, tmp_path, *options, "--swap", "True")
+        assert f"| `pairs` | {2 * many} |" in card and f"| pairs | {few} |" in card  # evaluated on as they are
 
         rows[2] = rows[2] | {"candidates": [images[1], {"bytes": b"no image", "path": None}, images[3]]}
         Dataset.from_list(rows, features=Features(features)).to_parquet(tmp_path / "data" / "train.parquet")
