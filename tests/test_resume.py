@@ -406,11 +406,6 @@ def falling_reward(prompts, completions, trainer_state, **kwargs):
     return [10 + value - trainer_state.global_step for value in redness_reward(prompts, completions)]
 
 
-def rising_reward(prompts, completions, trainer_state, **kwargs):
-    """Best in the last evaluation."""
-    return [value + trainer_state.global_step for value in redness_reward(prompts, completions)]
-
-
 class TestOutputFolder:
     SETTINGS = {
         "max_steps": 5,

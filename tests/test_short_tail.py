@@ -30,11 +30,6 @@ def exact_velocity(sample, sigma, mean=0.3, variance=0.25):
     return (sample - x0) / sigma
 
 
-def exact_sample(noise, sigma, mean=0.3, variance=0.25):
-    """Where the ODE of [`exact_velocity`] leads from noise."""
-    return (1 - sigma) * mean + noise * ((1 - sigma) ** 2 * variance + sigma**2) ** 0.5
-
-
 def scheduler_with(steps, tail_steps, num_inference_steps=10, **config):
     scheduler = FlowMatchSDEScheduler.from_scheduler(FlowMatchEulerDiscreteScheduler(**config))
     scheduler.sde = SDESettings(steps, 0.0, tail_steps=tail_steps)

@@ -46,11 +46,6 @@ def pair_dataset(rows: list[dict]) -> Dataset:
     return Dataset.from_list(rows, features=Features({"images": List(Image()), "prompt": turns, "completion": turns}))
 
 
-def to_tensor(image: PILImage.Image) -> torch.Tensor:
-    """(1, 3, height, width), in [0, 1]."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
-
-
 def anti_redness_reward(prompts, completions, **kwargs):
     return [-reward for reward in redness_reward(prompts, completions)]
 
