@@ -26,7 +26,7 @@ COMMANDS = {
     "evaluate": ("paco_trl.commands.evaluate", "evaluates an image model, or a judge"),
     "build": ("paco_trl.commands.build", "builds a dataset of pairs for a judge"),
     "doctor": ("paco_trl.commands.doctor", "checks a model, a dataset and settings before training"),
-    "push": ("paco_trl.commands.push", "uploads to the Hub what a run has saved, and its pending uploads"),
+    "push": ("paco_trl.commands.push", "uploads to the Hub what a run has saved"),
     "space": ("paco_trl.commands.space", "writes a Space that compares base model and adapter, and runs it"),
     "merge": ("paco_trl.commands.merge", "merges an adapter into the weights of its base model"),
     "serve": ("paco_trl.commands.serve", "serves a judge with vLLM, for rewards over HTTP"),
