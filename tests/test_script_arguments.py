@@ -87,6 +87,7 @@ def test_own_rewards_by_import_path(tmp_path, monkeypatch):
     for name, error, message in (
         ("my_own_rewards.sharpnes", ValueError, "Sharpness"),
         ("my_own_reward.brightness", ImportError, "'my_own_reward'"),
+        ("my_own_rewards.threshold", ValueError, "0.5"),
         ("my_broken_rewards.brightness", ImportError, "'a_package_that_is_missing'"),
     ):
         with pytest.raises(error, match=message):
@@ -108,6 +109,7 @@ def test_own_rewards_by_their_file(tmp_path, monkeypatch):
     for name, error, message in (
         ("several.py", ValueError, "brightness, Sharpness, made"),
         ("missing.py", OSError, "missing.py"),
+        ("random.bright", ValueError, "random.py:bright"),  # Python's own module
         ("several", ValueError, "`several.py`"),
     ):
         with pytest.raises(error, match=message):

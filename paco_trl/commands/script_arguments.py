@@ -194,7 +194,9 @@ def _import_reward(path: str) -> Callable:
     else:
         if os.getcwd() not in sys.path:  # a script has its own directory there
             sys.path.insert(0, os.getcwd())
-        module = import_module(where)
+        module, file = import_module(where), Path(where.replace(".", "/") + ".py")
+        if file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
+            raise ValueError(f"`{where}` is another module than the file '{file}' here. Write `{file}:{name}`.")
     # Not what the module has only imported
     own = [each for each, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
     own = [each for each in own if not each.startswith("_")]
@@ -203,7 +205,10 @@ def _import_reward(path: str) -> Callable:
     if not hasattr(module, name):
         raise ValueError(f"'{where}' has no reward `{name}`. Name one of: {', '.join(own) or 'no function or class'}.")
     reward = getattr(module, name)
-    return reward() if isinstance(reward, type) else reward
+    reward = reward() if isinstance(reward, type) else reward
+    if not callable(reward):
+        raise ValueError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
+    return reward
 
 
 @cache
