@@ -622,6 +622,13 @@ class TestResume:
         with open_scores(tmp_path, "it", {}, digests) as store:
             assert store.pending == ["b", "d"]
 
+    def test_a_part_without_a_header_is_left_to_its_process(self, tmp_path):
+        part = tmp_path / "scores" / "it.1.jsonl"  # of a run that was killed as it began
+        part.parent.mkdir()
+        part.write_text('{"scor')
+        with open_scores(tmp_path, "it", {}, {"a": "a"}) as store:
+            assert store.pending == ["a"] and part.read_text() == '{"scor'
+
 
 class TestServed:
     """The judge is on a server: questions over HTTP."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..utils.files import sole_writer
-from ..utils.journals import Journal
+from ..utils.journals import Journal, check_header, read_lines
 from ..utils.processes import wait_for_all
 from ..utils.text import some_of
 
@@ -42,7 +42,10 @@ class ScoreStore:
         own = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
         found: dict[str, dict[str, Any]] = {}
         for path in sorted(path for path in self.folder.glob("*.jsonl") if own.fullmatch(path.name)):
-            for record in Journal(path, self.settings).records:
+            lines = [line for _, line in read_lines(path)]  # without a header yet if a run was killed as it began
+            if lines:
+                check_header(path, lines[0], self.settings)
+            for record in lines[1:]:
                 if self.digests.get(record["key"]) == record["digest"]:
                     found[record["key"]] = max(found.get(record["key"], record), record, key=_rank)
         return {key: found[key] for key in self.digests if key in found}

@@ -64,6 +64,16 @@ def _end_last_line(file: BinaryIO) -> None:
         file.write(b"\n")
 
 
+def check_header(path: Path, stored: Any, header: dict[str, Any]) -> None:
+    """Refuse a file whose first line is another one than `header`."""
+    if not isinstance(stored, dict) or stored.keys() != header.keys():
+        raise ValueError(f"{path} exists and is not a result file of this benchmark. Give another path.")
+    names = [name for name in header if stored[name] != header[name]]
+    different = [f"`{name}` is {stored[name]!r} there and {header[name]!r} now" for name in names]
+    if different:
+        raise ValueError(f"{path} has the results of another run: {'; '.join(different)}. Give another path.")
+
+
 class Journal:
     """Records that survive a kill, in the order of writing; without a path they are in memory only."""
 
@@ -78,7 +88,7 @@ class Journal:
         lines = read_lines(self.path) if self.path is not None and self.path.exists() else []
         if header is not None and self.path is not None:
             if lines:
-                self._check_header(lines.pop(0)[1], header)
+                check_header(self.path, lines.pop(0)[1], header)
             elif self.path.exists() and not json_line(header).startswith(self.path.read_bytes()):
                 raise ValueError(f"{self.path} exists and is not a result file of an evaluation. Give another path.")
             else:
@@ -99,11 +109,3 @@ class Journal:
         self.records.append(record)
         if self.key is not None:
             self.by_key[record[self.key]] = record
-
-    def _check_header(self, stored: Any, header: dict[str, Any]) -> None:
-        if not isinstance(stored, dict) or stored.keys() != header.keys():
-            raise ValueError(f"{self.path} exists and is not a result file of this benchmark. Give another path.")
-        names = [name for name in header if stored[name] != header[name]]
-        different = [f"`{name}` is {stored[name]!r} there and {header[name]!r} now" for name in names]
-        if different:
-            raise ValueError(f"{self.path} has the results of another run: {'; '.join(different)}. Give another path.")
