@@ -116,6 +116,12 @@ class TestSingles:
         assert {path for path in written if again[path] != written[path]} == set(gone)
 
 
+@pytest.mark.parametrize("option", ["num_shown", "num_generations", "num_inference_steps"])
+def test_numbers_below_one_are_refused(files, option, tmp_path):
+    with pytest.raises(ValueError, match=f"--{option}"):
+        evaluate("--dataset_name", files / "single.txt", f"--{option}", 0, model="nowhere", folder=tmp_path / "out")
+
+
 class TestRewards:
     @pytest.mark.slow
     def test_failures_are_left_out_and_counted(self, files, adapters, tiny_flux, tmp_path, monkeypatch):

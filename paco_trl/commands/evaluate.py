@@ -69,20 +69,27 @@ from ..utils.files import adapter_weights_digest, digest, sole_writer, write_ato
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import (
+    SERVED_ONLY,
     GenerateArguments,
     ImagesArguments,
     PromptsArguments,
     ReportArguments,
     ScoreArguments,
+    check_positive,
     load_judge,
     refuse_unused,
 )
-from .evaluate_judge import JudgeArguments, evaluate
+from .evaluate_judge import OF_JUDGES, JudgeArguments, evaluate
 from .evaluate_prompts import evaluate_prompts, load_run_card
 from .parser import run_stage
 
 
 _ELSEWHERE = "system.json"  # says where the scored images are that were generated elsewhere
+
+# Options of `score` that only one of the benchmarks has
+_T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
+_T2IS_ONLY += ("batch_size", "trust_remote_code", *OF_JUDGES)
+_GEDIT_ONLY = ("protocol", "gedit_repo")
 
 # The work behind its `yield` takes hours: what can be wrong is found before
 Step = Generator[None, None, None]
@@ -176,12 +183,21 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
 ################
 def generate(args: GenerateArguments) -> Step:
     """Generate the images of one system."""
+    if args.benchmark == "gedit":
+        refuse_unused(args, ("panel_files", "batch_size"), "with `--benchmark gedit`")
     if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
         raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
-    if args.adapter is None and args.adapter_fraction < 1:
+    check_positive(args, "num_inference_steps", "batch_size")
+    fraction, steps = args.adapter_fraction, args.num_inference_steps or 0
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"`--adapter_fraction` is {fraction}; it must be from 0 to 1.")
+    if steps and 0 < fraction < 1 and round(fraction * steps) in (0, steps):
+        rounded = f"{round(fraction * steps)} of {steps} denoising steps"
         raise ValueError(
-            f"`--adapter_fraction` is {args.adapter_fraction}, but there is no `--adapter`. Leave it out."
+            f"`--adapter_fraction` is {fraction}, which rounds to {rounded}. Choose one between, or 0 or 1."
         )
+    if args.adapter is None and fraction < 1:
+        raise ValueError(f"`--adapter_fraction` is {fraction}, but there is no `--adapter`. Leave it out.")
     benchmark = _load_as_trained(args)
     panels = {}
     if _has_separate(benchmark):
@@ -224,6 +240,9 @@ def generate(args: GenerateArguments) -> Step:
 def score(args: ScoreArguments) -> Step:
     """Score the images of one system."""
     is_gedit = args.benchmark == "gedit"
+    refuse_unused(args, _T2IS_ONLY if is_gedit else _GEDIT_ONLY, f"with `--benchmark {args.benchmark}`")
+    if args.judge_url is None and args.alignment_url is None:
+        refuse_unused(args, SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
     benchmark = _load_benchmark(args)
     scorers: Any = _edit_judge(args, benchmark) if is_gedit else _judges(args)
     yield
@@ -258,6 +277,8 @@ def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
         work[args.alignment_model, args.alignment_url] = [score_alignment]
     for name in args.judges or []:
         work.setdefault((name, args.judge_url), []).append(score_consistency)
+    if all(url is not None for _, url in work):
+        refuse_unused(args, OF_JUDGES, "without a judge in the process")
     for name, url in work:
         if url is None:
             PaCoReward.load_processor(name, args.trust_remote_code)
@@ -310,6 +331,7 @@ def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
 
 def report(args: ReportArguments) -> Step:
     """Write the report of one system, or of two and their difference."""
+    check_positive(args, "num_shown")
     if args.card is not None:
         if args.tuned is None:
             raise ValueError("`--card` is for the adapter of a tuned system, but there is none.")
@@ -355,6 +377,8 @@ def images(args: ImagesArguments) -> None:
 
     without = {"adapter": None, "adapter_fraction": 1.0}
     judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}  # those of the pipeline are not the judge's
+    if args.benchmark == "t2is":
+        judging["protocol"] = "default"  # the published one is of its report
     compared = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in roles else None}
     run(
         *(generate(of(GenerateArguments, role, **(without if role != roles[-1] else {}))) for role in roles),

@@ -38,6 +38,13 @@ class JudgeOptions(RequestArguments):
     trust_remote_code: bool = option(False, "Whether code that comes with a judge may be run.")
 
 
+def check_positive(args: Any, *names: str) -> None:
+    """Refuse numbers below 1; `None` is the default's."""
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"`--{name}` is {getattr(args, name)}, but must be at least 1.")
+
+
 def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
     """Refuse options that differ from their defaults and would do nothing; `where` says in which case."""
     given = [f"`--{name}`" for name in names if getattr(args, name) != type(args).__dataclass_fields__[name].default]

@@ -41,7 +41,7 @@ from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
-from .evaluate_arguments import PromptsArguments, refuse_unused
+from .evaluate_arguments import PromptsArguments, check_positive, refuse_unused
 from .script_arguments import (
     PromptDataArguments,
     RewardOptions,
@@ -58,6 +58,7 @@ Place = tuple[int, int]
 
 def evaluate_prompts(args: PromptsArguments) -> None:
     """Generate, score, and write a page for each adapter; a stopped evaluation resumes."""
+    check_positive(args, "num_generations", "num_inference_steps", "num_shown")
     adapters = args.adapter or []
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
     if len({*folders, "sources"}) <= len(folders):

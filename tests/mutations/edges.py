@@ -852,6 +852,7 @@ SEPARATE_SETS = [
     *_mutants(
         "commands/evaluate.py",
         "test_evaluate_generation.py::TestOptions",
+        ("_T2IS_ONLY if is_gedit else _GEDIT_ONLY,", "(),"),
         ("        image_sizes(benchmark, args.height, args.width)", "        pass"),
         ("        check_panel_options(**panels)", "        pass"),
     ),
