@@ -129,7 +129,9 @@ def publish(
         last.write_bytes(Path(paths[5, 0, 0]).read_bytes())
     kwargs = {"token": TOKEN, "generator": GENERATOR, "max_shard_size": "6KB"} | kwargs
     pairs = stage.load()
-    if broken == "empty":
+    if broken == "no groups":
+        pairs = pairs.remove_columns("group")
+    elif broken == "empty":
         pairs["test"] = pairs["test"].select([])
     return publish_dataset(pairs, rankings, repo_id, report, **kwargs)
 
@@ -275,6 +277,13 @@ def test_other_data_take_the_place_of_the_first(hub, client, tmp_path):
     arguments = {"folder": str(tmp_path), "repo_id": "tester/changed"}
     client(publish, **arguments)
     assert "| train | 8 |" in readme(hub, "tester/changed")[1]
+    # Interrupted before the new card is there, the old one does not tell of other data
+    hub.fault = lambda method, path: "503" if method == "PUT" else None
+    with pytest.raises(ConnectionError):
+        client(publish, train=[1, 4], **arguments)
+    metadata, text = readme(hub, "tester/changed")
+    assert text.strip() == "" and [config["config_name"] for config in metadata["configs"]] == ["pairs", "rankings"]
+    hub.fault = lambda method, path: None
     client(publish, train=[1, 4], **arguments)
     assert "| train | 6 |" in readme(hub, "tester/changed")[1]
     assert len(client(load, repo_id="tester/changed")["train"]) == 6
@@ -283,7 +292,7 @@ def test_other_data_take_the_place_of_the_first(hub, client, tmp_path):
 def test_without_what_is_not_known(hub, client, tmp_path):
     client(publish, folder=str(tmp_path), repo_id="tester/few", test=None, ranked=None, with_reasons=False,
         report={"ranking": {"by": ["automatic"]}}, license="mit", generator=None,
-        private=False,
+        private=False, broken="no groups",  # by which only held-out splits are compared
     )  # fmt: skip
     metadata, text = readme(hub, "tester/few")
     assert metadata["license"] == "mit" and "license_name" not in metadata
@@ -305,6 +314,7 @@ def test_without_what_is_not_known(hub, client, tmp_path):
         ({"token": WRONG_TOKEN}, PermissionError, "token"),
         ({"generator": "nobody/nothing"}, ValueError, "'nobody/nothing'"),
         ({"generator": None}, ValueError, "`license`"),
+        ({"license": "flux-1-dev"}, ValueError, '"license" must'),
         ({"repo_id": "tester/other"}, ValueError, "'data.csv'"),
         ({"repo_id": "tester/public"}, ValueError, "public"),
     ],

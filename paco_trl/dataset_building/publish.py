@@ -17,6 +17,7 @@ from .dataset_card import dataset_card, describe_pairs, describe_rankings
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
+    from huggingface_hub import DatasetCard, HfApi
 
 
 def publish_dataset(
@@ -66,7 +67,8 @@ def publish_dataset(
         ConnectionError: If the Hub cannot be reached, or an upload fails.
     """
     from datasets import DatasetDict
-    from huggingface_hub import CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
+    from huggingface_hub import CommitOperationAdd, DatasetCardData, HfApi
+    from huggingface_hub.utils import get_session, hf_raise_for_status
 
     from ..hub.account import find_repository, hub_errors
 
@@ -107,12 +109,18 @@ def publish_dataset(
         pairs_sheet(pairs["train" if "train" in pairs else "test"], f"{folder}/pairs.png")
         if rankings is not None:
             rankings_sheet(rankings, f"{folder}/rankings.png")
+        # The Hub would refuse the metadata after hours of uploads. Not `card.validate`, which only asks huggingface.co
+        content = {"content": str(card), "repoType": "dataset"}
+        hf_raise_for_status(get_session().post(f"{api.endpoint}/api/validate-yaml", json=content))
+        # No card describes other data than are there, if the upload is interrupted
+        if "README.md" in files and (old := _load_card(api, repo_id)).text.strip() not in ("", card.text.strip()):
+            old.text = ""
+            operations = [CommitOperationAdd("README.md", str(old).encode())]
+            api.create_commit(repo_id, operations, commit_message="Clear the earlier card", repo_type="dataset")
         for config, splits in configs.items():
             options = {"private": private, "token": api.token, "max_shard_size": max_shard_size}
             splits.push_to_hub(repo_id, config, commit_message=f"Upload {config}", **options)
-        # With the metadata that `push_to_hub` wrote. Forced: clients fall back to the cache when the Hub is down
-        readme = api.hf_hub_download(repo_id, "README.md", repo_type="dataset", force_download=True)
-        pushed = DatasetCard.load(readme).data.to_dict()
+        pushed = _load_card(api, repo_id).data.to_dict()  # the metadata that `push_to_hub` wrote
         # Not by `set_default`, which is lost when the default configuration is pushed a second time (datasets 5.2)
         for config in pushed["configs"]:
             if config["config_name"] == "pairs":
@@ -122,6 +130,13 @@ def publish_dataset(
         operations.append(CommitOperationAdd("README.md", str(card).encode()))
         api.create_commit(repo_id, operations, commit_message="Upload dataset card", repo_type="dataset")
     return f"{api.endpoint}/datasets/{repo_id}"
+
+
+def _load_card(api: "HfApi", repo_id: str) -> "DatasetCard":
+    from huggingface_hub import DatasetCard
+
+    # Forced: clients fall back to the cache when the Hub is down
+    return DatasetCard.load(api.hf_hub_download(repo_id, "README.md", repo_type="dataset", force_download=True))
 
 
 def _image_digests(dataset: "Dataset", name: str) -> set[str]:
@@ -150,10 +165,10 @@ def _image_digests(dataset: "Dataset", name: str) -> set[str]:
 def _check_held_out(parts: Mapping[str, "Dataset"], digests: Mapping[str, set[str]]) -> None:
     """Check that held-out splits share no prompt and no image with the training pairs."""
     train = "pairs/train"
-    for name in parts if train in parts else ():
+    for name in [part for part in parts if part != train] if train in parts else []:
         prompts = [set(parts[part].with_format(None)["group"][:]) for part in (train, name)]
         for kind, shared in (("prompts", prompts[0] & prompts[1]), ("images", digests[train] & digests[name])):
-            if name != train and shared:
+            if shared:
                 raise ValueError(
                     f"{len(shared)} {kind} are both in `{train}` and in `{name}`, such as {min(shared)!r}: a judge "
                     "would be evaluated on what it was trained on. Split again."
