@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from datasets import load_from_disk
+from datasets import DatasetDict, load_from_disk
 
 from chat_server import ChatServer
 from hub_server import HubServer
@@ -20,6 +20,7 @@ from paco_trl.commands import reward
 from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
 from paco_trl.dataset_building import append_annotation
 from paco_trl.rewards import JudgeUnavailableError
+from paco_trl.utils.stage_folder import StageFolder
 from planted_world import PlantedWorld
 
 
@@ -253,7 +254,8 @@ class TestRankings:
             return 4 - float(np.abs(hues[0] - hues[1]).sum()) / 8
 
         with JudgeServer(same_colour) as server:
-            planted("rank", judge_model="judge", judge_url=server.url)
+            planted("rank", judge_model="judge", judge_url=server.url, annotator="other")
+        assert (tmp_path / "build/annotations/other.jsonl").exists()
         pairs = loaded(planted("pairs", test_size=0.2) / "pairs")
         right = [
             planted.world.is_consistent(*row["panels"]) == (row["completion"][0]["content"] == "Yes")
@@ -323,6 +325,25 @@ class TestWritten:
         for stage, options in (("publish", {"hub_model_id": "user/name"}), ("reasons", {"base_url": server.url})):
             with pytest.raises(ValueError, match="other pairs|`pairs` was"):
                 planted(stage, **options, **({"model": "writer"} if stage == "reasons" else {}))
+
+    def test_a_split_without_reasons_is_left_out(self, planted, tmp_path):
+        planted("rank")
+        pairs = loaded(planted("pairs", test_size=0.2) / "pairs")
+        few = DatasetDict(train=pairs["train"].select([0, 1]), test=pairs["test"].select([0]))
+        StageFolder(tmp_path / "build/pairs").finish(few, {})
+        question = few["test"][0]["prompt"][-1]["content"]
+
+        def explain(body):
+            text = body["messages"][-1]["content"][-1]["text"]
+            label = text.partition("decided: ")[2].partition(" ")[0]
+            return (
+                "I cannot say." if question in text else f"{label}. " + "Both have a bright colour and one shape. " * 3
+            )
+
+        with ChatServer(explain) as server:
+            planted("reasons", base_url=server.url, model="writer")
+        written = loaded(tmp_path / "build/reasons")
+        assert list(written) == ["train"] and written["train"]["id"][:] == few["train"]["id"][:]
 
 
 class TestPublish:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, concatenate_datasets
 from rich.console import Console
 from rich.markup import escape
 
@@ -175,7 +175,7 @@ def rank(args: arguments.RankArguments) -> None:
         count = building.rank_automatically(instances, panels, _annotations_dir(args))
         Console().print(f"{count} instances are ranked by construction, in {escape(str(_annotations_dir(args)))}.")
         return
-    annotator = building.judge_annotator_name(args.judge_model)
+    annotator = args.annotator or building.judge_annotator_name(args.judge_model)
     if args.judge_url is not None:
         from ..rewards import ServedJudge
 
@@ -227,11 +227,16 @@ def make_reasons(args: arguments.ReasonsArguments) -> None:
     names = ("model", "max_attempts", "min_words", "max_words", "seed")
     settings = {name: getattr(args, name) for name in names} | {"pairs": digest_of_pairs(pairs)}
     folder = stage(args, "reasons", settings)
-    parts = {name: StageFolder(folder.path / name) for name in pairs}
+    # All splits in one go: a small one may have no usable answer, and is left out
+    together, part = concatenate_datasets(list(pairs.values())), StageFolder(folder.path / "written")
     options = (args.max_attempts, args.min_words, args.max_words, args.seed)
-    written = {name: building.write_reasons(pairs[name], endpoint, part, *options) for name, part in parts.items()}
-    reports = {name: part.report for name, part in parts.items()}
-    folder.finish(DatasetDict(written), {"model": args.model, **reports})
+    written = building.write_reasons(together, endpoint, part, *options)
+    splits = DatasetDict()
+    for name, split in pairs.items():
+        ids = set(split["id"][:])
+        if rows := [row for row, pair in enumerate(written["id"][:]) if pair in ids]:
+            splits[name] = written.select(rows)
+    folder.finish(splits, {"model": args.model, **part.report})
     finish(folder)
 
 

@@ -102,6 +102,7 @@ class RankArguments(BuildArguments):
         "automatic", "`automatic` (construction) or a judge: Hub id, directory, or name at `judge_url`."
     )
     judge_url: str | None = option(None, "Address of its server (key: `VLLM_API_KEY`). If `None`, in this process.")
+    annotator: str | None = option(None, "Name of the judge as an annotator. If `None`, the last part of its name.")
     dtype: str = option(
         "auto", "Dtype of a judge in this process: `auto`, `bfloat16`, `float16` or `float32`.",
         choices=("auto", *DTYPES),
