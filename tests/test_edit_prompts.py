@@ -277,6 +277,8 @@ class TestLoader:
         assert load_edit_prompts(str(folder / "saved"), split="test")["prompt"][:] == ["B."]
         with pytest.raises(ValueError, match="no split 'dev'"):
             load_edit_prompts(folder / "saved", split="dev")
+        with pytest.raises(ValueError, match="`image_folder`"):  # the images are embedded
+            load_edit_prompts(folder / "saved", image_folder=folder)
 
     def test_tables(self, folder, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder / "cache"))
@@ -336,6 +338,9 @@ class TestGEditBench:
         assert shown[0]["image"].size == (24, 16)
         dataset = load_edit_prompts(tmp_path / "gedit")
         assert dataset["id"][:] == ["k1", "k2", "k3"]
+        dataset.save_to_disk(tmp_path / "converted")  # with the other source
+        with pytest.raises(ValueError, match="`source_column`"):
+            load_edit_prompts(tmp_path / "converted", source_column="input_image")
 
 
 def test_raw_rows_of_sharegpt_4o_image(tmp_path, caplog):

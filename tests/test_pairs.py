@@ -19,6 +19,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from paco_trl.data import (
+    archives,
     check_pair_columns,
     criterion_question,
     decision_of,
@@ -168,6 +169,10 @@ class TestDecision:
                 with pytest.raises(ValueError, match="does not begin with"):
                     function(completion)
 
+    def test_an_image_in_the_answer(self):
+        with pytest.raises(ValueError, match="assistant turn of text"):  # TRL would count three for two
+            decision_of([assistant([{"type": "text", "text": "Yes"}, {"type": "image", "text": None}])])
+
 
 class TestCheckPairColumns:
     def test_accepts(self, tmp_path):
@@ -295,6 +300,10 @@ class TestValidatePairs:
         Path(rows[1]["images"][0]).unlink()
         with pytest.raises(ValueError, match="Row 1: .*FileNotFoundError"):
             validate_pairs(load())
+
+    def test_a_cache_that_cannot_be_written(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", write_image(tmp_path / "file.png"))
+        assert len(validate_pairs(pairs_of(pair_rows(tmp_path, 2)))) == 2
 
 
 class TestSwapPairs:
@@ -481,6 +490,8 @@ class TestLoadPacoDataset:
             (record("a.png", "a.png", answer=None), "does not begin with"),
             (record("a.png", "a.png", answer="**Yes**"), "does not begin with"),
             (record("a.png", "a.png", conversations=record()["conversations"] * 2), "user turn"),
+            (record("a.png", "a.png", conversations=["Q?", "Yes"]), "attribute"),
+            (record("a.png", "a.png", question=5), "not iterable"),
         ],
     )
     def test_broken_record(self, tmp_path, caplog, broken, message):
@@ -601,6 +612,18 @@ class TestZipFiles:
             archive.add(folder / "own.json", "../evil.png")
         with pytest.raises(shutil.ReadError, match="y.tar"):
             self.load(folder, "b.png", "b.png", skip_broken=True)
+
+    @pytest.mark.parametrize("kind", ["zip", "gztar"])
+    def test_an_archive_that_would_fill_the_disk(self, tmp_path, own_cache, monkeypatch, kind):
+        write_image(tmp_path / "source" / "a.png", 3)
+        (tmp_path / "source" / "zeros").write_bytes(bytes(10**7))
+        shutil.make_archive(tmp_path / "data" / "x", kind, tmp_path / "source")
+        monkeypatch.setattr(archives, "_MIN_LIMIT", 0)
+        with pytest.raises(shutil.ReadError, match=r"over \d+ bytes"):
+            self.load(tmp_path / "data", "a.png", "a.png", skip_broken=True)
+        assert not list(own_cache.rglob("zeros"))
+        monkeypatch.setattr(archives, "_MIN_LIMIT", 10**7)
+        assert seeds_of(self.load(tmp_path / "data", "a.png", "a.png")) == [[3, 3]]
 
     def test_a_link_out_of_the_directory(self, tmp_path):
         folder = tmp_path / "data"

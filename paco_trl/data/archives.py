@@ -19,8 +19,34 @@ from .dataset_files import image_file
 ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*", "*.tgz", "*.tgz[._-]*"]
 
 _ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
+# Largest size after extraction, per byte of the archive and at least: images hardly compress, a bomb does by a thousand
+_MAX_RATIO, _MIN_LIMIT = 100, 10**9
 # `zipfile` raises `RuntimeError` for an encrypted archive
 _FAULTS = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
+
+
+def _extract_into(archive: Path, folder: Path) -> None:
+    """Extract an archive. No member is written outside of the directory: a zip's is moved inside, a tar's is an error."""
+    limit = min(shutil.disk_usage(folder).free, _MAX_RATIO * archive.stat().st_size + _MIN_LIMIT)
+    total = 0
+
+    def check_size(size: int) -> None:
+        nonlocal total
+        total += size
+        if total > limit:
+            raise RuntimeError(f"it unpacks to over {limit} bytes: more than images take, or than the disk has left")
+
+    def check_member(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
+        check_size(member.size)
+        return tarfile.data_filter(member, path)
+
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as zip_file:
+            check_size(sum(member.file_size for member in zip_file.infolist()))
+            zip_file.extractall(folder)
+    else:
+        with tarfile.open(archive) as tar_file:
+            tar_file.extractall(folder, filter=check_member)
 
 
 def _extract(archive: Path) -> Path:
@@ -38,12 +64,7 @@ def _extract(archive: Path) -> Path:
             shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             try:
                 partial.mkdir()
-                if archive.suffix == ".zip":
-                    with zipfile.ZipFile(archive) as zip_file:
-                        zip_file.extractall(partial)  # what would be written outside of it is moved inside
-                else:
-                    with tarfile.open(archive) as tar_file:
-                        tar_file.extractall(partial, filter="data")  # such a member is an error
+                _extract_into(archive, partial)
                 partial.rename(folder)
             except _FAULTS as error:
                 # Not a ValueError: `skip_broken` would leave out the records of the archive

@@ -71,9 +71,13 @@ def load_split(
         raise FileNotFoundError(f"There is no file or directory '{path}'. Check the path.")
     else:
         dataset = load_dataset(path, split=split)
+    dataset = with_image_types(dataset, images)
+    named = _named_images(dataset)
     if image_folder is not None:
+        if not any(named.values()):
+            raise ValueError(f"`image_folder` is '{image_folder}', but '{path}' names no paths. Leave it out.")
         folders.insert(0, Path(image_folder).expanduser().absolute())
-    return _with_image_files(with_image_types(dataset, images), folders)
+    return _with_image_files(dataset, named, folders)
 
 
 def _load_file(path: Path) -> "Dataset":
@@ -136,20 +140,27 @@ def with_image_types(dataset: "Dataset", columns: Sequence[str]) -> "Dataset":
     return dataset
 
 
-def _with_image_files(dataset: "Dataset", folders: list[Path]) -> "Dataset":
-    """Check the images that rows name, and name their files. No image is opened."""
+def _named_images(dataset: "Dataset") -> dict[str, list[str]]:
+    """Return the paths of the images that are not embedded, by column."""
     import pyarrow.compute as pc
     from datasets import Image
 
+    named = {}
     for column, feature in dataset.features.items():
         inner = getattr(feature, "feature", feature)
-        if not isinstance(inner, Image):
-            continue
-        images = dataset.data.column(column)
-        images = images if inner is feature else pc.list_flatten(images)
-        named = pc.struct_field(images, "path").filter(pc.struct_field(images, "bytes").is_null())
+        if isinstance(inner, Image):
+            images = dataset.data.column(column)
+            images = images if inner is feature else pc.list_flatten(images)
+            paths = pc.struct_field(images, "path").filter(pc.struct_field(images, "bytes").is_null())
+            named[column] = pc.unique(paths.drop_null()).to_pylist()
+    return named
+
+
+def _with_image_files(dataset: "Dataset", named: dict[str, list[str]], folders: list[Path]) -> "Dataset":
+    """Check the images that rows name, and name their files. No image is opened."""
+    for column, names in named.items():
         try:
-            files = {name: str(image_file(name, folders)) for name in pc.unique(named.drop_null()).to_pylist()}
+            files = {name: str(image_file(name, folders)) for name in names}
         except ValueError as error:
             raise ValueError(f"An image of the column `{column}`: {error}") from error
         if any(name != file for name, file in files.items()):

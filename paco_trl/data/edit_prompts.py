@@ -136,7 +136,7 @@ def load_edit_prompts(
         max_images (`int`, *optional*):
             Largest number of source images of a row; rows with more are left out, and counted. No limit if `None`.
         source_column (`str`, *optional*):
-            Column of raw GEdit-Bench rows that becomes `image`, see [`convert_gedit_bench`].
+            Column of raw GEdit-Bench rows that becomes `image`, see [`convert_gedit_bench`]. Other rows are an error.
 
     Raises:
         ValueError: If there is no such split, the rows are not editing prompts, or no row is left.
@@ -145,6 +145,8 @@ def load_edit_prompts(
     names = dataset.column_names
     if "prompt" not in names and _is_gedit(names):
         dataset = convert_gedit_bench(dataset, source_column=source_column)
+    elif source_column is not None:
+        raise ValueError(f"`source_column` is {source_column!r}, but '{name_or_path}' has no raw rows of GEdit-Bench.")
     elif "prompt" not in names and {"input_prompt", "input_image"} <= {*names}:  # ShareGPT-4o-Image
         renamed = {"output_image": "id", "input_prompt": "prompt", "input_image": "images"}
         dataset = dataset.select_columns(list(renamed)).rename_columns(renamed)

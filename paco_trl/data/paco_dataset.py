@@ -95,7 +95,7 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
         for number, record in enumerate(read_rows(path_of_file)):
             try:
                 rows.append(_read_pair(record, finder) | {"source": name})
-            except ValueError as error:
+            except (ValueError, AttributeError, TypeError) as error:  # also of a turn or text of another type
                 broken.append(f"{path_of_file.name}, record {number}: {error}")
     report_broken(broken, len(rows) + len(broken), "records", skip_broken)
     return Dataset.from_list(rows, features=Features({**pair_features(), **column_types(source="string")}))

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -87,8 +88,8 @@ def _count_image_parts(content: Any) -> int:
 def _completion_text(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
-    if _roles(completion) != ["assistant"]:
-        raise ValueError(f"The completion is {shorten(completion)}. It must be one assistant turn, or a text.")
+    if _roles(completion) != ["assistant"] or _count_image_parts(completion[0].get("content")):
+        raise ValueError(f"The completion is {shorten(completion)}. It must be one assistant turn of text, or a text.")
     return content_text(completion[0].get("content"))
 
 
@@ -256,7 +257,8 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
     else:
         image_problems = _decode_images(dataset, num_proc)
         if datasets.is_caching_enabled():
-            write_atomically(path, json.dumps(image_problems))
+            with suppress(OSError):  # a cache that can only be read
+                write_atomically(path, json.dumps(image_problems))
     problems = {int(row): text for row, text in image_problems.items()} | dict(_find_problems(dataset))
     report_broken([f"Row {row}: {problems[row]}" for row in sorted(problems)], len(dataset), "rows", skip_broken)
     return dataset.select([row for row in range(len(dataset)) if row not in problems]) if problems else dataset

@@ -443,6 +443,7 @@ DATA = [
         ('        if image["bytes"] is None:\n            refuse', "        if False:\n            refuse"),
         ('decision = "Yes" if decision else "No"', 'decision = "No" if decision else "Yes"'),
         ("_count_image_parts(content) != 2:", "_count_image_parts(content) > 2:"),
+        (' or _count_image_parts(completion[0].get("content"))', ""),
         ("stat.st_size, stat.st_mtime_ns", "stat.st_size, 0"),
         ("if row not in problems]) if problems", "if row in problems]) if problems"),
     ),
@@ -512,7 +513,9 @@ DATA = [
     *_mutants(
         "data/archives.py",
         "test_pairs.py::TestZipFiles",
-        ('filter="data"', 'filter="fully_trusted"'),
+        ("return tarfile.data_filter(member, path)", "return member"),
+        ("            check_size(sum(member.file_size for member in zip_file.infolist()))\n", ""),
+        ("        check_size(member.size)\n", ""),
         ("if not all(filecmp.cmp(first, other, shallow=False) for other in others):", "if False:"),
         ('f"{archive} {stat.st_size} {stat.st_mtime_ns}"', 'f"{archive}"'),
         (
