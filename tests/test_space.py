@@ -153,6 +153,13 @@ class TestWrite:
         assert {name: found[name] for name in panels} == panels and found["panel_size"] == (64, 32)
         theme, *lines = found["prompts"][0].split("\n")
         assert found["layout"] == (1, len(lines)) and "grid" not in theme and len(lines) > 1
+        # Larger images: sets of two fit the app, those of three or four do not
+        save_settings(card(**settings | {"inference_size": [1536, 1536]}, **panels), copy)
+        found = arguments_of(write_space(SpaceArguments(str(copy), str(tmp_path / "larger"))))
+        assert found["layout"] == (1, 2) and {prompt.count("\n") for prompt in found["prompts"]} == {2}
+        save_settings(card(**settings | {"inference_size": [2048, 2048]}, **panels), copy)
+        with pytest.raises(ValueError, match="2048 x 2048"):
+            write_space(SpaceArguments(str(copy), str(tmp_path / "largest")))
 
     def test_what_cannot_be_compared(self, adapter, tmp_path, capsys):
         copy = tmp_path / "toy"

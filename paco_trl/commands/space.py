@@ -122,9 +122,14 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
     rows, cols = (1, 1) if card.trained_on == "single images" else card.layout
     prompts = list(card.gallery.values())
     if trained.get("set_layout") == SEPARATE:
+        from ..image_benchmarks.comparison_app import MAX_PIXELS
+
         found |= {name: trained.get(name) for name in ("panel_template", "panel_generation")}
         found["panel_template"] = trained.get("panel_template") or PANEL_TEMPLATE
-        sets = list(arrange_sets(load_image_set_prompts(demo_prompts_path()), SEPARATE))[:NUM_PROMPTS]
+        sets, pixels = load_image_set_prompts(demo_prompts_path()), (height or _PANEL) * (width or _PANEL)
+        sets = [row for row in arrange_sets(sets, SEPARATE) if row["cols"] * pixels <= MAX_PIXELS]
+        if not sets:
+            raise ValueError(f"Two images of {height} x {width} pixels exceed the app's limit, {MAX_PIXELS:,} pixels.")
         prompts, layout, rows, cols = prompt_texts(sets), (1, sets[0]["cols"]), 1, 1
     else:
         if not prompts and card.trained_on == "single images":

@@ -889,6 +889,7 @@ SEPARATE_SETS = [
         "commands/space.py",
         "test_space.py::TestWrite",
         ('(1, sets[0]["cols"]), 1, 1', '(1, sets[0]["cols"]), 1, 2'),
+        ('if row["cols"] * pixels <= MAX_PIXELS]', "if pixels]"),
     ),
 ]
 
