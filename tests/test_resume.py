@@ -310,6 +310,12 @@ class TestIdentity:
                 make_run(nowhere, earlier, resume_from_checkpoint=resume, **settings)
             assert ("cannot be resumed" if resume else "has 'checkpoint-6' of another run") in str(error.value)
 
+    def test_a_checkpoint_of_another_trainer(self, tiny_flux, earlier):
+        (earlier / "checkpoint-6" / "run.json").unlink()
+        with pytest.raises(ValueError, match="has 'checkpoint-6', which is not a complete checkpoint"):
+            make_run(tiny_flux, earlier, save_total_limit=1).train()
+        assert (earlier / "checkpoint-6").is_dir()
+
     def test_another_run_is_deleted_if_the_user_says_so(self, tiny_flux, earlier):
         trainer = make_run(tiny_flux, earlier, overwrite_output_dir=True, max_steps=1, **OTHERS["r"][0])
         assert (earlier / "checkpoint-6").is_dir()  # until training starts

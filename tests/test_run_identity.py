@@ -23,7 +23,7 @@ from paco_trl.rewards.runner import RewardRunner
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
-from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, run_identity
+from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, evaluation_settings, run_identity
 from paco_trl.utils.fingerprint import describe_scorer
 from test_paco_reward_trainer import colours
 
@@ -77,6 +77,13 @@ class TestSettings:
 
         assert identity(64) == identity(64) != identity(72)
 
+    def test_a_baseline_belongs_to_what_evaluations_see(self, tmp_path):
+        def settings(**changes):
+            return evaluation_settings(PaCoGRPOConfig(str(tmp_path), **SETTINGS | changes))
+
+        assert settings() == settings(epsilon=2e-4, max_steps=7, num_inference_steps=5)
+        assert settings() != settings(guidance_scale=2.0) and settings() != settings(num_inference_steps_eval=5)
+
     @pytest.mark.slow
     @pytest.mark.parametrize("tiling", [False, True])
     def test_a_pending_round_is_generated_again_where_rewards_would_see_something_else(
@@ -84,7 +91,7 @@ class TestSettings:
     ):
         settings = {"save_strategy": "steps", "save_steps": 1}
         make_trainer(max_steps=1, **settings).train()
-        resumed = make_trainer(vae_tiling=tiling, learning_rate=1e-2, **settings)
+        resumed = make_trainer(vae_tiling=tiling, epsilon=2e-4, **settings)  # the loss alone has the latter
         resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
         assert ("generated with other values of vae_tiling" in caplog.text) == tiling
         assert ("in the middle of round" in caplog.text) == tiling

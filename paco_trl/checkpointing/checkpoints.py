@@ -68,7 +68,7 @@ def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
     if target.exists():  # of this run, which was resumed from an earlier checkpoint that it can resume from again
         os.replace(target, replaced)
     os.replace(staged, target)
-    shutil.rmtree(staged.parent)
+    shutil.rmtree(staged.parent, ignore_errors=True)  # the checkpoint is complete
     _sync(Path(output_dir))  # older checkpoints may be deleted next
     return target
 
@@ -178,8 +178,13 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
     """Refuse to start in the directory of another run: `resume_from_checkpoint=True` would take its checkpoints."""
     found = checkpoints_of(output_dir)
     for checkpoint in found:
-        if not (saved := read_run(checkpoint)):  # it is skipped when the run is resumed
-            continue
+        if not (saved := read_run(checkpoint)):
+            if settings is None:  # it is skipped when the run is resumed
+                continue
+            raise ValueError(
+                f"`output_dir` ('{output_dir}') has '{checkpoint.name}', which is not a complete checkpoint of "
+                "PaCoGRPOTrainer. Choose another directory, or move it away."
+            )
         different = _differences(saved["identity"], identity)
         if settings is not None:
             different += _differences(saved["hyperparameters"], settings)

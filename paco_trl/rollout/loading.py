@@ -461,15 +461,6 @@ def load_transformer_adapter(
     return model
 
 
-def load_lora(pipeline: DiffusionPipeline, adapter: str | os.PathLike) -> None:
-    """Load a LoRA file with the pipeline's `load_lora_weights`, or into its transformer where it has no such method."""
-    if hasattr(pipeline, "load_lora_weights"):
-        pipeline.load_lora_weights(os.fspath(adapter), use_safetensors=True)
-    else:
-        name = "pytorch_lora_weights.safetensors"
-        pipeline.transformer.load_lora_adapter(os.fspath(adapter), use_safetensors=True, weight_name=name)
-
-
 def adapter_is_new(weights: dict[str, torch.Tensor]) -> bool:
     """Return whether every LoRA `B` is 0: the model still is its base model. `False` without an adapter."""
     matrices = [weight for name, weight in weights.items() if ".lora_B." in name]

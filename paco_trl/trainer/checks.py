@@ -150,8 +150,16 @@ def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bo
 
 
 def offload_models(args: PaCoGRPOConfig, *runners: RewardRunner) -> dict[RewardRunner, list[nn.Module]]:
-    """Move the models of rewards to the CPU with `offload_rewards`, and return them."""
-    return {each: offloadable_models(each.functions, args.device) if args.offload_rewards else [] for each in runners}
+    """Move the models of rewards to the CPU with `offload_rewards`, and return them; refuse it if there are none."""
+    if not args.offload_rewards:
+        return {runner: [] for runner in runners}
+    models = {runner: offloadable_models(runner.functions, args.device) for runner in runners}
+    if not any(models.values()):
+        raise ValueError(
+            "`offload_rewards=True` moves the `model` of each reward, or of its `judge`, but none is a `torch.nn.Module` "
+            f"on the CPU or on {args.device}. Unset it, or give your reward this attribute."
+        )
+    return models
 
 
 # ---- Pairs ----

@@ -123,14 +123,14 @@ def check_arguments(args: Any) -> None:
             "`model_init_kwargs` has `torch_dtype`, which is now called `dtype`. Rename it, or set `bf16`."
         )
     # `not` instead of a reversed comparison: it refuses NaN as well
-    if args.max_steps == 0 or args.max_steps == -1 and not args.num_train_epochs > 0:
+    if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
         raise ValueError(
             f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}; one must be above 0."
         )
 
 
 def copy_config(args: Config) -> Config:
-    """Copy a config with its lists and dictionaries: trainers, also Trainer and SFTTrainer, write to theirs."""
+    """Copy a config with its lists and dictionaries, one level deep: trainers, also Trainer and SFTTrainer, write there."""
     args = copy.copy(args)
     for name, value in vars(args).items():
         if type(value) in (dict, list):

@@ -33,7 +33,7 @@ from ..rollout.sde import STREAMS
 from ..utils.files import write_atomically
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import preserve_rng_state
-from .run_settings import compared_settings
+from .run_settings import evaluation_settings
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Evaluator:
     def baseline_key(self, rows: PromptRows) -> str:
         """Compute a digest of everything that a baseline depends on."""
         settings = [
-            self.base_model, compared_settings(self.args), list(self.rewards.descriptions.items()),
+            self.base_model, evaluation_settings(self.args), list(self.rewards.descriptions.items()),
             rows.inference_sizes, [rows.content(number) for number in range(len(rows))],
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]

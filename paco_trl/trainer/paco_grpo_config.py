@@ -500,10 +500,21 @@ class PaCoGRPOConfig(GRPOConfig):
                     f"`{name}` is {value}, but with `{of}` it must be a multiple of {multiple}. {nearest}"
                 )
         batch_size = self.per_device_rollout_batch_size or self.per_device_train_batch_size
+        if self.max_resample_times and self.min_reward_std is None and self.max_reward_mean is None:
+            raise ValueError(
+                f"`max_resample_times` is {self.max_resample_times}, but no prompt is left out. Set `min_reward_std` (0 for "
+                "those with equal rewards) or `max_reward_mean`."
+            )
         if self.max_resample_times and self.num_generations % batch_size:
             raise ValueError(
                 f"`max_resample_times` generates single prompts again, but a batch of {batch_size} images would hold parts of "
                 f"several: its size must divide `num_generations` ({self.num_generations})."
+            )
+        steps, num_steps = round(self.adapter_fraction * self.num_inference_steps_eval), self.num_inference_steps_eval
+        if 0 < self.adapter_fraction < 1 and steps in (0, num_steps):
+            raise ValueError(
+                f"`adapter_fraction` is {self.adapter_fraction}, which rounds to {steps} of {num_steps} denoising steps: "
+                f"set {steps and 1}, or a fraction that rounds to 1 to {num_steps - 1} steps."
             )
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)
@@ -519,6 +530,14 @@ class PaCoGRPOConfig(GRPOConfig):
         if self.reward_required is not None:
             self.reward_required = [_parse_flag(value) for value in self.reward_required]
         self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
+        method = self.multi_objective_aggregation
+        if method != "log_tamed" and self.log_tame_threshold != PaCoGRPOConfig.log_tame_threshold:
+            raise ValueError(
+                f"`log_tame_threshold` is {self.log_tame_threshold!r}, which {method!r} does not use. Unset it, or set "
+                "`multi_objective_aggregation='log_tamed'`."
+            )
+        if self.reference != "initial" and not self.has_reference:
+            raise ValueError("`reference` is 'base', but no loss compares with it. Set `beta` or `norm_penalty`.")
         self._check_objective()
 
     def _check_objective(self) -> None:

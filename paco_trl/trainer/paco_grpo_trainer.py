@@ -109,7 +109,7 @@ from .model_cards import (
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import ResumesExactly, RunCallback
 from .rounds import RoundBuffer, RoundSchedule
-from .run_settings import adjustable_settings, reference_setting, run_identity
+from .run_settings import LOSS_ONLY_FIELDS, adjustable_settings, reference_setting, run_identity
 
 
 logger = get_logger(__name__)
@@ -937,7 +937,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             return
         settings = self._adjustable_settings(self.args)
         before = run["hyperparameters"]
-        if changed := [name for name in settings | before if before.get(name) != settings.get(name)]:
+        names = [name for name in settings | before if name.split("/")[0] not in LOSS_ONLY_FIELDS]
+        if changed := [name for name in names if before.get(name) != settings.get(name)]:
             message = f"'{checkpoint}' is in the middle of a round that was generated with other values of"
             logger.warning(f"{message} {', '.join(changed)}: it is generated again.")
             return

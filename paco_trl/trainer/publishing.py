@@ -12,9 +12,10 @@ from transformers.trainer_utils import HubStrategy
 
 from ..hub.account import check_base_model, find_repository, hub_errors, prepare_repository
 from ..hub.cards import save_card
+from ..hub.files import JUDGE_ADAPTER
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
-from ..utils.names import public_name, relative_name
+from ..utils.names import is_local, public_name, relative_name
 from .model_cards import LIBRARIES, cached_commit, hardware_of
 
 
@@ -39,6 +40,11 @@ class PushesToHub(Trainer):
         private = private if private is not None else args.hub_private_repo
         repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
         try:
+            if base_model is not None and is_local(base_model) and self.published_files == JUDGE_ADAPTER:
+                logger.warning(
+                    f"The base model is the directory '{base_model}', which others do not have: `from_pretrained` will not "
+                    "find it. Train from its Hub id, or write that id to `adapter_config.json` in the repository."
+                )
             if base_model is not None:
                 retrying(api, base_model)(check_base_model, api, base_model)
                 base_license(base_model, online=True, token=api.token)  # cached for the checkpoints

@@ -42,11 +42,31 @@ HARMLESS = (
     "reward_weights", "reward_required",
 )  # fmt: skip
 
-# Restored with the optimizer's state, so that other values would have no effect; which round a step belongs to, and the
-# base model
-_IDENTITY = (
+# Restored with the optimizer's state, so that other values would have no effect
+_OPTIMIZER = (
     "learning_rate", "lr_scheduler_type", "weight_decay", "optim", "optim_args", "adam_beta1", "adam_beta2",
-    "adam_epsilon", "optimizer_steps_per_generation", "num_iterations", "model_init_kwargs", "quantization",
+    "adam_epsilon",
+)  # fmt: skip
+# And which round a step belongs to, and the base model
+_IDENTITY = (*_OPTIMIZER, "optimizer_steps_per_generation", "num_iterations", "model_init_kwargs", "quantization")
+
+# How weights are updated and chosen
+_UPDATES = (
+    "epsilon", "epsilon_high", "divergence_threshold", "beta", "norm_penalty", "reference", "ema_decay",
+    "max_grad_norm", "max_steps", "num_train_epochs", "warmup_steps", "adapter_fraction", "metric_for_best_model",
+    "greater_is_better",
+)  # fmt: skip
+# What a round that has been generated and scored does not depend on
+LOSS_ONLY_FIELDS = (
+    *_UPDATES, "num_generations_eval", "num_inference_steps_eval", "per_device_eval_batch_size", "eval_rewards",
+)  # fmt: skip
+# What an evaluation of the untrained model does not depend on; its sizes are compared row by row
+_IN_TRAINING = (
+    *_OPTIMIZER, *_UPDATES, "optimizer_steps_per_generation", "num_iterations", "height", "width", "resolution_scale",
+    "num_inference_steps", "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps", "num_generations",
+    "num_prompts_per_generation", "per_device_train_batch_size", "multi_objective_aggregation", "log_tame_threshold",
+    "scale_rewards", "advantage_clip", "min_reward_std", "max_reward_mean", "max_resample_times", "shuffle_dataset",
+    "loss_type",
 )  # fmt: skip
 
 # Arguments of `from_pretrained` that do not decide what is loaded
@@ -115,3 +135,8 @@ def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardRunner, eval_reward
     if eval_rewards is not rewards:
         settings |= {f"eval_rewards/{name}": each for name, each in eval_rewards.descriptions.items()}
     return settings
+
+
+def evaluation_settings(args: PaCoGRPOConfig) -> dict[str, Any]:
+    """Return the settings that an evaluation of the untrained model depends on."""
+    return {name: value for name, value in compared_settings(args).items() if name not in _IN_TRAINING}

@@ -43,6 +43,10 @@ MUTANTS = [
     (T + "losses.py", ".flatten() > min_std", ".flatten() >= min_std", ADVANTAGES),
     (T + "losses.py", "nanmean(dim=1) >= max_mean", "nanmean(dim=1) > max_mean", ADVANTAGES),
     (T + "losses.py", "~torch.isnan(grouped)).flatten() > min_std", "torch.ones_like(grouped, dtype=torch.bool)).flatten() > min_std", ADVANTAGES),
+    # ---- What a resumed run keeps ----
+    (T + "run_settings.py", "compared_settings(args).items() if name not in _IN_TRAINING", "compared_settings(args).items()", "tests/test_run_identity.py -m 'not slow'"),
+    (T + "paco_grpo_trainer.py", 'if name.split("/")[0] not in LOSS_ONLY_FIELDS]', "]", "tests/test_run_identity.py::TestSettings"),
+    ("paco_trl/checkpointing/checkpoints.py", "            if settings is None:  # it is skipped when the run is resumed\n                continue", "            if True:\n                continue", "tests/test_resume.py::TestIdentity"),
     # ---- Objectives ----
     (T + "losses.py", "torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)", "torch.clamp(ratio, 1 - epsilon_high, 1 + epsilon_low)", ADVANTAGES),
     (T + "losses.py", "loss = -torch.min(ratio * advantages,", "loss = -torch.max(ratio * advantages,", ADVANTAGES),
@@ -215,7 +219,7 @@ MUTANTS = [
     (T + "evaluator.py", "torch.isnan(after.rewards[:, k]).float()", "torch.isnan(after.total).float()", EVALUATE + "::TestMetrics::test_an_image_without_a_reward_is_counted_and_not_zero"),
     (T + "evaluator.py", 'grid_artifact_score(image, period, row["rows"], row["cols"])', "grid_artifact_score(image, period, 1, 1)", EVALUATE + "::TestMetrics::test_grid_artifacts"),
     (T + "evaluator.py", 'if content.pop("key") == key:', 'if content.pop("key"):', EVALUATE + "::TestBaseline::test_what_is_saved_is_loaded_for_the_same_key_only"),
-    (T + "evaluator.py", "self.base_model, compared_settings(self.args), list", "self.base_model, list", EVALUATE + "::TestBaseline::test_it_is_drawn_anew_when_what_it_depends_on_changes"),
+    (T + "evaluator.py", "self.base_model, evaluation_settings(self.args), list", "self.base_model, list", EVALUATE + "::TestBaseline::test_it_is_drawn_anew_when_what_it_depends_on_changes"),
     (T + "evaluator.py", "load_baseline(path, key) if may_load else None", "load_baseline(path, key)", EVALUATE + "::TestBaseline::test_another_run_in_the_same_folder_does_not_take_it"),
     # ---- Resuming ----
     (T + "resuming.py", "with preserve_rng_state(self.accelerator.device):\n            return super()._evaluate", "with nullcontext():\n            return super()._evaluate", PREEMPTION + " -k random_numbers"),
