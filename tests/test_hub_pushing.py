@@ -360,6 +360,11 @@ class TestChecks:
         outcome = run(prepare, "tester/adapter", base_model="some/other")
         assert outcome["error"] == "ValueError"
         assert "some/Base" in outcome["message"] and "some/other" in outcome["message"]
+        # Weights that the push would leave there
+        own = ["adapter_model.safetensors", "README.md"]
+        assert run(prepare, "tester/adapter", base_model="some/base", published_files=own)["result"]
+        outcome = run(prepare, "tester/adapter", base_model="some/base", published_files=["model*.safetensors"])
+        assert "has other weights, such as 'adapter_model.safetensors'" in outcome["message"]
 
     def test_private_but_there_and_public(self, hub, run):
         hub.add_repo("tester/adapter", {"README.md": b""})

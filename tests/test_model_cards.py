@@ -247,6 +247,10 @@ class TestSettings:
         save_settings(card, tmp_path)
         assert "/home/me" not in (tmp_path / SETTINGS).read_text()
         assert load_settings(tmp_path) == dataclasses.replace(card, base_model="flux", merged_adapter="fox")
+        # What an earlier version left empty
+        empty = {"kind": "image model", "title": "a", "repo_id": "u/a", "base_model": "flux"}
+        (tmp_path / SETTINGS).write_text(json.dumps({**empty, "settings": {"panel_template": None}}))
+        assert load_settings(tmp_path).settings == {}
         for broken in ("{", "[]", '{"kind": "poem"}', '{"kind": "judge", "colour": "red"}'):
             (tmp_path / SETTINGS).write_text(broken)
             with pytest.raises(ValueError, match=SETTINGS):

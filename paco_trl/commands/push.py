@@ -71,8 +71,9 @@ def push(args: PushArguments) -> str:
     published_files = published_files_of(model) or []
     api = HfApi(library_name="paco_trl")
     repo_id = retrying(api, repo_id)(
-        prepare_repository, api, repo_id, private=private, revision=revision, base_model=card.base_model
-    )
+        prepare_repository, api, repo_id, private=private, revision=revision, base_model=card.base_model,
+        published_files=published_files,
+    )  # fmt: skip
     if not known and folder == run:
         remember_repository(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files)

@@ -2,8 +2,9 @@
 """Check a token, a repository and a base model before a run."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,19 @@ def find_repository(
 
 
 def check_repository(
-    api: HfApi, repo_id: str, *, private: bool | None, revision: str | None, base_model: str | None
+    api: HfApi,
+    repo_id: str,
+    *,
+    private: bool | None,
+    revision: str | None,
+    base_model: str | None,
+    published_files: Sequence[str] = (),
 ) -> tuple[str, bool]:
-    """Check that a push replaces nothing but an earlier state of the model; return the full id and whether it exists."""
+    """
+    Check that a push replaces nothing but an earlier state of the model; return the full id and whether it exists.
+
+    Weights at other places than `published_files`, patterns, would stay next to those of the push.
+    """
     repo_id, info = find_repository(api, repo_id, private)
     if info is None:
         return repo_id, False
@@ -141,6 +152,12 @@ def check_repository(
                 "another repository, or delete them."
             )
         settings = api.hf_hub_download(repo_id, SETTINGS, revision=revision) if files else None
+    weights = [name for name in files if name.endswith(".safetensors") and "checkpoint" not in name.split("/")[0]]
+    others = [name for name in weights if not any(fnmatch(name, pattern) for pattern in published_files)]
+    if published_files and others:
+        raise ValueError(
+            f"{repo_id} has other weights, such as {min(others)!r}. Name another repository, or delete them."
+        )
     other_base = json.loads(Path(settings).read_text(encoding="utf-8")).get("base_model") if settings else None
     if isinstance(other_base, str) and base_model is not None and not is_same_model(other_base, base_model):
         raise ValueError(
@@ -149,11 +166,10 @@ def check_repository(
     return repo_id, True
 
 
-def prepare_repository(
-    api: HfApi, repo_id: str, *, private: bool | None, revision: str | None, base_model: str | None
-) -> str:
+def prepare_repository(api: HfApi, repo_id: str, *, revision: str | None, **checks: Any) -> str:
     """Run [`check_repository`], create the repository and the branch where they do not exist, and return the full id."""
-    repo_id, exists = check_repository(api, repo_id, private=private, revision=revision, base_model=base_model)
+    private = checks["private"]
+    repo_id, exists = check_repository(api, repo_id, revision=revision, **checks)
     with hub_errors(api, repo_id, _TRY_AGAIN):
         if not exists:
             api.create_repo(repo_id, private=private)

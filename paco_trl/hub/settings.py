@@ -185,6 +185,7 @@ def load_reference_card(path: str | Path) -> ImageModelCard | JudgeCard:
 
 def _from_dict(values: dict[str, Any]) -> ImageModelCard | JudgeCard:
     is_judge = {"judge": True, "image model": False}[values.pop("kind")]
+    values["settings"] = {name: value for name, value in (values.get("settings") or {}).items() if value is not None}
     parts: dict[str, Any] = {
         name: kind(**values[name]) for name, kind in (("lora", LoRA), ("license", License)) if values.get(name)
     }

@@ -49,8 +49,9 @@ class PushesToHub(Trainer):
                 retrying(api, base_model)(check_base_model, api, base_model)
                 base_license(base_model, online=True, token=api.token)  # cached for the checkpoints
             repo_id = retrying(api, repo_id)(
-                prepare_repository, api, repo_id, private=private, revision=args.hub_revision, base_model=base_model
-            )
+                prepare_repository, api, repo_id, private=private, revision=args.hub_revision, base_model=base_model,
+                published_files=self.published_files,
+            )  # fmt: skip
         except ConnectionError as error:
             known = remembered_repository(args.output_dir)
             asked = {"repo_id": known.get("repo_id", ""), "revision": args.hub_revision, "private": private}
