@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from paco_trl.plots import contact_sheet
 from paco_trl.plots.contact_sheet import ScoredImages, render_sheet, save_scored_sheet
 
 
@@ -122,3 +123,10 @@ class TestSources:
         for box, aspect in ((first, 2), (second, 0.5)):
             assert (box[2] - box[0] + 1) / (box[3] - box[1] + 1) == pytest.approx(aspect, rel=0.05)
         assert sheet.getpixel((second[0] + 5, second[1] - 20)) == (255, 255, 255)
+
+
+def test_lines_of_capitals_fit():
+    text = "WIDE CAPITALS WWWWW, MMMMM, " + "and then many thin letters: little, still, till, illicit " * 3
+    lines = contact_sheet._wrap(text, 13, 352)
+    font = contact_sheet._font(text, 13)
+    assert len(lines) == 3 and max(map(font.getlength, lines)) <= 352

@@ -96,8 +96,16 @@ def _scale(image: Image.Image, cell: int, highest: int) -> Image.Image:
 
 
 def _wrap(text: str, letter: int, width: int) -> list[str]:
-    """Break a text into at most three lines of about a width in pixels."""
-    letters = int(0.95 * width * len(text) / max(_font(text, letter).getlength(text), 1))
+    """Break a text into at most three lines of a width in pixels."""
+    font = _font(text, letter)
+    letters = int(width * len(text) / max(font.getlength(text), 1))
+    # Capitals are wider than the mean letter
+    while letters > 3 and any(font.getlength(line) > width for line in _lines(text, letters)):
+        letters -= 1
+    return _lines(text, letters)
+
+
+def _lines(text: str, letters: int) -> list[str]:
     return textwrap.wrap(text, max(letters, 3), max_lines=3, placeholder="...")
 
 
