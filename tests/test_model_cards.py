@@ -610,3 +610,11 @@ class TestFiles:
         assert len(published) == 11
         for path in published:
             assert TOKEN.encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "less than a second"), (20, "20 s"), (90, "2 min"), (21600, "6 h")]
+)
+def test_time_of_a_training(seconds, text):
+    card = ImageModelCard("a", "u/a", "flux", seconds=seconds, hardware="a CPU", license=License("mit"))
+    assert f": {text}\n" in str(render_card(card))

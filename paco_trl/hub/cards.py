@@ -60,7 +60,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         "merged_adapter": public_name(card.merged_adapter) if card.merged_adapter else None,
         "settings": [*lora_rows, *settings] if settings else [],
         "lora_rows": lora_rows,
-        "time": "{} h {} min".format(*divmod(round(card.seconds / 60), 60)) if card.seconds else None,
+        "time": _duration(card.seconds) if card.seconds else None,
         "citations": [card.paper["citation"].strip(), _CITATIONS["trl"], *filter(None, [cited])],
         "is_base_cited": cited is not None,
         "cell": markdown_text,
@@ -220,3 +220,10 @@ def _serve_options(card: JudgeCard) -> list[str]:
         rank = next((rank for rank in LORA_RANKS if rank >= card.lora.rank), card.lora.rank)
         options.insert(0, f"--max-lora-rank {rank}")
     return options
+
+
+def _duration(seconds: float) -> str:
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if not hours and not minutes:
+        return f"{seconds:.0f} s" if seconds >= 1 else "less than a second"
+    return " ".join(f"{number} {unit}" for number, unit in ((hours, "h"), (minutes, "min")) if number)

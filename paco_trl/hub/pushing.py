@@ -111,10 +111,10 @@ class HubPusher:
                 self._upload(staged, message)
         # Whatever it is: training continues, and the user is told
         except Exception as error:
-            logger.warning(
-                "A checkpoint was not pushed to the Hub, and training continues. %s The next checkpoint is pushed, or the "
-                "newest one by `paco-trl push %s`.", error, self.output_dir,
-            )  # fmt: skip
+            remedy = "It is not sent again: upload its directory by `hf upload`."
+            if not is_kept:
+                remedy = f"The next checkpoint is pushed, or the newest one by `paco-trl push {self.output_dir}`."
+            logger.warning("A checkpoint was not pushed to the Hub, and training continues. %s %s", error, remedy)
         finally:
             shutil.rmtree(staged)
 
