@@ -270,6 +270,7 @@ class TestValues:
             ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
             ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "takes no options"),
             ({"epsilon": math.nan}, "epsilon"),
+            ({"learning_rate": math.inf}, "`learning_rate` is inf; it must be a finite number"),
             *(
                 ({name: value}, f"`{name}` is {value}")
                 for name in ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps")

@@ -939,6 +939,10 @@ class TestBadInput:
         with pytest.raises(ValueError, match="height of row 0 of the dataset is 62.*60 or 64"):
             make_trainer(height=62)
 
+    def test_no_unconditional_prediction_to_detach(self, make_trainer):
+        with pytest.raises(ValueError, match="`detach_unconditional`.* FluxPipeline makes no .* = 3.5"):
+            make_trainer(detach_unconditional=True)
+
     def test_a_layer_that_does_not_exist(self, make_trainer):
         """PEFT would train the other layer."""
         with pytest.raises(ValueError, match="'attn.to_kk'.* Did you mean attn.to_k"):

@@ -492,6 +492,7 @@ class TestLoadPacoDataset:
             (record("a.png", "a.png", conversations=record()["conversations"] * 2), "user turn"),
             (record("a.png", "a.png", conversations=["Q?", "Yes"]), "attribute"),
             (record("a.png", "a.png", question=5), "not iterable"),
+            (record("a.png", "a.png", system=["S"]), r"a turn has the content \['S'\]. It must be a text"),
         ],
     )
     def test_broken_record(self, tmp_path, caplog, broken, message):

@@ -38,6 +38,8 @@ def _read_pair(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
     *prompt, answer = named
     completion = [{**answer, "content": (answer["content"] or "").strip()}]
     check_pair_texts(prompt, completion)
+    if others := [turn["content"] for turn in prompt if not isinstance(turn["content"], str)]:
+        raise ValueError(f"a turn has the content {others[0]!r}. It must be a text.")
     text = prompt[-1]["content"]
     count = text.count(_PLACEHOLDER)
     question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()

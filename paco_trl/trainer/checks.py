@@ -82,6 +82,12 @@ def check_prompts(
     args: PaCoGRPOConfig, pipeline: Any, family: Family, train_rows: PromptRows, eval_rows: Sequence[PromptRows]
 ) -> None:
     """Compute the sizes of all prompts, and check prompts and settings against the pipeline."""
+    guidance = (args.guidance_scale, args.negative_prompt)
+    if args.detach_unconditional and family.resolve_negative_prompt(pipeline, *guidance) is None:
+        problem = (
+            f"{type(pipeline).__name__} makes no unconditional prediction at `guidance_scale` = {args.guidance_scale}"
+        )
+        raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
     if args.adapter_fraction < 1:
         check_call(pipeline, ["callback_on_step_end"], "switch its adapter off. Unset `adapter_fraction`.")
     for rows in (train_rows, *eval_rows):

@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import inspect
+import math
 import os
 import re
 import socket
@@ -122,7 +123,9 @@ def check_arguments(args: Any) -> None:
         raise ValueError(
             "`model_init_kwargs` has `torch_dtype`, which is now called `dtype`. Rename it, or set `bf16`."
         )
-    # `not` instead of a reversed comparison: it refuses NaN as well
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"`{name}` is {value}; it must be a finite number.")
     if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
         raise ValueError(
             f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}; one must be above 0."
