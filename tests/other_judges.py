@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny vision-language models of other families than the one that the judge was published with."""
+"""Tiny vision-language models of other families than the published judge's, and how its usage example asks a model."""
 
 import torch
+from PIL import Image
+from qwen_vl_utils import process_vision_info
 from transformers import (
     AutoTokenizer,
+    BatchFeature,
     CLIPImageProcessor,
     CLIPVisionConfig,
     Gemma3Config,
@@ -50,17 +53,24 @@ GEMMA_TEMPLATE = """\
 {%- endif -%}"""
 
 
-def build_other_judge(name: str, processor: ProcessorMixin) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """
-    Args:
-        name (`str`):
-            One of `OTHER_JUDGES`, or `INDEPENDENT_JUDGE`.
-        processor ([`~transformers.ProcessorMixin`]):
-            That of the tiny Qwen2.5-VL, for its tokenizer and chat template.
+def usage_inputs(processor: ProcessorMixin, images: tuple[Image.Image, ...], question: str) -> BatchFeature:
+    """Inputs of the published usage example for a question about one or two images."""
+    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    patch_size = getattr(processor.image_processor, "patch_size", 14)
+    images, _ = process_vision_info(messages, image_patch_size=patch_size)
+    return processor(text=[text], images=images, return_tensors="pt")
 
-    Returns:
-        `tuple`: the model, in eval mode, and its processor.
-    """
+
+def first_logits(model: PreTrainedModel, processor: ProcessorMixin, images, question: str) -> torch.Tensor:
+    """Logits of the first position of the answer."""
+    with torch.no_grad():
+        return model(**usage_inputs(processor, images, question)).logits[0, -1]
+
+
+def build_other_judge(name: str, processor: ProcessorMixin) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """One of `OTHER_JUDGES` or `INDEPENDENT_JUDGE` and its processor, with the tokenizer and template of a Qwen2.5-VL's."""
     tokenizer = processor.tokenizer
     text = {
         **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -73,11 +83,7 @@ def build_other_judge(name: str, processor: ProcessorMixin) -> tuple[PreTrainedM
         for name in ("image", "vision_start", "vision_end")
     }
     qwen["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
-    parts = {
-        "tokenizer": tokenizer,
-        "video_processor": processor.video_processor,
-        "chat_template": processor.chat_template,
-    }
+    parts = {name: getattr(processor, name) for name in ("tokenizer", "video_processor", "chat_template")}
     size = processor.image_processor.size
 
     def qwen2():

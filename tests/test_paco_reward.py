@@ -2,7 +2,6 @@
 """The judge against the published usage example, how it is loaded, and the tiny model it is tested on."""
 
 import copy
-import functools
 import importlib.util
 import json
 import shutil
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from qwen_vl_utils import process_vision_info
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -21,16 +19,16 @@ from transformers import (
     AutoProcessor,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
-    Qwen2Tokenizer,
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from other_judges import INDEPENDENT_JUDGE, OTHER_JUDGES, build_other_judge
+from other_judges import INDEPENDENT_JUDGE, OTHER_JUDGES, build_other_judge, first_logits, usage_inputs
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, t2is_bench_question, theme_question
 from paco_trl.rewards import paco_reward
-from paco_trl.rewards.paco_reward import decision_token_ids
 from paco_trl.rewards.prefix_sharing import order_for_sharing
+from paco_trl.tiny import build_tiny_qwen2_5_vl
+from paco_trl.utils.fingerprint import weights_fingerprint
 from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
 from testing_utils import noise
 
@@ -41,31 +39,15 @@ PROCESSOR_FILES = ("processor_config.json", "tokenizer.json", "tokenizer_config.
 
 
 def usage(model, processor, *images_and_question):
-    """The usage example of the published judge, for one pair, or for one image."""
+    """Score of the usage example of the published judge for one pair, or for one image."""
     *images, question = images_and_question
-    messages = [
-        {
-            "role": "user",
-            "content": [
-                *({"type": "image", "image": image} for image in images),
-                {"type": "text", "text": question},
-            ],
-        }
-    ]
-    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    patch_size = getattr(processor.image_processor, "patch_size", 14)
-    images, _ = process_vision_info(messages, image_patch_size=patch_size)
-    inputs = processor(text=[text], images=images, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        logits = model(**inputs).logits[0, -1]
+    logits = first_logits(model, processor, images, question)
     ids = [processor.tokenizer.encode(word)[0] for word in ("Yes", "No")]
     return torch.softmax(logits[ids].float(), dim=-1)[0].item()
 
 
-def usages(model, processor, pairs, questions):
-    if isinstance(questions, str):
-        questions = [questions] * len(pairs)
-    return [usage(model, processor, *pair, question) for pair, question in zip(pairs, questions, strict=True)]
+def usages(model, processor, groups, questions):
+    return [usage(model, processor, *group, question) for group, question in zip(groups, questions, strict=True)]
 
 
 def close(expected, tolerance=1e-5):
@@ -97,15 +79,6 @@ def patches_of(judge):
         patches = []
         yield patches
         patches += [len(args[0] if args else kwargs["hidden_states"]) for args, kwargs, _ in calls]
-
-
-def num_patches(judge, *images):
-    """Patches of images, each by itself."""
-    processor = judge.processor
-    grids = [
-        processor.image_processor([load_image(i, patch_size_of(processor), "")])["image_grid_thw"][0] for i in images
-    ]
-    return sum(int(grid.prod()) for grid in grids)
 
 
 @pytest.fixture(scope="module")
@@ -152,25 +125,17 @@ class TestScore:
         assert judge.score([pair[::-1] for pair in pairs], questions) != close(expected, 1e-3)
         assert judge.score(pairs, questions[::-1]) != close(expected, 1e-3)
 
-    @pytest.mark.parametrize("batch_size", [1, 8])
-    def test_does_not_depend_on_batch_mates(self, judge, pairs, questions, expected, batch_size):
+    @pytest.mark.parametrize(("batch_size", "encoded"), [(1, True), (8, True), (3, False)])
+    def test_does_not_depend_on_batch_mates(self, judge, pairs, questions, expected, batch_size, encoded, monkeypatch):
         other = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+        monkeypatch.setattr(other, "_takes_encoded_images", encoded)
         with calls_of(judge.model) as calls:
             assert other.score(pairs, questions) == close(expected)
+        assert all(("pixel_values" in kwargs) != encoded for _, kwargs, _ in calls)
         rows = [len(kwargs["input_ids"]) for _, kwargs, _ in calls]
         assert sum(rows) == 7 and len(rows) == -(-7 // batch_size) and max(rows) == min(batch_size, 7)
         # The mates did have an effect to be kept out: rows are padded
         assert batch_size == 1 or any(not kwargs["attention_mask"].all() for _, kwargs, _ in calls)
-
-    def test_plain_path_gives_the_same_scores(self, judge, pairs, questions, expected, monkeypatch):
-        monkeypatch.setattr(judge, "_takes_encoded_images", False)
-        with calls_of(judge.model) as calls:
-            assert judge.score(pairs, questions) == close(expected)
-        assert all("pixel_values" in kwargs for _, kwargs, _ in calls) and len(calls) == 3
-        monkeypatch.setattr(judge, "_takes_encoded_images", True)
-        with calls_of(judge.model) as calls:
-            judge.score(pairs, questions)
-        assert all("pixel_values" not in kwargs for _, kwargs, _ in calls) and len(calls) == 3
 
     def test_surrounding_autocast_does_not_change_the_scores(self, judge, pairs, questions):
         scores = judge.score(pairs, questions)
@@ -234,12 +199,11 @@ class TestImagesOfACall:
     def test_all_images_are_encoded_in_one_forward_within_a_limit(self, judge, monkeypatch):
         images, scores = [noise(seed, (56, 56 + 28 * (seed % 2))) for seed in range(10)], []
         pairs = list(zip(images, images[1:], strict=False))  # batches of 3
-        assert num_patches(judge, *images) == 5 * 16 + 5 * 24
         for limit, expected in ((2**22, 1), (5 * 56 * 70, 2), (0, 3)):
             monkeypatch.setattr(paco_reward, "_PIXELS_PER_FORWARD", limit)
             with patches_of(judge) as patches:
                 scores.append(judge.score(pairs, SHORT))
-            assert sum(patches) == 200 and len(patches) == expected
+            assert sum(patches) == 5 * 16 + 5 * 24 and len(patches) == expected
         assert scores[0] == close(scores[1]) and scores[0] == close(scores[2])
 
     @pytest.mark.parametrize("encoded", [True, False])
@@ -354,12 +318,7 @@ class TestOrderForSharing:
 
 def greedy(model, processor, first, second, question, count):
     """Token by token, each by a whole forward: the ids, up to an end of the text."""
-    content = [*({"type": "image", "image": image} for image in (first, second)), {"type": "text", "text": question}]
-    messages = [{"role": "user", "content": content}]
-    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    images, _ = process_vision_info(messages)
-    ids = []
-    inputs = processor(text=[text], images=images, return_tensors="pt")
+    ids, inputs = [], usage_inputs(processor, (first, second), question)
     for _ in range(count):
         with torch.no_grad():
             token = model(**inputs).logits[0, -1].argmax()
@@ -415,14 +374,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             judge.score(images, question)
 
-    def test_weights_that_are_not_finite(self, tiny_qwen, value=float("inf")):
+    def test_weights_that_are_not_finite(self, tiny_qwen):
         judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
         pairs, questions = [(noise(0), noise(1))] * 3, [LONG, SHORT, SHORT + " Or zigzag?"]
         assert len(judge.score(pairs, questions)) == 3
         tokens = [set(judge.processor.tokenizer(question).input_ids) for question in questions]
         (token, *_) = tokens[2] - tokens[0] - tokens[1]
         with torch.no_grad():
-            judge.model.get_input_embeddings().weight[token] = value
+            judge.model.get_input_embeddings().weight[token] = float("inf")
         with pytest.raises(ValueError, match="question 2"):
             judge.score(pairs, questions)
         assert len(judge.score(pairs[:2], questions[:2])) == 2
@@ -462,21 +421,17 @@ def expected_adapted(peft_model, reference, pairs, questions, expected):
 
 @pytest.fixture
 def edited(adapter, tmp_path):
-    """Copies the adapter with other weights or another configuration."""
+    """Copies the adapter with other names of weights or another configuration."""
 
-    def edit(weights=None, **config):
+    def edit(rename=str, **config):
         folder = shutil.copytree(adapter, tmp_path / "edited")
-        if weights is not None:
-            save_file(weights(load_file(folder / "adapter_model.safetensors")), folder / "adapter_model.safetensors")
+        file = folder / "adapter_model.safetensors"
+        save_file({rename(name): value for name, value in load_file(file).items()}, file)
         path = folder / "adapter_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
         return folder
 
     return edit
-
-
-def live_zero3():
-    return HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
 
 
 class TestFromPretrained:
@@ -526,11 +481,6 @@ class TestFromPretrained:
         with pytest.raises((OSError, ValueError), match="model.safetensors"):
             PaCoReward.from_pretrained(folder, device="cpu")
 
-    def test_an_adapter_that_names_no_base(self, edited):
-        folder = edited(base_model_name_or_path=None)
-        with pytest.raises(ValueError, match="base_model_name_or_path"):
-            PaCoReward.from_pretrained(folder, device="cpu")
-
     def test_an_adapter_in_a_pickle(self, tiny_qwen, edited, reference, pairs, questions, expected_adapted):
         folder = edited()
         torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
@@ -543,38 +493,25 @@ class TestFromPretrained:
             PaCoReward.from_pretrained(folder, device="cpu")
 
     @pytest.mark.parametrize(
-        "rename",
+        ("rename", "config", "message"),
         [
-            lambda name: name.replace("layers.1.", "layers.7."),
-            lambda name: name.replace("lora_B", "lora_C"),
+            (lambda name: name.replace("layers.1.", "layers.7."), {}, "does not fit.*missing"),
+            (lambda name: name.replace("lora_B", "lora_C"), {}, "does not fit.*missing"),
+            # Layers of the file that the configuration does not name: no adapter of anybody's
+            (str, {"target_modules": r".*language_model.*\.q_proj"}, "does not fit"),
+            (str, {"base_model_name_or_path": None}, "base_model_name_or_path"),
         ],
-        ids=["a layer", "a matrix"],
+        ids=["a layer", "a matrix", "no place", "no base"],
     )
-    def test_an_adapter_whose_names_do_not_fit(self, tiny_qwen, edited, reference, pairs, questions, expected, rename):
-        folder = edited(lambda weights: {rename(name): value for name, value in weights.items()})
-        # PEFT only warns, and the scores are not the adapter's
-        model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
-        with pytest.warns(UserWarning, match="missing adapter keys"):
-            model = PeftModel.from_pretrained(model, folder).eval()
-        assert usages(model, reference[1], pairs[:1], questions[:1])[0] > 0
-        with pytest.raises(ValueError, match="does not fit.*missing"):
-            PaCoReward.from_pretrained(folder, device="cpu")
+    def test_an_adapter_that_does_not_fit(self, edited, rename, config, message):
+        with pytest.raises(ValueError, match=message):
+            PaCoReward.from_pretrained(edited(rename, **config), device="cpu")
 
     def test_an_adapter_with_the_layers_names_of_older_versions(self, edited, pairs, questions, expected_adapted):
         """Before transformers 4.52 the language model's layers were `model.layers`."""
-
-        def rename(name):
-            return name.replace("model.language_model.layers", "model.layers")
-
-        folder = edited(lambda weights: {rename(name): value for name, value in weights.items()})
+        folder = edited(lambda name: name.replace("model.language_model.layers", "model.layers"))
         judge = PaCoReward.from_pretrained(folder, device="cpu")
         assert judge.score(pairs, questions) == close(expected_adapted)
-
-    def test_an_adapter_with_weights_that_have_no_place(self, edited, pairs, questions, expected_adapted):
-        """Some are left out where the configuration names fewer layers than the file has: no adapter of anybody's."""
-        folder = edited(target_modules=r".*language_model.*\.q_proj")
-        with pytest.raises(ValueError, match="does not fit"):
-            PaCoReward.from_pretrained(folder, device="cpu")
 
     @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
     def test_is_complete_while_a_zero3_config_is_live(
@@ -582,7 +519,7 @@ class TestFromPretrained:
     ):
         from transformers.integrations import deepspeed as hf_deepspeed
 
-        config = live_zero3()
+        config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
         try:
             for folder, scores in ((tiny_qwen, expected), (adapter, expected_adapted)):
                 assert is_deepspeed_zero3_enabled()  # the effect exists: from_pretrained would partition
@@ -666,16 +603,10 @@ class TestTrustRemoteCode:
         assert self.traces(folder) == ["own_model", "own_processor"]
 
 
-@pytest.fixture(scope="module")
-def families(reference):
-    """Other tiny vision-language models: model and processor by name."""
-    return functools.partial(build_other_judge, processor=reference[1])
-
-
 class TestOtherModels:
     @pytest.mark.parametrize("name", [*OTHER_JUDGES, INDEPENDENT_JUDGE])
-    def test_scores_are_those_of_the_usage_example(self, families, pairs, questions, shared, single, name):
-        model, processor = families(name)
+    def test_scores_are_those_of_the_usage_example(self, reference, pairs, questions, shared, single, name):
+        model, processor = build_other_judge(name, reference[1])
         judge = PaCoReward(model, processor, name=name, batch_size=3)
         expected = usages(model, processor, pairs, questions)
         assert max(expected) - min(expected) > 0.05
@@ -688,13 +619,48 @@ class TestOtherModels:
         assert all(isinstance(text, str) for text in judge.explain(pairs[:2], questions[:2], max_new_tokens=2))
 
 
-def test_a_tokenizer_without_one_token_for_each_answer_is_refused():
-    wordless = Qwen2Tokenizer().train_new_from_iterator(
-        ["No, no. No! The fox is not in it."] * 20, vocab_size=300, show_progress=False
+class TestIdentity:
+    """What tells a judge from another one of the same name."""
+
+    def test_fingerprint_follows_the_weights(self, tiny_qwen, tmp_path):
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
+        before = judge.fingerprint
+        assert len(before) == 16
+        copied = shutil.copytree(tiny_qwen, tmp_path / "another" / "place")
+        assert PaCoReward.from_pretrained(copied, device="cpu").fingerprint == before  # the place does not matter
+        other = build_tiny_qwen2_5_vl(tmp_path / "other", seed=1)
+        assert PaCoReward.from_pretrained(other, device="cpu").fingerprint != before
+        assert PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="bfloat16").fingerprint != before
+        with torch.no_grad():
+            judge.model.get_output_embeddings().weight.add_(1e-3)
+        assert judge.fingerprint != before
+
+    def test_large_weights_are_sampled_everywhere(self):
+        module = torch.nn.Linear(200, 200, bias=False)
+        found = {weights_fingerprint(module)}
+        for part in (slice(0, 100), slice(100, 200)):
+            with torch.no_grad():
+                module.weight[part] += 1
+            found.add(weights_fingerprint(module))
+        assert len(found) == 3
+
+
+def test_a_tokenizer_without_yes_is_found_before_the_weights_are_read(tiny_qwen, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny_qwen, tmp_path / "judge")
+    # Without the merges that make it, the text is three tokens
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["merges"] = []
+    content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] not in ("Yes", "No")]
+    file.write_text(json.dumps(content), encoding="utf-8")
+    read = []
+    monkeypatch.setattr(
+        paco_reward.AutoModelForImageTextToText, "from_pretrained", lambda *args, **kwargs: read.append(args)
     )
-    assert len(wordless.encode("No")) == 1 and len(wordless.encode("Yes")) == 3
-    with pytest.raises(ValueError, match="'Yes' as 3 tokens"):
-        decision_token_ids(wordless)
+    for load in (PaCoReward.load_processor, PaCoReward.from_pretrained):
+        with pytest.raises(ValueError, match="encodes 'Yes' as 3 tokens"):
+            load(folder)
+    assert read == []
 
 
 class TestPrecision:

@@ -11,11 +11,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from qwen_vl_utils import process_vision_info
 from transformers import AutoModelForImageTextToText, AutoProcessor, GPT2Tokenizer
 
 from judge_server import JudgeServer, completion, pictures_of
-from other_judges import build_other_judge
+from other_judges import build_other_judge, first_logits
 from paco_trl import PaCoReward
 from paco_trl.commands import grpo
 from paco_trl.commands.script_arguments import ScriptArguments, judges_of, load_eval_rewards, load_rewards
@@ -70,17 +69,6 @@ def folders(tmp_path_factory, tiny_qwen):
         for part in plant_digits(model, processor):
             part.save_pretrained(root / name)
     return {name: root / name for name in judges}
-
-
-def first_logits(model, processor, images, question):
-    """As the published code asks, one question at a time."""
-    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
-    messages = [{"role": "user", "content": content}]
-    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    patch_size = getattr(processor.image_processor, "patch_size", 14)
-    images, _ = process_vision_info(messages, image_patch_size=patch_size)
-    with torch.no_grad():
-        return model(**processor(text=[text], images=images, return_tensors="pt")).logits[0, -1]
 
 
 def published_rating(logits, tokenizer, max_score=5):
