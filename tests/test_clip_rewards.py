@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PickScore on a tiny CLIP, and the embeddings that it shares with CLIP-T and CLIP-I."""
+"""CLIP-T, PickScore and CLIP-I on a tiny CLIP, and the embeddings that they share."""
 
 import inspect
+from itertools import combinations
 
 import pytest
 import torch
@@ -9,12 +10,11 @@ from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from paco_trl.rewards import PickScoreReward
+from paco_trl.rewards import ClipIReward, ClipTReward, PickScoreReward
 from paco_trl.rewards.clip import ClipEmbedder
-from testing_utils import noise
+from testing_utils import noise, plain
 
 
-NAN = float("nan")
 TEXTS = ["a red house near the sea", "a cat that wakes up", "a blue car in the rain"]
 
 
@@ -23,12 +23,23 @@ def pick_score(tiny_clip):
     return PickScoreReward(tiny_clip, tiny_clip, device="cpu")
 
 
-def logit(folder, image, text):
-    """`logits_per_image` of the whole CLIPModel for one image and one text."""
-    model = CLIPModel.from_pretrained(folder).eval()
-    inputs = CLIPProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
-    with torch.no_grad():
-        return model(**inputs).logits_per_image.item()
+@pytest.fixture(scope="module")
+def outputs_of(tiny_clip):
+    """What the whole CLIPModel gives for images and texts."""
+    model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), CLIPProcessor.from_pretrained(tiny_clip)
+
+    def outputs(images, texts):
+        with torch.no_grad():
+            return model(**processor(text=texts, images=images, padding=True, return_tensors="pt"))
+
+    outputs.scale = model.logit_scale.exp().item()
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def logit(outputs_of):
+    """`logits_per_image` of one image and one text."""
+    return lambda image, text: outputs_of([image], [text]).logits_per_image.item()
 
 
 def count_rows(model):
@@ -44,27 +55,32 @@ def count_rows(model):
 
 
 class TestPickScoreReward:
-    def test_is_the_logit_of_clip_divided_by_26(self, tiny_clip, pick_score):
+    def test_is_the_logit_of_clip_divided_by_26(self, logit, pick_score):
         images = [noise(seed) for seed in range(3)]
-        expected = [logit(tiny_clip, image, text) / 26 for image, text in zip(images, TEXTS, strict=True)]
+        expected = [logit(image, text) / 26 for image, text in zip(images, TEXTS, strict=True)]
         scores = pick_score(TEXTS, images)
         assert scores == pytest.approx(expected, abs=1e-5)
         assert all(isinstance(score, float) for score in scores)
         assert len({round(score, 3) for score in scores}) == 3
 
-    def test_with_panels_it_is_the_mean_over_each_panel_and_its_own_text(self, tiny_clip, pick_score):
+    @pytest.mark.parametrize("reward_class", [ClipTReward, PickScoreReward])
+    def test_with_panels_it_is_the_mean_over_each_panel_and_its_own_text(
+        self, tiny_clip, outputs_of, logit, reward_class
+    ):
+        reward = reward_class(tiny_clip, processor=tiny_clip, device="cpu")
         panels, panel_images = [TEXTS[:2], TEXTS[2:]], [[noise(0), noise(1)], [noise(2)]]
         columns = {"completions": [noise(8), noise(9)], "panels": panels, "panel_images": panel_images}
+        divisor = 26 if reward_class is PickScoreReward else outputs_of.scale  # CLIP-T is the cosine
         by_hand = [
-            [logit(tiny_clip, image, text) / 26 for image, text in zip(images, texts, strict=True)]
+            [logit(image, text) / divisor for image, text in zip(images, texts, strict=True)]
             for images, texts in zip(panel_images, panels, strict=True)
         ]
         assert abs(by_hand[0][0] - by_hand[0][1]) > 0.001
-        scores = pick_score(prompts=["p", "q"], **columns)
+        scores = reward(prompts=["p", "q"], **columns)
         assert scores == pytest.approx([sum(by_hand[0]) / 2, by_hand[1][0]], abs=1e-5)
         # The whole images and prompts are not read
-        assert pick_score(prompts=["", ""], **(columns | {"completions": [noise(7)] * 2})) == scores
-        swapped = pick_score(prompts=["p", "q"], **(columns | {"panels": [TEXTS[1::-1], TEXTS[2:]]}))
+        assert reward(prompts=["", ""], **(columns | {"completions": [noise(7)] * 2})) == scores
+        swapped = reward(prompts=["p", "q"], **(columns | {"panels": [TEXTS[1::-1], TEXTS[2:]]}))
         assert abs(swapped[0] - scores[0]) > 0.001 and swapped[1] == pytest.approx(scores[1], abs=1e-6)
 
     def test_a_group_encodes_each_text_once_and_images_go_in_batches(self, tiny_clip):
@@ -102,6 +118,9 @@ class TestPickScoreReward:
             ({"prompts": ["a cat"]}, "zip"),
             ({"completions": [noise(0), Image.new("RGB", (0, 8))]}, "Completion 1"),
             ({"panels": [["a"], ["b", "c"]], "panel_images": [[noise(0)]] * 2}, "completion 1"),
+            ({"panels": [["a"], [" "]], "panel_images": [[noise(0)]] * 2}, "completion 1"),
+            ({"panels": [["a"], None], "panel_images": [[noise(0)]] * 2}, "completion 1"),
+            ({"panels": [["a"], ["b"]], "panel_images": [[noise(0)]]}, "`panel_images`"),
         ],
     )
     def test_errors(self, pick_score, changes, message):
@@ -110,7 +129,7 @@ class TestPickScoreReward:
         with pytest.raises(ValueError, match=message):
             pick_score(**(columns | changes))
 
-    def test_is_a_reward_for_trl_frozen_and_float32(self, tiny_clip, pick_score):
+    def test_is_a_reward_for_trl_frozen_and_float32(self, tiny_clip, pick_score, tmp_path):
         assert get_callable_name(pick_score) == "pick_score"
         assert not is_async_callable(pick_score)
         assert not isinstance(pick_score, torch.nn.Module)  # TRL would call a module with token ids
@@ -119,6 +138,8 @@ class TestPickScoreReward:
         assert pick_score.model.dtype == torch.float32
         half = PickScoreReward(tiny_clip, tiny_clip, device="cpu", dtype=torch.bfloat16)
         assert half.model.dtype == torch.bfloat16
+        half.model.save_pretrained(tmp_path)
+        assert PickScoreReward(tmp_path, tiny_clip).model.dtype == torch.float32  # whatever the file has
         full_scores, half_scores = (reward(TEXTS, [noise(0)] * 3) for reward in (pick_score, half))
         assert half_scores != full_scores and half_scores == pytest.approx(full_scores, abs=0.1)
 
@@ -140,16 +161,11 @@ class TestPickScoreReward:
 
 
 class TestClipEmbedder:
-    def test_gives_unit_vectors_of_clip_in_the_order_of_the_list(self, tiny_clip):
+    def test_gives_unit_vectors_of_clip_in_the_order_of_the_list(self, tiny_clip, outputs_of):
         embedder = ClipEmbedder(tiny_clip, device="cpu", batch_size=2)
-        images = [noise(seed) for seed in range(3)]
-        names = ["a", "b", "c"]
+        images, names = [noise(seed) for seed in range(3)], ["a", "b", "c"]
         image_embeds, text_embeds = embedder.embed(images, names, TEXTS)
-        model = CLIPModel.from_pretrained(tiny_clip).eval()
-        processor = CLIPProcessor.from_pretrained(tiny_clip)
-        inputs = processor(text=TEXTS, images=images, padding=True, return_tensors="pt")
-        with torch.no_grad():
-            outputs = model(**inputs)
+        outputs = outputs_of(images, TEXTS)
         torch.testing.assert_close(image_embeds, outputs.image_embeds, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(text_embeds, outputs.text_embeds, atol=1e-5, rtol=1e-5)
         assert image_embeds.dtype == text_embeds.dtype == torch.float32
@@ -158,3 +174,36 @@ class TestClipEmbedder:
             embedder.embed_images(images[::-1], names), image_embeds.flip(0), atol=1e-6, rtol=1e-5
         )
         assert embedder.embed_images([], []).shape == (0, 16)
+
+    def test_weights_that_are_not_finite_are_an_error(self, tiny_clip):
+        embedder = ClipEmbedder(tiny_clip, device="cpu")
+        with torch.no_grad():
+            embedder.model.text_projection.weight[0, 0] = float("inf")
+        assert embedder.embed_images([noise(0)], ["a"]).isfinite().all()
+        with pytest.raises(ValueError, match="not finite"):
+            embedder.embed([], [], TEXTS)
+
+
+class TestClipI:
+    def call(self, reward, panel_images):
+        return reward(["p"] * len(panel_images), [plain(0)] * len(panel_images), panel_images=panel_images)
+
+    def test_is_the_mean_cosine_of_pairs(self, tiny_clip, outputs_of):
+        panel_images = [[noise(seed) for seed in range(4)], [noise(5), plain(200)]]
+        expected = []
+        for panels in panel_images:
+            embeds = outputs_of(panels, TEXTS).image_embeds
+            cosines = [(first @ second).item() for first, second in combinations(embeds, 2)]
+            expected.append(sum(cosines) / len(cosines))
+        reward = ClipIReward(tiny_clip, device="cpu")
+        assert abs(expected[0] - expected[1]) > 0.001
+        assert self.call(reward, panel_images) == pytest.approx(expected, abs=1e-5)
+
+    def test_copies_and_single_panels(self, tiny_clip):
+        reward = ClipIReward(tiny_clip, device="cpu")
+        copies = [plain(80).copy() for _ in range(3)]
+        first, second = self.call(reward, [copies, [*copies[:2], noise(1)]])
+        assert first == pytest.approx(1, abs=1e-5) and second < 0.999
+        with pytest.raises(ValueError, match="Image 1"):
+            self.call(reward, [copies, copies[:1]])
+        assert self.call(reward, []) == []

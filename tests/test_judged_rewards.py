@@ -8,22 +8,13 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from transformers import CLIPModel, CLIPProcessor
-from trl.trainer.utils import get_callable_name, is_async_callable
 
 from judge_server import JudgeServer, pictures_of
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, edit_following_question, theme_question
 from paco_trl.data.questions import edit_consistency_question, reference_question
-from paco_trl.rewards import (
-    ClipIReward,
-    ConsistencyReward,
-    EditReward,
-    ReferenceReward,
-    ServedJudge,
-)
+from paco_trl.rewards import ConsistencyReward, EditReward, ReferenceReward, ServedJudge
 from paco_trl.rewards.judge import NO_SCORE
 from paco_trl.rewards.judge_rewards import chosen_pairs, criteria_weights
 from paco_trl.rewards.runner import RewardRunner
@@ -325,32 +316,3 @@ class TestMetrics:
             "consistency/unanswered": 0,
             **{f"consistency/unanswered/{kind}": 0 for kind in NO_SCORE},
         }
-
-
-class TestSimilarity:
-    PANELS = [[noise(seed) for seed in range(4)], [noise(5), plain(200)]]
-
-    def test_clip_i_is_the_mean_cosine_of_pairs(self, tiny_clip):
-        model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), CLIPProcessor.from_pretrained(tiny_clip)
-
-        def cosine(first, second, question):
-            inputs = processor(images=[first, second], return_tensors="pt")
-            with torch.no_grad():
-                embeds = model.visual_projection(model.vision_model(**inputs).pooler_output)
-            return torch.nn.functional.cosine_similarity(*embeds, dim=0).item()
-
-        expected = [mean_over_pairs(cosine, panels, "") for panels in self.PANELS]
-        reward = ClipIReward(tiny_clip, device="cpu")
-        assert (
-            call(reward, self.PANELS) == pytest.approx(expected, abs=1e-5) and abs(expected[0] - expected[1]) > 0.001
-        )
-        assert get_callable_name(reward) == "clip_i" and not is_async_callable(reward)
-
-    def test_copies_and_single_panels(self, tiny_clip):
-        reward = ClipIReward(tiny_clip, device="cpu")
-        copies = [plain(80).copy() for _ in range(3)]
-        first, second = call(reward, [copies, [*copies[:2], noise(1)]])
-        assert first == pytest.approx(1, abs=1e-5) and second < 0.999
-        with pytest.raises(ValueError, match="Image 1"):
-            call(reward, [copies, copies[:1]])
-        assert call(reward, []) == []

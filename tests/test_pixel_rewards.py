@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from paco_trl.data import join_grid, split_grid
-from paco_trl.rewards import DuplicateReward, LayoutReward, OcrReward
+from paco_trl.rewards import DuplicateReward, LayoutReward, OcrReward, panel_similarity_reward, redness_reward
 from paco_trl.rewards.image_rewards import (
     edge_profile,
     layout_score,
@@ -229,14 +229,11 @@ class TestLayout:
         expected[18:21] = 0.75
         assert np.array_equal(profile, expected)
 
-
-class TestLayoutReward:
     def test_scores_each_completion_for_its_own_grid(self):
         image = grid(2, 3)
         scores = LayoutReward()(["p"] * 3, [image] * 3, rows=[2, 3, 2], cols=[3, 2, 2], panels=[[]] * 3)
         assert scores == [layout_score(image, 2, 3), layout_score(image, 3, 2), layout_score(image, 2, 2)]
         assert scores[0] > 0.8 > 0.3 > max(scores[1:])
-        assert LayoutReward()([], [], rows=[], cols=[]) == []
 
 
 class TestReadability:
@@ -265,16 +262,10 @@ def sign(text, size=(320, 160), background="white", color="black", at=(20, 30), 
     return image
 
 
-@pytest.fixture(scope="module")
-def ocr():
-    pytest.importorskip("rapidocr")
-    return OcrReward()
-
-
 @pytest.mark.slow
 class TestOcrReward:
-    @pytest.mark.slow
-    def test_words_in_images(self, ocr, capfd):
+    def test_words_in_images(self, capfd):
+        pytest.importorskip("rapidocr")
         images = {
             "read": sign("Open Today"),
             "light on dark, small": sign("open today", background="navy", color="yellow", height=26),
@@ -284,10 +275,35 @@ class TestOcrReward:
             "other": sign("Warehouse exit"),
             "none": sign(""),
         }
-        scores = ocr(["p"] * 7, list(images.values()), text=["Open Today"] * 7, rows=[1] * 7)
+        scores = OcrReward()(["p"] * 7, list(images.values()), text=["Open Today"] * 7, rows=[1] * 7)
         scores = dict(zip(images, scores, strict=True))
         assert all(scores[name] > 0.9 for name in ("read", "light on dark, small", "two lines", "with other text"))
         assert 0.5 < scores["misspelt"] < 0.9
         assert scores["other"] < 0.5 and scores["none"] == 0
         output = capfd.readouterr()
         assert output.out == output.err == ""  # an image without text is not worth a line
+
+
+class TestDemoRewards:
+    @pytest.mark.parametrize(
+        ("color", "expected"),
+        [("red", 1.0), ("blue", -0.5), ("cyan", -1.0), ("white", 0.0), ((100, 50, 20), 65 / 255)],
+    )
+    def test_redness(self, color, expected):
+        scores = redness_reward(["p"], [Image.new("RGB", (5, 7), color)])
+        assert scores == pytest.approx([expected])
+
+    def test_panel_similarity(self):
+        black, white, grey = (Image.new("RGB", (16, 16), (value,) * 3) for value in (0, 255, 51))
+        completions = [black] * 4
+        panel_images = [[grey, grey, grey], [black, white], [black, white, grey], [grey]]
+        scores = panel_similarity_reward(["p"] * 4, completions, panel_images=panel_images, panels=[["a"]] * 4)
+        # Three pairs: 1, 51 / 255 = 0.2 and 0.8 apart, mean 2 / 3.
+        assert scores[:3] == pytest.approx([1.0, 0.0, 1 / 3])
+        assert scores[3] is None
+
+    def test_panel_similarity_depends_on_where_the_colors_are(self):
+        left = Image.new("RGB", (16, 16), "black")
+        left.paste("white", (0, 0, 8, 16))
+        right = left.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        assert panel_similarity_reward(["p"], [left], [[left, right]]) == pytest.approx([0.0])

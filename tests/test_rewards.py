@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards and their aggregation: closed forms, missing values, log-taming's true effect, CLIP-T on a tiny CLIP."""
+"""The aggregation of rewards: closed forms, missing values, log-taming's true effect."""
 
 import importlib.util
 import math
@@ -8,16 +8,12 @@ import sys
 
 import pytest
 import torch
-from PIL import Image
-from transformers import CLIPModel, CLIPProcessor
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from paco_trl.rewards import (
     AggregationDetails,
     ClipTReward,
     aggregate_rewards,
-    panel_similarity_reward,
-    redness_reward,
 )
 from paco_trl.rewards.aggregation import (
     coefficient_of_variation,
@@ -50,18 +46,16 @@ def variance_of_log(span):
     return mean_square - mean**2
 
 
-class TestLazyExports:
-    @pytest.mark.slow
-    def test_aggregation_comes_without_transformers_and_diffusers(self):
-        code = (
-            "import sys, paco_trl; before = set(sys.modules); import paco_trl.rewards;"
-            "assert 'torch' not in set(sys.modules) - before, 'torch';"
-            "from paco_trl.rewards import aggregate_rewards;"
-            "loaded = {'transformers', 'diffusers', 'trl'} & set(sys.modules);"
-            "assert 'torch' in sys.modules; assert not loaded, loaded"
-        )
-        result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+@pytest.mark.slow
+def test_aggregation_comes_without_transformers_and_diffusers():
+    code = (
+        "import sys, paco_trl; before = set(sys.modules); import paco_trl.rewards;"
+        "assert 'torch' not in set(sys.modules) - before, 'torch';"
+        "from paco_trl.rewards import aggregate_rewards;"
+        "loaded = {'transformers', 'diffusers', 'trl'} & set(sys.modules);"
+        "assert 'torch' in sys.modules; assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class TestCoefficientOfVariation:
@@ -102,7 +96,6 @@ class TestAggregateRewards:
     def test_sum_then_normalize(self):
         aggregate, details = aggregate_rewards(torch.tensor([[1.0, 10.0], [3.0, 30.0]]), [2.0, 0.5], METHODS[0])
         torch.testing.assert_close(aggregate, torch.tensor([7.0, 21.0]))
-        assert isinstance(details, AggregationDetails)
         assert details.coefficient_of_variation == pytest.approx([0.5, 0.5])
         assert details.tamed == [False, False]  # h_k exceeds the threshold, but the method does not tame
         assert details.threshold == 0.2
@@ -172,14 +165,10 @@ class TestAggregateRewards:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_does_not_change_its_input_and_computes_in_float32_or_better(self, method, dtype):
         rewards = torch.tensor([[1.0, 4.0], [9.0, 2.0]]).to(dtype)
-        before = rewards.clone()
-        weights = torch.tensor([1.0, 2.0])
+        before, weights = rewards.clone(), torch.tensor([1.0, 2.0])
         aggregate, _ = aggregate_rewards(rewards, weights, method, num_generations=2)
-        assert torch.equal(rewards, before)
-        assert torch.equal(weights, torch.tensor([1.0, 2.0]))
+        assert torch.equal(rewards, before) and weights.tolist() == [1, 2]
         assert aggregate.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        again, _ = aggregate_rewards(rewards, weights, method, num_generations=2)
-        assert torch.equal(aggregate, again)
 
     def test_taming_is_over_all_samples_and_normalisation_over_a_group(self):
         # Within each group the reward is constant, so its h_k is 0 there; over all samples it is 0.5.
@@ -306,23 +295,11 @@ class TestLogTaming:
 
     def test_on_unit_range_it_cuts_spread_by_less_than_two(self):
         rewards = every_pair(uniform(0, 1, 400), uniform(0.7, 0.8, 40))
-        plain = rewards[:, 0]
         aggregate, details = aggregate_rewards(rewards, [1.0, 1.0], "log_tamed")
         assert details.tamed == [True, False]
-        tamed = aggregate - rewards[:, 1]
-
-        factor = (plain.std() / tamed.std()).item()
+        factor = (rewards[:, 0].std() / (aggregate - rewards[:, 1]).std()).item()
         assert factor == pytest.approx(math.sqrt(1 / 12 / variance_of_log(1)), rel=1e-3)
         assert factor == pytest.approx(1.46, abs=0.01)
-
-        # Difference by difference: never less than half is left, never more than all.
-        plain_gaps = plain[1:] - plain[:-1]
-        tamed_gaps = tamed[1:] - tamed[:-1]
-        moved = plain_gaps.abs() > 1e-6
-        kept = (tamed_gaps / plain_gaps)[moved]
-        assert len(kept) == 399
-        assert 0.5 <= kept.min() < 0.51
-        assert 0.99 < kept.max() <= 1.0
 
     def test_threshold_as_a_number(self):
         rewards = torch.tensor([[1.0], [3.0]])  # h = 0.5
@@ -342,11 +319,6 @@ class TestLogTaming:
         _, details = aggregate_rewards(rewards, weights, "log_tamed", "mean")
         assert details.coefficient_of_variation == [*(pytest.approx(h) for h in (0.1, 0.2, 0.9)), None]
         assert details.threshold == pytest.approx(0.4)
-        assert details.tamed == [False, False, True, False]
-        # A fourth defined one: h = 0.3 -> mean 0.375.
-        rewards[:, 3] = torch.tensor([0.7, 1.3])
-        _, details = aggregate_rewards(rewards, weights, "log_tamed", "mean")
-        assert details.threshold == pytest.approx(0.375)
         assert details.tamed == [False, False, True, False]
 
     def test_a_mean_that_is_not_positive_leaves_the_reward_untouched(self):
@@ -372,137 +344,27 @@ class TestLogTaming:
         assert torch.isfinite(aggregate).all()
 
 
-@pytest.fixture(scope="module")
-def clip_t(tiny_clip):
-    return ClipTReward(tiny_clip, device="cpu")
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_a_live_zero3_config_is_out_of_sight_and_comes_back(tiny_clip):
+    from transformers.integrations import deepspeed as hf_deepspeed
 
+    config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+    try:
+        assert is_deepspeed_zero3_enabled()  # the effect exists: from_pretrained would partition
+        with without_zero3_init():
+            assert not is_deepspeed_zero3_enabled()
+            with without_zero3_init():  # nested: nothing to hide, nothing to restore
+                assert not is_deepspeed_zero3_enabled()
+            assert not is_deepspeed_zero3_enabled()
+        assert hf_deepspeed._hf_deepspeed_config_weak_ref() is config
 
-def gradient(seed, size=(40, 40)):
-    """A colour image that differs from seed to seed."""
-    generator = torch.Generator().manual_seed(seed)
-    corners = torch.randint(0, 256, (2, 2, 3), generator=generator, dtype=torch.uint8)
-    return Image.fromarray(corners.numpy()).resize(size, Image.Resampling.BILINEAR)
+        with pytest.raises(RuntimeError, match="inside"), without_zero3_init():
+            raise RuntimeError("inside")
+        assert hf_deepspeed._hf_deepspeed_config_weak_ref() is config
 
-
-@pytest.fixture
-def grids():
-    """Columns of three completions: two panels, the same two texts on other images, and one panel."""
-    panels = [["a red house", "a cat at night"], ["a red house", "a cat at night"], ["a blue car in the rain"]]
-    panel_images = [[gradient(0), gradient(1)], [gradient(2), gradient(3)], [gradient(4, size=(30, 50))]]
-    return {
-        "prompts": ["p", "p", "q"],
-        "completions": [gradient(9)] * 3,
-        "panels": panels,
-        "panel_images": panel_images,
-    }
-
-
-def cosine_by_hand(folder, image, text):
-    """Similarity of one image and one text from the whole CLIPModel: its logit without the scale."""
-    model = CLIPModel.from_pretrained(folder).eval()
-    inputs = CLIPProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
-    with torch.no_grad():
-        return (model(**inputs).logits_per_image / model.logit_scale.exp()).item()
-
-
-class TestClipTReward:
-    def test_is_the_mean_over_the_panels(self, tiny_clip, clip_t, grids):
-        by_hand = [
-            [cosine_by_hand(tiny_clip, image, text) for image, text in zip(images, texts, strict=True)]
-            for images, texts in zip(grids["panel_images"], grids["panels"], strict=True)
-        ]
-        assert abs(by_hand[0][0] - by_hand[0][1]) > 0.01
-        expected = [sum(values) / len(values) for values in by_hand]
-        assert clip_t(**grids) == pytest.approx(expected, abs=1e-6)
-
-    def test_panels_belong_to_their_texts(self, clip_t, grids):
-        scores = clip_t(**grids)
-        swapped = clip_t(**(grids | {"panels": [grids["panels"][0][::-1], *grids["panels"][1:]]}))
-        assert abs(swapped[0] - scores[0]) > 0.01
-        assert swapped[1:] == pytest.approx(scores[1:], abs=1e-6)
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"panels": None}, "`panels`"),
-            ({"panel_images": [[gradient(0)]]}, "`panel_images`"),
-            ({"panels": [["a", "b"], None, ["c"]]}, "completion 1"),
-            ({"panels": [["a", "b"], ["a", " "], ["c"]]}, "completion 1"),
-            ({"panels": [["a", "b"], ["a", "b", "c"], ["c"]]}, "completion 1"),
-        ],
-    )
-    def test_errors(self, clip_t, grids, changes, message):
-        with pytest.raises(ValueError, match=message):
-            clip_t(**(grids | changes))
-
-    def test_a_score_that_is_not_finite_is_an_error(self, tiny_clip, grids):
         reward = ClipTReward(tiny_clip, device="cpu")
-        assert all(math.isfinite(score) for score in reward(**grids))
-        with torch.no_grad():
-            reward.model.text_projection.weight[0, 0] = NAN
-        with pytest.raises(ValueError, match="not finite"):
-            reward(**grids)
-
-    def test_is_frozen_in_eval_mode_and_float32(self, tiny_clip, clip_t, tmp_path):
-        parameters = list(clip_t.model.parameters())
-        assert parameters
-        assert not any(parameter.requires_grad for parameter in parameters)
-        assert not any(module.training for module in clip_t.model.modules())
-        assert {parameter.dtype for parameter in parameters} == {torch.float32}
-        half = ClipTReward(tiny_clip, dtype=torch.bfloat16)
-        assert half.model.dtype == torch.bfloat16
-        half.model.save_pretrained(tmp_path)
-        assert ClipTReward(tmp_path, processor=tiny_clip).model.dtype == torch.float32
-
-
-class TestWithoutZero3Init:
-    @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-    def test_a_live_config_is_out_of_sight_and_comes_back(self, tiny_clip):
-        from transformers.integrations import deepspeed as hf_deepspeed
-
-        config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
-        try:
-            assert is_deepspeed_zero3_enabled()  # the effect exists: from_pretrained would partition
-            with without_zero3_init():
-                assert not is_deepspeed_zero3_enabled()
-                with without_zero3_init():  # nested: nothing to hide, nothing to restore
-                    assert not is_deepspeed_zero3_enabled()
-                assert not is_deepspeed_zero3_enabled()
-            assert hf_deepspeed._hf_deepspeed_config_weak_ref() is config
-
-            with pytest.raises(RuntimeError, match="inside"), without_zero3_init():
-                raise RuntimeError("inside")
-            assert hf_deepspeed._hf_deepspeed_config_weak_ref() is config
-
-            reward = ClipTReward(tiny_clip, device="cpu")
-            assert is_deepspeed_zero3_enabled()
-            assert all(parameter.numel() > 0 for parameter in reward.model.parameters())
-            assert not any(hasattr(parameter, "ds_id") for parameter in reward.model.parameters())
-        finally:
-            hf_deepspeed.unset_hf_deepspeed_config()
-
-
-class TestPixelRewards:
-    @pytest.mark.parametrize(
-        ("color", "expected"),
-        [("red", 1.0), ("blue", -0.5), ("cyan", -1.0), ("white", 0.0), ((100, 50, 20), 65 / 255)],
-    )
-    def test_redness(self, color, expected):
-        scores = redness_reward(["p"], [Image.new("RGB", (5, 7), color)])
-        assert scores == pytest.approx([expected])
-
-    def test_panel_similarity(self):
-        black, white, grey = (Image.new("RGB", (16, 16), (value,) * 3) for value in (0, 255, 51))
-        completions = [black] * 4
-        panel_images = [[grey, grey, grey], [black, white], [black, white, grey], [grey]]
-        scores = panel_similarity_reward(["p"] * 4, completions, panel_images=panel_images, panels=[["a"]] * 4)
-        # Three pairs: 1, 51 / 255 = 0.2 and 0.8 apart, mean 2 / 3.
-        assert scores[:3] == pytest.approx([1.0, 0.0, 1 / 3])
-        assert scores[3] is None
-
-    def test_panel_similarity_depends_on_where_the_colors_are(self):
-        left = Image.new("RGB", (16, 16), "black")
-        left.paste("white", (0, 0, 8, 16))
-        right = left.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        assert panel_similarity_reward(["p"], [left], [[left, right]]) == pytest.approx([0.0])
-        assert panel_similarity_reward(["p"], [left], [[left, left]]) == pytest.approx([1.0])
+        assert is_deepspeed_zero3_enabled()
+        assert all(parameter.numel() > 0 for parameter in reward.model.parameters())
+        assert not any(hasattr(parameter, "ds_id") for parameter in reward.model.parameters())
+    finally:
+        hf_deepspeed.unset_hf_deepspeed_config()

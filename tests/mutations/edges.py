@@ -159,7 +159,7 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/clip.py",
-        "test_clip_rewards.py test_rewards.py::TestClipTReward",
+        "test_clip_rewards.py",
         ("torch.nn.functional.normalize(embeds, dim=-1)", "torch.nn.functional.normalize(embeds, dim=0)"),
         ("(image_embeds * text_embeds).sum(dim=-1)", "(image_embeds * text_embeds).mean(dim=-1)"),
         ("enumerate((*objects, *distinct))", "enumerate((*distinct, *objects))"),
@@ -174,7 +174,7 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/image_rewards.py",
-        f"{_PIXELS}::TestLayout {_PIXELS}::TestLayoutReward {_PIXELS}::TestReadability",
+        f"{_PIXELS}::TestLayout {_PIXELS}::TestReadability",
         ("rows[index], cols[index])", "cols[index], rows[index])"),
         ("((image, cols, rows), (", "((image, rows, cols), ("),
         ("* (1 - _extra_lines(profile, count))", ""),
@@ -187,7 +187,7 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/image_rewards.py",
-        f"{_PIXELS}::TestDuplicateReward test_rewards.py::TestPixelRewards",
+        f"{_PIXELS}::TestDuplicateReward {_PIXELS}::TestDemoRewards",
         ("(1 - similarity) / (1 - self.threshold)", "(1 - similarity) / self.threshold"),
         ("min(1.0, (1 - similarity)", "max(0.0, (1 - similarity)"),
         ("second / gain**0.5", "second * gain**0.5"),
