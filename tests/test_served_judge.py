@@ -4,8 +4,8 @@
 import asyncio
 import logging
 import math
+import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
@@ -101,12 +101,9 @@ class TestYesProbability:
         ("logprobs", "expected"),
         [
             ({"Yes": math.log(0.6), "No": math.log(0.2), "Maybe": math.log(0.2)}, 0.75),
-            ({"Yes": -30.0, "No": -30.0}, 0.5),
             ({"Yes": -3.0}, 1.0),
             ({"No": -3.0, "yes": -0.1}, 0.0),
-            ({"Yes": -1e-9, "No": -700.0}, 1.0),
             ({"Yes": -700.0, "No": -1e-9}, math.exp(-700 + 1e-9)),
-            ({"Yes": -1e-9, "No": -9999.0}, 1.0),
             ({"Yes": -9999.0, "No": -1e-9}, 0.0),
             ({"Yes": -math.inf, "No": -2.0}, 0.0),
             # Both would underflow
@@ -120,7 +117,7 @@ class TestYesProbability:
 
     @pytest.mark.parametrize(
         "logprobs",
-        [{}, {"yes": -0.1, " Yes": -0.2, "YES": -0.3, "no": -0.4, " No": -0.5, "Yes.": -0.6}]
+        [{"yes": -0.1, " Yes": -0.2, "no": -0.4, " No": -0.5}]
         + [{"Yes": value, "No": value} for value in (-9999.0, -math.inf)],
     )
     def test_there_is_none(self, logprobs):
@@ -270,23 +267,23 @@ class TestUnavailable:
             with pytest.raises(JudgeUnavailableError, match=rf"{url} \(no connection"):
                 make_judge(url).check()
 
-    def test_wrong_model(self, make_judge):
-        with JudgeServer(log_odds, models=["paco-reward", "base"]) as server:
-            judge = make_judge(server, "paco")
-            with pytest.raises(JudgeUnavailableError, match="no model 'paco'. It has: paco-reward, base"):
-                judge.check()
-            assert server.requests == []
-            with pytest.raises(JudgeUnavailableError, match="model 'paco'"):
-                judge.score([PAIR], QUESTION)
-            assert len(server.requests) == 1  # no retries
-            assert make_judge(server, "base").score([PAIR], QUESTION) == [RIGHT]
+    def test_wrong_model(self, server, make_judge):
+        server.models = ["paco-reward", "base"]
+        judge = make_judge(server, "paco")
+        with pytest.raises(JudgeUnavailableError, match="no model 'paco'. It has: paco-reward, base"):
+            judge.check()
+        assert server.requests == []
+        with pytest.raises(JudgeUnavailableError, match="model 'paco'"):
+            judge.score([PAIR], QUESTION)
+        assert len(server.requests) == 1  # no retries
+        assert make_judge(server, "base").score([PAIR], QUESTION) == [RIGHT]
 
-    def test_after_one_is_found_the_others_are_not_asked(self, make_judge):
-        with JudgeServer(log_odds, key="another", latency=0.05) as server:
-            with pytest.raises(JudgeUnavailableError, match="refuses the key"):
-                make_judge(server, max_concurrency=4).score([PAIR] * 100, QUESTION)
-            assert len(server.paths) <= 8
-            assert wait_until(lambda: not tasks_under_way())
+    def test_after_one_is_found_the_others_are_not_asked(self, server, make_judge):
+        server.key, server.latency = "another", 0.05
+        with pytest.raises(JudgeUnavailableError, match="refuses the key"):
+            make_judge(server, max_concurrency=4).score([PAIR] * 100, QUESTION)
+        assert len(server.paths) <= 8
+        assert wait_until(lambda: not tasks_under_way())
 
 
 class TestCheck:
@@ -322,9 +319,9 @@ class TestCheck:
 
 class TestKey:
     @pytest.fixture
-    def locked(self):
-        with JudgeServer(log_odds, key=KEY) as server:
-            yield server
+    def locked(self, server):
+        server.key = KEY
+        return server
 
     def test_wrong_and_right(self, locked, make_judge, monkeypatch):
         monkeypatch.delenv("VLLM_API_KEY", raising=False)
@@ -354,10 +351,9 @@ class TestKey:
         with pytest.raises(JudgeUnavailableError, match="refuses the key") as refused:
             judge.score([PAIR], QUESTION)
         assert locked.headers[-1]["authorization"] == f"Bearer {KEY}" and len(caplog.records) > 10
-        said = [caplog.text, repr(judge), str(judge), judge.name]
-        for error in (unavailable.value, refused.value):
-            said += [repr(error), repr(error.__cause__)]
-        assert not any(KEY in text for text in said)
+        errors = [unavailable.value, refused.value]
+        said = [caplog.text, judge, judge.name, *errors, *(error.__cause__ for error in errors)]
+        assert not any(KEY in repr(text) + str(text) for text in said)
 
 
 class TestConnections:
@@ -389,20 +385,15 @@ class TestConnections:
     def test_a_judge_must_be_created_again_after_a_fork(self, server, make_judge):
         judge = make_judge(server)
         assert judge.score([PAIR], QUESTION) == [RIGHT]
-        child = os.fork()
-        if child == 0:  # without pytest's ends
-            code = 1
-            try:
-                again = ServedJudge(server.url, "judge", timeout=5.0, time_budget=5.0)
-                code = 0 if again.score([PAIR], QUESTION) == [RIGHT] else 2
-            finally:
-                os._exit(code)
-        deadline = time.monotonic() + 20
-        while (ended := os.waitpid(child, os.WNOHANG))[0] != child and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if ended[0] != child:
-            os.kill(child, signal.SIGKILL)
-        assert ended[0] == child and os.waitstatus_to_exitcode(ended[1]) == 0
+
+        def ask():
+            again = ServedJudge(server.url, "judge", timeout=5.0, time_budget=5.0)
+            os._exit(0 if again.score([PAIR], QUESTION) == [RIGHT] else 2)  # without pytest's ends
+
+        child = multiprocessing.get_context("fork").Process(target=ask, daemon=True)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
         assert judge.score([PAIR], QUESTION) == [RIGHT]
 
     def test_cancelled(self, server, make_judge):
@@ -426,19 +417,15 @@ class TestConnections:
 
 
 class TestImages:
-    @pytest.mark.parametrize("size", [(57, 90), (13, 9)])
-    def test_png_is_lossless(self, server, judge, size):
+    @pytest.mark.parametrize(("size", "patch_size"), [((57, 90), 14), ((13, 9), 14), ((90, 70), 16)])
+    def test_png_is_lossless(self, server, make_judge, size, patch_size):
         pair = noise(0, size), noise(1, size)
-        judge.score([pair], QUESTION)
+        make_judge(server, patch_size=patch_size).score([pair], QUESTION)
         (sent, question) = pictures_of(server.requests[0])
         assert question == QUESTION and [image.format for image in sent] == ["PNG", "PNG"]
         for image, there in zip(pair, sent, strict=True):
-            assert np.array_equal(np.asarray(there), np.asarray(load_image(image, 14, "")))
+            assert np.array_equal(np.asarray(there), np.asarray(load_image(image, patch_size, "")))
         assert not np.array_equal(*map(np.asarray, sent))
-
-    def test_patch_size(self, server, make_judge):
-        make_judge(server, patch_size=16).score([(noise(0, (90, 70)), PAIR[1])], QUESTION)
-        assert pictures_of(server.requests[0])[0][0].size == (96, 64)
 
     def test_each_is_encoded_once_in_a_call(self, server, judge, monkeypatch, tmp_path):
         saved = []
@@ -454,25 +441,20 @@ class TestImages:
         assert len(saved) == 5 + 12
 
 
-class TestSameAsInTheProcess:
-    def test_scores(self, tiny_qwen, make_judge):
-        inner = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32")
-        lock = threading.Lock()
+def test_scores_are_those_in_the_process(tiny_qwen, make_judge):
+    inner = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32")
+    lock = threading.Lock()
 
-        def log_odds(first, second, question):
-            with lock:
-                (score,) = inner.score([(first, second)], question)
-            return math.log(score) - math.log1p(-score)
+    def log_odds(first, second, question):
+        with lock:
+            (score,) = inner.score([(first, second)], question)
+        return math.log(score) - math.log1p(-score)
 
-        sizes, modes = [(56, 56), (90, 61), (28, 140), (200, 130)], ["RGB", "RGBA", "P", "L"]
-        images = [noise(seed, size, mode) for seed, (size, mode) in enumerate(zip(sizes, modes, strict=True))]
-        pairs = [*combinations(images, 2), (images[1], images[0])]
-        questions = [
-            (theme_question("A fox through the year"), criterion_question("The fox is red"))[index % 2]
-            for index in range(len(pairs))
-        ]
-        with JudgeServer(log_odds) as server:
-            judge = make_judge(server)
-            expected = inner.score(pairs, questions)
-            assert np.std(expected) > 0.01 and abs(expected[0] - expected[-1]) > 1e-3
-            assert judge.score(pairs, questions) == pytest.approx(expected, abs=1e-6, rel=0)
+    sizes, modes = [(56, 56), (90, 61), (28, 140), (200, 130)], ["RGB", "RGBA", "P", "L"]
+    images = [noise(seed, size, mode) for seed, (size, mode) in enumerate(zip(sizes, modes, strict=True))]
+    pairs = [*combinations(images, 2), (images[1], images[0]), (images[2], images[0])]
+    questions = [theme_question("A fox through the year"), criterion_question("The fox is red")] * 4
+    expected = inner.score(pairs, questions)
+    assert np.std(expected) > 0.01 and abs(expected[0] - expected[-2]) > 1e-3
+    with JudgeServer(log_odds) as server:
+        assert make_judge(server).score(pairs, questions) == pytest.approx(expected, abs=1e-6, rel=0)
