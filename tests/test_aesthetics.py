@@ -4,23 +4,11 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPModel, CLIPProcessor
 
 from paco_trl.evaluation import AestheticScorer
-from paco_trl.tiny import build_tiny_clip
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    return build_tiny_clip(tmp_path_factory.mktemp("models") / "clip")
-
-
-@pytest.fixture(scope="module")
-def images():
-    rng = np.random.default_rng(0)
-    return [Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)) for _ in range(5)]
+from testing_utils import noise
 
 
 def layers(width, seed=0):
@@ -34,11 +22,12 @@ def layers(width, seed=0):
     }
 
 
-def test_a_score_is_a_tenth_of_the_rating(clip, images, tmp_path):
-    model, processor = CLIPModel.from_pretrained(clip), CLIPProcessor.from_pretrained(clip)
+def test_a_score_is_a_tenth_of_the_rating(tiny_clip, tmp_path):
+    model, processor = CLIPModel.from_pretrained(tiny_clip), CLIPProcessor.from_pretrained(tiny_clip)
+    images = [noise(seed) for seed in range(5)]
     weights = layers(model.config.projection_dim)
     save_file(weights, tmp_path / "head.safetensors")
-    scorer = AestheticScorer(tmp_path / "head.safetensors", clip, device="cpu", batch_size=2)
+    scorer = AestheticScorer(tmp_path / "head.safetensors", tiny_clip, device="cpu", batch_size=2)
     with torch.no_grad():
         pixels = processor(images=images, return_tensors="pt")["pixel_values"]
         embeds = model.get_image_features(pixel_values=pixels).pooler_output
@@ -47,7 +36,7 @@ def test_a_score_is_a_tenth_of_the_rating(clip, images, tmp_path):
     scores = scorer.score_images(images)
     assert scores == pytest.approx((ratings / 10).tolist(), abs=1e-5)
     assert np.std(scores) > 1e-3  # pictures differ
-    assert scorer.name == "head.safetensors on clip"
+    assert scorer.name == "head.safetensors on tiny-clip"
     assert scorer.score_images([]) == []
 
 
@@ -62,15 +51,15 @@ def test_a_score_is_a_tenth_of_the_rating(clip, images, tmp_path):
         (lambda weights: weights.clear() or weights.update(bias=torch.ones(1)), "there are none"),
     ],
 )
-def test_a_head_that_does_not_fit(clip, tmp_path, change, message):
-    weights = layers(CLIPModel.from_pretrained(clip).config.projection_dim)
+def test_a_head_that_does_not_fit(tiny_clip, tmp_path, change, message):
+    weights = layers(CLIPModel.from_pretrained(tiny_clip).config.projection_dim)
     change(weights)
     save_file(weights, tmp_path / "head.safetensors")
     with pytest.raises(ValueError, match=message):
-        AestheticScorer(tmp_path / "head.safetensors", clip)
+        AestheticScorer(tmp_path / "head.safetensors", tiny_clip)
 
 
-def test_pickles_are_refused(clip, tmp_path):
+def test_pickles_are_refused(tiny_clip, tmp_path):
     torch.save(layers(8), tmp_path / "head.pth")
     with pytest.raises(ValueError, match=r"head\.pth' is not a safetensors file"):
-        AestheticScorer(tmp_path / "head.pth", clip)
+        AestheticScorer(tmp_path / "head.pth", tiny_clip)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """VCReward-Bench and EditReward-Compass in the layouts that their own scripts read, with planted judges."""
 
-import base64
-import io
 import json
 import re
 
@@ -11,7 +9,7 @@ import yaml
 from PIL import Image
 
 from chat_server import ChatServer
-from judge_server import JudgeServer
+from judge_server import JudgeServer, pictures_of
 from paco_trl.commands.main import main
 from paco_trl.data.columns import typed_dataset
 from paco_trl.evaluation import evaluate_edit_reward, load_edit_pairs
@@ -136,34 +134,24 @@ def test_editreward_compass_counts_ties_of_people(compass):
         ({"loser": "../elsewhere.png"}, "elsewhere"),
     ],
 )
-def test_a_broken_row_is_named(compass, change, token):
+def test_a_broken_row_or_another_benchmark_is_named(compass, vc_reward, change, token):
+    with pytest.raises(ValueError, match="label"):
+        load_edit_pairs("editreward_compass", vc_reward)
     with pytest.raises(ValueError, match=token):
         evaluate_edit_reward(Keeper(), load_edit_pairs("editreward_compass", compass(**change)))
 
 
-def test_another_benchmark_is_refused(vc_reward):
-    with pytest.raises(ValueError, match="label"):
-        load_edit_pairs("editreward_compass", vc_reward)
-
-
 def greens_of(body):
-    urls = [part["image_url"]["url"] for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
-    images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
-    return [image.getpixel((0, 0))[1] for image in images]
+    return [image.getpixel((0, 0))[1] for image in pictures_of(body)[0]]
 
 
 @pytest.mark.parametrize("is_fair", [True, False])
 def test_judges_in_one_table(vc_reward, tmp_path, is_fair):
     """One that answers Yes or No about each edit, and one that is shown both, by two runs of the command."""
     template = tmp_path / "v1.yaml"
-    blocks = [
-        {"text": "Keep the rest.\nInstruction: {{ instruction }}\nOriginal:\n"},
-        {"image": {"source": "input_image"}},
-        {"text": "A:\n"},
-        {"image": {"source": "edited_images", "index": 0}},
-        {"text": "B:\n"},
-        {"image": {"source": "edited_images", "index": 1}},
-    ]
+    blocks = [{"text": "Keep the rest.\nInstruction: {{ instruction }}\n"}, {"image": {"source": "input_image"}}]
+    for index, name in enumerate("AB"):
+        blocks += [{"text": f"{name}:\n"}, {"image": {"source": "edited_images", "index": index}}]
     prompt = {"prompt_id": "pairwise", "version": "v1", "system_prompt": "Look closely.", "user_prompt": blocks}
     template.write_text(yaml.safe_dump(prompt))
 

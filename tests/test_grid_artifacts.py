@@ -23,26 +23,21 @@ def zigzag(length, period, on_line, elsewhere, phase=0, start=100):
     return np.array(levels)
 
 
-def planted(size=128, period=16, on_line=4, elsewhere=4, phase=0, dtype=np.uint8):
+def planted(size=128, period=16, on_line=4, elsewhere=4, phase=0):
     """An image whose differences across the lines are `on_line / elsewhere` of those elsewhere, in both directions."""
     levels = zigzag(size, period, on_line, elsewhere, phase, start=60)
-    return Image.fromarray((levels[:, None] + levels[None]).astype(dtype))
+    return Image.fromarray((levels[:, None] + levels[None]).astype(np.uint8))
 
 
 def noise(size, seed=0, low=0, high=256):
     return Image.fromarray(np.random.default_rng(seed).integers(low, high, (size, size), dtype=np.uint8))
 
 
-def with_tiles(image, period, strength, seed=0, phase=0):
+def with_tiles(image, period, strength):
     """The image with a random offset on each patch, as a grid shows in real images."""
-    pixels = np.asarray(image, dtype=float)
-    count = -(-max(pixels.shape) // period) + 1
-    tiles = np.kron(np.random.default_rng(seed).normal(size=(count, count)), np.ones((period, period)))
-    shifted = tiles[period - phase :, period - phase :] if phase else tiles
-    pixels = pixels + strength * shifted[: pixels.shape[0], : pixels.shape[1]].reshape(
-        pixels.shape[:2] + (1,) * (pixels.ndim - 2)
-    )
-    return Image.fromarray(np.clip(np.round(pixels), 0, 255).astype(np.uint8))
+    count = image.width // period
+    tiles = np.kron(np.random.default_rng(0).normal(size=(count, count)), np.ones((period, period)))
+    return Image.fromarray(np.clip(np.asarray(image) + strength * tiles, 0, 255).round().astype(np.uint8))
 
 
 class TestGridArtifactScore:
@@ -72,8 +67,7 @@ class TestGridArtifactScore:
         assert grid_artifact_score(Image.fromarray(grid).convert("RGBA"), 16) == pytest.approx(2.0)
 
     def test_constant_image_and_flat_patches(self):
-        for color in ((0, 0, 0), (77, 130, 201), (255, 255, 255)):
-            assert grid_artifact_score(Image.new("RGB", (64, 64), color), 16) == 0.0
+        assert grid_artifact_score(Image.new("RGB", (64, 64), (77, 130, 201)), 16) == 0.0
         assert grid_artifact_score(planted(elsewhere=0, on_line=4), 16) == math.inf
         # Flat parts take no part: the score is that of the textured ones
         image = planted(160, on_line=8)
