@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures: tiny real models, built once for a test session."""
 
+import functools
 import gc
 import os
 import signal
@@ -78,41 +79,47 @@ def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
     of 4. Keyword arguments are `trainer_class`, those of `PaCoGRPOConfig`, and `reward_funcs`, `train_dataset`, `eval_dataset`,
     `model`, `peft_config`, `callbacks`, `family` of the trainer.
     """
-    from peft import LoraConfig
-
     from paco_trl import PaCoGRPOTrainer
     from paco_trl.rewards import redness_reward
+    from testing_utils import LORA, SMALL_RUN
 
     def make(trainer_class: type = PaCoGRPOTrainer, **kwargs) -> PaCoGRPOTrainer:
         trainer_arguments = {
             "model": str(tiny_flux),
             "reward_funcs": redness_reward,
             "train_dataset": prompts,
-            "peft_config": LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
+            "peft_config": LORA,
         }
         for name in (*trainer_arguments, "eval_dataset", "eval_reward_funcs", "callbacks", "family"):
             if name in kwargs:
                 trainer_arguments[name] = kwargs.pop(name)
-        settings = {
-            "output_dir": str(tmp_path / "out"),
-            "use_cpu": True,
-            "bf16": False,
-            "height": 64,
-            "width": 64,
-            "num_generations": 4,
-            "num_prompts_per_generation": 4,
-            "per_device_train_batch_size": 4,
-            "num_inference_steps": 4,
-            "max_steps": 2,
-            "learning_rate": 1e-2,
-            "report_to": "none",
-            "save_strategy": "no",
-            "log_completions": False,
-            "plot_curves": False,  # half of the time of a tiny run
-            "disable_tqdm": True,
-            **kwargs,
-        }
+        settings = {"output_dir": str(tmp_path / "out"), **SMALL_RUN, **kwargs}
         return trainer_class(args=trainer_class._config_class(**settings), **trainer_arguments)
+
+    return make
+
+
+@pytest.fixture
+def make_small(make_trainer) -> Callable:
+    """As `make_trainer`, with 2 prompts x 4 images a round."""
+    return functools.partial(make_trainer, num_prompts_per_generation=2, gradient_checkpointing=False)
+
+
+@pytest.fixture
+def make_nft(make_small) -> Callable:
+    """As `make_small` for DiffusionNFT and AWM; each image at 2 of its 3 times."""
+    from paco_trl import PaCoNFTTrainer
+
+    return functools.partial(make_small, PaCoNFTTrainer, num_noise_levels=2)
+
+
+@pytest.fixture
+def make_config(tmp_path) -> Callable:
+    """Makes a config for the CPU."""
+    from paco_trl import PaCoGRPOConfig
+
+    def make(config_class: type = PaCoGRPOConfig, **kwargs) -> PaCoGRPOConfig:
+        return config_class(**{"output_dir": str(tmp_path / "out"), "use_cpu": True, "bf16": False, **kwargs})
 
     return make
 

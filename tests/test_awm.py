@@ -1,30 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """AWM in PaCoNFTTrainer: its log-probability, loss and old policy, resuming, memory plan and card."""
-# ruff: noqa: F811
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from kill_runs import Run, relative_difference
 from launching import fork_context
+from paco_trl import PaCoNFTConfig
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.planning import plan_memory
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import predict
 from paco_trl.trainer.losses import matching_log_prob, velocity_error
-from test_paco_nft_trainer import (  # noqa: F401  (fixtures)
-    LORA,
-    anti_redness_reward,
-    are_equal,
-    count_images,
-    logs_with,
-    make_config,
-    make_nft,
-    pipeline,
-    recorded,
-    weights_of,
-)
+from testing_utils import LORA, check_planted_reward, count_images, logs_with, recorded
 
 
 def waves():
@@ -144,13 +132,7 @@ class TestLoss:
             "loss_type": "awm", "max_steps": 18, "learning_rate": 1.5e-2, "num_generations": 8, "advantage_clip": 1.0,
             "num_prompts_per_generation": 4, "per_device_train_batch_size": 16, "old_policy_beta": 0.1,
         }  # fmt: skip
-        spread = None
-        for reward in (redness_reward, anti_redness_reward):
-            trainer = make_nft(reward_funcs=reward, **settings)
-            trainer.train()
-            means = logs_with(trainer, f"rewards/{reward.__name__}/mean")
-            spread = spread or logs_with(trainer, f"rewards/{reward.__name__}/std")[0]
-            assert means[-1] - means[0] > 3 * spread > 0
+        check_planted_reward(make_nft, **settings)
 
 
 class TestOldPolicy:
@@ -159,10 +141,12 @@ class TestOldPolicy:
         first, second = record.buffers[0][0]["record"], record.buffers[1][0]["record"]
         assert torch.equal(first.old_policy_velocity, first.old_velocity)  # both are the model's at the beginning
         assert torch.equal(velocity_with(trainer, second, record.weights[2]), second.old_velocity)
-        assert torch.equal(velocity_with(trainer, second, record.old[2]), second.old_policy_velocity)
+        assert torch.equal(
+            velocity_with(trainer, second, record.averages["old_policy"][2]), second.old_policy_velocity
+        )
         assert not torch.equal(second.old_velocity, second.old_policy_velocity)
-        for name, value in record.old[4].items():
-            expected = 0.5 * record.old[2][name] + 0.5 * record.weights[4][name]
+        for name, value in record.averages["old_policy"][4].items():
+            expected = 0.5 * record.averages["old_policy"][2][name] + 0.5 * record.weights[4][name]
             torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
         deviation = logs_with(trainer, "old_policy_deviation")
         assert deviation[0] == 0.0 < deviation[2]  # behind by a round
@@ -180,7 +164,7 @@ class TestOldPolicy:
 
     def test_the_memory_plan_counts_it(self, make_config, prompts, tiny_flux):
         def train(**settings):
-            args = make_config(height=64, width=64, num_inference_steps=4, **settings)
+            args = make_config(PaCoNFTConfig, height=64, width=64, num_inference_steps=4, **settings)
             phases = plan_memory(str(tiny_flux), args, prompts, LORA).phases
             return {phase.name: phase.device for phase in phases}["train"]
 
@@ -192,35 +176,18 @@ class TestOldPolicy:
         assert all(awm[name] == nft[name] for name in awm if name != "round")
 
 
-class TestRuns:
-    @pytest.mark.parametrize("save_steps", [2, 3], ids=["end of a round", "middle of a round"])
-    def test_resumed_run_equals_an_uninterrupted_one(self, make_nft, tmp_path, save_steps):
-        settings = {
-            "loss_type": "awm", "max_steps": 2 * save_steps, "save_strategy": "steps", "save_steps": save_steps,
-            "old_policy_decay_rate": 0.1,
-        }  # fmt: skip
-        whole = make_nft(output_dir=str(tmp_path / "a"), **settings)
-        whole.train()
-        checkpoint = tmp_path / "a" / f"checkpoint-{save_steps}"
-        saved = load_file(checkpoint / "old_policy.safetensors")
-        assert not are_equal(saved, load_file(checkpoint / "policy.safetensors")) or save_steps == 2
-        resumed = make_nft(output_dir=str(tmp_path / "b"), **settings)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert are_equal(weights_of(resumed), weights_of(whole))
-        assert are_equal(resumed.old_policy.average, whole.old_policy.average)
-
-    @pytest.mark.slow
-    def test_two_processes_with_zero3_equal_one(self, tiny_flux, tmp_path):
-        settings = {
-            "loss_type": "awm", "sde_steps": [1], "num_sde_steps": None, "num_noise_levels": 2, "max_steps": 4,
-            "reward_funcs": redness_reward, "eval_strategy": "no", "multi_objective_aggregation": "sum_then_normalize",
-            "old_policy_decay_rate": 0.1,
-        }  # fmt: skip
-        one, zero3 = (
-            Run(fork_context(), tiny_flux, tmp_path / str(n), processes=n, zero3=n == 2, **settings).state()
-            for n in (1, 2)
-        )
-        for run in (one, zero3):
-            trained = [entry for entry in run["history"] if "loss" in entry]
-            assert trained[0]["approx_kl"] < 1e-9 and trained[2]["old_policy_deviation"] > 0
-        assert relative_difference(one["adapter"], zero3["adapter"]) < 0.05
+@pytest.mark.slow
+def test_two_processes_with_zero3_equal_one(tiny_flux, tmp_path):
+    settings = {
+        "loss_type": "awm", "sde_steps": [1], "num_sde_steps": None, "num_noise_levels": 2, "max_steps": 4,
+        "reward_funcs": redness_reward, "eval_strategy": "no", "multi_objective_aggregation": "sum_then_normalize",
+        "old_policy_decay_rate": 0.1,
+    }  # fmt: skip
+    one, zero3 = (
+        Run(fork_context(), tiny_flux, tmp_path / str(n), processes=n, zero3=n == 2, **settings).state()
+        for n in (1, 2)
+    )
+    for run in (one, zero3):
+        trained = [entry for entry in run["history"] if "loss" in entry]
+        assert trained[0]["approx_kl"] < 1e-9 and trained[2]["old_policy_deviation"] > 0
+    assert relative_difference(one["adapter"], zero3["adapter"]) < 0.05

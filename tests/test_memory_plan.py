@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: F811
 """The memory plan: what it counts is what the allocator reports, and it knows what to change."""
 
 import gc
@@ -24,7 +23,6 @@ from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.planning import MemoryPlan, Phase, plan_memory
 from paco_trl.planning.memory import LiveBytes, affine, as_in_training, measure_peak, training_parts, weights_bytes
-from test_paco_nft_trainer import make_config, make_nft, pipeline  # noqa: F401
 
 
 def allocated(function: Callable[[], object]) -> int:

@@ -1,142 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaCoNFTTrainer on a tiny real FLUX pipeline: the method, its old policy, resuming, settings, documentation."""
 
-import copy
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
-from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoNFTTrainer
+from paco_trl import PaCoNFTConfig
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, keyed_generator, predict
 from paco_trl.rollout.families import Family
-from paco_trl.trainer import paco_nft_trainer
-from paco_trl.trainer.paco_nft_trainer import VelocityStatistics
+from paco_trl.trainer.paco_nft_trainer import OLD_POLICY_WEIGHTS, VelocityStatistics
 from test_branched_groups import rows_of_calls
-from testing_utils import anti_redness_reward, are_equal, logs_with, weights_of
+from testing_utils import are_equal, check_planted_reward, count_images, logs_with, recorded, weights_of
 
 
-LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoNFTConfig)}
-
-
-@pytest.fixture
-def make_config(tmp_path):
-    def make(**kwargs):
-        return PaCoNFTConfig(**{"output_dir": str(tmp_path / "out"), "use_cpu": True, "bf16": False, **kwargs})
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def pipeline(tiny_flux):
-    return DiffusionPipeline.from_pretrained(str(tiny_flux))
-
-
-@pytest.fixture
-def make_nft(pipeline, prompts, make_config):
-    """As `make_trainer`: 2 prompts x 4 images a round of 2 optimizer steps; each image at 2 of its 3 times."""
-
-    def make(**kwargs):
-        arguments = {
-            "model": copy.deepcopy(pipeline),  # takes less time than to load it
-            "reward_funcs": redness_reward,
-            "train_dataset": prompts,
-            "peft_config": LORA,
-        }
-        for name in (*arguments, "eval_dataset", "callbacks"):
-            if name in kwargs:
-                arguments[name] = kwargs.pop(name)
-        settings = {
-            "height": 64,
-            "width": 64,
-            "num_generations": 4,
-            "num_prompts_per_generation": 2,
-            "per_device_train_batch_size": 4,
-            "num_inference_steps": 4,
-            "num_noise_levels": 2,
-            "max_steps": 2,
-            "learning_rate": 1e-2,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "log_completions": False,
-            "plot_curves": False,
-            "disable_tqdm": True,
-        }
-        return PaCoNFTTrainer(args=make_config(**{**settings, **kwargs}), **arguments)
-
-    return make
-
-
-def copies(weights):
-    return {name: value.clone() for name, value in weights.items()}
-
-
-def count_images(module):
-    calls = []
-    module.register_forward_hook(lambda module, args, output: calls.append(len(output[0])))
-    return calls
-
-
-class Record(TrainerCallback):
-    """Weights, and those of the old policy, at the beginning and after each optimizer step; buffers of the rounds."""
-
-    def __init__(self):
-        self.weights, self.old, self.buffers = [], [], {}
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.on_step_end(args, state, control)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.weights.append(weights_of(self.trainer))
-        self.old.append(copies(self.trainer.old_policy.average))
-        if self.trainer.buffer is not None:
-            self.buffers[self.trainer.buffer.round_index] = self.trainer.buffer.entries
-
-
-def recorded(make_nft, **settings):
-    record = Record()
-    trainer = record.trainer = make_nft(callbacks=[record], **settings)
-    # Behind the trainer's own callback, which steps the old policy
-    trainer.pop_callback(record)
-    trainer.add_callback(record)
-    trainer.train()
-    return trainer, record
 
 
 class TestTraining:
     @pytest.mark.slow
     def test_planted_reward_rises_and_falls_with_its_sign_flipped(self, make_nft):
         settings = {
-            "max_steps": 18,
-            "learning_rate": 1.5e-2,
-            "nft_beta": 0.2,  # moves further for the same reward
-            "num_generations": 8,
-            "num_prompts_per_generation": 4,
-            "per_device_train_batch_size": 16,
-            "advantage_clip": 2.0,
-        }
-        up = make_nft(**settings)
-        up.train()
-        redness = logs_with(up, "rewards/redness_reward/mean")[::2]  # logged with both optimizer steps of a round
-        spread = logs_with(up, "rewards/redness_reward/std")[0]
-        assert len(redness) == 9 and spread > 0
-        assert redness[-1] - redness[0] > 3 * spread
-
-        down = make_nft(reward_funcs=anti_redness_reward, **settings)
-        down.train()
-        anti_redness = logs_with(down, "rewards/anti_redness_reward/mean")[::2]
-        assert anti_redness[0] == pytest.approx(-redness[0])  # the same first images
-        assert anti_redness[-1] - anti_redness[0] > 3 * spread
+            "max_steps": 18, "learning_rate": 1.5e-2, "nft_beta": 0.2, "num_generations": 8, "advantage_clip": 2.0,
+            "num_prompts_per_generation": 4, "per_device_train_batch_size": 16,
+        }  # fmt: skip
+        check_planted_reward(make_nft, **settings)
 
     def test_all_times_of_the_schedule_but_the_last_at_the_default(self, make_nft):
         trainer, record = recorded(make_nft, num_noise_levels=None)
@@ -278,7 +174,7 @@ class TestLoss:
         assert weights.sum().item() == pytest.approx(2.0)  # each of the two optimizer steps is a mean
 
     def test_images_without_a_reward_are_not_in_the_means(self, make_config):
-        statistics, velocity = VelocityStatistics(Accelerator(cpu=True), make_config()), torch.ones(4, 3)
+        statistics, velocity = VelocityStatistics(Accelerator(cpu=True), make_config(PaCoNFTConfig)), torch.ones(4, 3)
         for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
             statistics.add(2 * velocity, velocity, {"kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
         assert statistics.finish(1) == {"velocity_deviation": 1.0, "kl": 2.0}
@@ -290,15 +186,17 @@ class TestLoss:
 class TestOldPolicy:
     def test_follows_at_the_end_of_a_round_by_the_closed_form(self, make_nft):
         trainer, record = recorded(make_nft, max_steps=6, old_policy_decay_rate=0.1, old_policy_max_decay=0.5)
-        assert are_equal(record.old[0], record.weights[0])
+        assert are_equal(record.averages["old_policy"][0], record.weights[0])
         for step in (1, 3, 5):  # in the middle of a round it stands still
-            assert are_equal(record.old[step], record.old[step - 1])
+            assert are_equal(record.averages["old_policy"][step], record.averages["old_policy"][step - 1])
             assert not are_equal(record.weights[step], record.weights[step - 1])
         for step, decay in ((2, 0.2), (4, 0.4), (6, 0.5)):
-            for name, value in record.old[step].items():
-                expected = decay * record.old[step - 1][name] + (1 - decay) * record.weights[step][name]
+            for name, value in record.averages["old_policy"][step].items():
+                expected = (
+                    decay * record.averages["old_policy"][step - 1][name] + (1 - decay) * record.weights[step][name]
+                )
                 torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
-            assert not are_equal(record.old[step], record.weights[step])
+            assert not are_equal(record.averages["old_policy"][step], record.weights[step])
         assert logs_with(trainer, "old_policy_decay") == [0.0, 0.0, 0.2, 0.2, 0.4, 0.4]
 
     def test_draws_the_images_and_gives_the_old_velocity(self, make_nft):
@@ -309,36 +207,34 @@ class TestOldPolicy:
             with torch.no_grad(), use_weights(trainer.model, weights, 0):
                 return predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
 
-        assert torch.equal(velocity(record.old[2]), step.old_velocity)
-        for others in (record.weights[2], record.weights[3], record.old[0]):
+        assert torch.equal(velocity(record.averages["old_policy"][2]), step.old_velocity)
+        for others in (record.weights[2], record.weights[3], record.averages["old_policy"][0]):
             assert not torch.equal(velocity(others), step.old_velocity)
         # The images themselves: the last step of the ODE, made again
         last = [FluxFamily().call_at(call, step.sample, torch.full((4,), step.sigma)) for call in step.calls]
-        for weights, is_it in ((record.old[2], True), (record.weights[2], False)):
+        for weights, is_it in ((record.averages["old_policy"][2], True), (record.weights[2], False)):
             with torch.no_grad(), use_weights(trainer.model, weights, 0):
                 v = predict(trainer.model, last, trainer.family, trainer.args.guidance_scale, step.sample)
             assert torch.allclose(step.sample - step.sigma * v, step.prev_sample, atol=1e-6) is is_it
 
 
 class TestResume:
-    @pytest.mark.parametrize(
-        ("max_steps", "save_steps"), [(4, 2), (6, 3)], ids=["end of a round", "middle of a round"]
-    )
-    def test_resumed_run_equals_an_uninterrupted_one(self, make_nft, tmp_path, max_steps, save_steps):
-        settings = {
-            "max_steps": max_steps, "save_strategy": "steps", "save_steps": save_steps, "old_policy_decay_rate": 0.1
-        }  # fmt: skip
-        whole = make_nft(output_dir=str(tmp_path / "a"), **settings)
+    @pytest.mark.parametrize("save_steps", [2, 3], ids=["end of a round", "middle of a round"])
+    @pytest.mark.parametrize("loss_type", ["nft", "awm"])
+    def test_resumed_run_equals_an_uninterrupted_one(self, make_nft, tmp_path, loss_type, save_steps):
+        settings = {"max_steps": 2 * save_steps, "save_strategy": "steps", "save_steps": save_steps}
+        make = functools.partial(make_nft, loss_type=loss_type, old_policy_decay_rate=0.1, **settings)
+        whole = make(output_dir=str(tmp_path / "a"))
         whole.train()
         checkpoint = tmp_path / "a" / f"checkpoint-{save_steps}"
         saved = load_file(checkpoint / "old_policy.safetensors")
         assert not are_equal(saved, load_file(checkpoint / "policy.safetensors"))
         assert not are_equal(saved, load_file(checkpoint / "ema.safetensors"))
-        resumed = make_nft(output_dir=str(tmp_path / "b"), **settings)
+        resumed = make(output_dir=str(tmp_path / "b"))
         calls = count_images(resumed.model)
         resumed.train(resume_from_checkpoint=str(checkpoint))
-        # The end: one round is left. The middle: half of one and a whole one
-        assert sum(calls) == 8 * (4 + 4) + (0 if save_steps == 2 else 4 * 2)
+        if loss_type == "nft":  # the end: one round is left; the middle: half of one and a whole one
+            assert sum(calls) == 8 * (4 + 4) + (0 if save_steps == 2 else 4 * 2)
         assert are_equal(weights_of(resumed), weights_of(whole))
         assert are_equal(resumed.old_policy.average, whole.old_policy.average)
         assert are_equal(resumed.ema.average, whole.ema.average)
@@ -357,27 +253,33 @@ class TestInherited:
         metrics = trainer.evaluate()
         assert metrics["eval_reward"] != metrics["eval_reward_baseline"]
         with use_weights(trainer.model, trainer.old_policy.average, 0):
-            averages, trainer.averages = trainer.averages, {paco_nft_trainer.OLD_POLICY_WEIGHTS: trainer.old_policy}
+            averages, trainer.averages = trainer.averages, {OLD_POLICY_WEIGHTS: trainer.old_policy}
             of_old = trainer.evaluate()
         assert of_old["eval_reward"] != metrics["eval_reward"]
         trainer.averages = averages
         trainer.save_model()
-        pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
-        loaded = PeftModel.from_pretrained(pipeline.transformer, tmp_path / "out")
+        loaded = PeftModel.from_pretrained(DiffusionPipeline.from_pretrained(tiny_flux).transformer, tmp_path / "out")
         saved = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
         assert are_equal(saved, trainer.ema.average)
         assert not are_equal(saved, trainer.old_policy.average)
 
     def test_the_card_is_that_of_the_method(self, make_nft, make_trainer, tmp_path):
         cards = {}
-        for name, make in (("nft", make_nft), ("grpo", make_trainer)):
-            make(output_dir=str(tmp_path / name), max_steps=1).create_model_card()
-            cards[name] = (tmp_path / name / "README.md").read_text()
-        own = ("paco_trl: DiffusionNFT", "2509.16117", "| `num_trained_steps` | 2 |")
-        others = ("paco_trl: PaCo-GRPO", "| `sde_steps` |", "| `loss_type` | grpo |", "| `epsilon` |")
-        assert all(text in cards["nft"] and text not in cards["grpo"] for text in own)
-        assert all(text in cards["grpo"] and text not in cards["nft"] for text in others)
-        assert "2512.04784" in cards["nft"]  # whose rounds and rewards these are
+        for name, make in (
+            ("nft", make_nft),
+            ("awm", functools.partial(make_nft, loss_type="awm")),
+            ("", make_trainer),
+        ):
+            make(max_steps=1).create_model_card()
+            cards[name] = (tmp_path / "out" / "README.md").read_text()
+        own = {
+            "nft": ("paco_trl: DiffusionNFT", "2509.16117", "| `nft_beta` |"),
+            "awm": ("paco_trl: AWM", "2509.25050", "| `awm_weighting` | ghuber |"),
+            "": ("paco_trl: PaCo-GRPO", "| `sde_steps` |", "| `loss_type` | grpo |"),
+        }
+        for name, texts in own.items():
+            assert all((text in cards[other]) == (name == other) for text in texts for other in cards)
+        assert all("2512.04784" in card for card in cards.values())  # whose rounds and rewards these are
 
     def test_offloading_changes_nothing(self, make_nft):
         plain, offloaded = make_nft(), make_nft(offload_embeddings=True, ema_offload=True)
@@ -405,49 +307,32 @@ class WrongSampleFamily(FluxFamily):
 
 class TestFamilyPage:
     @pytest.mark.parametrize(
-        ("family", "error", "message"),
-        [
-            (WrongTimeFamily, RuntimeError, "WrongTimeFamily.call_at .*: timestep differ.*correct the family class"),
-            (WrongSampleFamily, RuntimeError, "WrongSampleFamily.call_at .*: hidden_states differ"),
-        ],
+        ("family", "differs"), [(WrongTimeFamily, "timestep"), (WrongSampleFamily, "hidden_states")]
     )
-    def test_a_wrong_page_stops_the_run(self, make_nft, family, error, message):
-        trainer = make_nft()
-        trainer.family = trainer.policy.family = family()
-        with pytest.raises(error, match=message):
-            trainer.train()
+    def test_a_wrong_page_stops_the_run(self, make_nft, family, differs):
+        with pytest.raises(RuntimeError, match=f"{family.__name__}.call_at .*: {differs} differ.*correct the family"):
+            make_nft(family=family()).train()
 
 
 class TestConfig:
-    def test_defaults(self, make_config):
-        config = make_config()
+    @pytest.fixture
+    def make(self, make_config):
+        return functools.partial(make_config, PaCoNFTConfig)
+
+    def test_defaults(self, make):
+        config = make()
         assert (config.nft_beta, config.num_noise_levels, config.num_trained_steps) == (1.0, None, 9)
         assert (config.old_policy_decay_rate, config.old_policy_max_decay) == (0.001, 0.5)
         assert config.round_plan.num_images == 672 and config.steps_per_generation == 672 * 9
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("sde_steps", [2]),
-            ("branch_size", 2),
-            ("tail_steps", 2),
-            ("epsilon", 1e-3),
-            ("divergence_threshold", 1e-4),
-            ("old_policy_beta", 0.1),
-        ],
-    )
-    def test_what_means_nothing_is_refused(self, make_config, name, value):
-        if name in ("awm_weighting", "old_policy_beta"):
-            config = make_config(loss_type="awm", **{name: value})
-        else:
-            required = {"per_device_train_batch_size": 2, "tail_steps": 4}
-            required |= {"loss_type": "flow_dppo"} if name == "divergence_threshold" else {}
-            config = PaCoGRPOConfig("x", use_cpu=True, bf16=False, **required | {name: value})
-        assert getattr(config, name) == value  # there it does
+    @pytest.mark.parametrize(("name", "value"), [("sde_steps", [2]), ("branch_size", 2), ("epsilon", 1e-3)])
+    def test_what_means_nothing_is_refused(self, make, make_config, name, value):
+        # Where there are stochastic steps it does
+        assert getattr(make_config(per_device_train_batch_size=2, **{name: value}), name) == value
         with pytest.raises(ValueError, match=f"`{name}`"):
-            make_config(**{name: value})
-        default = FIELDS[name].default_factory() if name == "sde_steps" else FIELDS[name].default
-        make_config(**{name: default})
+            make(**{name: value})
+        field = FIELDS[name]
+        make(**{name: field.default_factory() if name == "sde_steps" else field.default})
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -457,30 +342,30 @@ class TestConfig:
             ({"old_policy_decay_rate": -0.1}, "`old_policy_decay_rate` is -0.1"),
             ({"old_policy_max_decay": 1.0}, "`old_policy_max_decay` is 1.0"),
             ({"advantage_clip": None}, "`advantage_clip` is None"),
-            ({"loss_type": "grpo"}, "`loss_type` is 'grpo'; it must be 'nft' or 'awm'"),
-            ({"loss_type": "awm", "awm_weighting": "huber"}, "`awm_weighting` is 'huber'; it must be 'ghuber' or 't'"),
+            ({"loss_type": "grpo"}, "`loss_type` is 'grpo'; it must be .*'nft'.*'awm'"),
+            ({"loss_type": "awm", "awm_weighting": "huber"}, "`awm_weighting` is 'huber'.*'ghuber'.*'t'"),
             ({"loss_type": "awm", "nft_beta": 0.1}, "`nft_beta` is set to 0.1"),
+            ({"old_policy_beta": 0.1}, "`old_policy_beta` is set to 0.1"),
             (
                 {"loss_type": "awm", "old_policy_beta": 0.0, "old_policy_max_decay": 0.3},
                 "`old_policy_max_decay` is set",
             ),
         ],
     )
-    def test_bad_values(self, make_config, settings, message):
+    def test_bad_values(self, make, settings, message):
         with pytest.raises(ValueError, match=message):
-            make_config(**settings)
+            make(**settings)
 
     @pytest.mark.parametrize(
         "settings",
         [
-            {"num_noise_levels": 9},
-            {"old_policy_max_decay": 0.0, "old_policy_decay_rate": 0.0},
+            {"num_noise_levels": 9, "old_policy_max_decay": 0.0, "old_policy_decay_rate": 0.0},
             {"loss_type": "awm", "epsilon": 1e-3, "epsilon_high": 2e-3, "awm_weighting": "t"},
         ],
         ids=str,
     )
-    def test_a_config_made_from_a_config_is_the_same(self, make_config, settings):
-        config = make_config(**settings)
+    def test_a_config_made_from_a_config_is_the_same(self, make, settings):
+        config = make(**settings)
         again = dataclasses.replace(config)
         assert all(getattr(again, name) == value for name, value in settings.items())
         assert again.round_plan == config.round_plan and again.sde_steps == config.sde_steps

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: F811
 """Quantized frozen weights, of pipelines and of judges: what they train, save, score and refuse."""
+# ruff: noqa: F811
 
 import contextlib
 import functools
@@ -32,7 +32,6 @@ from paco_trl.rewards import ConsistencyReward
 from paco_trl.trainer.checks import check_quantization
 from test_doctor import HEALTHY, examine, make_arguments, prompt_rows, verdicts  # noqa: F401
 from test_family_training import CASES, make_dataset
-from test_paco_nft_trainer import make_config, make_nft, pipeline  # noqa: F401
 from test_paco_reward_trainer import colours
 from testing_utils import logs_with, weights_of
 

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Features, Image, List, Value
+from peft import LoraConfig
 from PIL import Image as PILImage
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from paco_trl.rewards import redness_reward
 
@@ -61,6 +63,15 @@ def wait_until(condition: Callable, seconds: float = 60.0):
 # ---- Trainings and browsers ----
 
 
+# Of a run on 32 x 32 pixels: 4 prompts x 4 images a round, in micro-batches of 4
+SMALL_RUN = {
+    "use_cpu": True, "bf16": False, "height": 64, "width": 64, "num_generations": 4, "num_prompts_per_generation": 4,
+    "per_device_train_batch_size": 4, "num_inference_steps": 4, "max_steps": 2, "learning_rate": 1e-2,
+    "report_to": "none", "save_strategy": "no", "log_completions": False, "disable_tqdm": True,
+    "plot_curves": False,  # half of the time of a tiny run
+}  # fmt: skip
+LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CHROMIUM_ARGUMENTS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -71,6 +82,60 @@ CHROMIUM_ARGUMENTS = (
 def weights_of(trainer) -> dict[str, torch.Tensor]:
     """Copies of the trained weights."""
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def count_images(module: torch.nn.Module) -> list[int]:
+    """A list that grows with each forward of the module, by the number of images."""
+    calls: list[int] = []
+    module.register_forward_hook(lambda module, args, output: calls.append(len(output[0])))
+    return calls
+
+
+class Record(TrainerCallback):
+    """Weights and averages as training begins and after each optimizer step, and the entries of each round."""
+
+    def __init__(self):
+        self.weights, self.averages, self.buffers = [], {"ema": [], "old_policy": []}, {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.weights.append(weights_of(self.trainer))
+        for file, kept in self.trainer.averages.items():
+            copies = {name: value.clone() for name, value in kept.average.items()}
+            self.averages[file.removesuffix(".safetensors")].append(copies)
+        if self.trainer.buffer is not None:
+            self.buffers[self.trainer.buffer.round_index] = self.trainer.buffer.entries
+
+
+def recorded(make: Callable, resume_from_checkpoint: str | None = None, **settings) -> tuple:
+    """A trainer that has trained, and its record."""
+    record = Record()
+    trainer = record.trainer = make(**settings)
+    trainer.add_callback(record)  # behind the trainer's own, which step the averages
+    trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+    return trainer, record
+
+
+def check_planted_reward(make: Callable, **settings) -> None:
+    """Redness rises when it is the reward, and falls when its opposite is."""
+    first, spread = [], 0.0
+    for reward in (redness_reward, anti_redness_reward):
+        trainer = make(reward_funcs=reward, **settings)
+        trainer.train()
+        means = logs_with(trainer, f"rewards/{reward.__name__}/mean")
+        spread = spread or logs_with(trainer, "rewards/redness_reward/std")[0]
+        assert means[-1] - means[0] > 3 * spread > 0
+        first.append(means[0])
+    assert first[0] == pytest.approx(-first[1])  # the same first images
+
+
+def update_of(trainer, **kwargs) -> torch.Tensor:
+    """What training adds to the weights, as a vector."""
+    before = weights_of(trainer)
+    trainer.train(**kwargs)
+    return torch.cat([(value - before[name]).flatten() for name, value in weights_of(trainer).items()])
 
 
 def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
