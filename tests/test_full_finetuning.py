@@ -2,6 +2,7 @@
 """What is trained other than a new adapter: all weights of the transformer, or an adapter that exists. And losses of recorded means."""
 
 import copy
+import dataclasses
 import functools
 import json
 import shutil
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.checkpointing.weights import use_weights
+from paco_trl.rewards import redness_reward
 from paco_trl.trainer import paco_grpo_trainer
-from testing_utils import are_equal, logs_with, weights_of
+from testing_utils import LORA, SMALL_RUN, are_equal, count_images, logs_with, update_of, weights_of
 
 
 NOWHERE = "/nowhere/at/all"
@@ -23,34 +26,15 @@ NOWHERE = "/nowhere/at/all"
 
 def draw(pipeline) -> np.ndarray:
     pipeline.set_progress_bar_config(disable=True)
-    image = pipeline(
-        "a red fox",
-        height=32,
-        width=32,
-        num_inference_steps=4,
-        generator=torch.Generator().manual_seed(5),
-        max_sequence_length=32,
-    ).images[0]
+    settings = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 32}
+    image = pipeline("a red fox", generator=torch.Generator().manual_seed(5), **settings).images[0]
     return np.asarray(image, dtype=np.int16)
 
 
-def count_images(module: torch.nn.Module) -> list[int]:
-    """A list that grows with each forward of the module, by the number of images."""
-    calls = []
-    module.register_forward_hook(lambda module, args, output: calls.append(len(output[0])))
-    return calls
-
-
 @pytest.fixture
-def make_trainer(make_trainer):
-    """As everywhere, with 2 prompts x 4 images a round."""
-    return functools.partial(make_trainer, num_prompts_per_generation=2, gradient_checkpointing=False)
-
-
-@pytest.fixture
-def make(make_trainer):
-    """`make_trainer` for all weights, at a learning rate that moves them."""
-    return functools.partial(make_trainer, peft_config=None, learning_rate=1e-3)
+def make(make_small):
+    """`make_small` for all weights, at a learning rate that moves them."""
+    return functools.partial(make_small, peft_config=None, learning_rate=1e-3)
 
 
 class TestAllWeights:
@@ -133,37 +117,23 @@ class TestAllWeights:
         assert logs_with(resumed, "kl") == logs_with(whole, "kl")
         # The reference is the base model, not what the run was continued from
         assert are_equal(dict(resumed.ref_model.named_parameters()), begun)
-        files = [
-            load_file(tmp_path / run / "checkpoint-3" / "transformer" / "diffusion_pytorch_model.safetensors")
-            for run in "ab"
-        ]
-        assert are_equal(*files)
+        file = "checkpoint-3/transformer/diffusion_pytorch_model.safetensors"
+        assert are_equal(*(load_file(tmp_path / run / file) for run in "ab"))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "grpo_guard", "flow_dppo"])
 @pytest.mark.parametrize("is_full", [False, True])
-def test_micro_batches_equal_one_batch(make_trainer, loss_type, is_full):
+def test_micro_batches_equal_one_batch(make_small, loss_type, is_full):
     # SGD, so that rounding stays rounding; one optimizer step a round, so that both see all images
     settings = {
-        "loss_type": loss_type,
-        "optimizer_steps_per_generation": 1,
-        "max_steps": 1,
-        "optim": "sgd",
-        "learning_rate": 0.5 if is_full else 10.0,
-        **({"peft_config": None} if is_full else {}),
-    }
-    one, four = (make_trainer(per_device_train_batch_size=size, **settings) for size in (8, 2))
+        "loss_type": loss_type, "optimizer_steps_per_generation": 1, "max_steps": 1, "optim": "sgd",
+        "learning_rate": 0.5 if is_full else 10.0, "peft_config": None if is_full else LORA,
+    }  # fmt: skip
+    one, four = (make_small(per_device_train_batch_size=size, **settings) for size in (8, 2))
     assert (one.args.gradient_accumulation_steps, four.args.gradient_accumulation_steps) == (1, 4)
-    before = weights_of(one)
-    one.train()
-    four.train()
-    updates = [
-        torch.cat([(value - before[name]).flatten() for name, value in weights_of(trainer).items()])
-        for trainer in (one, four)
-    ]
-    assert updates[0].abs().max() > 5e-4
-    assert (updates[0] - updates[1]).abs().max() < 1e-5
-    assert (updates[0] - updates[1]).norm() < 2e-3 * updates[0].norm()
+    update, other = update_of(one), update_of(four)
+    assert update.abs().max() > 5e-4
+    assert (update - other).abs().max() < 1e-5 and (update - other).norm() < 2e-3 * update.norm()
 
 
 FUNCTIONS = {
@@ -173,11 +143,11 @@ FUNCTIONS = {
 
 class TestLossesOfRecordedMeans:
     @pytest.fixture
-    def watched(self, make_trainer, monkeypatch):
+    def watched(self, make_small, monkeypatch):
         """Trains for two steps of a round and gives each micro-step's record, arguments and result of the loss."""
 
         def train(loss_type: str, **settings):
-            trainer, seen, records = make_trainer(loss_type=loss_type, **settings), [], []
+            trainer, seen, records = make_small(loss_type=loss_type, **settings), [], []
             name = FUNCTIONS[loss_type]
             function, compute_loss = getattr(paco_grpo_trainer, name), trainer.compute_loss
 
@@ -249,17 +219,16 @@ class TestLossesOfRecordedMeans:
         assert logs_with(trainer, "divergence") == [0.0, pytest.approx(torch.cat(divergences).mean().item(), rel=1e-4)]
         # Twin: a threshold that is out of reach masks nothing
         trainer, steps = watched("flow_dppo", divergence_threshold=1.0, tail_steps=1, **settings)
-        assert (
-            logs_with(trainer, "clip_ratio/region_mean") == [0.0, 0.0] and logs_with(trainer, "divergence")[1] > 1e-7
-        )
+        assert logs_with(trainer, "clip_ratio/region_mean") == [0.0, 0.0]
+        assert logs_with(trainer, "divergence")[1] > 1e-7
 
     @pytest.mark.parametrize(
         "loss",
         [{"loss_type": "grpo_guard", "epsilon": 1e-3}, {"loss_type": "flow_dppo", "divergence_threshold": 1e-3}],
     )
-    def test_it_learns(self, make_trainer, loss):
+    def test_it_learns(self, make_small, loss):
         settings = {"num_generations": 8, "num_prompts_per_generation": 4, "per_device_train_batch_size": 16}
-        trainer = make_trainer(**loss, max_steps=12, learning_rate=2e-2, **settings)
+        trainer = make_small(**loss, max_steps=12, learning_rate=2e-2, **settings)
         trainer.train()
         redness = logs_with(trainer, "rewards/redness_reward/mean")[::2]
         assert redness[-1] - redness[0] > 2 * logs_with(trainer, "rewards/redness_reward/std")[0]
@@ -268,22 +237,11 @@ class TestLossesOfRecordedMeans:
 @pytest.fixture(scope="module")
 def adapter(tiny_flux, prompts, tmp_path_factory):
     """Folder of a trained adapter whose alpha is not its rank."""
-    from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
-    from paco_trl.rewards import redness_reward
-
     folder = tmp_path_factory.mktemp("continued")
-    trainer = PaCoGRPOTrainer(
-        model=str(tiny_flux),
-        reward_funcs=redness_reward,
-        args=PaCoGRPOConfig(
-            output_dir=str(folder / "first-run"), use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
-            num_prompts_per_generation=2, per_device_train_batch_size=4, num_inference_steps=4, max_steps=2,
-            learning_rate=0.1, gradient_checkpointing=False, report_to="none", save_strategy="no", log_completions=False,
-            plot_curves=False, disable_tqdm=True,
-        ),
-        train_dataset=prompts,
-        peft_config=LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian"),
-    )  # fmt: skip
+    settings = SMALL_RUN | {"num_prompts_per_generation": 2, "learning_rate": 0.1, "gradient_checkpointing": False}
+    args = PaCoGRPOConfig(str(folder / "first-run"), **settings)
+    config = dataclasses.replace(LORA, lora_alpha=32)
+    trainer = PaCoGRPOTrainer(str(tiny_flux), redness_reward, args, prompts, peft_config=config)
     trainer.train()
     trainer.save_model()
     return folder / "first-run"
@@ -298,8 +256,8 @@ class TestContinuedAdapter:
             pipeline.load_lora_weights(folder)
         return pipeline
 
-    def test_it_goes_on_and_is_saved_in_both_formats(self, make_trainer, tiny_flux, adapter, tmp_path):
-        trainer = make_trainer(peft_config=str(adapter), max_steps=4, beta=0.01)
+    def test_it_goes_on_and_is_saved_in_both_formats(self, make_small, tiny_flux, adapter, tmp_path):
+        trainer = make_small(peft_config=str(adapter), max_steps=4, beta=0.01)
         before = weights_of(trainer)
         assert len(before) == 30
         frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
@@ -321,9 +279,9 @@ class TestContinuedAdapter:
         assert str(adapter) not in text
 
     @pytest.mark.parametrize("reference", ["initial", "base"])
-    def test_the_reference(self, make_trainer, tiny_flux, adapter, reference):
+    def test_the_reference(self, make_small, tiny_flux, adapter, reference):
         settings = {"num_prompts_per_generation": 2, "beta": 0.01, "norm_penalty": 0.01}
-        trainer = make_trainer(peft_config=str(adapter), reference=reference, **settings)
+        trainer = make_small(peft_config=str(adapter), reference=reference, **settings)
         trainer.train()
         kl = logs_with(trainer, "kl")
         assert (kl[0] == 0.0) == (reference == "initial") and kl[1] > 0
@@ -337,10 +295,10 @@ class TestContinuedAdapter:
         assert {name.split(".")[-2] for name in weights_of(trainer)} == {"default"}
         assert model.active_adapter == "default"
 
-    def test_the_reference_is_not_saved(self, make_trainer, adapter, tmp_path):
+    def test_the_reference_is_not_saved(self, make_small, adapter, tmp_path):
         folders = []
         for beta in (0.0, 0.01):
-            trainer = make_trainer(peft_config=str(adapter), beta=beta)
+            trainer = make_small(peft_config=str(adapter), beta=beta)
             assert ("ref" in trainer.model.peft_config) == (beta > 0)
             trainer.save_model(str(tmp_path / f"{beta}"))
             folders.append(tmp_path / f"{beta}")
@@ -349,82 +307,69 @@ class TestContinuedAdapter:
         for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
             assert are_equal(*(load_file(folder / name) for folder in folders))
 
-    def test_the_reference_of_a_resumed_run(self, make_trainer, adapter, tmp_path, caplog):
+    def test_the_reference_of_a_resumed_run(self, make_small, adapter, tmp_path, caplog):
         settings = {"num_prompts_per_generation": 2, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
         settings |= {"beta": 100.0, "learning_rate": 0.1}
-        whole = make_trainer(output_dir=str(tmp_path / "a"), peft_config=str(adapter), **settings)
+        whole = make_small(output_dir=str(tmp_path / "a"), peft_config=str(adapter), **settings)
         whole.train()
         shutil.copytree(tmp_path / "a" / "checkpoint-1", tmp_path / "b" / "checkpoint-1")
         checkpoint = str(tmp_path / "b" / "checkpoint-1")
         settings |= {"output_dir": str(tmp_path / "b"), "resume_from_checkpoint": checkpoint}
-        resumed = make_trainer(peft_config=str(adapter), **settings)
+        resumed = make_small(peft_config=str(adapter), **settings)
         resumed.train(resume_from_checkpoint=checkpoint)
         assert are_equal(weights_of(whole), weights_of(resumed))
         assert "is resumed with other settings" not in caplog.text
         for changed in ({"peft_config": checkpoint}, {"peft_config": str(adapter), "reference": "base"}):
             caplog.clear()
-            make_trainer(**{**settings, **changed})
+            make_small(**{**settings, **changed})
             assert "reference: 'initial: " in caplog.text
 
     @pytest.mark.parametrize("is_deeper", [False, True])
-    def test_an_adapter_of_a_model_with_another_number_of_blocks(self, adapter, tmp_path, make_trainer, is_deeper):
+    def test_an_adapter_of_a_model_with_another_number_of_blocks(self, adapter, tmp_path, make_small, is_deeper):
         # PEFT drops what has no place, and begins anew where nothing is saved
-        copied = self.copy(adapter, tmp_path)
-        weights = load_file(copied / "adapter_model.safetensors")
+        file = shutil.copytree(adapter, tmp_path / "copy") / "adapter_model.safetensors"
+        weights = load_file(file)
         of_block = {name: value for name, value in weights.items() if ".transformer_blocks.0." in name}
         assert 0 < len(of_block) < len(weights)
-        if is_deeper:
-            weights |= {name.replace("blocks.0.", "blocks.7."): value.clone() for name, value in of_block.items()}
-        else:
-            weights = of_block
-        save_file(weights, copied / "adapter_model.safetensors")
+        deeper = {name.replace("blocks.0.", "blocks.7."): value.clone() for name, value in of_block.items()}
+        save_file(weights | deeper if is_deeper else of_block, file)
         with pytest.raises(ValueError, match="does not fit tiny-flux"):
-            make_trainer(peft_config=str(copied))
+            make_small(peft_config=str(file.parent))
 
-    def test_a_folder_without_an_adapter(self, adapter, tmp_path, make_trainer):
+    def test_a_folder_without_an_adapter(self, adapter, tmp_path, make_small):
         with pytest.raises(ValueError, match="no adapter_model.safetensors"):
-            make_trainer(model=NOWHERE, peft_config=str(tmp_path))
-        copied = self.copy(adapter, tmp_path)
+            make_small(model=NOWHERE, peft_config=str(tmp_path))
+        copied = shutil.copytree(adapter, tmp_path / "copy")
         (copied / "adapter_config.json").unlink()
         with pytest.raises(ValueError, match="adapter_config.json"):
-            make_trainer(model=NOWHERE, peft_config=str(copied))
+            make_small(model=NOWHERE, peft_config=str(copied))
 
     @pytest.mark.parametrize(
         ("setting", "value", "message"),
         [
-            ("lora_dropout", 0.1, "`lora_dropout` is 0.1"),
             ("modules_to_save", ["proj_out"], "`modules_to_save` is"),
             ("use_dora", True, "`use_dora` is True, but only plain LoRA is trained here.*Use the default, False"),
-            ("bias", "lora_only", "`bias` is 'lora_only'.*Use the default, 'none'"),
         ],
     )
-    def test_an_adapter_that_cannot_be_trained(self, adapter, tmp_path, make_trainer, setting, value, message):
-        copied = self.copy(adapter, tmp_path)
-        config = json.loads((copied / "adapter_config.json").read_text())
-        config[setting] = value
-        (copied / "adapter_config.json").write_text(json.dumps(config))
+    def test_an_adapter_that_cannot_be_trained(self, adapter, tmp_path, make_small, setting, value, message):
+        file = shutil.copytree(adapter, tmp_path / "copy") / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {setting: value}))
         with pytest.raises(ValueError, match=message):
-            make_trainer(model=NOWHERE, peft_config=str(copied))
+            make_small(model=NOWHERE, peft_config=str(file.parent))
 
-    def test_a_pipeline_that_has_an_adapter_is_refused_with_the_way_out(self, adapter, tiny_flux, make_trainer):
+    def test_a_pipeline_that_has_an_adapter_is_refused_with_the_way_out(self, adapter, tiny_flux, make_small):
         pipeline = self.with_adapter(tiny_flux, adapter, peft=False)
         tuned = draw(pipeline)
         with pytest.raises(ValueError, match="already has an adapter.*as `peft_config`.*unload_lora_weights") as error:
-            make_trainer(model=pipeline)
+            make_small(model=pipeline)
         assert "pipeline.fuse_lora()" in str(error.value)
         # Both ways that it names
-        assert np.array_equal(draw(make_trainer(peft_config=str(adapter)).pipeline), tuned)
+        assert np.array_equal(draw(make_small(peft_config=str(adapter)).pipeline), tuned)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
-        trainer = make_trainer(model=pipeline)
+        trainer = make_small(model=pipeline)
         assert np.abs(draw(trainer.pipeline) - tuned).max() <= 2  # rounding: a merged product is another sum
         trainer.train()
         with_wrapper = self.with_adapter(tiny_flux, adapter)
         with pytest.raises(ValueError, match="already has an adapter"):
-            make_trainer(model=with_wrapper)
-
-    def copy(self, adapter, tmp_path):
-        (tmp_path / "copy").mkdir()
-        for name in ("adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
-            (tmp_path / "copy" / name).write_bytes((adapter / name).read_bytes())
-        return tmp_path / "copy"
+            make_small(model=with_wrapper)

@@ -91,7 +91,7 @@ class TestNormalizedLogRatio:
         )
         torch.testing.assert_close(alone, value[1:])
 
-    @pytest.mark.parametrize("shape", [(2,), (2, 1, 1), (1, 3), (3, 5, 4), (3, 5, 1)])
+    @pytest.mark.parametrize("shape", [(2,), (1, 3), (3, 5, 1)])
     def test_a_std_that_is_not_one_per_image_is_refused(self, shape):
         with pytest.raises(ValueError, match="`std` has shape"):
             Step().normalized(torch.full(shape, 0.3))
@@ -171,12 +171,6 @@ class TestGuardedSurrogate:
         torch.testing.assert_close(gradient, plain * PER_IMAGE * self.WEIGHT)
         torch.testing.assert_close(gradient, -self.WEIGHT * advantages.view(3, 1, 1) * step.eps / ELEMENTS)
 
-    def test_on_policy_in_float32_the_ratio_is_1_to_the_last_bit(self):
-        sample, mean = torch.randn(2, 4096), torch.randn(2, 4096)
-        log_prob = gaussian_log_prob(sample, mean, torch.tensor(0.7))
-        result = guarded_surrogate(log_prob, log_prob, mean, mean, 0.7, torch.ones(2), 2e-6, 2e-6, 13.0)
-        assert torch.equal(result.ratio, torch.ones(2)) and not result.is_high_clipped.any()
-
     def test_closed_form_off_policy(self):
         """Value and gradient with every image inside the clip range: -w * r * A, and -w * r * A * eps / elements."""
         advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -227,17 +221,8 @@ class TestDivergenceMaskedSurrogate:
     @pytest.fixture
     def step(self):
         step = Step(0.3, torch.zeros(6, 4, dtype=torch.float64), (6, 4))
-        step.eps = torch.tensor(
-            [
-                [1.0, -0.5, 0.25, 2.0],
-                [-1.0, 0.5, 1.5, -0.25],
-                [0.5, 0.5, -1.0, 1.0],
-                [2.0, -1.0, 0.0, 0.5],
-                [-0.5, 1.0, 0.5, -1.5],
-                [1.0, 1.0, -1.0, 0.25],
-            ],
-            dtype=torch.float64,
-        )
+        rows = "1 -.5 .25 2, -1 .5 1.5 -.25, .5 .5 -1 1, 2 -1 0 .5, -.5 1 .5 -1.5, 1 1 -1 .25"
+        step.eps = torch.tensor([[*map(float, row.split())] for row in rows.split(",")], dtype=torch.float64)
         step.old_mean = torch.tensor([0.1, -0.2, 0.3, 0.4], dtype=torch.float64).repeat(6, 1)
         step.sample = step.old_mean + 0.3 * step.eps
         step.mean = (step.old_mean + 0.3 * self.SIDES[:, None] * step.eps).requires_grad_()
@@ -320,13 +305,6 @@ class TestNFTRewardProbability:
 
 
 class TestNFTVelocities:
-    @pytest.mark.parametrize("beta", [0.1, 1.0, 2.0])
-    def test_closed_form(self, beta):
-        velocity, old = normal(0), normal(1)
-        positive, negative = nft_velocities(velocity, old, beta)
-        torch.testing.assert_close(positive, old + beta * (velocity - old))
-        torch.testing.assert_close(negative, old - beta * (velocity - old))
-
     def test_no_gradient_reaches_the_old_velocity(self):
         velocity, old = normal(0).requires_grad_(), normal(1).requires_grad_()
         positive, negative = nft_velocities(velocity, old, 0.5)
@@ -413,7 +391,4 @@ class TestNFTOldPolicyDecay:
         assert nft_old_policy_decay(0) == 0
         assert nft_old_policy_decay(100) == pytest.approx(0.1)
         assert nft_old_policy_decay(500) == nft_old_policy_decay(10_000) == 0.5
-
-    def test_rate_and_maximum_are_settings(self):
-        decay = [nft_old_policy_decay(step, 0.0075, 0.999) for step in (0, 1, 100, 225)]
-        assert decay == pytest.approx([0, 0.0075, 0.75, 0.999])
+        assert [nft_old_policy_decay(step, 0.0075, 0.999) for step in (100, 225)] == pytest.approx([0.75, 0.999])
