@@ -21,19 +21,7 @@ from paco_trl.utils.deepspeed import check_compiled_blocks
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}
-# As they are now: parsing a command line replaces them (transformers 5.23, HfArgumentParser)
-TYPES = {name: str(field.type) for name, field in FIELDS.items()}
 OWN_FIELDS = list(PaCoGRPOConfig.__annotations__)
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Makes a config for the CPU."""
-
-    def make_config(**kwargs):
-        return PaCoGRPOConfig(**{"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **kwargs})
-
-    return make_config
 
 
 @pytest.fixture
@@ -57,67 +45,46 @@ def default_of(field):
 
 
 class TestDefaults:
-    def test_are_the_papers(self, make):
+    def test_are_the_papers(self, make_config):
         """Part 3 of the paper, text-to-image-set training of FLUX.1-dev."""
         papers = {
-            "num_inference_steps": 10,
-            "sde_type": "flow_sde",
-            "sde_steps": [1],
-            "num_sde_steps": None,
-            "noise_level": 0.7,
-            "guidance_scale": 3.5,
-            "height": 1024,
-            "width": 1024,
-            "resolution_scale": 0.5,
-            "num_generations": 16,
-            "num_prompts_per_generation": 42,
-            "optimizer_steps_per_generation": 2,
-            "per_device_train_batch_size": 1,
-            "multi_objective_aggregation": "log_tamed",
-            "log_tame_threshold": 0.2,
-            "advantage_clip": 5.0,
-            "scale_rewards": "group",
-            "learning_rate": 3e-4,
-            "epsilon": 1e-4,
-            "beta": 0.0,
-            "num_iterations": 1,
-            "loss_type": "grpo",
-        }
-        config = make()
+            "num_inference_steps": 10, "sde_type": "flow_sde", "sde_steps": [1], "num_sde_steps": None, "noise_level": 0.7,
+            "guidance_scale": 3.5, "height": 1024, "width": 1024, "resolution_scale": 0.5, "num_generations": 16,
+            "num_prompts_per_generation": 42, "optimizer_steps_per_generation": 2, "per_device_train_batch_size": 1,
+            "multi_objective_aggregation": "log_tamed", "log_tame_threshold": 0.2, "advantage_clip": 5.0, "beta": 0.0,
+            "scale_rewards": "group", "learning_rate": 3e-4, "epsilon": 1e-4, "num_iterations": 1, "loss_type": "grpo",
+        }  # fmt: skip
+        config = make_config()
         for name, value in papers.items():
             assert getattr(config, name) == value, name
         assert (config.generation_batch_size, config.steps_per_generation) == (672, 672)
         assert config.gradient_accumulation_steps == 336
         assert config.logging_nan_inf_filter is False
 
-    def test_several_gpus_in_one_process_are_refused_before_anything_is_loaded(self, make, monkeypatch):
+    def test_several_gpus_in_one_process_are_refused_before_anything_is_loaded(self, make_config, monkeypatch):
         monkeypatch.setattr(PaCoGRPOConfig, "n_gpu", 2)
         with pytest.raises(ValueError, match="accelerate launch"):
-            make()
+            make_config()
 
     @pytest.mark.parametrize(
         ("settings", "tolerance"),
         [
-            ({}, 1e-4 / 10),
-            ({"epsilon": 2e-3}, 2e-3 / 10),
-            ({"ratio_tolerance": 0.5}, 0.5),
-            ({"bf16": True}, 1e-4 / 10),
+            ({}, 1e-4 / 10), ({"epsilon": 2e-3}, 2e-3 / 10), ({"ratio_tolerance": 0.5}, 0.5), ({"bf16": True}, 1e-4 / 10),
             # The rounding of another batch or of other kernels, in bf16 only
-            *(
-                ({"bf16": bf16, **other}, 1e-4 if bf16 else 1e-4 / 10)
-                for bf16 in (True, False)
-                for other in (
-                    {"per_device_rollout_batch_size": 2}, {"quantization": "int8"}, {"compile_repeated_blocks": True},
-                )
-            ),
+            ({"per_device_rollout_batch_size": 2}, 1e-4 / 10),
+            *(({"bf16": True, **other}, 1e-4) for other in (
+                {"per_device_rollout_batch_size": 2}, {"quantization": "int8"}, {"compile_repeated_blocks": True},
+            )),
         ],
         ids=str,
     )  # fmt: skip
-    def test_ratio_tolerance(self, make, settings, tolerance):
-        assert make(**settings).ratio_tolerance == tolerance
+    def test_ratio_tolerance(self, make_config, settings, tolerance):
+        assert make_config(**settings).ratio_tolerance == tolerance
 
-    def test_a_config_made_from_a_config_is_the_same(self, make):
-        config = make(num_generations=3, num_prompts_per_generation=5, sde_steps=[1, 2], per_device_train_batch_size=2)
+    def test_a_config_made_from_a_config_is_the_same(self, make_config):
+        config = make_config(
+            num_generations=3, num_prompts_per_generation=5, sde_steps=[1, 2], per_device_train_batch_size=2
+        )
         assert config.num_prompts_per_generation != 5  # derived values are kept, too
         again = dataclasses.replace(config)
         assert again.round_plan == config.round_plan
@@ -125,14 +92,14 @@ class TestDefaults:
             assert getattr(again, name) == getattr(config, name), name
 
     @pytest.mark.parametrize("value", [True, False])
-    def test_gradient_checkpointing_is_taken_by_both_names(self, make, value):
+    def test_gradient_checkpointing_is_taken_by_both_names(self, make_config, value):
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # nobody is told off for a default
-            config = make(gradient_checkpointing=value, gradient_checkpointing_kwargs={"use_reentrant": False})
-            new = make(activation_checkpointing=value, activation_checkpointing_kwargs={"use_reentrant": False})
+            config = make_config(gradient_checkpointing=value, gradient_checkpointing_kwargs={"use_reentrant": False})
+            new = make_config(activation_checkpointing=value, activation_checkpointing_kwargs={"use_reentrant": False})
             assert new.activation_checkpointing is value
             assert new.activation_checkpointing_kwargs == {"use_reentrant": False}
-            assert make().activation_checkpointing is True
+            assert make_config().activation_checkpointing is True
         assert config.activation_checkpointing is config.gradient_checkpointing is value
         assert config.activation_checkpointing_kwargs == {"use_reentrant": False}
 
@@ -146,10 +113,8 @@ DOCUMENTED = {match[1]: match for match in ENTRY.finditer(docstring(PaCoGRPOConf
 
 
 class TestDocumentation:
-    def test_all_fields_in_their_order(self):
+    def test_all_fields_in_their_order_with_their_defaults(self):
         assert list(DOCUMENTED) == OWN_FIELDS
-
-    def test_defaults_in_the_docstring_are_those_of_the_fields(self):
         for name in OWN_FIELDS:
             documented, default = DOCUMENTED[name][3], default_of(FIELDS[name])
             assert (documented is None) if default is None else eval(documented) == default, name
@@ -167,48 +132,34 @@ class TestDocumentation:
         assert all(f"--{name}" in shown for name in OWN_FIELDS)
 
 
-def another_value(name):
-    """A value that is not the default, of a fitting type."""
-    default, kind = default_of(FIELDS[name]), TYPES[name]
-    if isinstance(default, bool):
-        return not default
-    if isinstance(default, int | float):
-        return default + 1
-    if isinstance(default, str):
-        return "other"
-    if "dict" in kind:
-        return {"a": 1}
-    return "other" if "str" in kind else 1
-
-
 class TestRefusedFields:
-    @pytest.mark.parametrize("name", sorted(REFUSED_GRPO_FIELDS)[::6])  # one rule for all
-    def test_is_refused(self, make, name):
-        assert name in FIELDS
-        value = another_value(name)
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("top_k", 5), ("use_vllm", True), ("fsdp", "full_shard"), ("dataloader_num_workers", 2)],
+    )
+    def test_is_refused(self, make_config, name, value):
+        assert name in FIELDS and name in REFUSED_GRPO_FIELDS
         with pytest.raises(ValueError, match=f"`{name}`"):
-            make(**{name: value})
+            make_config(**{name: value})
         # Twin: TRL's default passes when it is set
-        make(**{name: default_of(FIELDS[name])})
+        make_config(**{name: default_of(FIELDS[name])})
 
     def test_refused_on_the_command_line_too(self, parse):
         with pytest.raises(ValueError, match="`temperature`.*`noise_level`"):
             parse("--temperature", "0.7")
 
-    @pytest.mark.parametrize("name", ["torch_compile_backend", "torch_compile_mode"])
-    def test_compilation_is_refused_by_its_other_names(self, make, monkeypatch, name):
-        for variable in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
-            monkeypatch.setenv(variable, "no")  # TrainingArguments sets these; they are put back
+    def test_compilation_is_refused_by_its_other_name(self, make_config, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # TrainingArguments sets it; it is put back
         with pytest.raises(ValueError, match="compile"):
-            make(**{name: {"torch_compile_backend": "eager", "torch_compile_mode": "default"}[name]})
+            make_config(torch_compile_backend="eager")
 
 
 class TestParser:
-    def test_the_defaults_pass(self, parse, make):
+    def test_the_defaults_pass(self, parse, make_config):
         config = parse()
         assert config.generation_batch_size == 672
         for name in OWN_FIELDS:
-            assert getattr(config, name) == getattr(make(), name), name
+            assert getattr(config, name) == getattr(make_config(), name), name
 
     @pytest.mark.parametrize(("text", "value"), [("0.3", 0.3), ("mean", "mean"), ("0", 0.0)])
     def test_log_tame_threshold(self, parse, text, value):
@@ -220,9 +171,9 @@ class TestParser:
 
 
 class TestValues:
-    @pytest.mark.parametrize("steps", [[0], [0, 8], [8], list(range(9)), [4, 1, 2]])
-    def test_sde_steps_are_sorted(self, make, steps):
-        assert make(sde_steps=steps).sde_steps == sorted(steps)
+    @pytest.mark.parametrize("steps", [[0, 8], [4, 1, 2]])
+    def test_sde_steps_are_sorted(self, make_config, steps):
+        assert make_config(sde_steps=steps).sde_steps == sorted(steps)
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -230,27 +181,16 @@ class TestValues:
             ({"sde_steps": []}, "`sde_steps` is .*at least one step"),
             ({"sde_steps": [1, 1]}, r"`sde_steps` is \[1, 1\].*each once"),
             ({"sde_steps": [9]}, "`sde_steps` is .*from 0 to 8"),
-            ({"sde_steps": [1, -1]}, "`sde_steps`"),
             ({"num_inference_steps": 1}, "`num_inference_steps` is 1.*at least 2"),
-            ({"num_sde_steps": 0}, "`num_sde_steps` is 0, but 1 steps"),
             ({"num_sde_steps": 3, "sde_steps": [1, 2]}, r"`num_sde_steps` is 3, but 2 steps are named.*\[1, 2\]"),
             ({"noise_level": 0.0}, "`noise_level` is 0.0.*above 0"),
             ({"noise_level": 1.1, "sde_type": "cps"}, "`noise_level` is 1.1.*at most 1 for 'cps'"),
             ({"sde_type": "ode"}, "`sde_type` is 'ode'.*'flow_sde', 'dance_sde', 'cps'"),
-            ({"num_generations": 1}, "`num_generations` is 1.*at least 2"),
-            ({"resolution_scale": 1.5}, r"`resolution_scale` is 1.5.*\(0, 1\]"),
             ({"log_tame_threshold": "x"}, "`log_tame_threshold` is 'x'.*a number >= 0, or 'mean'"),
-            ({"fp16": True}, "`fp16`.*`bf16`"),
             ({"loss_type": "dapo"}, "`loss_type` is 'dapo'.*'grpo', 'grpo_guard', 'flow_dppo'"),
             ({"loss_type": "flow_dppo", "epsilon": 1e-3}, "`epsilon` is 0.001.*'flow_dppo'.*`divergence_threshold`"),
             ({"divergence_threshold": 1e-4}, "`divergence_threshold` is 0.0001.*'grpo' does not use.*'flow_dppo'"),
-            ({"loss_type": "flow_dppo", "divergence_threshold": 0.0}, "`divergence_threshold` is 0.0.*above 0"),
             ({"ema_decay": 1.0}, "`ema_decay` is 1.0.*between 0 and 1"),
-            ({"ratio_tolerance": 0.0}, "`ratio_tolerance` is 0.0.*above 0"),
-            ({"norm_penalty": -0.1}, "`norm_penalty` is -0.1.*at least 0"),
-            ({"reference": "first", "beta": 0.1}, "`reference` is 'first'.*'initial', 'base'"),
-            ({"beta": -0.1}, "`beta` is -0.1.*at least 0"),
-            ({"advantage_clip": 0.0}, "`advantage_clip` is 0.0.*above 0, or None"),
             ({"height": 0}, "`height` is 0; it must be at least 1"),
             ({"adapter_fraction": 1.5}, "`adapter_fraction` is 1.5; it must be from 0 to 1"),
             ({"adapter_fraction": 0.01}, "`adapter_fraction` is 0.01, which rounds to 0 of 20"),
@@ -258,12 +198,9 @@ class TestValues:
             ({"reference": "base"}, "`reference` is 'base'.*`beta`"),
             (
                 {"log_tame_threshold": 0.9, "multi_objective_aggregation": "rank_then_sum"},
-                "`log_tame_threshold` is 0.9, which 'rank_then_sum' does not use",
+                "'rank_then_sum' does not use",
             ),
-            ({"num_prompts_per_generation": 0}, "`num_prompts_per_generation` is 0"),
-            ({"guidance_scale": -1.0}, "`guidance_scale` is -1.0; it must be at least 0"),
             ({"max_steps": 0}, "`max_steps` is 0.*above 0"),
-            ({"max_steps": -5}, "`max_steps` is -5"),
             ({"num_train_epochs": 0}, "`num_train_epochs` 0; one must be above 0"),
             ({"report_to": ["wandb"]}, "wandb is not installed"),
             ({"num_inference_steps": "many"}, "`num_inference_steps` is 'many'; it must be at least 2"),
@@ -271,17 +208,13 @@ class TestValues:
             ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "takes no options"),
             ({"epsilon": math.nan}, "epsilon"),
             ({"learning_rate": math.inf}, "`learning_rate` is inf; it must be a finite number"),
-            *(
-                ({name: value}, f"`{name}` is {value}")
-                for name in ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps")
-                for value in (0, -32)
-            ),
+            ({"generation_batch_size": -32}, "`generation_batch_size` is -32"),
         ],
         ids=lambda value: str(value) if isinstance(value, dict) else "",
     )
-    def test_bad_values(self, make, settings, message):
+    def test_bad_values(self, make_config, settings, message):
         with pytest.raises(ValueError, match=message):
-            make(**settings)
+            make_config(**settings)
 
     @pytest.mark.parametrize(
         "settings",
@@ -297,50 +230,40 @@ class TestValues:
             {"noise_level": 1.1, "sde_type": "flow_sde", "log_tame_threshold": "0.3", "adapter_fraction": 0.0},
             {"log_tame_threshold": "mean", "max_steps": 1, "num_train_epochs": 0, "adapter_fraction": 0.05},
             {"max_steps": -1, "num_train_epochs": 0.01, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-            {"sde_steps": [2], "num_inference_steps": 4},
         ],
         ids=str,
     )
-    def test_values_at_the_edge_of_what_is_good(self, make, settings):
-        config = make(**settings)
+    def test_values_at_the_edge_of_what_is_good(self, make_config, settings):
+        config = make_config(**settings)
         for name in settings:
             assert getattr(config, name) in (settings[name], 0.3)  # "0.3" becomes a number
 
-    def test_num_generations_eval_none_is_trls(self, make):
+    def test_num_generations_eval_none_is_trls(self, make_config):
         """Its type is `int | None`, and in TRL None means `num_generations`."""
-        assert make(num_generations_eval=None).num_generations_eval == 16
+        assert make_config(num_generations_eval=None).num_generations_eval == 16
 
 
 class TestRound:
-    @pytest.mark.parametrize(("num_processes", "steps"), [(1, 672), (2, 336), (4, 168), (7, 96), (8, 84)])
-    def test_the_defaults_fit_the_papers_machines(self, make, num_processes, steps):
-        layout = make()._plan_round(42, 2, None, None, None, num_processes=num_processes)
-        assert (layout.num_prompts, layout.num_images, layout.num_optimizer_steps) == (42, 672, 2)
-        assert (layout.steps_per_generation, layout.gradient_accumulation_steps) == (steps, steps // 2)
-
-    def test_only_another_number_of_generations(self, make):
+    def test_only_another_number_of_generations(self, make_config):
         """TRL's own defaults would refuse it."""
-        assert make(num_generations=24).round_plan.num_images == 42 * 24
+        assert make_config(num_generations=24).round_plan.num_images == 42 * 24
 
     @pytest.mark.parametrize(
         ("settings", "expected"),
         [
-            # Each of the three alone, then together: (images, steps_per_generation, accumulation, optimizer steps)
+            # (images, steps_per_generation, accumulation, optimizer steps)
             ({}, (48, 24, 12, 2)),
             ({"generation_batch_size": 16}, (16, 8, 4, 2)),
             ({"steps_per_generation": 16}, (32, 16, 8, 2)),
             ({"gradient_accumulation_steps": 8}, (48, 24, 8, 3)),
-            ({"generation_batch_size": 64, "gradient_accumulation_steps": 4}, (64, 32, 4, 8)),
             ({"steps_per_generation": 16, "gradient_accumulation_steps": 16}, (32, 16, 16, 1)),
-            ({"steps_per_generation": 16, "generation_batch_size": 32}, (32, 16, 8, 2)),
-            ({"optimizer_steps_per_generation": 4}, (48, 24, 6, 4)),
             ({"optimizer_steps_per_generation": 4, "gradient_accumulation_steps": 6}, (48, 24, 6, 4)),
             ({"num_prompts_per_generation": 4, "generation_batch_size": 16}, (16, 8, 4, 2)),
         ],
         ids=str,
     )
     @pytest.mark.parametrize("trained_steps", [1, 3])
-    def test_combinations(self, make, settings, expected, trained_steps):
+    def test_combinations(self, make_config, settings, expected, trained_steps):
         """Micro-steps count (image, denoising step) rows, so three trained steps take three times as many."""
         settings = dict(settings)
         for name in ("steps_per_generation", "gradient_accumulation_steps"):
@@ -349,7 +272,7 @@ class TestRound:
         base = {"num_generations": 4, "per_device_train_batch_size": 2}
         if not {"generation_batch_size", "steps_per_generation"} & settings.keys():
             base["num_prompts_per_generation"] = 12
-        config = make(**{**base, **settings, "sde_steps": list(range(1, 1 + trained_steps))})
+        config = make_config(**{**base, **settings, "sde_steps": list(range(1, 1 + trained_steps))})
         images, steps, accumulation, optimizer_steps = expected
         assert config.round_plan.num_images == config.generation_batch_size == images
         assert config.num_prompts_per_generation == images // 4
@@ -358,26 +281,23 @@ class TestRound:
         assert config.optimizer_steps_per_generation == optimizer_steps
         assert config.round_plan.gradient_accumulation_steps == config.gradient_accumulation_steps
 
-    def test_num_sde_steps_is_the_number_of_trained_steps(self, make):
+    def test_num_sde_steps_is_the_number_of_trained_steps(self, make_config):
         base = {"num_generations": 4, "num_prompts_per_generation": 4, "sde_steps": [1, 2, 3, 4]}
-        assert make(**base).num_trained_steps == 4
-        config = make(**base, num_sde_steps=2)
-        assert config.num_trained_steps == 2 and config.steps_per_generation == 32
+        assert [make_config(**base, num_sde_steps=n).steps_per_generation for n in (None, 2)] == [64, 32]
 
     @pytest.mark.parametrize(
         ("settings", "fitting"),
         [
             ({"num_prompts_per_generation": 8, "gradient_accumulation_steps": 7}, 14),
-            ({"num_prompts_per_generation": 8, "generation_batch_size": 64}, 4),
             # The values of a size that is left out are no exception
             ({"num_prompts_per_generation": 42, "generation_batch_size": 320}, 20),
         ],
         ids=str,
     )
-    def test_what_is_set_is_never_changed(self, make, settings, fitting):
+    def test_what_is_set_is_never_changed(self, make_config, settings, fitting):
         with pytest.raises(ValueError, match="do not fit together"):
-            make(**settings)
-        config = make(**{**settings, "num_prompts_per_generation": fitting})
+            make_config(**settings)
+        config = make_config(**{**settings, "num_prompts_per_generation": fitting})
         assert config.num_prompts_per_generation == fitting
         assert all(getattr(config, name) == value for name, value in settings.items() if name[:3] != "num")
 
@@ -387,19 +307,19 @@ class TestLauncher:
 
     @pytest.mark.parametrize("bf16", [False, True])
     @pytest.mark.parametrize("launcher", ["no", "bf16", "fp16"])
-    def test_precision(self, make, monkeypatch, bf16, launcher):
+    def test_precision(self, make_config, monkeypatch, bf16, launcher):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
         if bf16 or launcher == "no":  # an option of its own goes before the launcher's
-            assert make(bf16=bf16).mixed_precision == ("bf16" if bf16 else "no")
+            assert make_config(bf16=bf16).mixed_precision == ("bf16" if bf16 else "no")
         else:
             with pytest.raises(ValueError, match=f"`bf16` is False.*`mixed_precision: {launcher}`"):
-                make(bf16=False)
+                make_config(bf16=False)
 
     @pytest.mark.parametrize("stage", [2, 3])
-    def test_compiled_blocks_with_zero3(self, make, stage):
+    def test_compiled_blocks_with_zero3(self, make_config, stage):
         pytest.importorskip("deepspeed")
         for is_compiled in (False, True):
-            config = make(compile_repeated_blocks=is_compiled)
+            config = make_config(compile_repeated_blocks=is_compiled)
             config.deepspeed_plugin = DeepSpeedPlugin(zero_stage=stage)
             refused = pytest.raises(
                 ValueError, match="`compile_repeated_blocks=True` does not work with DeepSpeed ZeRO-3"
@@ -419,7 +339,7 @@ class TestLauncher:
         done = launching.run(["-c", code], env={**os.environ, **launched})
         assert "`compile_repeated_blocks=True` does not work with DeepSpeed ZeRO-3" in done.stderr
 
-    def test_fsdp_is_refused(self, make, monkeypatch):
+    def test_fsdp_is_refused(self, make_config, monkeypatch):
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
         with pytest.raises(ValueError, match="FSDP.*DeepSpeed ZeRO-3"):
-            make()
+            make_config()
