@@ -116,7 +116,7 @@ class TestPickScoreReward:
         ("changes", "message"),
         [
             ({"prompts": ["a cat"]}, "zip"),
-            ({"completions": [noise(0), Image.new("RGB", (0, 8))]}, "Completion 1"),
+            ({"completions": [noise(0), Image.new("RGB", (0, 8))]}, "completion 1"),
             ({"panels": [["a"], ["b", "c"]], "panel_images": [[noise(0)]] * 2}, "completion 1"),
             ({"panels": [["a"], [" "]], "panel_images": [[noise(0)]] * 2}, "completion 1"),
             ({"panels": [["a"], None], "panel_images": [[noise(0)]] * 2}, "completion 1"),

@@ -2,7 +2,7 @@
 """CLIP embeddings, and the rewards that compare images by them: CLIP-T, PickScore and CLIP-I."""
 
 from collections.abc import Callable
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import torch
@@ -111,19 +111,15 @@ class ClipEmbedder:
         log_metric: Callable[[str, float], None] | None = None,
     ) -> list[float]:
         """Average the cosine of each image with its text, times `scale`, over the images of a completion."""
-        distinct = list(dict.fromkeys(text for row in texts for text in row))
+        distinct = list(dict.fromkeys(chain(*texts)))
         if log_metric is not None and distinct:
             lengths = [len(ids) for ids in self.processor.tokenizer(distinct)["input_ids"]]
             limit = self.model.config.text_config.max_position_embeddings
             log_metric(f"{self.__name__}/truncated_texts", sum(length > limit for length in lengths) / len(lengths))
         names = [
-            f"Completion {index}" if len(row) == 1 else f"Panel {number} of completion {index}"
-            for index, row in enumerate(images)
-            for number in range(len(row))
+            f"Image {place} of completion {index}" for index, row in enumerate(images) for place in range(len(row))
         ]
-        image_embeds, text_embeds = self.embed(
-            [image for row in images for image in row], names, [text for row in texts for text in row]
-        )  # (images, D)
+        image_embeds, text_embeds = self.embed(list(chain(*images)), names, list(chain(*texts)))  # (images, D)
         similarities = scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
         return [row.mean().item() for row in similarities.split([len(row) for row in images])]
 
@@ -271,7 +267,7 @@ class ClipIScorer(ClipEmbedder):
     def score(self, images: list[tuple[Image.Image, Image.Image]], prompts: list[str]) -> list[float]:
         """Return one cosine per pair. An image object of several pairs is embedded once."""
         names = [f"An image of pair {index}" for index in range(len(images)) for _ in range(2)]
-        embeds = self.embed_images([image for pair in images for image in pair], names)  # (2N, D)
+        embeds = self.embed_images(list(chain(*images)), names)  # (2N, D)
         return (embeds[0::2] * embeds[1::2]).sum(dim=-1).tolist()
 
 
@@ -301,7 +297,6 @@ class ClipIReward(ClipIScorer):
     ) -> list[float]:
         """Return one score per completion from the images of its panels."""
         panel_images = panels_of(panel_images, len(completions), "`ClipIReward`")
-        pairs = [pair for panels in panel_images for pair in combinations(panels, 2)]
-        scores = iter(self.score(pairs, [""] * len(pairs)))
-        counts = [len(panels) * (len(panels) - 1) // 2 for panels in panel_images]
-        return [sum(next(scores) for _ in range(count)) / count for count in counts]
+        sets = [list(combinations(panels, 2)) for panels in panel_images]
+        scores = iter(self.score(list(chain(*sets)), []))
+        return [sum(next(scores) for _ in pairs) / len(pairs) for pairs in sets]

@@ -187,9 +187,7 @@ class PaCoReward:
         processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **_hub_arguments(kwargs))
         decision_token_ids(processor.tokenizer)
         if processor.chat_template is None:
-            raise ValueError(
-                f"{model!r} has no chat template to ask it with. Save one with its processor, or use another model."
-            )
+            raise ValueError(f"{model!r} has no chat template. Save one with its processor, or use another model.")
         return processor
 
     @property
@@ -242,13 +240,12 @@ class PaCoReward:
                 Question for each set, or one for all; see [`~PaCoReward.score`].
         """
         prompts = self._check_prompts(prompts, len(image_sets))
-        if any(len(images) < 2 for images in image_sets):
+        sets = [list(combinations(images, 2)) for images in image_sets]
+        if not all(sets):
             raise ValueError("Each of `image_sets` must have at least two images.")
-        counts = [len(images) * (len(images) - 1) // 2 for images in image_sets]
-        pairs = [pair for images in image_sets for pair in combinations(images, 2)]
-        questions = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
-        scores = iter(self.score(pairs, questions, symmetric))
-        return [sum(next(scores) for _ in range(count)) / count for count in counts]
+        questions = [prompt for prompt, pairs in zip(prompts, sets, strict=True) for _ in pairs]
+        scores = iter(self.score(list(chain(*sets)), questions, symmetric))
+        return [sum(next(scores) for _ in pairs) / len(pairs) for pairs in sets]
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float]:
         """
@@ -480,16 +477,13 @@ class PaCoReward:
 
 def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Look up the token ids of Yes and No, each of which must be one token."""
-    ids = []
-    for answer in ("Yes", "No"):
-        encoded = tokenizer.encode(answer, add_special_tokens=False)
-        if len(encoded) != 1:
-            raise ValueError(
-                f"The tokenizer {type(tokenizer).__name__} encodes {answer!r} as {len(encoded)} tokens, but a judge reads "
-                "Yes against No at one position. Use a model whose tokenizer has both, such as Qwen2.5-VL."
-            )
-        ids += encoded
-    return ids[0], ids[1]
+    yes, no = (tokenizer.encode(answer, add_special_tokens=False) for answer in ("Yes", "No"))
+    if len(yes) != 1 or len(no) != 1:
+        raise ValueError(
+            f"{type(tokenizer).__name__} encodes 'Yes' as {len(yes)} tokens and 'No' as {len(no)}, but a judge reads each "
+            "at one position. Use a model whose tokenizer has both, such as Qwen2.5-VL."
+        )
+    return yes[0], no[0]
 
 
 def digit_tokens(tokenizer: PreTrainedTokenizerBase, scale: int) -> dict[str, int]:
@@ -536,9 +530,7 @@ def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
             f"Set `base_model_name_or_path` in the adapter_config.json of {model!r}: it names no base model."
         )
     base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-    if config.revision is not None:
-        base_kwargs["revision"] = config.revision
-    return base, base_kwargs, True
+    return base, base_kwargs if config.revision is None else {**base_kwargs, "revision": config.revision}, True
 
 
 def _check_loading(model: str, info: dict) -> None:
@@ -554,11 +546,9 @@ def _check_loading(model: str, info: dict) -> None:
 
 def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:
     """Rename layers or weights of adapters that were trained before transformers 4.52."""
-    names = list(names)
-    if model_type in _ENCODED_IMAGES:
-        for old, new in _OLD_LAYERS.items():
-            names = [re.sub(old, new, name) for name in names]
-    return names
+    for old, new in _OLD_LAYERS.items() if model_type in _ENCODED_IMAGES else ():
+        names = [re.sub(old, new, name) for name in names]
+    return list(names)
 
 
 def has_processor(model: str, **hub_kwargs) -> bool:

@@ -109,11 +109,11 @@ REWARDS = [
             "with torch.autocast(self.device.type):\n            for indices",
         ),
         ('"padding_side": "left"', '"padding_side": "right"'),
-        ("/ count for count in counts]", "/ len(counts) for count in counts]"),
+        ("/ len(pairs) for pairs in sets]", "/ len(sets) for pairs in sets]"),
         ("pairs, prompts) if symmetric else", "pairs, prompts) if not symmetric else"),
         (
-            "for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]",
-            "for _ in range(max(counts, default=0)) for prompt in prompts][: sum(counts)]",
+            "for prompt, pairs in zip(prompts, sets, strict=True) for _ in pairs]",
+            "for _ in range(max(map(len, sets), default=0)) for prompt in prompts][: sum(map(len, sets))]",
         ),
     ),
     *_mutants(
