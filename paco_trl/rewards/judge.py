@@ -157,9 +157,7 @@ def yes_probability(
 def digits_of(scale: int) -> list[str]:
     """Return the numbers that a judge rates with, 0 to `scale`, each of which must be one digit."""
     if scale not in range(1, 10):
-        raise ValueError(
-            f"`scale` is {scale!r}, but must be 1 to 9: the first token of an answer cannot tell 1 from 10."
-        )
+        raise ValueError(f"`scale` is {scale!r}, but must be 1 to 9: the first token cannot tell 1 from 10.")
     return [str(number) for number in range(scale + 1)]
 
 
@@ -319,12 +317,12 @@ class ServedJudge:
             if not isinstance(failure, NoAnswerError) or failure.kind == "unavailable":
                 raise JudgeUnavailableError(
                     f"No judge answers at {self.base_url} ({str(failure) or f'timeout after {seconds:g} seconds'}). Start "
-                    "one with `paco-trl serve` and wait until vLLM says that it has started, or correct the address."
+                    "one with `paco-trl serve` and wait until vLLM has started, or correct the address."
                 ) from None
             raise JudgeUnavailableError(
-                f"{self.name} cannot be used as a judge. Asked '{question}' about two images, it gave no score "
-                f"({failure}). A judge must answer {'Yes or No' if scale is None else 'a digit'} first, and its server "
-                f"must return the log-probabilities of {TOP_LOGPROBS} tokens (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
+                f"{self.name} gave no score to '{question}' ({failure}). A judge must answer "
+                f"{'Yes or No' if scale is None else 'a digit'} first, and its server return {TOP_LOGPROBS} "
+                f"log-probabilities (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
             ) from None
 
     async def _query_all(
@@ -379,10 +377,8 @@ class ServedJudge:
             async with asyncio.timeout(min(self.timeout, max(self.time_budget / 10, 5.0))):
                 await self._client.complete(self._test_body(plain_question()), max_retries=0)
         except (NoAnswerError, TimeoutError) as failure:
-            raise JudgeUnavailableError(
-                f"{self.name} has not answered for {self.time_budget:g} seconds (`time_budget`): {str(failure) or 'timeout'}. "
-                "Is it still running?"
-            ) from None
+            waited = f"{self.time_budget:g} seconds (`time_budget`): {str(failure) or 'timeout'}"
+            raise JudgeUnavailableError(f"{self.name} has not answered for {waited}. Is it still running?") from None
 
     # ---- Requests ----
 

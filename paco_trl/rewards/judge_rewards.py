@@ -122,9 +122,9 @@ def chosen_pairs(count: int, max_pairs: int | None, seed: int, prompt: str) -> l
     return [pairs[index] for index in sorted(chosen.tolist())]
 
 
-def criteria_weights(criteria: dict[str, dict[str, str]]) -> dict[str, float]:
+def criteria_weights(criteria: Any) -> dict[str, float]:
     """Return the weight of each criterion's question in a mean over dimensions of means over their criteria."""
-    dimensions = [list(texts.values()) for texts in criteria.values() if texts]
+    dimensions = [list(texts.values()) for texts in criteria_dict(criteria).values()]
     weights: dict[str, float] = {}
     for texts in dimensions:
         for question in map(criterion_question, texts):
@@ -210,9 +210,7 @@ class ConsistencyReward(JudgedReward):
         for index, (prompt, panels, text) in enumerate(zip(prompts, panel_images, texts, strict=True)):
             pairs = chosen_pairs(len(panels), self.max_pairs, self.seed, prompt)
             pairs = both_orders(pairs) if self.symmetric else pairs
-            weights = (
-                {theme_question(text): 1.0} if self.question == "theme" else criteria_weights(criteria_dict(text))
-            )
+            weights = {theme_question(text): 1.0} if self.question == "theme" else criteria_weights(text)
             if not weights:
                 raise ValueError(f"`criteria` of image {index} has no text. Use `question='theme'`, or fill it.")
             questions.append(
@@ -378,5 +376,4 @@ def _shrunk(source: Image.Image) -> Image.Image:
     factor = math.sqrt(_MAX_SOURCE_PIXELS / (source.width * source.height))
     if factor >= 1:
         return source
-    width, height = (max(1, int(side * factor)) for side in source.size)
-    return source.resize((width, height), Image.Resampling.LANCZOS)
+    return source.resize([max(1, int(side * factor)) for side in source.size], Image.Resampling.LANCZOS)

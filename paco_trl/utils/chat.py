@@ -57,9 +57,7 @@ class ChatClient:
 
         host = check_base_url(base_url)
         if max_concurrency < 1 or not timeout > 0:
-            raise ValueError(
-                f"`max_concurrency` is {max_concurrency} and `timeout` {timeout}: one of them is too small."
-            )
+            raise ValueError(f"`max_concurrency` is {max_concurrency} and `timeout` {timeout}: one is too small.")
         self.base_url, self.model, self.max_concurrency = base_url, model, max_concurrency
         self.name = f"{model} at {base_url}"
         self._key, self._key_remedy, self._unavailable = api_key or _NO_KEY, key_remedy, unavailable
@@ -84,10 +82,7 @@ class ChatClient:
         """Start a coroutine on the client's event loop."""
         if self._openai.is_closed() or os.getpid() != self._process:
             coroutine.close()
-            raise RuntimeError(
-                f"The client of {self.name} was closed, or made in another process, whose connections cannot be used in this "
-                "one. Create another here."
-            )
+            raise RuntimeError(f"The client of {self.name} was closed, or made in another process. Create another.")
         return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
 
     def run(self, coroutine: Coroutine) -> Any:
@@ -111,10 +106,8 @@ class ChatClient:
         with self._failures():
             names = [model.id for model in (await self._client(max_retries).models.list()).data]
         if self.model not in names:
-            raise self._unavailable(
-                f"{self.base_url} has no model {self.model!r}. It has: {', '.join(names) or 'none'}. Use one of them "
-                "as `model`."
-            )
+            found = ", ".join(names) or "none"
+            raise self._unavailable(f"{self.base_url} has no model {self.model!r}. It has: {found}. Use one of them.")
 
     async def complete(self, body: dict[str, Any], max_retries: int | None = None) -> "ChatCompletion":
         """Send a query; a temporary failure is retried by openai's client."""
@@ -133,12 +126,11 @@ class ChatClient:
         try:
             yield
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            raise self._unavailable(
-                f"{self.base_url} refuses the key ({self._describe(error)}). {self._key_remedy}"
-            ) from None
+            problem = f"{self.base_url} refuses the key ({self._describe(error)})"
+            raise self._unavailable(f"{problem}. {self._key_remedy}") from None
         except openai.NotFoundError as error:
-            problem = f"has no model {self.model!r} for chat ({self._describe(error)})"
-            raise self._unavailable(f"{self.base_url} {problem}. Correct the name or the address.") from None
+            problem = f"{self.base_url} has no model {self.model!r} for chat ({self._describe(error)})"
+            raise self._unavailable(f"{problem}. Correct the name or the address.") from None
         except openai.APIStatusError as error:
             may_pass = error.status_code in (408, 409, 429) or error.status_code >= 500
             raise NoAnswerError("unavailable" if may_pass else "refused", self._describe(error)) from None
@@ -151,9 +143,8 @@ class ChatClient:
 
     def _describe(self, error: Any) -> str:
         # Some servers send the request back
-        text = re.sub(
-            r"data:image/\S+", "data:image/...", str(error).removeprefix(f"Error code: {error.status_code} - ")
-        )
+        text = str(error).removeprefix(f"Error code: {error.status_code} - ")
+        text = re.sub(r"data:image/\S+", "data:image/...", text)
         return f"HTTP {error.status_code}: {text if self._key == _NO_KEY else text.replace(self._key, '***')}"[:300]
 
 
@@ -219,8 +210,8 @@ class ChatEndpoint(ChatClient):
             key, remedy = os.environ.get(api_key_variable, "").strip(), f"It is that of {api_key_variable}."
             if not key.isascii() or not key.isprintable() or not key:
                 raise ValueError(
-                    f"The environment variable {api_key_variable!r} (`api_key_variable`) is not set, or does not hold a "
-                    "key. Set it to the key; the argument is the name of the variable, not the key itself."
+                    f"The environment variable {api_key_variable!r} (`api_key_variable`: its name, not the key) is not set, "
+                    "or does not hold a key."
                 )
         super().__init__(base_url, model, key, max_concurrency, timeout, max_retries, remedy)
 
