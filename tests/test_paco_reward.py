@@ -6,7 +6,7 @@ import importlib.util
 import json
 import shutil
 from contextlib import contextmanager
-from itertools import combinations
+from itertools import combinations, groupby
 
 import numpy as np
 import pytest
@@ -60,25 +60,26 @@ def spread(scores):
 
 
 @contextmanager
-def calls_of(module):
-    """Arguments of each forward of a module: positional ones, named ones, and what it returns."""
+def calls_of(module, read=lambda args, kwargs: kwargs):
+    """What is read of the arguments of each forward of a module."""
     calls = []
-    handle = module.register_forward_hook(
-        lambda module, args, kwargs, output: calls.append((args, kwargs, output)), with_kwargs=True
+    hook = module.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(read(args, kwargs)), with_kwargs=True
     )
     try:
         yield calls
     finally:
-        handle.remove()
+        hook.remove()
 
 
-@contextmanager
 def patches_of(judge):
     """Number of patches in each forward of the vision tower."""
-    with calls_of(judge.model.model.visual) as calls:
-        patches = []
-        yield patches
-        patches += [len(args[0] if args else kwargs["hidden_states"]) for args, kwargs, _ in calls]
+    return calls_of(judge.model.model.visual, lambda args, kwargs: len(args[0] if args else kwargs["hidden_states"]))
+
+
+def rows_of(judge):
+    """Shape (rows, tokens) of each forward of the language model."""
+    return calls_of(judge._network.model.language_model, lambda args, kwargs: tuple(kwargs["inputs_embeds"].shape[:2]))
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +132,11 @@ class TestScore:
         monkeypatch.setattr(other, "_takes_encoded_images", encoded)
         with calls_of(judge.model) as calls:
             assert other.score(pairs, questions) == close(expected)
-        assert all(("pixel_values" in kwargs) != encoded for _, kwargs, _ in calls)
-        rows = [len(kwargs["input_ids"]) for _, kwargs, _ in calls]
+        assert all(("pixel_values" in kwargs) != encoded for kwargs in calls)
+        rows = [len(kwargs["input_ids"]) for kwargs in calls]
         assert sum(rows) == 7 and len(rows) == -(-7 // batch_size) and max(rows) == min(batch_size, 7)
         # The mates did have an effect to be kept out: rows are padded
-        assert batch_size == 1 or any(not kwargs["attention_mask"].all() for _, kwargs, _ in calls)
+        assert batch_size == 1 or any(not kwargs["attention_mask"].all() for kwargs in calls)
 
     def test_surrounding_autocast_does_not_change_the_scores(self, judge, pairs, questions):
         scores = judge.score(pairs, questions)
@@ -232,20 +233,6 @@ def shared():
     return pairs, [QUESTIONS[index] for index in (0, 2, 1, 0, 0, 2, 1, 2)]
 
 
-@contextmanager
-def rows_of(judge):
-    """Shape (rows, tokens) of each forward of the language model."""
-    with calls_of(judge._network.model.language_model) as calls:
-        rows = []
-        yield rows
-        rows += [tuple(kwargs["inputs_embeds"].shape[:2]) for _, kwargs, _ in calls]
-
-
-def tokens_before_an_image(processor):
-    text = processor.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}], tokenize=False)
-    return len(processor.tokenizer(text[: text.index("<|image_pad|>")]).input_ids)
-
-
 class TestSharedBeginnings:
     """Pairs of a batch with the same first image: the language model reads what they begin with once."""
 
@@ -269,10 +256,16 @@ class TestSharedBeginnings:
         with rows_of(judge) as rows, patches_of(judge) as patches:
             assert judge.score(pairs, questions) == close(expected)
         # 56 x 56 pixels are four tokens; between two images are the end of the one and the start of the other
-        first, second = tokens_before_an_image(reference[1]) + 4, 2 + 4
-        (whole,) = {length for _, length in rows_of_copies(judge, pairs, questions, expected)}
-        assert rows == [(3, first), (6, second), (18, whole - first - second)]
+        processor = reference[1]
+        text = processor.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}], tokenize=False)
+        before = processor.tokenizer(text[: text.index("<|image_pad|>")]).input_ids
+        first, second = len(before) + 4, 2 + 4
         assert patches == [4 * 16]
+        copies = [(first.copy(), second.copy()) for first, second in pairs]  # no image is the same as another's
+        with rows_of(judge) as rows_of_copies:
+            assert judge.score(copies, questions) == close(expected)
+        (whole,) = {length for _, length in rows_of_copies}
+        assert rows == [(3, first), (6, second), (18, whole - first - second)]
 
     @pytest.mark.parametrize("batch_size", [5, 40])
     def test_of_questions_and_images_of_different_sizes(self, judge, all_questions, batch_size):
@@ -283,15 +276,8 @@ class TestSharedBeginnings:
             scores = judge.score([pairs[index] for index in order], [questions[index] for index in order])
         assert scores == close([expected[index] for index in order])
         # What is not shared comes behind a cache, with padding that the mask leaves out
-        assert all("past_key_values" in kwargs for _, kwargs, _ in calls) and len(calls) == -(-24 // batch_size)
-        assert any(not kwargs["attention_mask"].all() for _, kwargs, _ in calls)
-
-
-def rows_of_copies(judge, pairs, questions, expected):
-    """Shapes in the language model when no image is the same as another's."""
-    with rows_of(judge) as rows:
-        assert judge.score([(first.copy(), second.copy()) for first, second in pairs], questions) == close(expected)
-    return rows
+        assert all("past_key_values" in kwargs for kwargs in calls) and len(calls) == -(-24 // batch_size)
+        assert any(not kwargs["attention_mask"].all() for kwargs in calls)
 
 
 class TestOrderForSharing:
@@ -302,17 +288,12 @@ class TestOrderForSharing:
         images = [pair for pair in combinations("abcdef", 2) for _ in range(4)]
         images = [images[index] for index in draws.permutation(len(images))]
         prompts = ["?" * int(draws.integers(1, 99)) for _ in images]
-        ordered = [images[index] for index in order_for_sharing(images, prompts)]
-        assert sorted(ordered) == sorted(images) and ordered != images
-
-        def runs(keys):
-            return 1 + sum(one != other for one, other in zip(keys, keys[1:], strict=False))
-
-        assert runs(ordered) == 15 and runs([first for first, _ in ordered]) == 5
-        by_length = sorted(range(len(images)), key=lambda index: len(prompts[index]))
-        assert runs([images[index] for index in by_length]) > 40  # what it is for
+        order = order_for_sharing(images, prompts)
+        assert sorted(order) == list(range(60)) != order
+        for count, num_groups in ((2, 15), (1, 5)):  # by both images, and by the first
+            assert len(list(groupby(order, key=lambda index: images[index][:count]))) == num_groups
         # Within a pair by length
-        lengths = [len(prompts[index]) for index in order_for_sharing(images, prompts)]
+        lengths = [len(prompts[index]) for index in order]
         assert all(lengths[start : start + 4] == sorted(lengths[start : start + 4]) for start in range(0, 60, 4))
 
 
@@ -532,75 +513,59 @@ class TestFromPretrained:
             hf_deepspeed.unset_hf_deepspeed_config()
 
 
-class TestHub:
+def test_of_the_hub_the_revision_is_the_adapters_alone(
+    tiny_qwen, adapter, tmp_path, pairs, questions, expected_adapted
+):
     """Repositories in the cache of the Hub, as `hf download` leaves them there."""
 
-    @pytest.fixture
-    def hub(self, tiny_qwen, adapter, tmp_path):
-        def put(name, folder, revision, commit):
-            repository = tmp_path / "hub" / f"models--org--{name}"
-            (repository / "refs").mkdir(parents=True, exist_ok=True)
-            (repository / "refs" / revision).write_text(commit)
-            return shutil.copytree(folder, repository / "snapshots" / commit)
+    def put(name, folder, revision, commit):
+        repository = tmp_path / f"models--org--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / revision).write_text(commit)
+        return shutil.copytree(folder, repository / "snapshots" / commit)
 
-        put("base", tiny_qwen, "main", "a" * 40)
-        folder = put("adapter", adapter, "v2", "b" * 40)
-        path = folder / "adapter_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/base"}))
-        for name in PROCESSOR_FILES:
-            shutil.copy(tiny_qwen / name, folder / name)
-        # What an earlier look-up leaves: there is no such file
-        (folder.parents[1] / ".no_exist" / folder.name).mkdir(parents=True)
-        (folder.parents[1] / ".no_exist" / folder.name / "config.json").touch()
-        return tmp_path / "hub"
-
-    def test_the_revision_is_the_adapters_alone(self, hub, pairs, questions, expected_adapted):
-        judge = PaCoReward.from_pretrained("org/adapter", device="cpu", cache_dir=hub, revision="v2")
-        assert judge.score(pairs, questions) == close(expected_adapted)
-        for name, revision in (("base", "v2"), ("adapter", None)):  # neither is there
-            with pytest.raises(OSError):
-                PaCoReward.from_pretrained(f"org/{name}", device="cpu", cache_dir=hub, revision=revision)
+    put("base", tiny_qwen, "main", "a" * 40)
+    folder = put("adapter", adapter, "v2", "b" * 40)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/base"}))
+    for name in PROCESSOR_FILES:
+        shutil.copy(tiny_qwen / name, folder / name)
+    # What an earlier look-up leaves: there is no such file
+    absent = folder.parents[1] / ".no_exist" / folder.name
+    absent.mkdir(parents=True)
+    (absent / "config.json").touch()
+    judge = PaCoReward.from_pretrained("org/adapter", device="cpu", cache_dir=tmp_path, revision="v2")
+    assert judge.score(pairs, questions) == close(expected_adapted)
+    for name, revision in (("base", "v2"), ("adapter", None)):  # neither is there
+        with pytest.raises(OSError):
+            PaCoReward.from_pretrained(f"org/{name}", device="cpu", cache_dir=tmp_path, revision=revision)
 
 
-class TestTrustRemoteCode:
-    @pytest.fixture
-    def folder(self, tiny_qwen, tmp_path, monkeypatch):
-        """A model with code of its own, which leaves traces."""
-        folder = shutil.copytree(tiny_qwen, tmp_path / "model")
-        # Files have the names of layers of older versions, which transformers does not change for code that is not its own
-        weights = AutoModelForImageTextToText.from_pretrained(tiny_qwen).state_dict()
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        for stem, base, module in (
-            ("own_model", "Qwen2_5_VLForConditionalGeneration", "modeling_qwen2_5_vl"),
-            ("own_processor", "Qwen2_5_VLProcessor", "processing_qwen2_5_vl"),
-        ):
-            (folder / f"{stem}.py").write_text(
-                f"from transformers.models.qwen2_5_vl.{module} import {base}\n"
-                f"open({str(tmp_path / stem)!r}, 'w').close()\n"
-                f"class Own{base}({base}):\n    pass\n"
-            )
-        for name, entries in (
-            ("config.json", {"AutoModelForImageTextToText": "own_model.OwnQwen2_5_VLForConditionalGeneration"}),
-            ("processor_config.json", {"AutoProcessor": "own_processor.OwnQwen2_5_VLProcessor"}),
-        ):
-            path = folder / name
-            path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": entries}))
-        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-        monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-        return folder
-
-    @staticmethod
-    def traces(folder):
-        return sorted(path.name for path in folder.parent.glob("own_*"))
-
-    def test_code_is_run_only_when_asked_for(self, folder, pairs, questions, expected):
-        judge = PaCoReward.from_pretrained(folder, device="cpu")
-        assert self.traces(folder) == []
-        assert type(judge.model) is Qwen2_5_VLForConditionalGeneration
-        assert type(judge.processor) is Qwen2_5_VLProcessor
-        assert judge.score(pairs, questions) == close(expected)
-        PaCoReward.from_pretrained(folder, device="cpu", trust_remote_code=True)
-        assert self.traces(folder) == ["own_model", "own_processor"]
+def test_code_is_run_only_when_asked_for(tiny_qwen, tmp_path, monkeypatch, pairs, questions, expected):
+    """A model with code of its own, which leaves traces."""
+    folder = shutil.copytree(tiny_qwen, tmp_path / "model")
+    # Files have the names of layers of older versions, which transformers does not change for code that is not its own
+    weights = AutoModelForImageTextToText.from_pretrained(tiny_qwen).state_dict()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for stem, base, module, config, auto_class in (
+        ("own_model", Qwen2_5_VLForConditionalGeneration, "modeling", "config.json", "AutoModelForImageTextToText"),
+        ("own_processor", Qwen2_5_VLProcessor, "processing", "processor_config.json", "AutoProcessor"),
+    ):
+        (folder / f"{stem}.py").write_text(
+            f"from transformers.models.qwen2_5_vl.{module}_qwen2_5_vl import {base.__name__}\n"
+            f"open({str(tmp_path / stem)!r}, 'w').close()\n"
+            f"class Own({base.__name__}):\n    pass\n"
+        )
+        path = folder / config
+        path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {auto_class: f"{stem}.Own"}}))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    judge = PaCoReward.from_pretrained(folder, device="cpu")
+    assert not list(tmp_path.glob("own_*"))
+    assert type(judge.model) is Qwen2_5_VLForConditionalGeneration and type(judge.processor) is Qwen2_5_VLProcessor
+    assert judge.score(pairs, questions) == close(expected)
+    PaCoReward.from_pretrained(folder, device="cpu", trust_remote_code=True)
+    assert sorted(path.name for path in tmp_path.glob("own_*")) == ["own_model", "own_processor"]
 
 
 class TestOtherModels:

@@ -128,7 +128,8 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/paco_reward.py",
-        f"{_JUDGE}TestFromPretrained {_JUDGE}TestHub {_JUDGE}TestTrustRemoteCode",
+        f"{_JUDGE}TestFromPretrained {_JUDGE}test_of_the_hub_the_revision_is_the_adapters_alone "
+        f"{_JUDGE}test_code_is_run_only_when_asked_for",
         ("if is_adapter and not has_processor(", "if is_adapter and has_processor("),
         ("                use_safetensors=True,\n", ""),
         ('if name not in ("revision", "subfolder")}', 'if name not in ("subfolder",)}'),
