@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 import numpy as np
 import pytest
-from datasets import Dataset, Features, Image, List, Value, load_from_disk
+from datasets import Dataset, Image, List, Value, load_from_disk
 from PIL import Image as PILImage
 from PIL import ImageStat
 from scipy.stats import kendalltau, spearmanr
@@ -26,6 +26,7 @@ from paco_trl.data import (
     rankings_to_pairs,
     theme_question,
 )
+from paco_trl.data.columns import CRITERIA_TYPE, column_types
 from paco_trl.evaluation import (
     auroc,
     bootstrap_interval,
@@ -101,40 +102,31 @@ class ColorScorer:
         return 1 - sum(abs(a - b) for a, b in zip(*means, strict=True)) / (3 * 255)
 
 
-RANKING_FEATURES = Features(
-    {
-        "reference": Image(),
-        "candidates": List(Image()),
-        "ranking": List(Value("int64")),
-        "prompt": Value("string"),
-        "criteria": List({name: Value("string") for name in ("dimension", "name", "text")}),
-        "group": Value("string"),
-        "id": Value("string"),
-    }
-)
+RANKING_FEATURES = column_types(
+    reference="image", candidates=["image"], ranking=["int64"], criteria=CRITERIA_TYPE,
+    **dict.fromkeys(("prompt", "group", "id"), "string"),
+)  # fmt: skip
 
 
 def rankings(count=8, seed=0, **columns):
     """Rankings of 4 flat candidates of a red reference; people rank at random."""
     rng = np.random.default_rng(seed)
-    rows = []
-    for index in range(count):
-        rows.append(
-            {
-                "reference": color_image(200),
-                "candidates": [color_image(int(red)) for red in rng.permutation([10, 60, 110, 160])],
-                "ranking": rng.permutation(4).tolist(),
-                "prompt": f"A fox, number {index // 2}.",
-                "criteria": [
-                    {"dimension": "style", "name": "ink", "text": f"Ink in {index}."},
-                    {"dimension": "style", "name": "line", "text": f"Lines in {index}."},
-                    {"dimension": "identity", "name": "fox", "text": f"One fox in {index}."},
-                ],
-                "group": f"g{index // 2}",
-                "id": f"row-{index}",
-            }
-        )
-    rows = [{**row, **{name: values[index] for name, values in columns.items()}} for index, row in enumerate(rows)]
+    texts = (("style", "ink", "Ink"), ("style", "line", "Lines"), ("identity", "fox", "One fox"))
+    rows = [
+        {
+            "reference": color_image(200),
+            "candidates": [color_image(int(red)) for red in rng.permutation([10, 60, 110, 160])],
+            "ranking": rng.permutation(4).tolist(),
+            "prompt": f"A fox, number {index // 2}.",
+            "criteria": [
+                {"dimension": kind, "name": name, "text": f"{text} in {index}."} for kind, name, text in texts
+            ],
+            "group": f"g{index // 2}",
+            "id": f"row-{index}",
+            **{name: values[index] for name, values in columns.items()},
+        }
+        for index in range(count)
+    ]
     return Dataset.from_list(rows, features=RANKING_FEATURES)
 
 
@@ -412,34 +404,23 @@ class TestEvaluateRankings:
         # Read back from the file the numbers are the same
         assert evaluate_rankings(QuestionScorer(None), rankings(), output_path=path) == some
 
-    def test_wrong_scores_stop_the_run_and_what_is_finished_is_kept(self, tmp_path):
+    @pytest.mark.parametrize("rest", [[None], [NAN], []])
+    def test_wrong_scores_stop_the_run_and_what_is_finished_is_kept(self, tmp_path, rest):
         class Wrong(ColorScorer):
             def score(self, images, prompts):
                 scores = super().score(images, prompts)
-                return self.wrong(scores) if len(self.calls) == 2 else scores
+                return [*scores[:-1], *rest] if len(self.calls) == 2 else scores
 
         path = tmp_path / "scores.jsonl"
-        for wrong in (
-            lambda scores: [*scores[:-1], None], lambda scores: [*scores[:-1], NAN], lambda scores: scores[:-1],
-        ):  # fmt: skip
-            scorer = Wrong()
-            scorer.wrong = wrong
-            with pytest.raises(ValueError, match="The scorer 'color' gave (no finite|7 scores)"):
-                evaluate_rankings(scorer, rankings(), output_path=path, batch_size=8)
-            assert len(path.read_text().splitlines()) == 1 + 2
-            path.unlink()
+        with pytest.raises(ValueError, match="The scorer 'color' gave (no finite|7 scores)"):
+            evaluate_rankings(Wrong(), rankings(), output_path=path, batch_size=8)
+        assert len(jsonl(path)) == 1 + 2
 
 
-EDIT_FEATURES = Features(
-    {
-        "key": List(Value("string")),
-        "instruction": Value("string"),
-        "input_image": Image(),
-        "output_images": List(Image()),
-        "task_type": Value("string"),
-        "dimension": Value("string"),
-    }
-)
+EDIT_FEATURES = column_types(
+    key=["string"], input_image="image", output_images=["image"],
+    **dict.fromkeys(("instruction", "task_type", "dimension"), "string"),
+)  # fmt: skip
 # Edits of a black image. Their red is how well they follow, their green what should have stayed and did not
 EDITS = {"a": (200, 0), "b": (100, 0), "c": (50, 100), "d": (100, 200), "e": (250, 50), "f": (10, 0), "g": (10, 0)}
 EDIT_ROWS = [
@@ -494,14 +475,13 @@ class TestEvaluateEditReward:
             "color": {"strict": 0.5, "geq": 0.5, "num_rows": 2},
             "text": {"strict": 1.0, "geq": 1.0, "num_rows": 1},
         }
-        assert following["strict"]["mean"] == following["geq"]["mean"] == 0.75
         assert following["num_rows"] == 3
-        # color 1 of 2 and a tie, text 0 of 1
-        assert dimensions["consistency"]["strict"]["mean"] == 0.25
-        assert dimensions["consistency"]["geq"]["mean"] == 0.5
-        # color 1 of 1, text 1 of 3 and a tie
-        assert dimensions["overall"]["strict"]["mean"] == pytest.approx((1 + 1 / 3) / 2)
-        assert dimensions["overall"]["geq"]["mean"] == pytest.approx((1 + 2 / 3) / 2)
+        means = {name: [values[kind]["mean"] for kind in ("strict", "geq")] for name, values in dimensions.items()}
+        assert means["prompt_following"] == [0.75, 0.75]
+        assert means["consistency"] == [0.25, 0.5]  # color 1 of 2 and a tie, text 0 of 1
+        assert means["overall"] == pytest.approx(
+            [(1 + 1 / 3) / 2, (1 + 2 / 3) / 2]
+        )  # color 1 of 1, text 1 of 3 and a tie
         assert (results["num_instances"], results["num_keys"]) == (10, 7)
         assert results["settings"]["scorer"] == "edit"
 
@@ -534,12 +514,12 @@ class TestEvaluateEditReward:
         pairs = [pair for images, _ in scorer.calls for pair in images]
         prompts = [prompt for _, prompts in scorer.calls for prompt in prompts]
         asked = [(second.getpixel((0, 0))[:2], prompt) for (_, second), prompt in zip(pairs, prompts, strict=True)]
-        expected = []
-        for key in "abcefdg":
-            instruction = "Turn it red." if key in "abcd" else "Write red."
-            expected.append((EDITS[key], edit_following_question(instruction)))
-            if key != "c":
-                expected.append((EDITS[key], edit_consistency_question(instruction)))
+        expected = [
+            (EDITS[key], question("Turn it red." if key in "abcd" else "Write red."))
+            for key in "abcefdg"
+            for question in (edit_following_question, edit_consistency_question)
+            if key != "c" or question is edit_following_question
+        ]
         assert asked == expected
         assert max(len(images) for images, _ in scorer.calls) <= 16
         assert {(first.size, second.size) for first, second in pairs} == {((8, 8), (8, 8))}  # resized to the input
