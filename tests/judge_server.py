@@ -68,24 +68,13 @@ class LoopClock:
 
 class JudgeServer:
     """
-    Args:
-        log_odds (`Callable`):
-            `(first, second, question) -> float`: logit of Yes against No, for two PIL images; or a dictionary of tokens
-            with their log-probabilities.
-        models (`list[str]`):
-            Names of the models that it has.
-        fault (`Callable`, *optional*):
-            Number of a question, from 0 -> name of a fault, or `None` for a right answer. Changeable at any time.
-        latency (`float`):
-            Seconds that an answer takes.
-        key (`str`, *optional*):
-            Key that it wants.
-        port (`int`):
-            Port; 0 is a free one.
+    `log_odds` gives, for images and a question, the logit of Yes against No, or tokens with their log-probabilities;
+    `fault`, changeable at any time, for the number of a question from 0, the name of a fault, or `None` for a right
+    answer. `latency` is the seconds that an answer takes, `key` the key that it wants, and `port` 0 a free one.
 
     The attribute `models_reply` takes the place of the list of models, `retry_after` is the header of a 429, `refuse`
-    gives the message of a 400 for the body of a question (see `REFUSALS`), `others` is the log-probability of the
-    likeliest token beside Yes and No.
+    gives the message of a 400 for the body of a question, `others` is the log-probability of the likeliest token beside
+    Yes and No.
     """
 
     def __init__(self, log_odds, models=("judge",), fault=None, latency=0.0, key=None, port=0):
@@ -107,10 +96,7 @@ class JudgeServer:
     def start(self) -> None:
         self._server = _Server(("127.0.0.1", self._port), _handler(self))
         self._port = self._server.server_port
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True
-        )
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, args=(0.005,), daemon=True).start()
 
     def stop(self) -> None:
         """Goes down as a killed server does: nobody listens, open connections break."""

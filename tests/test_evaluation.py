@@ -102,10 +102,8 @@ class ColorScorer:
         return 1 - sum(abs(a - b) for a, b in zip(*means, strict=True)) / (3 * 255)
 
 
-RANKING_FEATURES = column_types(
-    reference="image", candidates=["image"], ranking=["int64"], criteria=CRITERIA_TYPE,
-    **dict.fromkeys(("prompt", "group", "id"), "string"),
-)  # fmt: skip
+RANKING_TYPES = {"reference": "image", "candidates": ["image"], "ranking": ["int64"], "criteria": CRITERIA_TYPE}
+RANKING_FEATURES = column_types(**RANKING_TYPES, **dict.fromkeys(("prompt", "group", "id"), "string"))
 
 
 def rankings(count=8, seed=0, **columns):
@@ -417,10 +415,8 @@ class TestEvaluateRankings:
         assert len(jsonl(path)) == 1 + 2
 
 
-EDIT_FEATURES = column_types(
-    key=["string"], input_image="image", output_images=["image"],
-    **dict.fromkeys(("instruction", "task_type", "dimension"), "string"),
-)  # fmt: skip
+EDIT_TYPES = {"key": ["string"], "input_image": "image", "output_images": ["image"]}
+EDIT_FEATURES = column_types(**EDIT_TYPES, **dict.fromkeys(("instruction", "task_type", "dimension"), "string"))
 # Edits of a black image. Their red is how well they follow, their green what should have stayed and did not
 EDITS = {"a": (200, 0), "b": (100, 0), "c": (50, 100), "d": (100, 200), "e": (250, 50), "f": (10, 0), "g": (10, 0)}
 EDIT_ROWS = [

@@ -2,21 +2,23 @@
 """`protocol="published"` of ConsistencyRank and EditReward-Bench, against what the published scripts send and compute."""
 
 import io
-import json
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Image
 from PIL import Image as PILImage
 from qwen_vl_utils import process_vision_info
 from scipy.stats import kendalltau, spearmanr
 
 from paco_trl import PaCoReward
+from paco_trl.data.columns import typed_dataset
 from paco_trl.evaluation import evaluate_edit_reward, evaluate_rankings, published_tables, report_tables, save_report
 from paco_trl.evaluation.runs import RowImages
 from paco_trl.utils.images import to_rgb
+from testing_utils import jsonl
 
 
 # The whole text that the published scripts give to the model
@@ -89,55 +91,32 @@ def judge(tiny_qwen):
 def rankings():
     rng = np.random.default_rng(0)
     rows = [
-        {
-            "reference": image(rng),
-            "candidates": [image(rng, "RGBA" if index == 2 else "RGB") for _ in range(4)],
-            "ranking": rng.permutation(4).tolist(),
-            "prompt": "A fox.",
-        }
+        (image(rng), [image(rng, "RGBA" if index == 2 else "RGB") for _ in range(4)], rng.permutation(4), "A fox.")
         for index in range(10)
     ]
-    features = {"reference": Image(), "candidates": List(Image()), "ranking": List(Value("int64"))}
-    return Dataset.from_list(rows, features=Features({**features, "prompt": Value("string")}))
+    return typed_dataset(rows, reference="image", candidates=["image"], ranking=["int64"], prompt="string")
 
 
 @pytest.fixture(scope="module")
 def edits():
     rng = np.random.default_rng(2)
-    rows = [
-        {
-            "key": [f"{dimension}-{index}-{side}" for side in "ab"],
-            "instruction": "Add a hat",
-            "input_image": image(rng),
-            "output_images": [image(rng, "RGBA" if index == 1 else "RGB"), image(rng)],
-            "task_type": "subject-add",
-            "dimension": dimension,
-        }
-        for dimension in ("prompt_following", "consistency", "overall")
-        for index in range(4)
-    ]
-    features = {"key": List(Value("string")), "output_images": List(Image()), "input_image": Image()}
-    names = ("instruction", "task_type", "dimension")
-    return Dataset.from_list(rows, features=Features({**features, **{name: Value("string") for name in names}}))
-
-
-def records_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    rows = []
+    for kind in ("prompt_following", "consistency", "overall"):
+        for index in range(4):
+            keys = [f"{kind}-{index}-{side}" for side in "ab"]
+            images = image(rng), [image(rng, "RGBA" if index == 1 else "RGB"), image(rng)]
+            rows.append((keys, "Add a hat", "subject-add", kind, *images))
+    types = dict.fromkeys(("instruction", "task_type", "dimension"), "string")
+    return typed_dataset(rows, key=["string"], **types, input_image="image", output_images=["image"])
 
 
 def test_consistency_rank_item_by_item(judge, rankings, tmp_path):
     results = evaluate_rankings(judge, rankings, output_path=tmp_path / "scores.jsonl", protocol="published")
-    expected = [
-        [
-            share_of_yes(top_20(judge, row["reference"], candidate, PLAIN), ["Yes"], ["No"])
-            for candidate in row["candidates"]
-        ]
-        for row in rankings
-    ]
-    flat = [score for of_row in expected for score in of_row]
+    listed = [[top_20(judge, row["reference"], each, PLAIN) for each in row["candidates"]] for row in rankings]
+    expected = [[share_of_yes(tokens, ["Yes"], ["No"]) for tokens in of_row] for of_row in listed]
+    flat = list(chain(*expected))
     assert 0.0 in flat and 1.0 in flat and any(0.01 < score < 0.99 for score in flat)  # all three kinds are there
-    records = records_of(tmp_path / "scores.jsonl")
-    for record, scores, row in zip(records, expected, rankings, strict=True):
+    for record, scores, row in zip(jsonl(tmp_path / "scores.jsonl")[1:], expected, rankings, strict=True):
         assert record["scores"] == pytest.approx(scores, abs=1e-5)
         order = sorted(range(4), key=lambda index, scores=scores: (scores[index], index))[::-1]
         assert record["metrics"]["kendall_tau"] == pytest.approx(kendalltau(order, row["ranking"]).statistic)
@@ -145,34 +124,27 @@ def test_consistency_rank_item_by_item(judge, rankings, tmp_path):
         assert record["metrics"]["accuracy"] == np.mean(np.array(order) == row["ranking"])
     assert results["settings"]["protocol"] == "published" and results["settings"]["template"] == "plain"
     assert results["num_ties"] == sum(len(set(scores)) < 4 for scores in expected) > 0
-    neither = sum(
-        not {"Yes", "No"} & set(top_20(judge, row["reference"], candidate, PLAIN))
-        for row in rankings
-        for candidate in row["candidates"]
-    )
-    assert results["num_unanswered"] == neither > 0
+    assert results["num_unanswered"] == sum(not {"Yes", "No"} & set(tokens) for tokens in chain(*listed)) > 0
 
     # Twin: the same question by the protocol of this package has neither labels nor a limit of 20 tokens
     default = evaluate_rankings(judge, rankings, "plain", tmp_path / "default.jsonl")
     assert default["num_ties"] == default["num_unanswered"] == 0
-    assert [record["scores"] for record in records_of(tmp_path / "default.jsonl")] != [
+    assert [record["scores"] for record in jsonl(tmp_path / "default.jsonl")[1:]] != [
         pytest.approx(scores, abs=1e-2) for scores in expected
     ]
 
 
 def test_edit_reward_bench_item_by_item(judge, edits, tmp_path):
     results = evaluate_edit_reward(judge, edits, output_path=tmp_path / "scores.jsonl", protocol="published")
-    found = {record["key"]: record["scores"] for record in records_of(tmp_path / "scores.jsonl")}
+    found = {record["key"]: record["scores"] for record in jsonl(tmp_path / "scores.jsonl")[1:]}
     yes, no = ("yes", "Yes", "YES", "y", "Y"), ("no", "No", "NO", "n", "N")
     by_one_word, ties = [], 0
     for row in edits:
         of_images = []
         for key, output in zip(row["key"], row["output_images"], strict=True):
             pair = row["input_image"], output.convert("RGB").resize(row["input_image"].size)
-            tokens = {
-                "prompt_following": top_20(judge, *pair, FOLLOWS),
-                "consistency": top_20(judge, *pair, CONSISTENT),
-            }
+            questions = {"prompt_following": FOLLOWS, "consistency": CONSISTENT}
+            tokens = {name: top_20(judge, *pair, question) for name, question in questions.items()}
             expected = {name: share_of_yes(listed, yes, no) for name, listed in tokens.items()}
             for name, score in found[key].items():
                 assert score == pytest.approx(expected[name], abs=1e-5)
