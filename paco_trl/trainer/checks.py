@@ -37,10 +37,9 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
     check_is_dataset(dataset, "train_dataset")
     rows, layout = PromptRows(dataset, args, "the dataset"), args.round_plan
     if (count := len(rows.calls)) < layout.num_prompts:
-        raise ValueError(
-            f"The dataset has {count} prompt(s), but a round takes {layout.num_prompts} different ones: {layout.describe()} "
-            f"Set `num_prompts_per_generation` to at most {count}, or add prompts."
-        )
+        problem = f"a round takes {layout.num_prompts} different ones: {layout.describe()}"
+        cure = f"Set `num_prompts_per_generation` to at most {count}, or add prompts"
+        raise ValueError(f"The dataset has {count} prompt(s), but {problem} {cure}.")
     check_columns(rewards.functions, rows.dataset, "the dataset")
     # An instruction is often repeated, with other source images or references
     if rows.sources is rows.references is None and (repeated := describe_repeated(rows.prompts)) is not None:
@@ -55,10 +54,8 @@ def check_eval_datasets(
     datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
     datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
     if not datasets and (args.eval_strategy != "no" or args.eval_on_start):
-        raise ValueError(
-            f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}, but there is no "
-            "`eval_dataset`. Pass one, or switch them off."
-        )
+        problem = f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}"
+        raise ValueError(f"{problem}, but there is no `eval_dataset`. Pass one, or switch them off.")
     if datasets:
         names, logged = metric_names(rewards.names), tuple(f"{name}/" for name in rewards.names)  # `log_metric`
         check_best_metric(args, names, eval_dataset if isinstance(eval_dataset, dict) else (), logged)
@@ -103,15 +100,12 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
     batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
     for option, size in batches.items():
         if most is not None and size > most:
-            raise ValueError(
-                f"`{option}` is {size}, but {type(family).__name__} generates at most {most} with "
-                f"{type(pipeline).__name__}. Set it to {most}{' and `branch_size=1`' if args.branch_size > 1 else ''}."
-            )
+            also = " and `branch_size=1`" if args.branch_size > 1 else ""
+            limit = f"{type(family).__name__} generates at most {most} with {type(pipeline).__name__}"
+            raise ValueError(f"`{option}` is {size}, but {limit}. Set it to {most}{also}.")
         if size > 1 and rows.is_anchored and not family.batches_sources:
-            raise ValueError(
-                f"`{option}` is {size} and `panel_generation` 'anchored': with {type(pipeline).__name__} the images of a "
-                "batch share their source images, but the first panel is that of one set alone. Set it to 1."
-            )
+            problem = f"images of a batch share their source images with {type(pipeline).__name__}"
+            raise ValueError(f"`{option}` is {size} and `panel_generation` 'anchored', but {problem}. Set it to 1.")
     if args.num_generations % layout.rollout_batch_size == 0:
         return
     if len(sizes) > 1:
@@ -122,10 +116,8 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
         reason = f"{type(pipeline).__name__} encodes prompts to different lengths"
     else:
         return
-    raise ValueError(
-        f"{reason}, so a batch must not cross prompts: `{layout.rollout_batch_option}` ({layout.rollout_batch_size}) "
-        f"must divide `num_generations` ({args.num_generations})."
-    )
+    rule = f"`{layout.rollout_batch_option}` ({layout.rollout_batch_size}) must divide `num_generations`"
+    raise ValueError(f"{reason}, so a batch must not cross prompts: {rule} ({args.num_generations}).")
 
 
 def _warn_of_tiles(vae: Any, rows: PromptRows) -> None:
@@ -137,9 +129,8 @@ def _warn_of_tiles(vae: Any, rows: PromptRows) -> None:
     if not getattr(vae, "use_tiling", False) or height <= tile[0] and width <= tile[1]:
         return
     logger.warning(  # https://github.com/XueZeyue/DanceGRPO/issues/117
-        f"The VAE tiles, and training images of {height} x {width} pixels are decoded in tiles of {tile[0]} x {tile[1]}: "
-        "rewards see the seams, which have spoiled training elsewhere. Do not tile (`vae_tiling`), or lower "
-        "`resolution_scale` until an image is one tile."
+        f"Training images of {height} x {width} pixels are decoded in tiles of {tile[0]} x {tile[1]}: rewards see the "
+        "seams, which have spoiled training elsewhere. Do not tile (`vae_tiling`), or lower `resolution_scale`."
     )
 
 
@@ -161,9 +152,9 @@ def offload_models(args: PaCoGRPOConfig, *runners: RewardRunner) -> dict[RewardR
         return {runner: [] for runner in runners}
     models = {runner: offloadable_models(runner.functions, args.device) for runner in runners}
     if not any(models.values()):
+        problem = f"none is a `torch.nn.Module` on the CPU or on {args.device}"
         raise ValueError(
-            "`offload_rewards=True` moves the `model` of each reward, or of its `judge`, but none is a `torch.nn.Module` "
-            f"on the CPU or on {args.device}. Unset it, or give your reward this attribute."
+            f"`offload_rewards=True` moves the `model` of rewards or their `judge`, but {problem}. Unset it."
         )
     return models
 

@@ -2,9 +2,9 @@
 """Settings of [`PaCoGRPOTrainer`]."""
 
 import copy
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from .rounds import RoundPlan, nearest_multiples, plan_round
 
 logger = get_logger(__name__)
 
-_CHOICES = {
+_CHOICES: dict[str, Sequence] = {
     "sde_type": SDE_TYPES,
     "multi_objective_aggregation": AGGREGATION_METHODS,
     "scale_rewards": ("group", "batch", "none", True, False),
@@ -54,6 +54,8 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon", "divergence_threshold"), lambda v: v > 0, "above 0"),
     (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
     (("guidance_scale",), lambda v: v >= 0, "at least 0: at 1 or below most models use none"),
+    (("noise_level",), lambda v: v > 0, "above 0 (the paper uses 0.7): without noise a step has no log-probability"),
+    (("log_tame_threshold",), lambda v: v == "mean" or v >= 0, "a number >= 0, or 'mean'"),
     (("min_reward_std",), lambda v: v is None or v >= 0, "at least 0, or None"),
     (("max_resample_times", "beta", "norm_penalty"), lambda v: v >= 0, "at least 0"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
@@ -278,18 +280,16 @@ class PaCoGRPOConfig(GRPOConfig):
     """
 
     loss_types = ("grpo", "grpo_guard", "flow_dppo")  # of this trainer
+    _ranges, _choices = _RANGES, _CHOICES
 
-    # Parameters that control the resolution
     height: int = 1024
     width: int = 1024
     resolution_scale: float = 0.5
 
-    # Parameters that control the image sets
     set_layout: str | None = None
     panel_template: str = PANEL_TEMPLATE
     panel_generation: str = "independent"
 
-    # Parameters that control the sampler
     num_inference_steps: int = 10
     num_inference_steps_eval: int = 20
     guidance_scale: float = 3.5
@@ -302,7 +302,6 @@ class PaCoGRPOConfig(GRPOConfig):
     branch_size: int = 1
     tail_steps: int | None = None
 
-    # Parameters that control the round
     num_generations: int = 16
     num_prompts_per_generation: int | None = None
     optimizer_steps_per_generation: int | None = None
@@ -314,7 +313,6 @@ class PaCoGRPOConfig(GRPOConfig):
     num_generations_eval: int = 1
     per_device_eval_batch_size: int = 1
 
-    # Parameters that control the rewards
     multi_objective_aggregation: str = "log_tamed"
     # `None` is in the type for argparse, which reads a union with it as a string: both 0.3 and "mean"
     log_tame_threshold: float | str | None = 0.2
@@ -328,7 +326,6 @@ class PaCoGRPOConfig(GRPOConfig):
     max_excluded_images: float = 0.5
     max_excluded_groups: float = 0.5
 
-    # Parameters that control the training
     learning_rate: float = 3e-4
     lr_scheduler_type: str = "constant"
     weight_decay: float = 1e-4
@@ -344,7 +341,6 @@ class PaCoGRPOConfig(GRPOConfig):
     jit_checkpoint_signals: list[str] = field(default_factory=lambda: list(SIGNALS))
     overwrite_output_dir: bool = False
 
-    # Parameters that control the memory and the kernels
     quantization: str | None = None
     offload_embeddings: bool = False
     offload_rewards: bool = False
@@ -353,11 +349,9 @@ class PaCoGRPOConfig(GRPOConfig):
     attention_backend: str | None = None
     compile_repeated_blocks: bool = False
 
-    # Parameters that control the evaluation
     eval_baseline: bool = True
     adapter_fraction: float = 1.0
 
-    # Parameters that control the logging
     logging_steps: float = 1
     log_completions: bool = True
     plot_curves: bool = True
@@ -389,10 +383,8 @@ class PaCoGRPOConfig(GRPOConfig):
         check_compiled_blocks(self)
         self._check_launcher()
         if self.world_size != num_processes:
-            raise ValueError(
-                f"This run has {self.world_size} processes, but its round was planned for WORLD_SIZE = {num_processes}. "
-                "Start it with `accelerate launch` or `torchrun`."
-            )
+            problem = f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}"
+            raise ValueError(f"{problem}. Start it with `accelerate launch` or `torchrun`.")
         self.generation_batch_size = layout.num_images
         self.num_prompts_per_generation = layout.num_prompts
         self.optimizer_steps_per_generation = layout.num_optimizer_steps
@@ -406,11 +398,8 @@ class PaCoGRPOConfig(GRPOConfig):
 
         expected = 42 if num_prompts is None else num_prompts
         if requested[2:4] == (None, None) and layout.num_prompts != expected:
-            logger.warning(
-                f"{expected} prompts x {self.num_generations} generations do not divide over {self.world_size} process(es) x "
-                f"{layout.rollout_batch_size} image(s) x {layout.num_optimizer_steps} optimizer steps: "
-                f"`num_prompts_per_generation` is rounded up to {layout.num_prompts}."
-            )
+            numbers = f"from {expected} to {layout.num_prompts}, which divides"
+            logger.warning(f"`num_prompts_per_generation` is rounded up {numbers}: {layout.describe()}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers store them."""
@@ -455,39 +444,32 @@ class PaCoGRPOConfig(GRPOConfig):
 
     def _check_launcher(self) -> None:
         if self.n_gpu > 1:
-            raise ValueError(
-                f"{self.n_gpu} GPUs are visible to a single process, which Trainer would use with `nn.DataParallel`. "
-                "Start one process for each with `accelerate launch`, or set `CUDA_VISIBLE_DEVICES`."
-            )
+            cure = "Start one for each with `accelerate launch`, or set `CUDA_VISIBLE_DEVICES`"
+            raise ValueError(f"{self.n_gpu} GPUs are visible to a single process. {cure}.")
         if self.mixed_precision != ("bf16" if self.bf16 else "no"):
-            raise ValueError(
-                f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "
-                f"{self.mixed_precision}`: weights and arithmetic would differ. Set both alike."
-            )
+            launcher = f"the launcher's configuration says `mixed_precision: {self.mixed_precision}`"
+            raise ValueError(f"`bf16` is {self.bf16}, but {launcher}. Set both alike.")
         # Parsed from a JSON string by TrainingArguments
         if (kwargs := self.activation_checkpointing_kwargs) not in (None, {}, {"use_reentrant": False}):
-            raise ValueError(
-                f"`activation_checkpointing_kwargs` is {kwargs}, but diffusers' checkpointing takes no options, and reentrant "
-                "checkpointing gives no gradients here: no input of the transformer requires one. Unset it."
-            )
+            problem = "diffusers' checkpointing takes no options, and a reentrant one has no gradients here"
+            raise ValueError(f"`activation_checkpointing_kwargs` is {kwargs}, but {problem}. Unset it.")
 
     def _check_values(self) -> None:
-        # `not` instead of a reversed comparison: it refuses NaN as well
-        for names, is_good, rule in _RANGES:
+        with suppress(TypeError, ValueError):  # "mean", or what is refused below
+            self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
+        for names, is_good, rule in self._ranges:
             for name in names:
                 value = getattr(self, name)
                 try:
                     fits = is_good(value)
                 except TypeError:  # of another type, or None
                     fits = False
-                if not fits:
+                if not fits:  # NaN is not either
                     raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
         check_arguments(self)
         if self.panel_generation == "anchored" and self.branch_size > 1:
-            raise ValueError(
-                f"`branch_size` is {self.branch_size} and `panel_generation` 'anchored', but each image of a branch has a "
-                "first panel of its own as source. Set `branch_size` to 1."
-            )
+            problem = "each image of a branch has a first panel of its own"
+            raise ValueError(f"`branch_size` is {self.branch_size}, but with 'anchored' {problem}. Set it to 1.")
         for name, of in (
             ("num_generations", "branch_size"),
             ("per_device_train_batch_size", "branch_size"),
@@ -495,46 +477,41 @@ class PaCoGRPOConfig(GRPOConfig):
         ):
             value, multiple = getattr(self, name), getattr(self, of)
             if value is not None and value % multiple != 0:
-                nearest = nearest_multiples(value, multiple)
-                raise ValueError(
-                    f"`{name}` is {value}, but with `{of}` it must be a multiple of {multiple}. {nearest}"
-                )
+                rule = f"with `{of}` it must be a multiple of {multiple}"
+                raise ValueError(f"`{name}` is {value}, but {rule}. {nearest_multiples(value, multiple)}")
         batch_size = self.per_device_rollout_batch_size or self.per_device_train_batch_size
         if self.max_resample_times and self.min_reward_std is None and self.max_reward_mean is None:
-            raise ValueError(
-                f"`max_resample_times` is {self.max_resample_times}, but no prompt is left out. Set `min_reward_std` (0 for "
-                "those with equal rewards) or `max_reward_mean`."
-            )
+            cure = "Set `min_reward_std` (0 for those with equal rewards) or `max_reward_mean`"
+            raise ValueError(f"`max_resample_times` is {self.max_resample_times}, but no prompt is left out. {cure}.")
         if self.max_resample_times and self.num_generations % batch_size:
-            raise ValueError(
-                f"`max_resample_times` generates single prompts again, but a batch of {batch_size} images would hold parts of "
-                f"several: its size must divide `num_generations` ({self.num_generations})."
-            )
+            problem = f"a batch of {batch_size} images would hold parts of several"
+            cure = f"Choose a size that divides `num_generations` ({self.num_generations})"
+            raise ValueError(f"`max_resample_times` generates single prompts again, but {problem}. {cure}.")
         steps, num_steps = round(self.adapter_fraction * self.num_inference_steps_eval), self.num_inference_steps_eval
         if 0 < self.adapter_fraction < 1 and steps in (0, num_steps):
-            raise ValueError(
-                f"`adapter_fraction` is {self.adapter_fraction}, which rounds to {steps} of {num_steps} denoising steps: "
-                f"set {steps and 1}, or a fraction that rounds to 1 to {num_steps - 1} steps."
-            )
+            problem = f"rounds to {steps} of {num_steps} denoising steps"
+            cure = f"Set {steps and 1}, or a fraction that rounds to 1 to {num_steps - 1}"
+            raise ValueError(f"`adapter_fraction` is {self.adapter_fraction}, which {problem}. {cure}.")
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)
-        for name, choices in _CHOICES.items():
+        for name, choices in self._choices.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
         check_panel_options(self.panel_template, self.panel_generation)
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
-            raise ValueError(
-                f"`scale_rewards` is {self.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group "
-                "and their sum by the batch, as in TRL. Unset it, or choose another `multi_objective_aggregation`."
-            )
+            problem = "'normalize_then_sum' scales each reward by its group and their sum by the batch, as in TRL"
+            raise ValueError(f"`scale_rewards` is {self.scale_rewards!r}, but {problem}. Unset it.")
         if self.reward_required is not None:
-            self.reward_required = [_parse_flag(value) for value in self.reward_required]
-        self.log_tame_threshold = _parse_threshold(self.log_tame_threshold)
+            words = [str(value).lower() for value in self.reward_required]
+            if not {*words} <= {"true", "false"}:
+                raise ValueError(
+                    f"`reward_required` is {self.reward_required}; it must be true or false for each reward."
+                )
+            self.reward_required = [word == "true" for word in words]  # type: ignore[misc]
         method = self.multi_objective_aggregation
         if method != "log_tamed" and self.log_tame_threshold != PaCoGRPOConfig.log_tame_threshold:
             raise ValueError(
-                f"`log_tame_threshold` is {self.log_tame_threshold!r}, which {method!r} does not use. Unset it, or set "
-                "`multi_objective_aggregation='log_tamed'`."
+                f"`log_tame_threshold` is {self.log_tame_threshold!r}, which {method!r} does not use. Unset it."
             )
         if self.reference != "initial" and not self.has_reference:
             raise ValueError("`reference` is 'base', but no loss compares with it. Set `beta` or `norm_penalty`.")
@@ -544,49 +521,25 @@ class PaCoGRPOConfig(GRPOConfig):
         """Check the stochastic steps and the loss on them."""
         last = self.num_inference_steps - 1
         if not self.sde_steps or len({*self.sde_steps} & {*range(last)}) != len(self.sde_steps):
-            raise ValueError(
-                f"`sde_steps` is {self.sde_steps}; it must name at least one step, each once, from 0 to {last - 1}: the noise of "
-                f"the last of `num_inference_steps` = {last + 1} steps would stay in the image."
-            )
+            rule = f"at least one step, each once, from 0 to {last - 1}: the noise of the last, {last}, would stay in the image"
+            raise ValueError(f"`sde_steps` is {self.sde_steps}; it must name {rule}.")
         self.sde_steps = sorted(self.sde_steps)
         if self.num_sde_steps is not None and not 1 <= self.num_sde_steps <= len(self.sde_steps):
             choice = f"{len(self.sde_steps)} steps are named in `sde_steps` ({self.sde_steps}) to choose from"
             raise ValueError(f"`num_sde_steps` is {self.num_sde_steps}, but {choice}.")
         rest = last - self.sde_steps[-1]
         if self.tail_steps is not None and not 1 <= self.tail_steps <= rest:
+            problem = f"{rest} of {last + 1} steps follow the last stochastic one, {self.sde_steps[-1]}"
             raise ValueError(
-                f"`tail_steps` is {self.tail_steps}, but {rest} of {last + 1} denoising steps follow the last stochastic "
-                f"step, {self.sde_steps[-1]}: choose from 1 to {rest}, or None for the full schedule."
+                f"`tail_steps` is {self.tail_steps}, but {problem}. Choose from 1 to {rest}, or None for all."
             )
-        if not self.noise_level > 0 or (self.sde_type == "cps" and self.noise_level > 1):
-            reason = "a step without noise has no log-probability for a policy gradient: it must be above 0"
-            limit = ", and at most 1 for 'cps'" if self.sde_type == "cps" else " (the paper uses 0.7)"
-            raise ValueError(f"`noise_level` is {self.noise_level}, but {reason}{limit}.")
+        if self.sde_type == "cps" and self.noise_level > 1:
+            raise ValueError(f"`noise_level` is {self.noise_level}; it must be at most 1 for 'cps'.")
         if self.loss_type not in self.loss_types:
-            raise ValueError(
-                f"`loss_type` is {self.loss_type!r}; it must be one of {', '.join(map(repr, self.loss_types))}: TRL's other "
-                "losses are defined on tokens, and DiffusionNFT ('nft') has its own trainer, `PaCoNFTTrainer`."
-            )
+            choices = f"{', '.join(map(repr, self.loss_types))} ('nft' and 'awm' have a trainer, `PaCoNFTTrainer`)"
+            raise ValueError(f"`loss_type` is {self.loss_type!r}; it must be one of {choices}.")
         is_dppo = self.loss_type == "flow_dppo"
         for name in ("epsilon", "epsilon_high") if is_dppo else ("divergence_threshold",):
             if (value := getattr(self, name)) != getattr(PaCoGRPOConfig, name):
                 remedy = "set `divergence_threshold`" if is_dppo else "set `epsilon`, or `loss_type='flow_dppo'`"
                 raise ValueError(f"`{name}` is {value}, which {self.loss_type!r} does not use. Unset it; {remedy}.")
-
-
-def _parse_flag(value: bool | str) -> Any:
-    if str(value).lower() not in ("true", "false"):
-        raise ValueError(f"`reward_required` has {value!r}; it must have true or false for each reward.")
-    return str(value).lower() == "true"
-
-
-def _parse_threshold(threshold: Any) -> float | str:
-    if threshold == "mean":
-        return threshold
-    try:
-        value = float(threshold)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not value >= 0:
-        raise ValueError(f"`log_tame_threshold` is {threshold!r}; it must be a number >= 0, or 'mean'.")
-    return value

@@ -63,8 +63,15 @@ class PaCoNFTConfig(PaCoGRPOConfig):
     """
 
     loss_types = ("nft", "awm")  # type: ignore[assignment]  # two instead of three
+    _ranges = (
+        *PaCoGRPOConfig._ranges,
+        (("nft_beta",), lambda v: v > 0, "above 0 (the published code: 1 and 0.1)"),
+        (("old_policy_decay_rate", "old_policy_beta"), lambda v: v >= 0, "at least 0"),
+        (("old_policy_max_decay",), lambda v: 0 <= v < 1, "from 0 to below 1"),
+        (("advantage_clip",), lambda v: v is not None, "a number, by which advantages are divided (the paper uses 5)"),
+    )
+    _choices = PaCoGRPOConfig._choices | {"loss_type": loss_types, "awm_weighting": ("ghuber", "t")}
 
-    # Parameters that control the training
     loss_type: str = "nft"
     nft_beta: float = 1.0
     num_noise_levels: int | None = None
@@ -91,31 +98,14 @@ class PaCoNFTConfig(PaCoGRPOConfig):
 
     def _refuse_fields(self) -> None:
         super()._refuse_fields()
-        if self.loss_type not in self.loss_types:
-            raise ValueError(
-                f"`loss_type` is {self.loss_type!r}; it must be 'nft' or 'awm' (others: `PaCoGRPOTrainer`)."
-            )
-        unused = (*UNUSED_FIELDS, *UNUSED_WITH[self.loss_type])
+        unused = (*UNUSED_FIELDS, *UNUSED_WITH.get(self.loss_type, ()))  # another loss is refused as a choice
         if not self.keeps_old_policy:
             unused += ("old_policy_decay_rate", "old_policy_max_decay")
         refuse_fields(self, PaCoNFTConfig, unused, _INSTEAD)
 
     def _check_objective(self) -> None:
-        """Check the loss and its old policy."""
-        if self.num_noise_levels is not None and not 1 <= self.num_noise_levels < self.num_inference_steps:
-            count = self.num_inference_steps - 1  # without the last
+        count = self.num_inference_steps - 1  # without the last
+        if self.num_noise_levels is not None and not 1 <= self.num_noise_levels <= count:
             raise ValueError(
                 f"`num_noise_levels` is {self.num_noise_levels}; it must be from 1 to {count}, one per step."
             )
-        # `not >` instead of `<=`: it refuses NaN as well
-        if not self.nft_beta > 0:
-            raise ValueError(f"`nft_beta` is {self.nft_beta}; it must be above 0 (the published code: 1 and 0.1).")
-        for name in ("old_policy_decay_rate", "old_policy_beta"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it cannot be negative.")
-        if self.awm_weighting not in ("ghuber", "t"):
-            raise ValueError(f"`awm_weighting` is {self.awm_weighting!r}; it must be 'ghuber' or 't'.")
-        if not 0 <= self.old_policy_max_decay < 1:
-            raise ValueError(f"`old_policy_max_decay` is {self.old_policy_max_decay}; it must be from 0 to below 1.")
-        if self.advantage_clip is None:
-            raise ValueError("`advantage_clip` is None, but advantages are divided by it. Set it (the paper uses 5).")

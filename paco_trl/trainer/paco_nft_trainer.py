@@ -26,7 +26,6 @@ from .losses import (
 )
 from .paco_grpo_trainer import PaCoGRPOTrainer
 from .paco_nft_config import UNUSED_FIELDS, UNUSED_WITH, PaCoNFTConfig
-from .resuming import RunCallback
 
 
 OLD_POLICY_WEIGHTS = "old_policy.safetensors"
@@ -76,10 +75,6 @@ class VelocityStatistics(StepStatistics):
         return {name: ((v * valid).sum() / count).item() for name, v in zip(self._names, rows.T[2:], strict=True)}
 
 
-class OldPolicyCallback(RunCallback):
-    """Update the old policy."""
-
-
 class PaCoNFTTrainer(PaCoGRPOTrainer):
     """
     Trainer for DiffusionNFT, proposed in [DiffusionNFT: Online Diffusion Reinforcement with Forward
@@ -124,23 +119,23 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         """The average that generates in DiffusionNFT and restrains AWM, from the start of `train()`."""
         return self.averages[OLD_POLICY_WEIGHTS]
 
+    def _old_policy_decay(self, step: int) -> float:
+        """Return the decay at the end of the last round before a step."""
+        steps = self.schedule.optimizer_steps_per_round
+        rate, maximum = self.args.old_policy_decay_rate, self.args.old_policy_max_decay
+        return nft_old_policy_decay(step // steps * steps, rate, maximum)
+
     def _ema_decays(self) -> dict[str, float]:
-        decays, args, steps = super()._ema_decays(), self.args, self.schedule.optimizer_steps_per_round
-        if args.keeps_old_policy:  # that of the last round
-            decay = nft_old_policy_decay(
-                self.state.global_step // steps * steps, args.old_policy_decay_rate, args.old_policy_max_decay
-            )
-            decays = {OLD_POLICY_WEIGHTS: decay} | decays
-        return decays
+        old = (
+            {OLD_POLICY_WEIGHTS: self._old_policy_decay(self.state.global_step)} if self.args.keeps_old_policy else {}
+        )
+        return old | super()._ema_decays()
 
-    def _add_callbacks(self) -> None:
-        super()._add_callbacks()
-        self.add_callback(OldPolicyCallback(on_step_end=self._update_old_policy))
-
-    def _update_old_policy(self) -> None:
-        """Update the old policy at the end of each round."""
-        if self.args.keeps_old_policy and self.state.global_step % self.schedule.optimizer_steps_per_round == 0:
-            self.old_policy.decay = self._ema_decays()[OLD_POLICY_WEIGHTS]
+    def _update_averages(self) -> None:
+        super()._update_averages()
+        step = self.state.global_step + 1  # which is counted after its update
+        if self.args.keeps_old_policy and step % self.schedule.optimizer_steps_per_round == 0:
+            self.old_policy.decay = self._old_policy_decay(step)
             self.old_policy.step()
 
     def _generate_round(self, *args, **recording) -> tuple[dict[int, Image.Image], list]:
