@@ -13,10 +13,10 @@ from PIL import Image
 from judge_server import JudgeServer, pictures_of
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, edit_following_question, theme_question
+from paco_trl.data.columns import criteria_list
 from paco_trl.data.questions import edit_consistency_question, reference_question
 from paco_trl.rewards import ConsistencyReward, EditReward, ReferenceReward, ServedJudge
-from paco_trl.rewards.judge import NO_SCORE
-from paco_trl.rewards.judge_rewards import chosen_pairs, criteria_weights
+from paco_trl.rewards.judge_rewards import chosen_pairs
 from paco_trl.rewards.runner import RewardRunner
 from testing_utils import noise, plain
 
@@ -69,15 +69,16 @@ THEMES = [THEME, "a cat in the rain", "three ships"]
 PROMPTS = ["first", "second", "third"]
 
 
+def run(result):
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
 def call(reward, panel_images=SETS, prompts=None, **columns):
     """Calls a reward as the trainer does, sync or async; the themes are there if nothing else is."""
     count = len(panel_images)
     columns = columns or {"theme": THEMES[:count]}
     completions = [plain(index) for index in range(count)]
-    result = reward(
-        prompts=prompts or PROMPTS[:count], completions=completions, panel_images=panel_images, rows=[2], **columns
-    )
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+    return run(reward(prompts or PROMPTS[:count], completions, panel_images=panel_images, rows=[2], **columns))
 
 
 def mean_over_pairs(score, panels, question):
@@ -156,23 +157,12 @@ class TestConsistency:
         face, fur, paint, hours = map(score, texts.values())
         by_hand = ((face + fur) / 2 + paint + (hours + fur) / 2) / 3
         assert abs(by_hand - (face + fur + paint + hours) / 4) > 1e-3  # the effect
-        as_list = [
-            {"dimension": dimension, "name": name, "text": text}
-            for dimension, texts in CRITERIA.items()
-            for name, text in texts.items()
-        ]
         with_gaps = {**CRITERIA, "style": {"paint": "It is a woodcut", "other": None}, "none": {"a": None}}
-        for criteria in (CRITERIA, as_list, with_gaps):
+        for criteria in (CRITERIA, criteria_list(CRITERIA), with_gaps):
             reward = ConsistencyReward(judge, question="criteria")
             assert call(reward, [panels], criteria=[criteria]) == close([by_hand])
         # The text that is there twice is asked once for each pair
         assert len(judge.asked) == 3 * 3 * 4
-        assert criteria_weights(CRITERIA) == {
-            criterion_question("The face is the same"): pytest.approx(1 / 6),
-            criterion_question("The fur is red"): pytest.approx(1 / 3),
-            criterion_question("It is a woodcut"): pytest.approx(1 / 3),
-            criterion_question("The time goes on"): pytest.approx(1 / 6),
-        }
 
     def test_chosen_pairs(self):
         everything = list(combinations(range(7), 2))
@@ -214,8 +204,7 @@ class TestEdit:
     INSTRUCTIONS = ["Make it blue.", "Add a hat."]
 
     def call(self, reward, sources=SOURCES, **columns):
-        result = reward(self.INSTRUCTIONS, self.EDITED, image=sources, panel_images=[[], []], **columns)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
+        return run(reward(self.INSTRUCTIONS, self.EDITED, image=sources, panel_images=[[], []], **columns))
 
     def test_is_the_square_root_of_the_product(self, any_judge):
         expected = [
@@ -231,8 +220,7 @@ class TestEdit:
     def test_several_sources_are_averaged(self, any_judge):
         alone = [self.call(EditReward(any_judge)), self.call(EditReward(any_judge), self.SOURCES[::-1])]
         several = [self.SOURCES, self.SOURCES[:1]]
-        rewards = EditReward(any_judge)(self.INSTRUCTIONS, self.EDITED, images=several)
-        rewards = asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
+        rewards = run(EditReward(any_judge)(self.INSTRUCTIONS, self.EDITED, images=several))
         assert abs(alone[0][0] - alone[1][0]) > 0.01
         assert rewards == close([(alone[0][0] + alone[1][0]) / 2, alone[1][1]])
 
@@ -295,24 +283,16 @@ class TestReference:
 
 
 class TestMetrics:
-    def metrics(self, reward, panel_images, **columns):
-        logged = {}
-        call(reward, panel_images, log_metric=logged.__setitem__, **columns)
-        return logged
-
     def test_served(self, server, served_judge):
-        faults = {0: "400", 1: "neither", 2: "400"}
-        server.fault = faults.get
+        server.fault = {0: "400", 1: "neither", 2: "400"}.get
+        logged = {}
         reward = ConsistencyReward(served_judge)
-        assert self.metrics(reward, [SETS[1]] * 2, theme=[THEME] * 2) == {
+        call(reward, [SETS[1]] * 2, log_metric=logged.__setitem__, theme=[THEME] * 2)
+        assert logged == {
             "consistency/unanswered": pytest.approx(3 / 12),
             "consistency/unanswered/refused": pytest.approx(2 / 12),
             "consistency/unanswered/undecided": pytest.approx(1 / 12),
             # Always there: the trainer averages over the calls that logged it
             "consistency/unanswered/unavailable": 0,
             "consistency/unanswered/unreadable": 0,
-        }
-        assert self.metrics(reward, SETS[1:2], theme=[THEME]) == {
-            "consistency/unanswered": 0,
-            **{f"consistency/unanswered/{kind}": 0 for kind in NO_SCORE},
         }

@@ -85,17 +85,15 @@ def brightness(image, factor):
     return ImageEnhance.Brightness(image).enhance(factor)
 
 
-COPIES = {
-    "same": lambda image: image.copy(),
-    "noise": lambda image: noisy(image, 20),
-    "jpeg": lambda image: jpeg(image, 30),
-    "brighter": lambda image: brightness(image, 1.08),
-    "darker": lambda image: brightness(image, 0.92),
-    "one pixel": lambda image: shifted(image, 1, 0),
-    "two pixels": lambda image: shifted(image, 2, -2),
-    "all of it": lambda image: jpeg(brightness(noisy(shifted(image, 2, 1), 8), 1.05), 70),
-    "half the size": lambda image: image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX),
-}
+COPIES = (
+    lambda image: noisy(image, 20),
+    lambda image: jpeg(image, 30),
+    lambda image: brightness(image, 1.08),
+    lambda image: brightness(image, 0.92),
+    lambda image: shifted(image, 2, -2),
+    lambda image: jpeg(brightness(noisy(shifted(image, 2, 1), 8), 1.05), 70),
+    lambda image: image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX),
+)
 POSES = {
     "arm": {"arm": 1.3},
     "a step": {"at": (0.6, 0.55)},
@@ -105,8 +103,8 @@ POSES = {
 }
 
 
-def duplicates(*panels):
-    (score,) = DuplicateReward()(["p"], [panels[0]], panel_images=[list(panels)])
+def duplicates(*panels, **kwargs):
+    (score,) = DuplicateReward(**kwargs)(["p"], [panels[0]], panel_images=[list(panels)])
     return score
 
 
@@ -116,7 +114,7 @@ class TestDuplicateReward:
         copies, poses = {}, {}
         for kind in [*BACKDROPS, "checker", "coloured noise"]:
             image = character(backdrop(kind, size))
-            copies[kind] = min(panel_similarity(image, copy(image)) for copy in COPIES.values())
+            copies[kind] = min(panel_similarity(image, copy(image)) for copy in COPIES)
             for name, pose in POSES.items():
                 similarity = panel_similarity(image, character(backdrop(kind, size), **pose))
                 poses[name] = max(poses.get(name, 0), similarity)
@@ -136,9 +134,9 @@ class TestDuplicateReward:
         panels = [character(scene), character(scene, at=(0.56, 0.55))]
         similarity = panel_similarity(*panels)
         assert 0.6 < similarity < 0.9
-        for threshold, expected in ((similarity, 1), (similarity / 2, (1 - similarity) / (1 - similarity / 2))):
-            scores = DuplicateReward(threshold=threshold)(["p"], panels[:1], panel_images=[panels])
-            assert scores == pytest.approx([expected])
+        assert duplicates(*panels, threshold=similarity) == pytest.approx(1)
+        expected = (1 - similarity) / (1 - similarity / 2)
+        assert duplicates(*panels, threshold=similarity / 2) == pytest.approx(expected)
 
 
 def scene(seed, size):
@@ -240,10 +238,8 @@ class TestReadability:
     @pytest.mark.parametrize(
         ("text", "recognised", "expected"),
         [
-            ("Open", "Open", 1.0),
             ("Open today", "OPEN\n to day", 1.0),
             ("Open", "", 0.0),
-            ("Open", "XYZ", 0.0),
             ("Open", "Opan", 0.75),  # one letter is another
             ("Open", "Opn", 0.75),  # one is missing
             ("Open", "Opexn", 0.75),  # one too many

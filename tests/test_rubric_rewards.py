@@ -158,12 +158,9 @@ class TestExpectedRating:
         assert expected_rating([("1", math.log(0.3)), ("1", math.log(0.3)), ("0", math.log(0.3))], 1) == close(2 / 3)
         assert expected_rating([("4", 1e-4), ("0", -9999.0)], 5) == close(0.8)
 
-    @pytest.mark.parametrize("entries", [[], [("4", -0.7)] * 3, [("4", math.nan)], [("Yes", -0.1), ("4", -2.4)]])
+    @pytest.mark.parametrize("entries", [[], [("4", -0.7)] * 3, [("4", math.nan)], [("4", math.log(0.499))]])
     def test_there_is_none(self, entries):
         assert expected_rating(entries, 5) is None
-
-    def test_half_of_the_probability(self):
-        assert expected_rating([("4", math.log(0.499))], 5) is None
         assert expected_rating([("4", math.log(0.501))], 5) == close(0.8)
 
 
@@ -178,9 +175,8 @@ class TestServed:
 
         def logprobs(*images_and_question):
             *images, question = images_and_question
-            read = inner._top_tokens
             with lock:
-                return inner._query([tuple(images)], [question], read)[0]
+                return inner._query([tuple(images)], [question], inner._top_tokens)[0]
 
         with JudgeServer(logprobs) as server:
             yield server
@@ -190,11 +186,9 @@ class TestServed:
         assert "0 to 5" in pictures_of(server.requests[0])[1] and len(server.requests) == 1  # the check
         ratings = rate_edits(served)
         assert ratings == close(rate_edits(RubricReward(inner, "unchanged")), 1e-4) and np.std(ratings) > 1e-3
-        assert len(server.requests) == 5
-        for body in server.requests[1:]:
-            images, question = pictures_of(body)
-            assert read_rubric("unchanged")[:40] in question and body["max_tokens"] == 1
-            assert len(images) == 2
+        sent = [pictures_of(body) for body in server.requests[1:]]
+        assert [len(images) for images, _ in sent] == [2] * 4
+        assert all(read_rubric("unchanged")[:40] in question for _, question in sent)
         served.judge.close()
 
     def test_a_set_is_seen_as_its_grid(self, server, inner):
@@ -221,8 +215,7 @@ class TestServed:
             __getattr__ = dict.__getitem__
 
         def read(logprobs):
-            parts = json.loads(json.dumps(completion(logprobs)), object_hook=Part)
-            return _read_rating(parts, 5)
+            return _read_rating(json.loads(json.dumps(completion(logprobs)), object_hook=Part), 5)
 
         assert read({"4": -1e-5, "Maybe": last}) == Answer(rating, None if rating else "undecided")
         full = {str(k): -12.0 for k in range(6)} | {"4": -1e-4, "Maybe": last}
@@ -237,14 +230,14 @@ def test_a_judge_that_does_not_answer_with_a_digit(tiny_qwen):
 
 
 class TestBadInput:
-    @pytest.mark.parametrize("scale", [0, 10])
-    def test_scale(self, scale):
-        with pytest.raises(ValueError, match="`scale`"):
-            RubricReward("nobody/judge", "instruction", scale=scale)
+    def test_scale(self):
+        for scale in (0, 10):
+            with pytest.raises(ValueError, match="`scale`"):
+                RubricReward("nobody/judge", "instruction", scale=scale)
 
     @pytest.mark.parametrize(
         ("text", "key"),
-        [(None, "unchanged"), ("", "{prompt}"), ("Rate 0 to {scale}", "{prompt}"), ("{prompt}", "{scale}")],
+        [(None, "unchanged"), ("Rate 0 to {scale}", "{prompt}"), ("{prompt}", "{scale}")],
     )
     def test_rubric(self, tmp_path, text, key):
         if text is not None:
@@ -294,9 +287,8 @@ class TestCommandLine:
         names = ["rubric:instruction", "redness", "rubric:unchanged", f"rubric:{tmp_path / 'mine.txt'}"]
         arguments = ScriptArguments(rewards=names, judge_model=str(folders["qwen2.5"]), judge_quantization="int8")
         first, _, second, third = load_rewards(arguments)
-        assert [each.__name__ for each in (first, second, third)] == [
-            "rubric_instruction", "rubric_unchanged", "rubric_mine",
-        ]  # fmt: skip
+        names = [each.__name__ for each in (first, second, third)]
+        assert names == ["rubric_instruction", "rubric_unchanged", "rubric_mine"]
         assert first.judge is second.judge is third.judge and "0 to 5" in third.rubric
         assert any(hasattr(weight, "__tensor_flatten__") for weight in first.judge.model.parameters())
         assert judges_of(arguments) == [(str(folders["qwen2.5"]), None)]
@@ -305,10 +297,10 @@ class TestCommandLine:
         assert evaluation[1] is load_rewards and evaluation[0].judge is evaluation[3].judge is not first.judge
         assert evaluation[0].judge.model.config.model_type == "llava" and len(judges_of(arguments)) == 2
 
-    @pytest.mark.parametrize("name", ["rubric:", "rubric"])
-    def test_unknown(self, name):
-        with pytest.raises(ValueError, match="unchanged"):
-            load_rewards(ScriptArguments(rewards=[name]))
+    def test_unknown(self):
+        for name in ("rubric:", "rubric"):
+            with pytest.raises(ValueError, match="unchanged"):
+                load_rewards(ScriptArguments(rewards=[name]))
 
     @pytest.mark.parametrize(("rubric", "key"), [("unchanged", "`image`"), ("consistency", "1 x 1")])
     def test_prompts_that_do_not_fit_are_refused_before_a_model_is_loaded(self, tmp_path, rubric, key):
