@@ -61,13 +61,12 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train") -> "
     for number, row in enumerate(dataset.select_columns(texts + images * has_files)):
         instruction, verdict, kind = (row[name] for name in texts)
         if verdict not in verdicts:
-            raise ValueError(
-                f"`{texts[1]}` of '{instruction}' in '{path}' is {verdict!r}, not {' or '.join(verdicts)}."
-            )
+            where = f"`{texts[1]}` of '{instruction}' in '{path}'"
+            raise ValueError(f"{where} is {verdict!r}, not {' or '.join(verdicts)}.")
         described, pictures = (kind, "consistency"), []
         if has_files:
-            described, pictures = (verdict, DIMENSIONS.get(kind, kind)), [row["source_image"]]
-            pictures.append([row["winner"], row["loser"]])
+            described = (verdict, DIMENSIONS.get(kind, kind))
+            pictures = [row["source_image"], [row["winner"], row["loser"]]]
         rows.append(([f"{number}/0", f"{number}/1"], instruction, *described, verdicts[verdict], *pictures))
     names = ("instruction", "task_type", "dimension")
     kinds: dict[str, Any] = {"key": ["string"], **dict.fromkeys(names, "string"), "winner": "int64"}

@@ -5,7 +5,9 @@ Evaluate judges on pairs of edits: EditReward-Bench of EditScore (https://arxiv.
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
+from itertools import compress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -190,10 +192,11 @@ def _accuracies(
     task_types, groups = [rows[place]["task_type"] for place in places], [groups[place] for place in places]
     strata = task_types if is_macro else None
     by_type = {}
-    for name in sorted(set(task_types)):
-        of_type = [number for number, task_type in enumerate(task_types) if task_type == name]
-        means = {kind: fmean(values[number] for number in of_type) for kind, values in hits.items()}
-        by_type[name] = {**means, "num_rows": len(of_type)}
+    for name, count in sorted(Counter(task_types).items()):
+        has_type = [task_type == name for task_type in task_types]
+        by_type[name] = {kind: fmean(compress(values, has_type)) for kind, values in hits.items()} | {
+            "num_rows": count
+        }
     return {
         **{kind: runs.mean_and_interval(values, groups, strata=strata) for kind, values in hits.items()},
         "num_rows": len(places),
@@ -207,7 +210,5 @@ def _score(dimension: str, scores: dict[str, float]) -> float:
     if dimension != "overall":
         return scores[dimension]
     if min(scores.values()) < 0:
-        raise ValueError(
-            f"The scores are {scores}, but a geometric mean is of scores >= 0: leave out rows of `overall`."
-        )
+        raise ValueError(f"The scores are {scores}, but a geometric mean is of scores >= 0: leave `overall` out.")
     return math.sqrt(scores["consistency"] * scores["prompt_following"])

@@ -115,15 +115,12 @@ def _expected_lines(profile: np.ndarray, count: int) -> float:
 
 
 def _extra_lines(profile: np.ndarray, count: int) -> float:
-    strengths = []
-    for parts in (2, 3, 4):
+    def faintest(parts: int) -> float:  # so that a single straight edge of the content costs nothing
         finer = count * parts
         positions = [k / finer for k in range(1, finer) if k % parts]
-        # The faintest counts, so that a single straight edge of the content costs nothing
-        strengths.append(
-            min(line_strength(profile, position, LINE_TOLERANCE / finer, *EXTRA_LINE) for position in positions)
-        )
-    return max(strengths)
+        return min(line_strength(profile, position, LINE_TOLERANCE / finer, *EXTRA_LINE) for position in positions)
+
+    return max(map(faintest, (2, 3, 4)))
 
 
 # ---- Copies ----
@@ -181,9 +178,8 @@ class DuplicateReward:
         panel_images = panels_of(panel_images, len(completions), "`DuplicateReward`")
         rewards = []
         for index, panels in enumerate(panel_images):
-            thumbnails = [
-                _thumbnail(panel, f"Panel {number} of completion {index}") for number, panel in enumerate(panels)
-            ]
+            where = f"of completion {index}"
+            thumbnails = [_thumbnail(panel, f"Panel {number} {where}") for number, panel in enumerate(panels)]
             similarities = [_similarity(first, second) for first, second in combinations(thumbnails, 2)]
             scores = [min(1.0, (1 - similarity) / (1 - self.threshold)) for similarity in similarities]
             rewards.append(sum(scores) / len(scores))

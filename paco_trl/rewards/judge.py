@@ -243,8 +243,7 @@ class ServedJudge:
             "Pass `api_key`, or set VLLM_API_KEY.",
             JudgeUnavailableError,
         )
-        self.name = self._client.name
-        self.model_name = public_name(self.model)  # for cards, without the address
+        self.name, self.model_name = self._client.name, public_name(self.model)  # for cards, without the address
         self._slots = asyncio.Semaphore(self.max_concurrency)
         self._reported: set[str] = set()  # kinds of failures that have been logged with an example
 
@@ -387,13 +386,9 @@ class ServedJudge:
         if labels is not None:
             texts = [{"type": "text", "text": label} for label in labels]
             content = [part for pair in zip(texts, content, strict=True) for part in pair]
-        return {
-            "messages": [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
-            "temperature": 0.0,
-            "max_tokens": 1,
-            "logprobs": True,
-            "top_logprobs": TOP_LOGPROBS,
-        }
+        messages = [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
+        options = {"temperature": 0.0, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
+        return {"messages": messages, **options}
 
     def _test_body(self, question: str) -> dict[str, Any]:
         images = {color: (Image.new("RGB", (112, 112), color), "A test image") for color in ("white", "black")}
