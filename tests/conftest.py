@@ -64,12 +64,9 @@ def context():
 @pytest.fixture(scope="session")
 def prompts():
     """Twelve 2x2 image-set prompts without sizes of their own."""
-    from paco_trl.data import demo_prompts_path, load_image_set_prompts
+    from testing_utils import square_prompts
 
-    dataset = load_image_set_prompts(demo_prompts_path())
-    square = [index for index, (r, c) in enumerate(zip(dataset["rows"], dataset["cols"], strict=True)) if r == c == 2]
-    assert len(square) == 12
-    return dataset.select(square).remove_columns(["height", "width"])
+    return square_prompts()
 
 
 @pytest.fixture

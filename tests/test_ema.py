@@ -20,9 +20,8 @@ from transformers import TrainerCallback
 import launching
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.checkpointing.weights import EMA, gather_weights, local_weights, trained_parameters, use_weights
-from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
-from testing_utils import SMALL_RUN, are_equal, recorded, weights_of
+from testing_utils import SMALL_RUN, are_equal, recorded, square_prompts, weights_of
 
 
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -283,8 +282,7 @@ class Look(TrainerCallback):
 
 def train_and_look(model: str, output: Path, options: dict) -> None:
     """Train, evaluate with the average, the weights and the average, save, and write down what was seen."""
-    dataset = load_image_set_prompts(demo_prompts_path()).remove_columns(["height", "width"])
-    dataset = dataset.filter(lambda row: row["rows"] == row["cols"] == 2)
+    dataset = square_prompts()
     names, series = {prompt: index for index, prompt in enumerate(dataset["prompt"])}, []
 
     def keep_images(prompts, completions, **kwargs):

@@ -24,35 +24,34 @@ from launching import CONFIGS
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, tiny
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FAMILIES, QwenImageFamily
-from testing_utils import anti_redness_reward
+from testing_utils import SMALL_RUN, anti_redness_reward
 
 
 @dataclass
 class Case:
-    """
-    A family: its tiny pipeline, its settings, the source images of a prompt, and the rounds of its training.
-
-    Source images are read at 1024 x 1024 pixels, and in training at 1/16 of it per side, as the edited image is generated.
-    """
+    """A family: its tiny pipeline, the source images of a prompt, settings, and the rounds of its training."""
 
     build: str
     num_images: int = 0
     settings: dict = field(default_factory=dict)
     rounds: int = 10
 
+    @property
+    def sizes(self) -> dict:
+        """Source images are read at 1024 x 1024 pixels, and at 1/16 of it per side in training, as images are generated."""
+        side, scale = (1024, 1 / 16) if self.num_images else (64, 1 / 2)
+        return {"height": side, "width": side, "resolution_scale": scale}
+
 
 # Where the text alone is 512 tokens
 FEW_IMAGES = {"num_generations": 4, "per_device_train_batch_size": 4}
+TRUE_GUIDANCE = {"guidance_scale": 4.0, "negative_prompt": " "}
 CASES = {
     "kontext": Case("build_tiny_flux_kontext", 1, {"guidance_scale": 2.5, "num_generations": 16}),
-    "qwen-image": Case("build_tiny_qwen_image", 0, {"guidance_scale": 4.0, "negative_prompt": " "}),
-    "qwen-image-edit": Case("build_tiny_qwen_image_edit", 1, {"guidance_scale": 4.0, "negative_prompt": " "}),
-    "qwen-image-edit-plus": Case(
-        "build_tiny_qwen_image_edit_plus", 2, {"guidance_scale": 4.0, "negative_prompt": " "}
-    ),
-    "qwen-image-2.1": Case(
-        "build_tiny_qwen_image_21", 1, {"guidance_scale": 4.0, "negative_prompt": " ", "learning_rate": 5e-3}
-    ),
+    "qwen-image": Case("build_tiny_qwen_image", 0, TRUE_GUIDANCE),
+    "qwen-image-edit": Case("build_tiny_qwen_image_edit", 1, TRUE_GUIDANCE),
+    "qwen-image-edit-plus": Case("build_tiny_qwen_image_edit_plus", 2, TRUE_GUIDANCE),
+    "qwen-image-2.1": Case("build_tiny_qwen_image_21", 1, TRUE_GUIDANCE | {"learning_rate": 5e-3}),
     "longcat-image": Case("build_tiny_longcat_image", 0, {"guidance_scale": 4.0, **FEW_IMAGES}, rounds=6),
     "longcat-image-edit": Case("build_tiny_longcat_image_edit", 1, {"guidance_scale": 4.0, **FEW_IMAGES}, rounds=6),
     "ovis-image": Case("build_tiny_ovis_image", 0, {"guidance_scale": 5.0}, rounds=8),
@@ -88,29 +87,17 @@ def make_dataset(num_images: int) -> Dataset:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_family(name, make_trainer, tmp_path):
+def test_family(name, make_small, tmp_path):
     case = CASES[name]
     folder = getattr(tiny, case.build)(tmp_path / "tiny")
-    side, scale = (1024, 1 / 16) if case.num_images else (64, 1 / 2)
 
     def train(reward, name):
-        trainer = make_trainer(
-            model=str(folder),
-            reward_funcs=reward,
-            train_dataset=make_dataset(case.num_images),
-            peft_config=LoraConfig(r=8, lora_alpha=16, init_lora_weights="gaussian"),
-            output_dir=str(tmp_path / name),
-            height=side,
-            width=side,
-            resolution_scale=scale,
-            num_prompts_per_generation=2,
-            gradient_checkpointing=False,
-            sde_steps=[1, 2],
-            optimizer_steps_per_generation=1,
-            max_steps=case.rounds,
-            lr_scheduler_type="constant",  # the last of few rounds change something too
-            **{"num_generations": 8, "per_device_train_batch_size": 8, "learning_rate": 2e-2, **case.settings},
-        )
+        settings = {"num_generations": 8, "per_device_train_batch_size": 8, "learning_rate": 2e-2, **case.settings}
+        trainer = make_small(
+            model=str(folder), reward_funcs=reward, train_dataset=make_dataset(case.num_images),
+            peft_config=LoraConfig(r=8, lora_alpha=16, init_lora_weights="gaussian"), output_dir=str(tmp_path / name),
+            sde_steps=[1, 2], optimizer_steps_per_generation=1, max_steps=case.rounds, **case.sizes, **settings,
+        )  # fmt: skip
         trainer.train()
         rounds = [entry for entry in trainer.state.log_history if "reward" in entry]
         assert len(rounds) == case.rounds
@@ -177,39 +164,18 @@ class Gradients(TrainerCallback):
 
 def short_run(case: Case, folder: Path, output: Path, **kwargs) -> tuple[PaCoGRPOTrainer, Gradients]:
     """A trainer for two optimizer steps of four micro-batches, on one process."""
-    gradients = Gradients()
-    settings = {"num_generations": 4, "per_device_train_batch_size": 2, "peft_config": LoraConfig(r=2), **kwargs}
-    peft_config = settings.pop("peft_config")
-    allowed = ("guidance_scale", "negative_prompt", "detach_unconditional")
-    settings |= {name: value for name, value in case.settings.items() if name in allowed}
-    args = PaCoGRPOConfig(
-        output_dir=str(output),
-        use_cpu=True,
-        ddp_backend="gloo" if "RANK" in os.environ else None,
-        bf16=False,
-        height=1024 if case.num_images else 64,
-        width=1024 if case.num_images else 64,
-        resolution_scale=1 / 16 if case.num_images else 1 / 2,
-        num_prompts_per_generation=2,
-        num_inference_steps=4,
-        sde_steps=[1],
-        optimizer_steps_per_generation=1,
-        max_steps=2,
-        max_grad_norm=0.0,  # gradients as they are
-        report_to="none",
-        save_strategy="no",
-        log_completions=False,
-        disable_tqdm=True,
-        **settings,
-    )
+    gradients, allowed = Gradients(), ("guidance_scale", "negative_prompt", "detach_unconditional")
+    settings = SMALL_RUN | case.sizes | {name: case.settings[name] for name in allowed if name in case.settings}
+    settings |= {
+        "num_generations": 2, "num_prompts_per_generation": 2, "per_device_train_batch_size": 1, "sde_steps": [0],
+        "num_inference_steps": 2, "optimizer_steps_per_generation": 1, "max_grad_norm": 0.0,  # gradients as they are
+        "ddp_backend": "gloo" if "RANK" in os.environ else None,
+    }  # fmt: skip
+    peft_config = kwargs.pop("peft_config", LoraConfig(r=2))
     trainer = PaCoGRPOTrainer(
-        str(folder),
-        redness_reward,
-        args,
-        make_dataset(case.num_images),
-        callbacks=[gradients],
-        peft_config=peft_config,
-    )
+        str(folder), redness_reward, PaCoGRPOConfig(str(output), **settings, **kwargs), make_dataset(case.num_images),
+        callbacks=[gradients], peft_config=peft_config,
+    )  # fmt: skip
     return trainer, gradients
 
 
@@ -221,7 +187,7 @@ def two_process_runs() -> dict[str, tuple[Case, dict]]:
     runs = {name: (case, {}) for name, case in {"flux": flux, **CASES}.items()}
     runs["qwen-image-edit"] = (CASES["qwen-image-edit"], {"peft_config": targets})
     runs["all weights"] = (CASES["qwen-image"], {"peft_config": None})
-    runs["unlisted"] = (flux, {"per_device_train_batch_size": 1})
+    runs["unlisted"] = (flux, {})
     return runs
 
 
@@ -274,25 +240,19 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
             assert f"'transformer_blocks.1.{layer}'" in text
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tiny.build_tiny_qwen_image(tmp_path_factory.mktemp("models") / "tiny-qwen-image")
-
-
-class TestUnusedLayers:
-    case = CASES["qwen-image"]
-
-    def test_where_all_weights_are_trained_they_may_have_no_gradient(self, folder, tmp_path):
-        trainer, gradients = short_run(self.case, folder, tmp_path, peft_config=None)
-        assert trainer.args.ddp_find_unused_parameters is True
-        trainer.train()
-        trained = dict(trainer.model.named_parameters())
-        without = {name.rpartition(".")[0] for name in trained.keys() - gradients.kept.keys()}
-        assert 0 < len(without) < len(trained)
-        assert without < set(trainer.family.unused_layers(trainer.model))
-
-        settings = {"peft_config": None, "ddp_find_unused_parameters": False}
-        trainer, _ = short_run(self.case, folder, tmp_path / "no", **settings)
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_where_all_weights_are_trained_they_may_have_no_gradient(finds_unused, tmp_path):
+    settings = {"peft_config": None} | ({} if finds_unused else {"ddp_find_unused_parameters": False})
+    folder = tiny.build_tiny_qwen_image(tmp_path / "tiny-qwen-image")
+    trainer, gradients = short_run(CASES["qwen-image"], folder, tmp_path / "out", **settings)
+    assert trainer.args.ddp_find_unused_parameters is finds_unused
+    unused = trainer.family.unused_layers(trainer.model)
+    if not finds_unused:
         with pytest.raises(ValueError, match="6 of .* weights have no gradient.*Leave `ddp_find_unused") as error:
             trainer.train()
-        assert all(repr(layer) in str(error.value) for layer in without)
+        assert sum(repr(layer) in str(error.value) for layer in unused) == 3
+        return
+    trainer.train()
+    trained = dict(trainer.model.named_parameters())
+    without = {name.rpartition(".")[0] for name in trained.keys() - gradients.kept.keys()}
+    assert 0 < len(without) < len(trained) and without < set(unused)

@@ -5,32 +5,27 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 import launching
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
-from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
+from testing_utils import LORA, SMALL_RUN, are_equal, square_prompts
 
 
 def train_both(model: str, output: Path) -> None:
     """Train as one of several processes, with and without what DDP ignores, and save the names and the adapters."""
-    dataset = load_image_set_prompts(demo_prompts_path()).remove_columns(["height", "width"])
-    dataset = dataset.filter(lambda row: row["rows"] == row["cols"] == 2)
     for name in ("ignored", "all"):
-        args = PaCoGRPOConfig(
-            str(output / name), ddp_backend="gloo", use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
-            num_prompts_per_generation=2, per_device_train_batch_size=2, num_inference_steps=4, max_steps=2,
-            learning_rate=0.1, report_to="none", log_completions=False, disable_tqdm=True,
-        )  # fmt: skip
+        settings = SMALL_RUN | {
+            "num_prompts_per_generation": 2,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 0.1,
+        }
+        args = PaCoGRPOConfig(str(output / name), ddp_backend="gloo", **settings)
         if name == "all":
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = lambda model, names: None
-        trainer = PaCoGRPOTrainer(
-            model, redness_reward, args, dataset, peft_config=LoraConfig(r=2, init_lora_weights="gaussian")
-        )
+        trainer = PaCoGRPOTrainer(model, redness_reward, args, square_prompts(), peft_config=LORA)
         trainer.train()
         trainer.save_model()
         if trainer.is_world_process_zero():
@@ -55,5 +50,5 @@ def test_ddp_ignores_what_is_frozen(tiny_flux, tmp_path):
     assert ignored["ignored"] == ignored["frozen"] and len(ignored["trained"]) > 10
     assert everything["ignored"] == []
     adapters = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ignored", "all")]
-    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
+    assert are_equal(*adapters)
     assert any(value.any() for name, value in adapters[0].items() if "lora_B" in name)

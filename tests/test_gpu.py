@@ -54,17 +54,10 @@ def check_ratio(trainer) -> None:
 @pytest.mark.parametrize("name", ["flux", *CASES])
 def test_ratio_in_bf16(name, make_trainer, tmp_path):
     case = CASES.get(name, Case("build_tiny_flux"))
-    side, scale = (1024, 1 / 16) if case.num_images else (64, 1 / 2)
     trainer = make_trainer(
-        model=str(getattr(tiny, case.build)(tmp_path / "tiny")),
-        train_dataset=make_dataset(case.num_images),
-        height=side,
-        width=side,
-        resolution_scale=scale,
-        num_prompts_per_generation=2,
-        sde_steps=[1, 2],
-        **ON_DEVICE | case.settings,
-    )
+        model=str(getattr(tiny, case.build)(tmp_path / "tiny")), train_dataset=make_dataset(case.num_images),
+        num_prompts_per_generation=2, sde_steps=[1, 2], **case.sizes, **ON_DEVICE | case.settings,
+    )  # fmt: skip
     trainer.train()
     check_ratio(trainer)
 

@@ -17,6 +17,7 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
 
 
@@ -77,6 +78,14 @@ CHROMIUM_ARGUMENTS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
+
+
+def square_prompts() -> Dataset:
+    """Twelve 2x2 image-set prompts without sizes of their own."""
+    dataset = load_image_set_prompts(demo_prompts_path()).remove_columns(["height", "width"])
+    square = [n for n, shape in enumerate(zip(dataset["rows"], dataset["cols"], strict=True)) if shape == (2, 2)]
+    assert len(square) == 12
+    return dataset.select(square)
 
 
 def weights_of(trainer) -> dict[str, torch.Tensor]:
