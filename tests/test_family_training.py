@@ -169,7 +169,7 @@ def short_run(case: Case, folder: Path, output: Path, **kwargs) -> tuple[PaCoGRP
     settings |= {
         "num_generations": 2, "num_prompts_per_generation": 2, "per_device_train_batch_size": 1, "sde_steps": [0],
         "num_inference_steps": 2, "optimizer_steps_per_generation": 1, "max_grad_norm": 0.0,  # gradients as they are
-        "ddp_backend": "gloo" if "RANK" in os.environ else None,
+        "ddp_backend": "gloo" if "RANK" in os.environ else None, "gradient_checkpointing": False,
     }  # fmt: skip
     peft_config = kwargs.pop("peft_config", LoraConfig(r=2))
     trainer = PaCoGRPOTrainer(
