@@ -78,9 +78,8 @@ def refuse_fields(config: Any, parent: type, names: Collection[str], instead: di
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if field.name in names and value != default and value is not None:
             hint = f"; use {instead[field.name]} instead" if field.name in instead else ""
-            raise ValueError(
-                f"`{field.name}` is set to {value!r}, which {type(config).__name__} does not support. Unset it{hint}."
-            )
+            name = type(config).__name__
+            raise ValueError(f"`{field.name}` is set to {value!r}, which {name} does not support. Unset it{hint}.")
 
 
 @contextmanager
@@ -120,16 +119,13 @@ def check_arguments(args: Any) -> None:
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         raise ValueError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
     if "torch_dtype" in (args.model_init_kwargs or {}):
-        raise ValueError(
-            "`model_init_kwargs` has `torch_dtype`, which is now called `dtype`. Rename it, or set `bf16`."
-        )
+        raise ValueError("`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`.")
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"`{name}` is {value}; it must be a finite number.")
     if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
-        raise ValueError(
-            f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}; one must be above 0."
-        )
+        steps = f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}"
+        raise ValueError(f"{steps}; one must be above 0.")
 
 
 def copy_config(args: Config) -> Config:
@@ -152,9 +148,8 @@ def check_best_metric(
     known = [prefix + name for prefix in prefixes for name in names]
     if metric in known or metric.startswith(tuple(prefix + start for prefix in prefixes for start in logged)):
         return
-    raise ValueError(
-        f"`metric_for_best_model` is '{args.metric_for_best_model}', which no evaluation gives. Choose from {known}."
-    )
+    name = args.metric_for_best_model
+    raise ValueError(f"`metric_for_best_model` is '{name}', which no evaluation gives. Choose from {known}.")
 
 
 # `name (`type`, ...), other (`type`, ...):` and the indented lines below it

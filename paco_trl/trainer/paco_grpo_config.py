@@ -135,10 +135,9 @@ class PaCoGRPOConfig(GRPOConfig):
         num_generations (`int`, *optional*, defaults to `16`):
             Images, or sets of separate images, generated per prompt, the group whose rewards are compared.
         num_prompts_per_generation (`int`, *optional*):
-            Prompts of a round, rounded up to a number that divides. Each separate image of a set counts, as in the other
-            sizes of a round: it has as many whole sets as always fit, and the rest is repeated without weight. If `None`, 42 (paper), or derived from
-            `generation_batch_size` or `steps_per_generation`; set along with them or `gradient_accumulation_steps`,
-            it must fit.
+            Prompts of a round, rounded up to a number that divides. Each separate image of a set counts, as in the
+            other sizes of a round: it has as many whole sets as always fit, and the rest is repeated without weight.
+            If `None`, 42 (paper), or derived from the sizes below; set along with one of them, it must fit.
         optimizer_steps_per_generation (`int`, *optional*):
             Optimizer steps per round. If `None`, 2 (paper), or derived from `gradient_accumulation_steps`; set along
             with that, it must fit. With several, the images of a separate set may be in different ones: a step weighs
@@ -146,8 +145,7 @@ class PaCoGRPOConfig(GRPOConfig):
         generation_batch_size (`int`, *optional*):
             Images of a round over all processes. If `None`, `num_prompts_per_generation * num_generations`.
         steps_per_generation (`int`, *optional*):
-            Training micro-steps of one process per round, one for each micro-batch and trained step. If `None`,
-            derived.
+            Training micro-steps of a process per round, one for each micro-batch and trained step. If `None`, derived.
         gradient_accumulation_steps (`int`, *optional*):
             Training micro-steps per optimizer step. If `None`, derived.
         per_device_train_batch_size (`int`, *optional*, defaults to `1`):
@@ -234,7 +232,6 @@ class PaCoGRPOConfig(GRPOConfig):
             checkpoint and end the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
         jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
             Names of these signals.
-
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
             Whether training that does not resume deletes the checkpoints and contact sheets of another run in
             `output_dir`. If `False`, such a directory is refused.
@@ -258,8 +255,7 @@ class PaCoGRPOConfig(GRPOConfig):
         attention_backend (`str`, *optional*):
             Attention backend of the transformer in rollout and training: a name of diffusers, whose default is `None`.
         compile_repeated_blocks (`bool`, *optional*, defaults to `False`):
-            Whether the transformer's blocks are compiled in rollout and training, for each image size and batch; not
-            with DeepSpeed ZeRO-3.
+            Whether the transformer's blocks are compiled, for each image size and batch; not with DeepSpeed ZeRO-3.
 
         > Parameters that control the evaluation
 

@@ -61,16 +61,12 @@ class VelocityStatistics(StepStatistics):
         rows = self.accelerator.gather(torch.cat(self.rows)).cpu()  # (images and times, columns)
         self.rows = []
         if not torch.isfinite(rows).all():
-            raise RuntimeError(
-                f"The velocity is not finite at optimizer step {step}. Lower `learning_rate`, or train in float32."
-            )
+            raise RuntimeError(f"The velocity is not finite at optimizer step {step}. Lower `learning_rate`.")
         size, valid, deviation, *_ = rows.T
         if step == 0 and deviation.sum() > _TOLERANCE**2 * size.sum():
             fraction = (deviation.sum() / size.sum()).sqrt().item()
-            raise RuntimeError(
-                f"Before the first update the trained velocity must be the old one, but they differ by {fraction:.1%}: "
-                "look for dropout, for layers that behave differently with gradients, for a compiled forward."
-            )
+            cure = "Look for dropout, for layers that behave differently with gradients, for a compiled forward"
+            raise RuntimeError(f"Before the first update trained and old velocity differ by {fraction:.1%}. {cure}.")
         count = valid.sum().clamp(min=1)
         return {name: ((v * valid).sum() / count).item() for name, v in zip(self._names, rows.T[2:], strict=True)}
 
@@ -108,9 +104,8 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
 
     def _check_family(self) -> None:
         if type(self.family).call_at is Family.call_at:
-            raise ValueError(
-                f"{type(self.family).__name__} has no `call_at`. Add it, or train with `PaCoGRPOTrainer`."
-            )
+            name = type(self.family).__name__
+            raise ValueError(f"{name} has no `call_at`. Add it, or train with `PaCoGRPOTrainer`.")
 
     # ---- Generation by the old policy ----
 
