@@ -2,10 +2,10 @@
 """What is trained other than a new adapter: all weights of the transformer, or an adapter that exists. And losses of recorded means."""
 
 import copy
-import dataclasses
 import functools
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer import paco_grpo_trainer
 from testing_utils import LORA, SMALL_RUN, are_equal, count_images, logs_with, update_of, weights_of
 
 
@@ -136,89 +135,67 @@ def test_micro_batches_equal_one_batch(make_small, loss_type, is_full):
     assert (update - other).abs().max() < 1e-5 and (update - other).norm() < 2e-3 * update.norm()
 
 
-FUNCTIONS = {
-    "grpo": "clipped_surrogate", "grpo_guard": "guarded_surrogate", "flow_dppo": "divergence_masked_surrogate",
-}  # fmt: skip
+class Watched(PaCoGRPOTrainer):
+    """Keeps each micro-step of its round with its advantages, losses and metrics."""
+
+    def policy_loss(self, step, advantages):
+        loss, metrics = super().policy_loss(step, advantages)
+        kept = step._replace(log_prob=step.log_prob.detach(), mean=step.mean.detach())
+        self.seen = [*getattr(self, "seen", []), (kept, advantages, loss.detach(), metrics)]
+        return loss, metrics
 
 
 class TestLossesOfRecordedMeans:
-    @pytest.fixture
-    def watched(self, make_small, monkeypatch):
-        """Trains for two steps of a round and gives each micro-step's record, arguments and result of the loss."""
+    SETTINGS = {"num_inference_steps": 5, "sde_steps": [1, 2]}
 
-        def train(loss_type: str, **settings):
-            trainer, seen, records = make_small(loss_type=loss_type, **settings), [], []
-            name = FUNCTIONS[loss_type]
-            function, compute_loss = getattr(paco_grpo_trainer, name), trainer.compute_loss
+    def watched(self, make_small, loss_type, **settings):
+        """A trained trainer, and the micro-steps before the first update and after it, each with its divergence."""
+        trainer = make_small(Watched, loss_type=loss_type, **self.SETTINGS, **settings)
+        trainer.train()
+        sigmas = [trainer.policy.scheduler.sigmas_of(index)[0] for index in (1, 2)]
+        assert [step.sigma for step, *_ in trainer.seen] == sigmas * 2
+        steps = [
+            (*seen, ((seen[0].mean - seen[0].old_mean) ** 2 / (2 * seen[0].std ** 2)).flatten(1).mean(dim=1))
+            for seen in trainer.seen
+        ]
+        return trainer, steps[:2], steps[2:]
 
-            def keep(*args):
-                result = function(*args)
-                seen.append((args, result))
-                return result
-
-            def keep_record(model, inputs, **kwargs):
-                records.append(inputs["record"])
-                return compute_loss(model, inputs, **kwargs)
-
-            monkeypatch.setattr(paco_grpo_trainer, name, keep)
-            monkeypatch.setattr(trainer, "compute_loss", keep_record)
-            trainer.train()
-            assert len(records) == len(seen) > 0
-            return trainer, [(record, *entry) for record, entry in zip(records, seen, strict=True)]
-
-        return train
-
-    def test_the_log_ratio_is_the_mean_of_noise_times_shift(self, watched):
-        trainer, steps = watched("grpo_guard", num_inference_steps=5, sde_steps=[1, 2], epsilon=1e-4)
-        shifted, deviations = 0, {1: [], 2: []}
-        for position, (record, arguments, result) in enumerate(steps):
-            mean, std = arguments[2].detach(), arguments[4]
-            noise = (record.prev_sample - record.mean) / std  # what the sampler drew
-            assert noise.std() == pytest.approx(1.0, abs=0.1)
-            expected = torch.exp((noise * (mean - record.mean)).flatten(1).mean(dim=1))
-            assert torch.allclose(result.ratio.detach(), expected, atol=1e-6)
-            if position < len(steps) // 2:  # before the first update
-                assert torch.equal(result.ratio.detach(), torch.ones(4))
-            else:
-                deviations[record.index].append((expected - 1).abs())
-                shifted += (expected - 1).abs().max().item() > 1e-5
+    def test_the_log_ratio_is_the_mean_of_noise_times_shift(self, make_small):
+        trainer, first, second = self.watched(make_small, "grpo_guard", epsilon=1e-4)
+        for step, advantages, loss, metrics, divergence in (*first, *second):
+            # Which is the noise's mean product with the shift, see test_guard_nft_losses.py
+            ratio = torch.exp(step.std * (step.log_prob - step.old_log_prob + divergence))
+            torch.testing.assert_close(metrics["ratio"], ratio)
             # The weight of the step makes up for its length
-            surrogate = -torch.min(result.ratio * arguments[5], result.ratio.clamp(1 - 1e-4, 1 + 1e-4) * arguments[5])
-            weight = 1 / (record.sigma - record.sigma_next)
-            assert torch.allclose(result.loss, surrogate * weight, rtol=1e-5)
-        assert shifted == len(steps) // 2
-        for index in (1, 2):
-            (logged,) = logs_with(trainer, f"ratio_deviation/step_{index}")
-            assert logged == pytest.approx(torch.cat(deviations[index]).mean().item(), abs=1e-6)
+            surrogate = -torch.min(ratio * advantages, ratio.clamp(1 - 1e-4, 1 + 1e-4) * advantages)
+            torch.testing.assert_close(loss, surrogate / (step.sigma - step.sigma_next))
+        assert all(torch.equal(metrics["ratio"], torch.ones(4)) for *_, metrics, _ in first)
+        for index, (*_, metrics, _) in zip((1, 2), second, strict=True):
+            deviation = (metrics["ratio"] - 1).abs()
+            assert deviation.max() > 1e-5
+            logged = logs_with(trainer, f"ratio_deviation/step_{index}")
+            assert logged == [pytest.approx(deviation.mean().item(), abs=1e-6)]
             assert logs_with(trainer, f"ratio_deviation_on_policy/step_{index}") == [0.0]
 
-    def test_flow_dppo(self, watched):
+    def test_flow_dppo(self, make_small):
         """Before the first update nothing has diverged; after it the images that would diverge further are left out."""
-        settings = {"num_inference_steps": 5, "sde_steps": [1, 2], "beta": 0.1}
-        trainer, steps = watched("flow_dppo", divergence_threshold=1e-7, **settings)
-        divergences, masked = [], {"low": 0, "high": 0}
-        for position, (record, arguments, result) in enumerate(steps):
-            (mean, old_mean, std, advantages), ratio = arguments[2:6], result.ratio
-            assert old_mean is record.mean
-            divergence = ((mean.detach() - old_mean) ** 2 / (2 * std**2)).flatten(1).mean(dim=1)
-            torch.testing.assert_close(result.divergence, divergence)
-            is_far = divergence >= 1e-7
-            if position < len(steps) // 2:
-                assert torch.equal(ratio, torch.ones(4)) and not is_far.any() and not divergence.any()
-                assert torch.equal(result.loss.detach(), -advantages)
-            else:
-                high, low = is_far & (ratio > 1) & (advantages > 0), is_far & (ratio < 1) & (advantages < 0)
-                torch.testing.assert_close(result.loss.detach(), torch.where(high | low, 0.0, -ratio * advantages))
-                assert (result.loss[high | low] == 0).all()
-                divergences.append(divergence)
-                masked = {"low": masked["low"] + low.sum().item(), "high": masked["high"] + high.sum().item()}
-        images = 4 * len(divergences)
-        assert 0 < sum(masked.values()) < images
+        trainer, first, second = self.watched(make_small, "flow_dppo", divergence_threshold=1e-7, beta=0.1)
+        for _, advantages, loss, metrics, divergence in first:
+            assert torch.equal(metrics["ratio"], torch.ones(4)) and not divergence.any()
+            assert torch.equal(loss, -advantages)
+        masked = {"low": 0, "high": 0}
+        for _, advantages, loss, metrics, divergence in second:
+            ratio, is_far = metrics["ratio"], divergence >= 1e-7
+            high, low = is_far & (ratio > 1) & (advantages > 0), is_far & (ratio < 1) & (advantages < 0)
+            torch.testing.assert_close(loss, torch.where(high | low, 0.0, -ratio * advantages))
+            masked = {"low": masked["low"] + low.sum().item(), "high": masked["high"] + high.sum().item()}
+        assert 0 < sum(masked.values()) < 8
         for side, count in masked.items():
-            assert logs_with(trainer, f"clip_ratio/{side}_mean") == [0.0, pytest.approx(count / images)]
-        assert logs_with(trainer, "divergence") == [0.0, pytest.approx(torch.cat(divergences).mean().item(), rel=1e-4)]
+            assert logs_with(trainer, f"clip_ratio/{side}_mean") == [0.0, pytest.approx(count / 8)]
+        mean = torch.cat([divergence for *_, divergence in second]).mean().item()
+        assert logs_with(trainer, "divergence") == [0.0, pytest.approx(mean, rel=1e-4)]
         # Twin: a threshold that is out of reach masks nothing
-        trainer, steps = watched("flow_dppo", divergence_threshold=1.0, tail_steps=1, **settings)
+        trainer, *_ = self.watched(make_small, "flow_dppo", divergence_threshold=1.0, tail_steps=1, beta=0.1)
         assert logs_with(trainer, "clip_ratio/region_mean") == [0.0, 0.0]
         assert logs_with(trainer, "divergence")[1] > 1e-7
 
@@ -240,7 +217,7 @@ def adapter(tiny_flux, prompts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("continued")
     settings = SMALL_RUN | {"num_prompts_per_generation": 2, "learning_rate": 0.1, "gradient_checkpointing": False}
     args = PaCoGRPOConfig(str(folder / "first-run"), **settings)
-    config = dataclasses.replace(LORA, lora_alpha=32)
+    config = replace(LORA, lora_alpha=32)
     trainer = PaCoGRPOTrainer(str(tiny_flux), redness_reward, args, prompts, peft_config=config)
     trainer.train()
     trainer.save_model()

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from paco_trl import PaCoReward, tiny
 from paco_trl.rewards import ClipTReward, redness_reward
 from paco_trl.rollout.sampler import on_device
 from test_family_training import CASES, Case, make_dataset
+from testing_utils import are_equal, weights_of
 
 
 DEVICE = os.environ.get("PACO_TRL_TEST_DEVICE", "cuda")
@@ -41,6 +44,16 @@ def deterministic() -> dict:
     # The fused kernels of attention stay as they are unless an operation without such a kernel is an error
     yield {"attention_backend": "_native_math"}
     torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def skipping_what_is_missing(message: str = "requires `|No GPU found") -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, RuntimeError, ValueError) as error:
+        if not re.search(message, str(error)):
+            raise
+        pytest.skip(str(error))
 
 
 def check_ratio(trainer) -> None:
@@ -68,13 +81,9 @@ def test_ratio_in_bf16(name, make_trainer, tmp_path):
 def test_attention_backend(backend, make_trainer):
     if DEVICE == "cpu" and backend != "native":
         pytest.skip("its kernels run on a GPU")
-    try:
+    with skipping_what_is_missing("cannot be used here|No (available kernel|viable backend)|execution plan"):
         trainer = make_trainer(attention_backend=backend, **ON_DEVICE)
         trainer.train()
-    except (ValueError, RuntimeError) as error:
-        if not re.search("cannot be used here|No (available kernel|viable backend)|execution plan", str(error)):
-            raise
-        pytest.skip(str(error))
     check_ratio(trainer)
 
 
@@ -89,18 +98,19 @@ def test_compiled_blocks(make_trainer):
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8", "fp8", "fp8_storage"])
 def test_quantized_weights(quantization, make_trainer):
-    try:
+    with skipping_what_is_missing():
         trainer = make_trainer(quantization=quantization, **ON_DEVICE)
-    except (ImportError, RuntimeError, ValueError) as error:
-        if not re.search("requires `|No GPU found", str(error)):
-            raise
-        pytest.skip(str(error))
     trainer.train()
     check_ratio(trainer)
 
 
 def devices_of(module: torch.nn.Module) -> set[str]:
     return {parameter.device.type for parameter in module.parameters()}
+
+
+def check_same_and_moved(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert are_equal(first, second)
+    assert any(value.abs().max() > 1e-3 for name, value in first.items() if "lora_B" in name)
 
 
 def test_offloading_changes_no_weight(make_trainer, tmp_path, deterministic):
@@ -116,8 +126,7 @@ def test_offloading_changes_no_weight(make_trainer, tmp_path, deterministic):
         # Not the average, which CPU and GPU may round differently
         trainer.save_model(str(tmp_path / f"{is_offloaded}-adapter"), use_ema=False)
         trained[is_offloaded] = load_file(tmp_path / f"{is_offloaded}-adapter" / ADAPTER)
-    assert any(value.abs().max() > 1e-3 for name, value in trained[False].items() if "lora_B" in name)
-    assert all(torch.equal(value, trained[True][name]) for name, value in trained[False].items())
+    check_same_and_moved(trained[False], trained[True])
 
 
 def test_reward_model_and_transformer_take_turns(make_trainer, tmp_path, deterministic):
@@ -136,11 +145,8 @@ def test_reward_model_and_transformer_take_turns(make_trainer, tmp_path, determi
         assert scoring == {DEVICE}
         # By default it comes with the first images that are scored, and stays
         assert generating == {"cpu"} if is_offloaded else DEVICE in generating
-        trained[is_offloaded] = {
-            name: w.detach().cpu() for name, w in trainer.model.named_parameters() if w.requires_grad
-        }
-    assert any(value.abs().max() > 1e-3 for name, value in trained[False].items() if "lora_B" in name)
-    assert all(torch.equal(value, trained[True][name]) for name, value in trained[False].items())
+        trained[is_offloaded] = weights_of(trainer)
+    check_same_and_moved(trained[False], trained[True])
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
@@ -148,12 +154,8 @@ def test_judge_scores_the_same_after_it_was_away(quantization, tmp_path):
     if DEVICE == "cpu" and quantization == "nf4":
         pytest.skip("the CPU's kernel takes no layers as small as these")
     folder = tiny.build_tiny_qwen2_5_vl(tmp_path / "judge")
-    try:
+    with skipping_what_is_missing():
         judge = PaCoReward.from_pretrained(folder, DEVICE, torch.bfloat16, quantization=quantization)
-    except (ImportError, RuntimeError, ValueError) as error:
-        if not re.search("requires `|No GPU found", str(error)):
-            raise
-        pytest.skip(str(error))
     pair = tuple(Image.new("RGB", (56, 56), color) for color in ("red", "blue"))
     before = judge.score([pair], "Are they alike?")
     judge.model.to("cpu")
@@ -203,7 +205,7 @@ def test_resumed_run_ends_with_the_same_bits(make_trainer, tmp_path, determinist
 
     whole = run("whole")
     middle = load_file(tmp_path / "whole" / "checkpoint-3" / ADAPTER)
-    assert any(not torch.equal(value, whole[name]) for name, value in middle.items())
+    assert not are_equal(middle, whole)
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed", ignore=shutil.ignore_patterns("checkpoint-[234]"))
     resumed = run("resumed", resume_from_checkpoint=True)  # in the middle of a round
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert are_equal(whole, resumed)

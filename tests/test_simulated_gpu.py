@@ -26,8 +26,9 @@ from paco_trl.image_benchmarks.comparison_app import Comparison
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
 from paco_trl.rollout import sde
 from paco_trl.trainer.rounds import RoundBuffer
-from test_gpu import ADAPTER, ON_DEVICE, check_ratio, devices_of
+from test_gpu import ADAPTER, ON_DEVICE, check_ratio, check_same_and_moved, devices_of
 from test_paco_reward_trainer import mixed
+from testing_utils import LORA, SMALL_RUN, are_equal
 
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -56,11 +57,10 @@ def check_resuming(run, output_dir: Path, adapter: str = ADAPTER) -> None:
     run()
     whole = load_file(output_dir / "checkpoint-4" / adapter)
     middle = load_file(output_dir / "checkpoint-3" / adapter)
-    assert any(not torch.equal(value, whole[name]) for name, value in middle.items())
+    assert not are_equal(middle, whole)
     shutil.rmtree(output_dir / "checkpoint-4")
     run(resume_from_checkpoint=True)
-    resumed = load_file(output_dir / "checkpoint-4" / adapter)
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert are_equal(whole, load_file(output_dir / "checkpoint-4" / adapter))
 
 
 class TestSimulation:
@@ -199,13 +199,9 @@ class TestTraining:
     @pytest.mark.parametrize("loss_type", ["nft", "awm"])
     def test_objectives_without_stochastic_steps(self, loss_type, tiny_flux, prompts, tmp_path):
         def run(**kwargs):
-            args = PaCoNFTConfig(
-                str(tmp_path / "out"), **ON_DEVICE, **EACH_STEP, loss_type=loss_type, height=64, width=64,
-                num_generations=4, num_prompts_per_generation=2, per_device_train_batch_size=4, num_inference_steps=3,
-                learning_rate=1e-2, report_to="none", log_completions=False, plot_curves=False, disable_tqdm=True,
-            )  # fmt: skip
-            adapter = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
-            trainer = PaCoNFTTrainer(str(tiny_flux), redness_reward, args, prompts, peft_config=adapter)
+            settings = SMALL_RUN | {"num_prompts_per_generation": 2, "num_inference_steps": 3} | ON_DEVICE | EACH_STEP
+            args = PaCoNFTConfig(str(tmp_path / "out"), **settings, loss_type=loss_type)
+            trainer = PaCoNFTTrainer(str(tiny_flux), redness_reward, args, prompts, peft_config=LORA)
             trainer.train(**kwargs)
             assert devices_of(trainer.model) == {"cuda"}
 
@@ -254,8 +250,7 @@ class TestTraining:
                 process.kill()
         assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in printed)
         first, second = (load_file(tmp_path / f"rank-{rank}.safetensors") for rank in range(2))
-        assert any(value.abs().max() > 1e-3 for name, value in first.items() if "lora_B" in name)
-        assert all(torch.equal(value, second[name]) for name, value in first.items())
+        check_same_and_moved(first, second)
 
     def test_out_of_memory(self, make_trainer):
         """It ends the run, and is no failed reward or missing image."""
