@@ -23,7 +23,7 @@ from testing_utils import plain
 
 
 COMMON = {
-    "per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none",
+    "per_device_train_batch_size": 2, "max_steps": 1, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none",
     "use_cpu": True, "bf16": False, "ddp_backend": "gloo", "disable_tqdm": True, "lora_r": 4, "lora_alpha": 8,
 }  # fmt: skip
 IMAGES = {"num_generations": 4, "num_prompts_per_generation": 2, "num_inference_steps": 3, "sde_steps": [1]}
@@ -83,7 +83,7 @@ def test_image_sets(tiny_flux, tiny_qwen, prompts, tmp_path):
     prompts.to_parquet(tmp_path / "data" / "train.parquet")
     models = {"model_name_or_path": str(tiny_flux), "judge_model": str(tiny_qwen)}
     models["clip_model"] = str(tiny.build_tiny_clip(tmp_path / "clip"))
-    check_adapter(tiny_flux, launch(tmp_path, "train_flux", **models, **IMAGES, height=128, width=128))
+    check_adapter(tiny_flux, launch(tmp_path, "train_flux", **models, **IMAGES, height=64, width=64))
 
 
 EDITING = {
@@ -118,7 +118,7 @@ def test_judge(tiny_qwen, tmp_path):
             turns = [{"from": who, "value": text} for who, text in turns.items()]
             records.append({"conversations": turns, "images": images})
         (tmp_path / "data" / f"{name}.json").write_text(json.dumps(records))
-    evaluation = {"eval_file": "held_out", "eval_strategy": "steps", "eval_steps": 2}
+    evaluation = {"eval_file": "held_out", "eval_strategy": "steps", "eval_steps": 1}
     settings = {"model_name_or_path": str(tiny_qwen), "dtype": "float32", **evaluation}
     output = launch(tmp_path, "train_reward", config=CPU_DDP, **settings)
     pair = [(plain(0, (56, 56)), plain(200, (56, 56)))]

@@ -481,10 +481,8 @@ class TestUnusedLayers:
         ("settings", "excluded"),
         [
             ({}, 4),
-            ({"target_modules": ["attn.to_q", "to_add_out"]}, 1),
             ({"target_modules": ["attn.to_q"]}, 0),
             ({"target_modules": "all-linear"}, 4),
-            ({"exclude_modules": ["attn.to_k"]}, 5),
             ({"exclude_modules": r".*\.attn\.to_(k|v)"}, 6),
         ],
         ids=str,
@@ -769,46 +767,13 @@ class TestSizesOfSources:
     @pytest.mark.parametrize("name", EDITING)
     def test_own_size_to_the_pixel(self, setup_of, name):
         setup = setup_of(name)
-        for size, (own, _) in SIZES[name].items():
+        for size, (own, smaller) in SIZES[name].items():
             image = stripes(*size, (255, 120, 60))
             expected = pixels_for_vae(setup.plain, lambda image=image: setup.generate_plain(image=image, scale=1.0))
             prepared = setup.family.prepare_image(setup.policy.pipeline, image, 1.0)
             assert prepared.size == own, size
+            assert setup.family.prepare_image(setup.policy.pipeline, image, 0.375).size == smaller, size
             assert torch.equal(setup.family.image_pixels(setup.policy.pipeline, prepared), expected), size
-
-    @pytest.mark.parametrize("count", [1, 2, 3])
-    @pytest.mark.parametrize("name", [name for name in EDITING if name != "longcat-edit"])  # it has the source's size
-    def test_tokens(self, setup_of, name, count):
-        setup = setup_of(name)
-        pipeline, family = setup.policy.pipeline, setup.family
-        if count > family.max_images:
-            pytest.skip("the pipeline takes fewer source images")
-        factor = family.size_multiple(pipeline)
-        sizes = list(SIZES[name])
-        for start in range(len(sizes)):
-            chosen = [sizes[(start + place) % len(sizes)] for place in range(count)]
-            for which, scale in enumerate((1.0, 0.375)):
-                expected = (setup.case.size // factor) ** 2  # tokens, a fourth of them for Qwen-Image-2.1
-                sources = []
-                for size in chosen:
-                    width, height = SIZES[name][size][which]
-                    expected += (width // factor) * (height // factor)
-                    prepared = family.prepare_image(pipeline, Image.new("RGB", size, "red"), scale)
-                    frames = family.image_pixels(pipeline, prepared).shape[2:-2]
-                    latents = torch.zeros(1, 4, *frames, height * 2 // factor, width * 2 // factor)
-                    sources.append(EncodedImage(prepared, latents))
-                seen = []
-
-                def stop(module, args, kwargs, seen=seen):
-                    seen.append(kwargs["hidden_states"].shape)
-                    raise Stop
-
-                handle = setup.policy.model.register_forward_pre_hook(stop, with_kwargs=True)
-                with pytest.raises(Stop):
-                    setup.generate(sources=sources, num_steps=2)
-                handle.remove()
-                shape = (4 * expected, 4) if "2.1" in name else (expected, 16)
-                assert seen == [(2, *shape)], (chosen, scale)
 
     @pytest.mark.parametrize(
         ("size", "message"), [((63, 200), "Image too small"), ((900, 100), "Aspect ratio too extreme")]
@@ -845,13 +810,10 @@ class TestSettingsThatWouldBeIgnored:
         ("name", "guidance_scale", "negative_prompt", "message"),
         [
             ("kontext", 2.5, NEGATIVE, "distilled into the model"),
-            ("flux2", 2.5, NEGATIVE, "distilled into the model"),
-            ("klein, distilled", 1.0, NEGATIVE, "distilled to a few steps"),
             ("klein, distilled", 4.0, None, "distilled to a few steps"),
             ("z-image", 0.0, NEGATIVE, "`guidance_scale` = 0.0"),
-            *((name, 1.0, NEGATIVE, "`guidance_scale` = 1.0") for name in ("sd3", "klein", "qwen", "ovis", "longcat")),
-            *((name, 4.0, None, "without a negative") for name in ("qwen", "qwen-edit", "qwen-edit-plus", "qwen-2.1")),
-            ("qwen-2.1", 1.0, NEGATIVE, "`guidance_scale` = 1.0"),
+            *((name, 1.0, NEGATIVE, "`guidance_scale` = 1.0") for name in ("sd3", "klein", "longcat", "qwen-2.1")),
+            *((name, 4.0, None, "without a negative") for name in ("qwen", "qwen-2.1")),
         ],
     )
     def test_they_are_errors(self, setup_of, name, guidance_scale, negative_prompt, message):

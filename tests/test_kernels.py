@@ -147,33 +147,21 @@ def test_the_ratio_is_one_with_compiled_blocks(make_trainer):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_in_bf16_have_a_ratio_of_one(tiny_flux):
-    """With the setting that the trainer makes for them, and not without it."""
-
-    def deviation(is_emulated):
-        torch.compiler.reset()
-        pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
-        # One kind of block is half of the kernels; the trainer's, above, has all
-        for block in pipeline.transformer.single_transformer_blocks:
-            block.compile(dynamic=False)
-        family, signature = family_of(pipeline), inspect.signature(pipeline.transformer.forward)
-        inductor.emulate_precision_casts = False
-        model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
-        assert inductor.emulate_precision_casts is True
-        inductor.emulate_precision_casts = is_emulated
-        cast_floating_inputs(pipeline.vae.decoder, torch.bfloat16)
-        policy = PipelinePolicy(pipeline, family, model, signature)
-        sde = SDESettings((1, 2), 0.7)
-        with torch.no_grad():
-            encoded = family.encode_prompt(pipeline, "a red fox", "cpu")
-        with torch.autocast("cpu", torch.bfloat16):
-            arguments = {name: tensor.float().expand(2, *tensor.shape[1:]) for name, tensor in encoded.items()}
-            _, records = generate(policy, arguments, sde)
-            replayed = [replay(model, record, family, GUIDANCE, sde)[0] for record in records]
-        assert all(log_prob.requires_grad for log_prob in replayed)
-        return max(
-            (log_prob - record.log_prob).abs().max().item() for log_prob, record in zip(replayed, records, strict=True)
-        )
-
-    assert deviation(True) == 0.0
-    assert deviation(False) > 1e-7  # otherwise the setting is not needed any more
+def test_compiled_blocks_in_bf16_need_the_rounding_of_torch(tiny_flux):
+    pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
+    for block in pipeline.transformer.single_transformer_blocks:  # half of the kernels
+        block.compile(dynamic=False)
+    family, signature = family_of(pipeline), inspect.signature(pipeline.transformer.forward)
+    model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
+    assert inductor.emulate_precision_casts is True
+    inductor.emulate_precision_casts = False
+    cast_floating_inputs(pipeline.vae.decoder, torch.bfloat16)
+    sde = SDESettings((1, 2), 0.7)
+    with torch.no_grad():
+        encoded = family.encode_prompt(pipeline, "a red fox", "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        arguments = {name: tensor.float().expand(2, *tensor.shape[1:]) for name, tensor in encoded.items()}
+        _, records = generate(PipelinePolicy(pipeline, family, model, signature), arguments, sde)
+        replayed = [replay(model, record, family, GUIDANCE, sde)[0] for record in records]
+    # Otherwise the setting, with which the trainer's ratio is 1 above, is not needed any more
+    assert max((each - record.log_prob).abs().max() for each, record in zip(replayed, records, strict=True)) > 1e-7

@@ -255,10 +255,7 @@ ONE = {"double_blocks.0.img_attn.proj": FLUX["double_blocks.0.img_attn.proj"]}
 KEY = "lora_unet_double_blocks_0_img_attn_proj"
 STRANGERS = {
     "a text encoder": ({"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": (4, 8)}, "text encoder"),
-    "a text encoder of diffusers": ({"text_encoder.text_model.a.lora_A.weight": (4, 8)}, "text encoder"),
     "DoRA": ({f"{KEY}.dora_scale": (32, 1)}, "dora_scale"),
-    "LoKr": ({f"{KEY}.lokr_w1": (4, 4)}, "lokr_w1"),
-    "a norm": ({"diffusion_model.single_blocks.0.norm.query_norm.diff": (8,)}, "query_norm.diff"),
     "a bias": ({"transformer.proj_out.lora_B.bias": (16,)}, "lora_B.bias"),
     # diffusers 0.42 converts it to a name that it then does not load
     "a layer that is dropped": (
@@ -294,18 +291,16 @@ def test_a_layer_that_the_converter_of_flux2_drops(base_of, tmp_path):
         start(base, file)
 
 
-@pytest.mark.parametrize("style", ["Qwen-Image of kohya", "Z-Image of ai-toolkit"])
-def test_another_family(style, make_trainer, base_of, tmp_path):
-    family, naming, modules = FORMATS[style]
-    write(tmp_path / "style.safetensors", base_of(family).transformer, modules, naming)
+def test_another_family(make_trainer, base_of, tmp_path):
+    write(tmp_path / "style.safetensors", base_of("qwen_image").transformer, QWEN, KOHYA)
     with pytest.raises(ValueError, match="FluxPipeline"):
         make_trainer(peft_config=str(tmp_path / "style.safetensors"))
 
 
-@pytest.mark.parametrize("change", ["rank", "width", "block"])
+@pytest.mark.parametrize("change", ["width", "block"])
 def test_another_model_of_the_family(change, make_trainer, base_of, tmp_path):
     file = tmp_path / "style.safetensors"
-    up = {"rank": (32, 3), "width": (40, 4), "block": (32, 4)}[change]
+    up = {"width": (40, 4), "block": (32, 4)}[change]
     block = 3 if change == "block" else 0
     more = {f"transformer.transformer_blocks.{block}.attn.to_v.{key}": torch.ones(shape)
             for key, shape in {"lora_A.weight": (4, 32), "lora_B.weight": up}.items()}  # fmt: skip

@@ -10,10 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
-from peft import LoraConfig, get_peft_model
 from transformers import CLIPConfig
 
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, tiny
@@ -230,12 +227,6 @@ def test_it_says_what_the_paper_says(name):
     assert PAPER[name].keys() <= written.keys()
 
 
-def test_a_changed_value_is_seen(tmp_path):
-    changed = tmp_path / "paco-reward-7b.yaml"
-    changed.write_text(yaml.safe_dump(yaml.safe_load(text_of("paco-reward-7b")) | {"lora_r": 8}))
-    assert differing(values_of(str(changed)), PAPER["paco-reward-7b"]) == {"lora_r": 8}
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if "reward" not in name])
 class TestPolicies:
     def test_where_the_paper_is_silent_it_says_what_the_code_says(self, name):
@@ -247,19 +238,9 @@ class TestPolicies:
             (line,) = [line for line in lines if line.startswith(f"{key}:")]
             assert "  # published code" in line
 
-    def test_every_layer_that_gets_an_adapter_is_there(self, name, tmp_path):
-        layers = yaml.safe_load(text_of(name))["lora_target_modules"]
-        is_qwen = "qwen" in name
-        assert layers == (QwenImageFamily if is_qwen else FluxFamily).lora_target_modules
-        with torch.device("meta"):
-            sizes = {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 8, "attention_head_dim": 16}
-            if is_qwen:
-                transformer = QwenImageTransformer2DModel(**sizes, axes_dims_rope=(4, 4, 8))
-            else:
-                transformer = FluxTransformer2DModel(**sizes, num_single_layers=1, axes_dims_rope=(4, 4, 8))
-            transformer = get_peft_model(transformer, LoraConfig(r=2, target_modules=layers))
-        for layer in layers:
-            assert any(f"blocks.0.{layer}.lora_A" in key for key in transformer.state_dict()), layer
+    def test_the_layers_that_get_an_adapter_are_those_of_the_family(self, name):
+        family = QwenImageFamily if "qwen" in name else FluxFamily
+        assert yaml.safe_load(text_of(name))["lora_target_modules"] == family.lora_target_modules
 
 
 class TestDefaultsOfAFamily:
