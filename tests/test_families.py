@@ -836,14 +836,10 @@ class TestSettingsThatWouldBeIgnored:
         found = setup.family.resolve_negative_prompt(setup.policy.pipeline, guidance_scale, negative_prompt)
         assert found == expected
 
-    def test_z_image_is_guided_by_a_scale_of_one(self, setup_of):
-        setup = setup_of("z-image, turbo")
-        assert not np.array_equal(setup.generate_plain(guidance_scale=1.0), setup.generate_plain())
-
 
 class TestLongCatImageEdit:
-    @pytest.mark.parametrize(("width", "height"), [(64, 64), (90, 70), (37, 53), (300, 200), (201, 1501)])
-    @pytest.mark.parametrize("scale", [1.0, 0.5, 0.3])
+    @pytest.mark.parametrize(("width", "height"), [(64, 64), (37, 53), (201, 1501)])
+    @pytest.mark.parametrize("scale", [1.0, 0.3])
     def test_sources_are_read_at_the_size_of_the_edited_image(self, setup_of, width, height, scale):
         setup = setup_of("longcat-edit")
         rows = rows_of([PROMPT], [(stripes(width, height, (255, 0, 0)),)])

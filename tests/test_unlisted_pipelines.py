@@ -2,7 +2,6 @@
 """Pipelines of diffusers without a family class: images generated and trained with defaults, or refused."""
 
 import copy
-import inspect
 import json
 from pathlib import Path
 
@@ -20,16 +19,15 @@ from diffusers import (
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
-from paco_trl.rollout import PipelinePolicy, SDESettings, family_of, keyed_generator, replay
+import test_families
+from paco_trl.rollout import SDESettings, family_of, keyed_generator, replay
 from paco_trl.rollout.families import FluxFamily, UnlistedFamily
-from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 from paco_trl.tiny.flux import build_vae, enlarge, train_clip_and_t5_tokenizers
 
 
 NUM_STEPS, SIZE = 4, 32
 KEY = (42, 3, 0, 0, 0)
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is no family class")
 
@@ -108,17 +106,9 @@ def built(folders):
 
 
 def build_policy(pipeline, guidance_scale=1.0):
-    """As the trainer builds it; then the LoRA's B matrices, which start as zeros, are filled."""
-    pipeline = load_pipeline(copy.deepcopy(pipeline), torch.float32)
-    family = family_of(pipeline)
-    assert family.resolve_negative_prompt(pipeline, guidance_scale, None) is None
-    signature = inspect.signature(pipeline.transformer.forward)
-    model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-    return PipelinePolicy(pipeline, family, model, signature)
+    policy = test_families.build_policy(pipeline.name_or_path)
+    assert policy.family.resolve_negative_prompt(policy.pipeline, guidance_scale, None) is None
+    return policy
 
 
 def encode(policy, prompt):

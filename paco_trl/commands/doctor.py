@@ -437,12 +437,13 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
                 check_reward_names(state.script_args)
             return [Row(SKIPPED, state.skips)]
         if is_generating and state.args.deepspeed_plugin is not None:
-            return [
-                Row(SKIPPED, "DeepSpeed places the model only when training begins.", "Run the doctor without it.")
-            ]
+            skipped = "DeepSpeed places the model only when training begins."
+            return [Row(SKIPPED, skipped, "Run the doctor without it.")]
         found = check(state)
     except Exception as error:
-        return [Row(FAILED, _message(error))]
+        # Errors of the package are self-explanatory; of others the type helps
+        is_own = isinstance(error, ValueError | TypeError | RuntimeError)
+        return [Row(FAILED, str(error) if is_own else f"{type(error).__name__}: {error}")]
     finally:
         logger.removeHandler(handler)
     rows = found if isinstance(found, list) else [Row(OK, found) if isinstance(found, str) else found]
@@ -459,13 +460,6 @@ def _parser(command: str) -> CommandParser:
         return reward.parser_of(PlanArguments, prog=program, description=text)
     config = PaCoNFTConfig if command == "nft" else PaCoGRPOConfig
     return parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
-
-
-def _message(error: Exception) -> str:
-    # Errors of the package are self-explanatory; of others the type helps
-    return (
-        str(error) if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {error}"
-    )
 
 
 def _listed(counter: Counter) -> str:

@@ -4,8 +4,8 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import diffusers
@@ -14,6 +14,7 @@ from PIL import Image
 
 from .. import PaCoGRPOConfig
 from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
+from ..rollout.loading import hub_arguments
 from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import EncodedRows, RolloutSampler
 from ..rollout.sde import STREAMS
@@ -68,8 +69,8 @@ class SampleGenerator:
     def generate_untouched(self) -> Generation:
         """Generate the prompt with the pipeline as it was loaded, with its own scheduler."""
         _, class_name = self.pipeline.config["scheduler"]
-        hub = {n: v for n, v in (self.args.model_init_kwargs or {}).items() if n in ("revision", "cache_dir", "token")}
-        kind, model = getattr(diffusers, class_name), self.pipeline.name_or_path
+        where = {"subfolder": "scheduler", **hub_arguments(self.args.model_init_kwargs or {})}
+        own = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **where)
 
         def with_own_scheduler(fetched: EncodedRows) -> list[RecordedStep]:
             arguments, _, sources = self.sampler.inputs(fetched, [self.rows.calls_of[self.number][0]])
@@ -85,8 +86,15 @@ class SampleGenerator:
 
         # A new adapter is switched off, as it must change nothing; an existing one is part of the pipeline
         adapter_off = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
-        with self._component("scheduler", kind.from_pretrained(model, subfolder="scheduler", **hub)), adapter_off:
-            return self._generate(with_own_scheduler)
+        replaced = self.pipeline.scheduler
+        object.__setattr__(
+            self.pipeline, "scheduler", own
+        )  # past DiffusionPipeline.__setattr__, as the policy does it
+        try:
+            with adapter_off:
+                return self._generate(with_own_scheduler)
+        finally:
+            object.__setattr__(self.pipeline, "scheduler", replaced)
 
     def sde_settings(self, noise_level: float) -> SDESettings:
         """Return the settings with all steps that may be stochastic in a round."""
@@ -123,13 +131,3 @@ class SampleGenerator:
             finally:
                 del scheduler.step
         return Generation(latents[0].float(), records)
-
-    @contextmanager
-    def _component(self, name: str, component) -> Iterator[None]:
-        # Past DiffusionPipeline.__setattr__, as the policy does it
-        replaced = getattr(self.pipeline, name)
-        object.__setattr__(self.pipeline, name, component)
-        try:
-            yield
-        finally:
-            object.__setattr__(self.pipeline, name, replaced)

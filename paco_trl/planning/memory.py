@@ -8,7 +8,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import groupby
@@ -36,7 +36,8 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from ..rewards.paco_reward import resolve_base_model
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
-from ..rollout.loading import keep_dtype_of_norms, prepare_transformer, read_peft_config
+from ..rollout.families.unlisted import TransformerReachedError
+from ..rollout.loading import hub_arguments, keep_dtype_of_norms, prepare_transformer, read_peft_config
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_reward_config import PaCoRewardConfig
@@ -181,10 +182,6 @@ def measure_peak(function: Callable[[], Any], model: nn.Module, is_training: boo
     few, num_left_out = measure(FEW_BLOCKS)
     # Each adds what one more of them adds
     return few + num_left_out * (measure(FEW_BLOCKS + 1)[0] - few) if num_left_out else few
-
-
-class _TransformerReachedError(Exception):
-    """The call of the transformer is recorded."""
 
 
 def fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
@@ -372,8 +369,7 @@ class ImageRun:
         self.in_training = functools.partial(as_in_training, dtype, not is_deepspeed)
         dtypes = {"default": dtype} | ({"transformer": torch.float32} if not (peft_config or is_deepspeed) else {})
         init = args.model_init_kwargs or {}
-        where = {name: init[name] for name in ("revision", "cache_dir", "token") if name in init}
-        pipeline = load_without_weights(model, dtypes, **where)
+        pipeline = load_without_weights(model, dtypes, **hub_arguments(init))
         transformer, parts = pipeline.transformer, pipeline.components
         self.pipeline, self.family, self.transformer = pipeline, family_of(pipeline), transformer
         self.signature = inspect.signature(transformer.forward)
@@ -421,8 +417,7 @@ class ImageRun:
 
     def _read_rewards(self, models: Sequence[str], quantization: str | None) -> None:
         known: dict[str, JudgeRun] = {}
-        self.judges: list[JudgeRun] = []
-        self.clip_bytes = 0
+        self.judges, self.clip_bytes = list[JudgeRun](), 0
         for name in models:
             base, _, _ = resolve_base_model(name, {})
             config = AutoConfig.from_pretrained(base)
@@ -464,27 +459,21 @@ class ImageRun:
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
             recorded.append(dict(self.signature.bind(*args, **kwargs).arguments))
             if len(recorded) == expected:
-                raise _TransformerReachedError
+                raise TransformerReachedError
 
-        sources = []
         images = self.rows.images(self.number)
         found = [self.family.prepare_image(self.pipeline, image, self.scales[is_full]) for image in images]
         if self.rows.is_anchored:
             found.append(self.panel(is_full))
-        for prepared in found:
-            sources.append(EncodedImage(prepared, torch.zeros(self.encode_image(prepared).shape)))
+        sources = [EncodedImage(prepared, torch.zeros(self.encode_image(prepared).shape)) for prepared in found]
         arguments = {n: t.expand(batch_size, *t.shape[1:]) for n, t in self.embeddings(is_full).items()}
         arguments = {n: t.float() if t.is_floating_point() else t for n, t in arguments.items()}
         keys: list[tuple[int, ...]] = [(0, image) for image in range(batch_size)]
         handle = self.model.register_forward_pre_hook(record, with_kwargs=True, prepend=True)
-        try:
-            steps, scale = self.args.num_inference_steps, self.args.guidance_scale
-            with self.in_training(), shortened(self.model, 1):
-                self.policy.generate(arguments, *self.sizes[is_full], steps, scale, keys, sources=sources)
-        except _TransformerReachedError:
-            pass
-        finally:
-            handle.remove()
+        steps, scale = self.args.num_inference_steps, self.args.guidance_scale
+        with self.in_training(), shortened(self.model, 1), suppress(TransformerReachedError):
+            self.policy.generate(arguments, *self.sizes[is_full], steps, scale, keys, sources=sources)
+        handle.remove()
         # Qwen-Image-2.1's transformer reads the values of its mask
         faked = lambda tensor: tensor if tensor.dtype == torch.bool else self.mode.from_tensor(tensor)  # noqa: E731
         return tree_map_only(torch.Tensor, faked, recorded)

@@ -103,9 +103,7 @@ def load_pipeline(
             pipeline.register_to_config(_name_or_path=str(pipeline.name_or_path))
     transformer = getattr(pipeline, "transformer", None)
     if transformer is None:
-        raise ValueError(
-            f"{type(pipeline).__name__} has no `transformer`. Pass a pipeline of flow matching that has one."
-        )
+        raise ValueError(f"{type(pipeline).__name__} has no `transformer`. Pass a flow-matching pipeline with one.")
     if isinstance(transformer, PeftModel) or getattr(transformer, "peft_config", None):
         raise ValueError(
             "The pipeline's transformer already has an adapter. Pass it as `peft_config` and the pipeline without it, or "
@@ -151,7 +149,7 @@ def quantization_text(config: PipelineQuantizationConfig) -> str:
     return str({name: value for name, value in vars(config).items() if name != "config_mapping"})  # filled by loading
 
 
-def _hub_arguments(model_init_kwargs: dict) -> dict[str, Any]:
+def hub_arguments(model_init_kwargs: dict) -> dict[str, Any]:
     return {name: model_init_kwargs[name] for name in ("revision", "cache_dir", "token") if name in model_init_kwargs}
 
 
@@ -159,7 +157,7 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
     """Return a pipeline's index file; refuse one that cannot be read."""
     check_model_name(model)
     try:
-        return DiffusionPipeline.load_config(model, **_hub_arguments(model_init_kwargs))
+        return DiffusionPipeline.load_config(model, **hub_arguments(model_init_kwargs))
     except OSError as error:
         if not isinstance(error.__context__, GatedRepoError):
             raise
@@ -203,7 +201,7 @@ def read_peft_config(
         return peft_config
     if (folder := peft_folder(peft_config)) is not None:
         return PeftConfig.from_pretrained(folder)
-    return convert_lora(find_adapter_file(peft_config), model, **_hub_arguments(model_init_kwargs or {}))[0]
+    return convert_lora(find_adapter_file(peft_config), model, **hub_arguments(model_init_kwargs or {}))[0]
 
 
 def check_peft_config(
@@ -226,9 +224,7 @@ def check_peft_config(
             peft_config.lora_dropout = 0.0
         logger.warning(f"`peft_config` has {dropped}, TRL's defaults for language models: an image model has neither.")
     if peft_config.task_type is not None:
-        raise TypeError(
-            f"`task_type` is {peft_config.task_type!r}, with which PEFT wraps a language model. Leave it out."
-        )
+        raise TypeError(f"`task_type` is {peft_config.task_type!r}, which is for language models. Leave it out.")
     if peft_config.lora_dropout:
         raise ValueError(
             f"`lora_dropout` is {peft_config.lora_dropout}, with which the replay scores an image with another network "

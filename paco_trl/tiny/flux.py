@@ -48,19 +48,15 @@ def _components(seed: int, num_halvings: int = 1) -> dict:
     """Build the parts of both pipelines, by name."""
     with weights_of(seed):
         clip_tokenizer, t5_tokenizer = train_clip_and_t5_tokenizers()
-        text_encoder = CLIPTextModel(clip_text_config(clip_tokenizer, num_hidden_layers=1))
-        text_encoder_2 = T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer), d_model=16, **CONFIGS["t5"]))
-        transformer = FluxTransformer2DModel(**CONFIGS["flux_transformer"])
-        vae = build_vae(num_halvings=num_halvings)
-    return {
-        "scheduler": build_scheduler(),
-        "vae": vae,
-        "text_encoder": text_encoder,
-        "tokenizer": clip_tokenizer,
-        "text_encoder_2": text_encoder_2,
-        "tokenizer_2": t5_tokenizer,
-        "transformer": transformer,
-    }
+        return {
+            "tokenizer": clip_tokenizer,
+            "tokenizer_2": t5_tokenizer,
+            "text_encoder": CLIPTextModel(clip_text_config(clip_tokenizer, num_hidden_layers=1)),
+            "text_encoder_2": T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer), d_model=16, **CONFIGS["t5"])),
+            "transformer": FluxTransformer2DModel(**CONFIGS["flux_transformer"]),
+            "vae": build_vae(num_halvings=num_halvings),
+            "scheduler": build_scheduler(),
+        }
 
 
 def clip_text_config(tokenizer: CLIPTokenizer, num_hidden_layers: int) -> CLIPTextConfig:

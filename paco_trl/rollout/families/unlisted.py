@@ -26,7 +26,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.float() if tensor.is_floating_point() else tensor).clone()
 
 
-class _TransformerReachedError(Exception):
+class TransformerReachedError(Exception):
     """End the pipeline's call where generation would begin."""
 
 
@@ -96,14 +96,14 @@ class UnlistedFamily(Family):
             return results[-1]
 
         def stop(module: torch.nn.Module, args: tuple) -> None:
-            raise _TransformerReachedError
+            raise TransformerReachedError
 
         own, size = pipeline.encode_prompt, self.size_multiple(pipeline)
         handle = pipeline.transformer.register_forward_pre_hook(stop, prepend=True)
         arguments = self.call_arguments(size, size, self._guidance_scale, [])
         generator = torch.Generator().manual_seed(0)  # leaves torch's random state unchanged
         try:
-            with encoding_by(pipeline, encode), suppress(_TransformerReachedError):
+            with encoding_by(pipeline, encode), suppress(TransformerReachedError):
                 pipeline(prompt=prompt, num_inference_steps=2, generator=generator, **arguments)
         finally:
             handle.remove()
