@@ -118,7 +118,7 @@ def test_judge(tiny_qwen, tmp_path):
             turns = [{"from": who, "value": text} for who, text in turns.items()]
             records.append({"conversations": turns, "images": images})
         (tmp_path / "data" / f"{name}.json").write_text(json.dumps(records))
-    evaluation = {"eval_file": "held_out", "eval_strategy": "steps", "eval_steps": 1}
+    evaluation = {"eval_file": "held_out", "eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
     settings = {"model_name_or_path": str(tiny_qwen), "dtype": "float32", **evaluation}
     output = launch(tmp_path, "train_reward", config=CPU_DDP, **settings)
     pair = [(plain(0, (56, 56)), plain(200, (56, 56)))]
