@@ -85,6 +85,8 @@ class TestGroupAdvantages:
     def test_equal_rewards_teach_nothing_whatever_their_value(self, reward, num_generations):
         values, _, has_spread = group_advantages(torch.full((num_generations,), reward), num_generations)
         assert not has_spread.any() and torch.equal(values, torch.zeros(num_generations))
+        # Twin: a small difference is one
+        assert group_advantages(torch.tensor([0.5, 0.50001]), 2).has_spread.all()
 
     def test_branches_have_their_own_mean_and_the_deviation_of_their_prompt(self):
         values, is_valid, has_spread = group_advantages(REWARDS, 6, branch_size=2)

@@ -209,6 +209,8 @@ class TestAssign:
         sizes = [SQUARE] * 7 + [WIDE]
         a = layout(batch_size=8, num_optimizer_steps=1)
         assert a.assign([SQUARE] * 8, self.SEED).shape == (1, 4, 8)
+        # Two prompts share a batch: those of one size are put together
+        assert a.assign([SQUARE, WIDE] * 4, self.SEED).shape == (1, 4, 8)
         with pytest.raises(ValueError) as error:
             a.assign(sizes, self.SEED)
         message = str(error.value)
