@@ -39,20 +39,16 @@ def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prom
     _save(rows, path)
 
 
-def _theme_of(question: str) -> str:
-    before, after = theme_question("\0").split("\0")
-    return question.removeprefix(before).removesuffix(after)
-
-
 def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> None:
     """Show some pairs: consistent ones at the left, inconsistent ones at the right."""
     labels = [decision_of(completion) for completion in pairs.with_format(None)["completion"][:]]
     by_label = ([row for row, own in enumerate(labels) if own == label] for label in ("Yes", "No"))
-    rows = []
+    rows, (before, after) = [], theme_question("\0").split("\0")
     for numbers in zip_longest(*(_evenly_spaced(of_label, max_rows) for of_label in by_label)):
         shown = [pairs[number] for number in numbers if number is not None]
         captions = ["consistent" if decision_of(pair["completion"]) == "Yes" else "inconsistent" for pair in shown]
-        titles = [_theme_of(content_text(pair["prompt"][-1]["content"]) or "") for pair in shown]
+        questions = [content_text(pair["prompt"][-1]["content"]) or "" for pair in shown]
+        titles = [question.removeprefix(before).removesuffix(after) for question in questions]
         blocks = [
             [(image, caption) for image in pair["images"]] for pair, caption in zip(shown, captions, strict=True)
         ]

@@ -100,10 +100,8 @@ def score_edits(
     asked = edit_protocol(protocol, gedit_repo)
     max_attempts = asked.max_attempts if max_attempts is None else max_attempts
     sources = _sources_of(prompts)
-    row_of, instructions = (
-        {key: row for row, key in enumerate(edit_keys(prompts))},
-        prompts.with_format(None)["prompt"][:],
-    )
+    row_of = {key: row for row, key in enumerate(edit_keys(prompts))}
+    instructions = prompts.with_format(None)["prompt"][:]
 
     def request(name: str, attempt: int) -> ChatRequest:
         kind, _, key = name.partition("/")
@@ -324,11 +322,11 @@ def _tables(
 ) -> tuple[list, list]:
     """Compute the tables of a judge by language, and those by task type."""
     tables, parts = [], []
+    kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
     strata: dict[Unit, Any] = {(key, seed): row["task_type"] for key, row in rows.items()}
     for language in dict.fromkeys(row.get("language") for row in rows.values()):
         spoken = {key: row for key, row in rows.items() if row.get("language") == language}
         label = "All languages" if language is None else LANGUAGES.get(language, language)
-        kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
         named = {
             "all instructions": spoken,
             "intersection subset": [key for key in spoken if spoken[key].get("intersection")],
@@ -337,11 +335,9 @@ def _tables(
             scorer = f"{label}: {what}, judge {judge}"
             lines = [Line(name, title, kinds[name], scorer, [name]) for name, title in METRICS.items()]
             tables += [table(f"{label}: {what}{ends}", lines, values, part, strata)] if part else []
-        members: dict[str, list[str]] = {}
-        for key, row in spoken.items():
-            members.setdefault(row["task_type"], []).append(key)
         lines = [line._replace(scorer=f"judge {judge}") for line in lines]
-        parts += breakdowns(f"By task type, {label}", lines, values, members)
+        task_types = {key: row["task_type"] for key, row in spoken.items()}
+        parts += breakdowns(f"By task type, {label}", lines, values, task_types)
     return tables, parts
 
 

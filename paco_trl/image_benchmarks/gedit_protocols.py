@@ -76,7 +76,7 @@ def _request(question: str, images: list[Image.Image], seed: str, attempt: int) 
         size = max(1, int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))
         content.append(_image_part(data_url(image.resize(size), "png", compress_level=1)))
     return ChatRequest(
-        messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
+        [{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
         seed=random.Random(f"0/{seed}/{attempt}").getrandbits(31),
         max_tokens=1024,
         temperature=_RETRY_TEMPERATURE if attempt else 0.0,
@@ -98,12 +98,8 @@ def _image_part(url: str) -> dict[str, Any]:
 def read_answer(text: str) -> tuple[float, float] | None:
     """Read the two numbers of an answer, which is one JSON object; nothing is guessed."""
     answer = text[text.find("{") : text.rfind("}") + 1]
-    try:
-        # A line may end within a text
-        scores = json.loads(answer, strict=False, object_pairs_hook=_without_repeats)["score"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    scores = valid_scores(scores)
+    # A line may end within a text
+    scores = _valid_scores(_score_of(answer, strict=False, object_pairs_hook=_without_repeats))
     return None if scores is None or len(scores) != 2 else (float(scores[0]), float(scores[1]))
 
 
@@ -114,7 +110,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def valid_scores(scores: Any) -> list[float] | None:
+def _valid_scores(scores: Any) -> list[float] | None:
     """Return a list of numbers from 0 to 10, or `None` for anything else."""
     # `bool` is an `int`; NaN is in no range
     if not isinstance(scores, list) or not scores:
@@ -153,22 +149,22 @@ def read_published_answer(text: str, again: bool) -> list[float] | None:
     text = text.strip().replace("\n", "")
     score = _score_of(text)
     if score is None:
-        return valid_scores(_score_of(_with_quotes(text)))
-    return valid_scores(score if isinstance(score, list) else [score])
+        return _valid_scores(_score_of(_with_quotes(text)))
+    return _valid_scores(score if isinstance(score, list) else [score])
 
 
 def _bare_scores(text: str) -> list[float] | None:
     """Scores of an answer that is a number, or has a list of two."""
     found = text[text.find("[") : text.rfind("]") + 1]
     try:
-        return valid_scores(json.loads(found) if re.fullmatch(r"\[\d+, ?\d+\]", found) else [int(text)])
+        return _valid_scores(json.loads(found) if re.fullmatch(r"\[\d+, ?\d+\]", found) else [int(text)])
     except ValueError:
         return None
 
 
-def _score_of(text: str) -> Any:
+def _score_of(text: str, **how: Any) -> Any:
     try:
-        return json.loads(text)["score"]
+        return json.loads(text, **how)["score"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

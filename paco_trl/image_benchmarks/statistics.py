@@ -129,13 +129,14 @@ def table(
 
 
 def breakdowns(
-    title: str, lines: Sequence[Line], systems: Sequence[Mapping[str, Values]], members: Mapping[str, Container[Hashable]]
-) -> list[dict[str, Any]]:  # fmt: skip
+    title: str, lines: Sequence[Line], systems: Sequence[Mapping[str, Values]], group_of: Mapping[Any, str]
+) -> list[dict[str, Any]]:
     """Compute a table for each metric, with a row for each group of prompts."""
     tables = []
+    members = {name: [each for each, own in group_of.items() if own == name] for name in sorted({*group_of.values()})}
     for line in lines:
         named = f"{title}: {line.label.lower()} ({line.scorer})"
-        parts = [table(named, [line._replace(label=name)], systems, members[name]) for name in sorted(members)]
+        parts = [table(named, [line._replace(label=name)], systems, own) for name, own in members.items()]
         tables += [{"title": named, "rows": rows}] if (rows := [row for part in parts for row in part["rows"]]) else []
     return tables
 

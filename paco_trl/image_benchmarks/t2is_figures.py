@@ -80,10 +80,8 @@ def t2is_results(
         chosen = [line for line in lines if len(line.parts) > 1 or line.metric in ("aesthetics", "duplicates")]
         for column in ("category", "subcategory"):
             if any(row.get(column) for row in rows.values()):
-                members: dict[str, set[str]] = {}
-                for name, row in rows.items():
-                    members.setdefault(row.get(column) or "without one", set()).add(name)
-                parts |= {each["title"]: each for each in breakdowns(f"By {column}", chosen, values, members)}
+                group_of = {name: row.get(column) or "without one" for name, row in rows.items()}
+                parts |= {each["title"]: each for each in breakdowns(f"By {column}", chosen, values, group_of)}
         of_sets = of_sets or [_set_scores(*each, rows) for each in zip(systems, values, used, strict=True)]
 
     gaps = [{one.settings["scores"]: one.gaps for one in found} for found in scores]

@@ -697,8 +697,7 @@ BENCHMARKS = [
     ),
     *_mutants(
         "image_benchmarks/gedit_protocols.py",
-        "test_gedit.py::test_answers_that_can_be_read test_gedit.py::test_answers_that_are_no_scores "
-        "test_gedit.py::TestScoring test_gedit.py::TestPublishedProtocol",
+        "test_gedit.py::test_answers test_gedit.py::TestScoring test_gedit.py::TestPublishedProtocol",
         ("_RETRY_TEMPERATURE if attempt else 0.0", "0.0"),
         (
             "int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))",
