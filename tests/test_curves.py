@@ -13,12 +13,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from paco_trl.plots import curves
 from paco_trl.plots.curves import CurvesCallback, history_table, plot_curves
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 
 
-def train_entry(step, rewards=("a",), **metrics):
+def train_entry(step, rewards=("a",)):
     """What a step of the trainer logs, in the order in which it logs it."""
     entry = {"loss": 1e-6 * step, "learning_rate": 3e-4}
     for index, name in enumerate(rewards):
@@ -29,18 +28,13 @@ def train_entry(step, rewards=("a",), **metrics):
     entry |= {"time/encode": 2.0, "time/rollout": 8.0, "time/reward": 4.0, "time/train": 3.0}
     entry |= {f"clip_ratio/{part}_mean": 0.1 for part in ("low", "high", "region")}
     entry["ratio_deviation/step_1" if step % 2 == 0 else "ratio_deviation_on_policy/step_1"] = 1e-5 * (step % 2 == 0)
-    return {**entry, "epoch": step / 10, **metrics, "step": step}
+    return {**entry, "epoch": step / 10, "step": step}
 
 
-def eval_entry(step, rewards=("a",), prefix="eval", **metrics):
-    entry = {}
-    for name in rewards:
-        mean = (40 + step) / 100
-        entry[f"{prefix}_rewards/{name}/mean"] = mean
-        entry[f"{prefix}_rewards/{name}/ci_low"] = mean - 0.05
-        entry[f"{prefix}_rewards/{name}/ci_high"] = mean + 0.07
-        entry[f"{prefix}_rewards/{name}/baseline"] = 0.37
-    return {**entry, "epoch": step / 10, **metrics, "step": step}
+def eval_entry(step):
+    mean = (40 + step) / 100
+    metrics = {"mean": mean, "ci_low": mean - 0.05, "ci_high": mean + 0.07, "baseline": 0.37}
+    return {f"eval_rewards/a/{name}": value for name, value in metrics.items()} | {"epoch": step / 10, "step": step}
 
 
 def short_entry(step, **metrics):
@@ -61,27 +55,22 @@ def drawn(monkeypatch):
     return figures
 
 
-def panels_of(figure):
-    return {axes.get_title(loc="left"): axes for axes in figure.axes}
+@pytest.fixture
+def draw(drawn, tmp_path):
+    def draw(entries, **kwargs):
+        assert plot_curves(history_table(entries), tmp_path / "curves.png", **kwargs)
+        return drawn[-1]
+
+    return draw
 
 
 def panel(figure, beginning):
-    (axes,) = [axes for title, axes in panels_of(figure).items() if title.startswith(beginning)]
+    (axes,) = [axes for axes in figure.axes if axes.get_title(loc="left").startswith(beginning)]
     return axes
 
 
 def legend_of(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
-
-
-def line_of(axes, label):
-    (line,) = [line for line in axes.lines if line.get_label() == label]
-    return line
-
-
-def draw(entries, path, drawn, **kwargs):
-    assert plot_curves(history_table(entries), path, **kwargs)
-    return drawn[-1]
 
 
 def test_the_table_of_a_log():
@@ -96,28 +85,23 @@ def test_the_table_of_a_log():
 
 @pytest.mark.slow
 class TestPicture:
-    def test_panels_of_a_run_with_two_rewards(self, tmp_path, drawn):
-        entries = [train_entry(step, ("a", "b")) for step in range(1, 9)]
-        figure = draw(entries, tmp_path / "curves.png", drawn)
-        titles = list(panels_of(figure))
+    def test_panels_of_a_run_with_two_rewards(self, draw):
+        figure = draw([train_entry(step, ("a", "b")) for step in range(1, 9)])
         beginnings = ["a: mean", "b: mean", "Spread", "Clip", "|ratio - 1|", "Seconds"]
-        assert len(titles) == len(beginnings)
-        assert all(title.startswith(beginning) for title, beginning in zip(titles, beginnings, strict=True))
+        assert figure.axes == [panel(figure, beginning) for beginning in beginnings]
 
-    def test_evaluations_have_intervals_and_a_baseline(self, tmp_path, drawn):
-        entries = [eval_entry(0), train_entry(1), train_entry(2), eval_entry(2)]
-        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "a: mean")
+    def test_evaluations_have_intervals_and_a_baseline(self, draw):
+        axes = panel(draw([eval_entry(0), train_entry(1), train_entry(2), eval_entry(2)]), "a: mean")
         assert legend_of(axes) == ["training", "evaluation", "baseline"]
-        points = line_of(axes, "evaluation")
+        _, points, baseline = axes.lines
         assert points.get_xdata().tolist() == [0, 2] and points.get_ydata().tolist() == [0.4, 0.42]
         segments = [segment.tolist() for lines in axes.collections for segment in lines.get_segments()]
         assert np.allclose(segments, [[[0, 0.35], [0, 0.47]], [[2, 0.37], [2, 0.49]]])
-        baseline = line_of(axes, "baseline")
         assert baseline.get_linestyle() == "--" and set(baseline.get_ydata()) == {0.37}
 
-    def test_ratio_deviation_is_a_line_though_its_kinds_alternate(self, tmp_path, drawn):
+    def test_ratio_deviation_is_a_line_though_its_kinds_alternate(self, draw):
         entries = [train_entry(step) for step in range(1, 7)]
-        axes = panel(draw(entries, tmp_path / "curves.png", drawn), "|ratio - 1|")
+        axes = panel(draw(entries), "|ratio - 1|")
         on_policy, after = sorted(axes.lines, key=lambda line: line.get_xdata()[0])
         assert on_policy.get_xdata().tolist() == [1, 3, 5] and after.get_xdata().tolist() == [2, 4, 6]
         assert on_policy.get_ydata().tolist() == [0, 0, 0]  # has its place
@@ -125,21 +109,37 @@ class TestPicture:
         assert legend_of(axes) == ["step 1, after an update", "step 1, on policy"]
         # All zero: nothing to take a logarithm of
         only_zeros = [entry for entry in entries if "ratio_deviation/step_1" not in entry]
-        assert panel(draw(only_zeros, tmp_path / "curves.png", drawn), "|ratio - 1|").get_yscale() == "linear"
+        assert panel(draw(only_zeros), "|ratio - 1|").get_yscale() == "linear"
 
     @pytest.mark.parametrize(("steps_per_round", "tops"), [(1, [2, 10, 14, 17]), (2, [1, 5, 7, 10])])
-    def test_time_is_stacked_and_a_round_is_shared_by_its_steps(self, tmp_path, drawn, steps_per_round, tops):
-        entries = [train_entry(1), train_entry(2)]
-        axes = panel(draw(entries, tmp_path / "curves.png", drawn, steps_per_round=steps_per_round), "Seconds")
+    def test_time_is_stacked_and_a_round_is_shared_by_its_steps(self, draw, steps_per_round, tops):
+        axes = panel(draw([train_entry(1), train_entry(2)], steps_per_round=steps_per_round), "Seconds")
         highest = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
         assert highest == tops and legend_of(axes) == ["encode", "rollout", "reward", "train"]
+
+
+class _Run:
+    """A run in a directory, with its callback."""
+
+    def __init__(self, folder):
+        self.callback, self.args = CurvesCallback(), TrainingArguments(output_dir=str(folder), use_cpu=True)
+        self.csv, self.png = folder / "curves.csv", folder / "curves.png"
+
+    def save(self, history, event="on_save", **kwargs):
+        state = TrainerState(log_history=history, global_step=history[-1]["step"], **kwargs)
+        getattr(self.callback, event)(self.args, state, TrainerControl())
+
+    def end(self, history, **kwargs):
+        self.save(history, "on_train_end", **kwargs)
+
+    def table(self):
+        return read_csv(self.csv)
 
 
 class TestCallback:
     @pytest.fixture
     def run(self, tmp_path):
-        """A callback with the arguments of a run in `tmp_path / "out"`."""
-        return _Run(CurvesCallback(), TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True))
+        return _Run(tmp_path / "out")
 
     def test_other_processes_write_nothing(self, run, tmp_path):
         run.end([short_entry(1)], is_world_process_zero=False)
@@ -158,16 +158,13 @@ class TestCallback:
         assert len(run.table()) == 6 and "lost" in run.table()[0]
 
         resumed = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
-        another = _Run(CurvesCallback(), run.args)
+        another = _Run(tmp_path / "out")
         another.save(resumed.log_history + [whole[4]])
         assert len(run.table()) == 5
         another.save(resumed.log_history + whole[4:])
-        text = run.csv.read_text()
-        uninterrupted = _Run(
-            CurvesCallback(), TrainingArguments(output_dir=str(tmp_path / "uninterrupted"), use_cpu=True)
-        )
+        uninterrupted = _Run(tmp_path / "uninterrupted")
         uninterrupted.save(whole)
-        assert text == uninterrupted.csv.read_text()
+        assert run.csv.read_text() == uninterrupted.csv.read_text()
 
     def test_a_full_disk_is_warned_of_and_does_not_stop_the_run(self, run, monkeypatch, caplog):
         if not os.path.exists("/dev/full"):
@@ -195,42 +192,12 @@ class TestCallback:
         assert run.png.exists()
 
 
-class _Run:
-    def __init__(self, callback, args):
-        self.callback, self.args = callback, args
-
-    def _state(self, history, **kwargs):
-        return TrainerState(log_history=history, global_step=history[-1]["step"], **kwargs)
-
-    def save(self, history, **kwargs):
-        self.callback.on_save(self.args, self._state(history, **kwargs), TrainerControl())
-
-    def end(self, history, **kwargs):
-        self.callback.on_train_end(self.args, self._state(history, **kwargs), TrainerControl())
-
-    @property
-    def csv(self):
-        return curves.Path(self.args.output_dir) / "curves.csv"
-
-    @property
-    def png(self):
-        return curves.Path(self.args.output_dir) / "curves.png"
-
-    def table(self):
-        return read_csv(self.csv)
-
-
 @pytest.mark.slow
 def test_a_run_has_its_curves(make_trainer, prompts, tmp_path, drawn):
-    trainer = make_trainer(
-        reward_funcs=[redness_reward, panel_similarity_reward],
-        eval_dataset=prompts.select(range(2)),
-        eval_strategy="steps",
-        eval_steps=2,
-        num_inference_steps_eval=2,
-        max_steps=3,
-        plot_curves=True,
-    )
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "num_inference_steps_eval": 2}
+    rewards = [redness_reward, panel_similarity_reward]
+    dataset = prompts.select(range(2))
+    trainer = make_trainer(reward_funcs=rewards, eval_dataset=dataset, max_steps=3, plot_curves=True, **evaluation)
     trainer.train()
     rows = read_csv(tmp_path / "out" / "curves.csv")
     assert [row["step"] for row in rows] == ["1", "2", "3"]

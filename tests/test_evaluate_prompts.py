@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import launching
 from paco_trl.commands import evaluate as script
@@ -53,8 +54,6 @@ def files(tmp_path_factory) -> Path:
 def adapters(tmp_path_factory, tiny_flux) -> dict[str, Path]:
     """An adapter that changes images, and one that changes nothing."""
     folder = tmp_path_factory.mktemp("adapters")
-    from safetensors.torch import load_file, save_file
-
     made = {name: make_adapter(folder / name, str(tiny_flux), 0) for name in ("moved", "identity")}
     path = made["identity"] / "adapter_model.safetensors"
     weights = load_file(path)
@@ -116,12 +115,6 @@ class TestSingles:
         assert {path for path in written if again[path] != written[path]} == set(gone)
 
 
-@pytest.mark.parametrize("option", ["num_shown", "num_generations", "num_inference_steps"])
-def test_numbers_below_one_are_refused(files, option, tmp_path):
-    with pytest.raises(ValueError, match=f"--{option}"):
-        evaluate("--dataset_name", files / "single.txt", f"--{option}", 0, model="nowhere", folder=tmp_path / "out")
-
-
 class TestRewards:
     @pytest.mark.slow
     def test_failures_are_left_out_and_counted(self, files, adapters, tiny_flux, tmp_path, monkeypatch):
@@ -156,17 +149,8 @@ class TestRewards:
 def test_two_processes_are_one(singles, files, adapters, tiny_flux, tmp_path):
     words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
     words += ["--adapter", adapters["moved"], "--model_name_or_path", tiny_flux, "--rewards", "redness"]
-    command = [
-        "-m",
-        "paco_trl.commands.main",
-        "evaluate",
-        "prompts",
-        *words,
-        *SETTINGS,
-        "--output_dir",
-        tmp_path / "out",
-    ]
-    launching.check_run(list(map(str, command)), config=launching.CPU_DDP, cwd=tmp_path)
+    command = ["-m", "paco_trl.commands.main", "evaluate", "prompts", *words, *SETTINGS]
+    launching.check_run([*command, "--output_dir", tmp_path / "out"], config=launching.CPU_DDP, cwd=tmp_path)
     assert len(list((tmp_path / "out" / "moved" / "scores").glob("*.jsonl"))) == 2  # both worked
     results = json.loads((tmp_path / "out" / "moved" / "results.json").read_text())
     for system in range(2):
@@ -182,10 +166,8 @@ class TestEdits:
         adapter = make_adapter(tmp_path / "adapter", str(model), 0)
         for number in range(2):
             Image.new("RGB", (64, 64), (80 * number, 120, 60)).save(tmp_path / f"{number}.png")
-        rows = [
-            {"prompt": f"Make it red {number}.", column: f"{number}.png" if is_edit else [f"{number}.png"]}
-            for number in range(2)
-        ]
+        shown = [f"{number}.png" if is_edit else [f"{number}.png"] for number in range(2)]
+        rows = [{"prompt": f"Make it red {number}.", column: file} for number, file in enumerate(shown)]
         (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         words = ["--dataset_name", tmp_path / "edits.jsonl", "--edits", is_edit, "--adapter", adapter]
         for _ in range(2):  # then with the images of before
@@ -202,6 +184,7 @@ class TestRefusals:
         [
             (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
             (["--adapter", "a", "a"], "of its last name"),
+            (["--num_shown", 0], "--num_shown"),
         ],
     )
     def test_what_cannot_work(self, words, error, files, tiny_flux, tmp_path):

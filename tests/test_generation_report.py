@@ -62,26 +62,21 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("world")
-
-
-@pytest.fixture(scope="module")
-def planted(world) -> dict:
-    return plant_t2is(world)
+def planted(tmp_path_factory) -> tuple[Path, dict]:
+    world = tmp_path_factory.mktemp("world")
+    return world, plant_t2is(world)
 
 
 @pytest.fixture
 def results(planted) -> dict:
     """Results of two systems, to be changed."""
-    return copy.deepcopy(planted)
+    return copy.deepcopy(planted[1])
 
 
 def rows_by_name(table: str) -> dict[str, list[str]]:
     """Cells of the table rows by the first."""
-    rows = [
-        [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.split("\n") if line[:1] == "|"
-    ]
+    lines = [line for line in table.split("\n") if line[:1] == "|"]
+    rows = [[part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return {first.strip("*"): rest for first, *rest in rows}
 
 
@@ -184,7 +179,8 @@ def test_hostile_prompts_are_text(results, tmp_path):
     assert len(outside) > 10 and all(url.startswith(("data:", "#")) for url in outside if url != "x")
 
 
-def test_results_json_has_no_paths_of_the_machine(results, world, tmp_path):
+def test_results_json_has_no_paths_of_the_machine(results, planted, tmp_path):
+    world, _ = planted
     elsewhere = tmp_path / "elsewhere" / "0000.png"
     elsewhere.parent.mkdir()
     panel(0, 0).save(elsewhere)
@@ -252,24 +248,20 @@ def test_results_are_added_to_a_card(results, card):
     assert after.endswith(before[before.index("<!-- results -->") :])
     assert "\n---\n\n# fox-lora\n\n<!-- results of" in after
     assert ModelCard.load(card).data.tags == ["lora"]
-    found = {
-        (one.dataset_name, one.dataset_config, one.metric_type): one for one in ModelCard.load(card).data.eval_results
-    }
-    published = found["T2IS-Bench", None, "average"]
+    found = {(one.dataset_config, one.metric_type): one for one in ModelCard.load(card).data.eval_results}
+    published = found[None, "average"]
     assert published.metric_value == 0.576 and published.source_name == "Published figures"
     # Of the tuned system, by the judge that is named
-    ours = found["T2IS-Bench", f"judge {JUDGES[0]}", "identity"]
+    ours = found[f"judge {JUDGES[0]}", "identity"]
     assert ours.metric_value == 0.512 and ours.metric_name == f"Identity, judge {JUDGES[0]}"
     assert ours.source_name is None and ours.dataset_type == "ChengyouJia/T2IS-Bench"
-    assert found["T2IS-Bench", f"judge {JUDGES[1]}", "identity"].metric_value == 0.812
+    assert found[f"judge {JUDGES[1]}", "identity"].metric_value == 0.812
     # What does not depend on the judge is there once, with its own scorer; what has no value is not there
-    assert found["T2IS-Bench", "scorer clip-flant5-xxl", "entity"].metric_value == 0.721
-    assert "duplicates" not in {metric for _, _, metric in found} and len(found) == 1 + 2 * 4 + 2
+    assert found["scorer clip-flant5-xxl", "entity"].metric_value == 0.721
+    assert "duplicates" not in {metric for _, metric in found} and len(found) == 1 + 2 * 4 + 2
     section = after[after.index("## T2IS-Bench\n") : after.index("<!-- end")]
-    assert rows_by_name(section.partition("gemma")[0])["Identity"][:2] == [
-        "0.301 [0.281, 0.321]",
-        "0.512 [0.492, 0.532]",
-    ]
+    shown = rows_by_name(section.partition("gemma")[0])["Identity"]
+    assert shown[:2] == ["0.301 [0.281, 0.321]", "0.512 [0.492, 0.532]"]
     assert "Leakage: not checked" in section and "missing: 1" in section and "Judge: gemma" in section
     bullets = re.findall(r"^- (.+)$", section, re.MULTILINE)
     assert bullets[0] == "**Missing pictures count 0 (1 of tuned).**" and "The pictures are in images." in bullets

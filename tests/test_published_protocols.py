@@ -129,9 +129,8 @@ def test_consistency_rank_item_by_item(judge, rankings, tmp_path):
     # Twin: the same question by the protocol of this package has neither labels nor a limit of 20 tokens
     default = evaluate_rankings(judge, rankings, "plain", tmp_path / "default.jsonl")
     assert default["num_ties"] == default["num_unanswered"] == 0
-    assert [record["scores"] for record in jsonl(tmp_path / "default.jsonl")[1:]] != [
-        pytest.approx(scores, abs=1e-2) for scores in expected
-    ]
+    scores = [record["scores"] for record in jsonl(tmp_path / "default.jsonl")[1:]]
+    assert scores != [pytest.approx(of_row, abs=1e-2) for of_row in expected]
 
 
 def test_edit_reward_bench_item_by_item(judge, edits, tmp_path):
