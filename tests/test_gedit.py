@@ -269,10 +269,7 @@ class TestScoring:
         semantic, quality = sorted(server.requests, key=lambda body: -len(body["messages"][0]["content"]))
         (first, second), text = pictures_of(semantic)
         assert first.getpixel((0, 0)) == (0, 7, 9) and second.getpixel((0, 0)) == (90, 80, 70)
-        assert first.size == (886, 295) and second.size == (362, 724)
-        for image, ratio in ((first, 3), (second, 0.5)):
-            assert image.width * image.height == pytest.approx(512 * 512, rel=0.01)
-            assert image.width / image.height == pytest.approx(ratio, rel=0.01)
+        assert first.size == (886, 295) and second.size == (362, 724)  # of the area of 512 x 512
         assert text == SEMANTIC.replace(PLACEHOLDER, "en instruction 0.")
         (only,), text = pictures_of(quality)
         assert only.tobytes() == second.tobytes() and text == QUALITY
