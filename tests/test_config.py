@@ -13,11 +13,11 @@ from accelerate import DeepSpeedPlugin
 from trl import TrlParser
 
 import launching
-from docstrings import docstring
 from launching import free_port
 from paco_trl import PaCoGRPOConfig
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.utils.deepspeed import check_compiled_blocks
+from testing_utils import docstring
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}

@@ -186,17 +186,16 @@ class TestLoss:
 class TestOldPolicy:
     def test_follows_at_the_end_of_a_round_by_the_closed_form(self, make_nft):
         trainer, record = recorded(make_nft, max_steps=6, old_policy_decay_rate=0.1, old_policy_max_decay=0.5)
-        assert are_equal(record.averages["old_policy"][0], record.weights[0])
+        old = record.averages["old_policy"]
+        assert are_equal(old[0], record.weights[0])
         for step in (1, 3, 5):  # in the middle of a round it stands still
-            assert are_equal(record.averages["old_policy"][step], record.averages["old_policy"][step - 1])
+            assert are_equal(old[step], old[step - 1])
             assert not are_equal(record.weights[step], record.weights[step - 1])
         for step, decay in ((2, 0.2), (4, 0.4), (6, 0.5)):
-            for name, value in record.averages["old_policy"][step].items():
-                expected = (
-                    decay * record.averages["old_policy"][step - 1][name] + (1 - decay) * record.weights[step][name]
-                )
+            for name, value in old[step].items():
+                expected = decay * old[step - 1][name] + (1 - decay) * record.weights[step][name]
                 torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
-            assert not are_equal(record.averages["old_policy"][step], record.weights[step])
+            assert not are_equal(old[step], record.weights[step])
         assert logs_with(trainer, "old_policy_decay") == [0.0, 0.0, 0.2, 0.2, 0.4, 0.4]
 
     def test_draws_the_images_and_gives_the_old_velocity(self, make_nft):

@@ -7,10 +7,10 @@ import math
 import pytest
 from trl import SFTConfig, TrlParser
 
-from docstrings import docstring
 from paco_trl import PaCoRewardConfig
 from paco_trl.trainer.config_utils import REFUSED_SFT_FIELDS
 from test_config import ENTRY, default_of
+from testing_utils import docstring
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoRewardConfig)}

@@ -19,6 +19,7 @@ from kill_runs import Run, copy_run, different, relative_difference
 from launching import fork_context
 from paco_trl import PaCoGRPOTrainer, PaCoNFTTrainer, tiny
 from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
+from paco_trl.data.edit_prompts import check_edit_columns
 from paco_trl.data.image_sets import arrange_sets, complete_image_sets
 from paco_trl.hub.cards import render_card
 from paco_trl.hub.settings import ImageModelCard
@@ -138,6 +139,11 @@ class TestData:
         (tmp_path / "sets.jsonl").write_text(json.dumps(row))
         with pytest.raises(ValueError, match=word):
             load_image_set_prompts(tmp_path / "sets.jsonl")
+
+    def test_an_edit_is_no_set(self):
+        edit = {"prompt": "Paint it red.", "image": Image.new("RGB", (64, 64)), "layout": "separate"}
+        with pytest.raises(ValueError, match="layout"):
+            check_edit_columns(Dataset.from_list([edit]))
 
     def test_a_set_without_a_shared_text_stays_a_grid(self):
         row = {"prompt": "Photos of a red cat.", "rows": 1, "cols": 2, "panels": ["It sleeps.", "It eats."]}
@@ -460,7 +466,7 @@ def test_what_is_generated_in_vain_is_told(make_trainer, caplog):
         ({"num_prompts_per_generation": 2}, "num_prompts_per_generation"),
         ({"num_prompts_per_generation": 16}, "num_prompts_per_generation"),
         ({"set_layout": "grid", "width": 192, "panel_generation": "shared_noise"}, "panel_generation"),
-        ({"panel_template": "{panel[0]}"}, "panel_template"),
+        ({"panel_template": "{panel} {theme} {other}"}, "panel_template"),
         ({"set_layout": "grid", "width": 192, "panel_template": "{panel}"}, "panel_template"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import paco_trl
-from docstrings import docstring
+from testing_utils import docstring
 
 
 ROOT = Path(__file__).parent.parent

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabulary that several tests share."""
 
+import inspect
 import io
 import json
 import shutil
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +158,11 @@ def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
 def logs_with(trainer, key: str) -> list:
     """The logged values of a metric."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def docstring(thing) -> str:
+    """The docstring with its indentation, which Python 3.13 and later compile away."""
+    return textwrap.indent(f"\n{inspect.cleandoc(thing.__doc__)}\n", "    ") + "    "
 
 
 def jsonl(path: Path) -> list[dict]:
