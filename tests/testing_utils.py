@@ -55,6 +55,20 @@ def anti_redness_reward(prompts, completions, **kwargs):
     return [-reward for reward in redness_reward(prompts, completions)]
 
 
+def closed_form(responses: list, a: float | None, variant: str):
+    """The loss of PaCo-Reward from the log-probabilities y_0 ... y_{n-1} of each response: a list or a tensor."""
+    tokens = sum(map(len, responses))
+    if a is None:
+        return -sum(sum(y) for y in responses) / tokens
+    total = 0.0
+    for y in responses:
+        n = len(y)
+        share = (1 - a) / max(n - 1, 1) * (n if variant == "released" else 1)  # of every token but the first
+        first = 1.0 if n == 1 and variant == "paper" else a
+        total = total - first * y[0] - share * sum(y[1:])
+    return total / (len(responses) if variant == "paper" else tokens)
+
+
 def wait_until(condition: Callable, seconds: float = 60.0):
     """What the condition is in the end."""
     end = time.monotonic() + seconds
