@@ -10,9 +10,9 @@ import shutil
 import tarfile
 import time
 import zipfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 from datasets import Dataset, LargeList, List
 from datasets import Image as ImageFeature
@@ -35,6 +35,7 @@ from paco_trl.data import (
     theme_question,
     validate_pairs,
 )
+from testing_utils import noise
 
 
 QUESTION = "Are both foxes red?"
@@ -53,13 +54,9 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def noise(seed, size=64):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
-
-
-def write_image(path, seed=0, kind=None):
+def write_image(path, seed=0):
     path.parent.mkdir(parents=True, exist_ok=True)
-    noise(seed).save(path, kind)
+    noise(seed).save(path)
     return str(path)
 
 
@@ -67,7 +64,7 @@ def cut_in_half(path):
     """The header stays: the image opens, and only decoding it fails."""
     data = Path(path).read_bytes()
     Path(path).write_bytes(data[: len(data) // 2])
-    assert Image.open(path).size == (64, 64)
+    assert Image.open(path).size == (56, 56)
     return str(path)
 
 
@@ -77,15 +74,16 @@ def pairs_of(rows):
 
 def pair_rows(folder, count):
     """Pairs of images by path; the pixels, the question and the answer say which pair it is."""
-    return [
-        make_pair(
-            write_image(folder / f"{row}a.png", 2 * row),
-            write_image(folder / f"{row}b.png", 2 * row + 1),
-            f"Is this pair {row}?",
-            row % 2 == 0,
-        )
-        for row in range(count)
-    ]
+    rows = []
+    for row in range(count):
+        images = [write_image(folder / f"{row}{place}.png", 2 * row + place) for place in range(2)]
+        rows.append(make_pair(*images, f"Is this pair {row}?", row % 2 == 0))
+    return rows
+
+
+def numbers_of(dataset):
+    """The numbers that the questions of pairs name."""
+    return [int(prompt[0]["content"].removeprefix("Is this pair ").removesuffix("?")) for prompt in dataset["prompt"]]
 
 
 def user(content):
@@ -145,29 +143,26 @@ class TestMakePair:
 
 class TestDecision:
     @pytest.mark.parametrize(
-        "text, decision, label_only",
+        ("text", "decision", "label_only"),
         [
             ("Yes", "Yes", True),
             ("No.\n", "No", True),
             ("Yes. Both are red.", "Yes", False),
             ("No, they differ.", "No", False),
             ("No. No.", "No", False),
-            ("Yes..", "Yes", False),
         ],
     )
     def test_decisions(self, text, decision, label_only):
-        half = len(text) // 2
-        parts = [{"type": "text", "text": text[:half]}, {"type": "text", "text": text[half:]}]
+        parts = [{"type": "text", "text": text[:2]}, {"type": "text", "text": text[2:]}]
         for completion in (text, [assistant(text)], [assistant(parts)]):
             assert decision_of(completion) == decision
             assert is_label_only(completion) is label_only
 
-    @pytest.mark.parametrize("text", ["Yesterday", "Not at all", "Yes_", "yes", "NO", " Yes", "\nNo", ""])
+    @pytest.mark.parametrize("text", ["Yesterday", "yes", " Yes", ""])
     def test_no_decision(self, text):
-        for completion in (text, [assistant(text)]):
-            for function in (decision_of, is_label_only):
-                with pytest.raises(ValueError, match="does not begin with"):
-                    function(completion)
+        for function in (decision_of, is_label_only):
+            with pytest.raises(ValueError, match="does not begin with"):
+                function([assistant(text)])
 
     def test_an_image_in_the_answer(self):
         with pytest.raises(ValueError, match="assistant turn of text"):  # TRL would count three for two
@@ -206,7 +201,7 @@ class TestCheckPairColumns:
             check_pair_columns(dataset.select([]))
 
     @pytest.mark.parametrize(
-        "changes, message",
+        ("changes", "message"),
         [
             ({"prompt": [user("Q?"), user("Q?")]}, "prompt"),
             ({"prompt": [user(" ")]}, "prompt"),
@@ -228,37 +223,30 @@ class TestCheckPairColumns:
 
 
 class TestValidatePairs:
-    def test_truncated_file(self, tmp_path):
-        rows = pair_rows(tmp_path, 3)
+    def test_broken_images_and_texts(self, tmp_path):
+        rows = pair_rows(tmp_path, 5)
         path = write_image(tmp_path / "cut.jpg")
         rows[1]["images"] = [None, path]
-        dataset = pairs_of(rows)
+        dataset = pairs_of(rows[:3])
         cut_in_half(path)
         check_pair_columns(dataset)  # the cheap check does not see it
         with pytest.raises(ValueError, match=rf"Row 1: The first image is missing.* The second image \({path}\)"):
             validate_pairs(dataset, num_proc=2)
+        rows[3]["completion"] = [assistant("Maybe")]
+        rows[4]["images"] = rows[4]["images"][:1]
+        dataset = pairs_of(rows)
+        with pytest.raises(ValueError, match=r"Row 1: .*3 of 5 rows"):
+            validate_pairs(dataset)
         kept = validate_pairs(dataset, skip_broken=True)
-        assert [prompt[0]["content"] for prompt in kept["prompt"]] == ["Is this pair 0?", "Is this pair 2?"]
-        assert kept.features == dataset.features
-
-    def test_texts_and_numbers(self, tmp_path):
-        rows = pair_rows(tmp_path, 5)
-        rows[1]["completion"] = [assistant("Maybe")]
-        rows[3]["images"] = rows[3]["images"][:1]
-        rows[4]["images"] = None
-        with pytest.raises(ValueError, match=r"Row 1: .*'Maybe'.*3 of 5 rows"):
-            validate_pairs(pairs_of(rows))
-        kept = validate_pairs(pairs_of(rows), skip_broken=True)
-        assert [prompt[0]["content"] for prompt in kept["prompt"]] == ["Is this pair 0?", "Is this pair 2?"]
+        assert numbers_of(kept) == [0, 2] and kept.features == dataset.features
 
     def test_one_warning(self, tmp_path, caplog):
         rows = pair_rows(tmp_path, 2)
         broken = cut_in_half(write_image(tmp_path / "cut.png"))
         rows[1:1] = [make_pair(rows[0]["images"][0], broken, QUESTION, "Yes") for _ in range(23)]
         order = random.Random(0).sample(range(25), 25)
-        dataset = pairs_of(rows).select(order)  # with an indices mapping
-        kept = validate_pairs(dataset, skip_broken=True)
-        assert sorted(prompt[0]["content"] for prompt in kept["prompt"]) == ["Is this pair 0?", "Is this pair 1?"]
+        kept = validate_pairs(pairs_of(rows).select(order), skip_broken=True)  # with an indices mapping
+        assert sorted(numbers_of(kept)) == [0, 1]
         first, *lines, last = caplog.messages[0].split("\n")
         assert "23 of 25" in first and "3 more" in last
         expected = [position for position, row in enumerate(order) if 1 <= row <= 23][:20]
@@ -277,29 +265,30 @@ class TestValidatePairs:
         return paths
 
     def test_result_is_cached_until_a_file_changes(self, tmp_path, decoded):
-        def load():
-            return pairs_of(rows)  # as a new process would, with the same fingerprint
-
         rows = pair_rows(tmp_path, 3)
+
+        def validate(**kwargs):
+            return validate_pairs(pairs_of(rows), **kwargs)  # as a new process would, with the same fingerprint
+
         cut_in_half(rows[1]["images"][0])
         for _ in range(2):
             with pytest.raises(ValueError, match="Row 1: The first image"):
-                validate_pairs(load())
-        assert len(validate_pairs(load(), skip_broken=True)) == 2
+                validate()
+        assert len(validate(skip_broken=True)) == 2
         assert sorted(decoded) == sorted(path for row in rows for path in row["images"])
         # Other rows are another dataset
-        validate_pairs(load().select([0, 2]))
+        validate_pairs(pairs_of(rows).select([0, 2]))
         assert len(decoded) == 6 + 4
         # The file is replaced: in order now, and then broken at the same length
         whole = Path(write_image(tmp_path / "whole.png", 7)).read_bytes()
         for content, number in ((whole, 3), (bytes(len(whole)), 2)):
             decoded.clear()
             Path(rows[1]["images"][0]).write_bytes(content)
-            assert len(validate_pairs(load(), skip_broken=True)) == number
+            assert len(validate(skip_broken=True)) == number
             assert len(decoded) == 6
         Path(rows[1]["images"][0]).unlink()
         with pytest.raises(ValueError, match="Row 1: .*FileNotFoundError"):
-            validate_pairs(load())
+            validate()
 
     def test_a_cache_that_cannot_be_written(self, tmp_path, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", write_image(tmp_path / "file.png"))
@@ -313,15 +302,11 @@ class TestSwapPairs:
     @pytest.mark.parametrize("embedded", [False, True])
     def test_other_order(self, tmp_path, embedded):
         rows = pair_rows(tmp_path, 3)
-        if embedded:
-            rows = [
-                {**row, "images": [{"bytes": Path(path).read_bytes(), "path": None} for path in row["images"]]}
-                for row in rows
-            ]
+        for row in rows if embedded else ():
+            row["images"] = [{"bytes": Path(path).read_bytes(), "path": None} for path in row["images"]]
         dataset = pairs_of(rows)
         swapped = swap_pairs(dataset)
         pixels = self.pixels(dataset)
-        assert all(first != second for first, second in pixels)
         assert self.pixels(swapped) == pixels + [pair[::-1] for pair in pixels]
         for column in ("prompt", "completion"):
             assert swapped[column][:] == dataset[column][:] * 2
@@ -355,12 +340,7 @@ class TestSwapPairs:
             (plain_question(), "No. First, the style differs.", True),
             (plain_question(), "Yes", False),
             (theme_question("Two images of a fox."), "No", False),
-            (
-                criterion_question("The foxes are red."),
-                "Yes. In each image a fox runs. Both images are in ink.",
-                False,
-            ),
-            (plain_question(), "No. One image is bright and the other dark; in each image 12 leaves fall.", False),
+            (criterion_question("The foxes are red."), "No. One image is dark; in each image 12 leaves fall.", False),
         ],
     )
     def test_texts_that_depend_on_the_order(self, tmp_path, caplog, question, answer, depends):
@@ -470,13 +450,9 @@ class TestLoadPacoDataset:
         monkeypatch.chdir("/")
         assert seeds_of(dataset) == [[1, 1]] * 5
         assert dataset[0]["completion"] == [assistant("No")]
-        turns = [[(turn["role"], turn["content"]) for turn in prompt] for prompt in dataset["prompt"]]
-        assert turns == [
-            [("user", QUESTION)],
-            [("system", "Be strict."), ("user", QUESTION)],
-            [("system", "Be kind."), ("user", QUESTION)],
-            [("user", QUESTION)],
-            [("user", QUESTION)],
+        systems = [[], ["Be strict."], ["Be kind."], [], []]
+        assert dataset["prompt"][:] == [
+            [*({"role": "system", "content": text} for text in of_one), user(QUESTION)] for of_one in systems
         ]
 
     @pytest.mark.parametrize(
@@ -485,10 +461,8 @@ class TestLoadPacoDataset:
             (record("a.png"), "images"),
             (record("a.png", "gone.png"), "'gone.png' is neither in"),
             (record("a.png", "sub/../../secret.png"), "leaves"),
-            (record("a.png", "a.png", question="<image>Q?"), "placeholders"),
             (record("a.png", "a.png", question="Do <image> and <image> match?"), "before a text"),
             (record("a.png", "a.png", answer=None), "does not begin with"),
-            (record("a.png", "a.png", answer="**Yes**"), "does not begin with"),
             (record("a.png", "a.png", conversations=record()["conversations"] * 2), "user turn"),
             (record("a.png", "a.png", conversations=["Q?", "Yes"]), "attribute"),
             (record("a.png", "a.png", question=5), "not iterable"),
@@ -529,11 +503,11 @@ class TestZipFiles:
     )
     def test_places(self, tmp_path, own_cache, archive, member, path):
         write_zip(tmp_path / "data" / archive, {member: 3, "other.png": 4})
-        before = sorted((tmp_path / "data").rglob("*"))
+        before = {*(tmp_path / "data").rglob("*")}
         dataset = self.load(tmp_path / "data", path, path)
         assert seeds_of(dataset) == [[3, 3]]
         # Not in the user's folder
-        assert set((tmp_path / "data").rglob("*")) - set(before) == {tmp_path / "data" / "own.json"}
+        assert {*(tmp_path / "data").rglob("*")} - before == {tmp_path / "data" / "own.json"}
         stored = dataset.cast_column("images", List(ImageFeature(decode=False)))[0]["images"][0]
         assert stored["bytes"] is None and own_cache in Path(stored["path"]).parents
         with pytest.raises(ValueError, match="'a/1.png' is neither in"):
@@ -672,11 +646,7 @@ class TestZipFiles:
 
         monkeypatch.setattr(zipfile.ZipFile, "extractall", count)
         context = multiprocessing.get_context("fork")
-        ranks = [context.Process(target=load_paco_dataset, args=(folder, ["own"])) for _ in range(3)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert [rank.exitcode for rank in ranks] == [0, 0, 0]
+        with ProcessPoolExecutor(3, context) as executor:
+            assert [*executor.map(load_paco_dataset, [folder] * 3, [["own"]] * 3)]
         # Once: nobody takes away the files that another one reads
         assert extractions.read_text() == "x"
