@@ -325,14 +325,11 @@ class TestCeilings:
 
 class TestMemory:
     def test_offloaded_embeddings_train_the_same(self, make_trainer):
-        results = []
-        for offload in (False, True):
-            trainer = make_trainer(offload_embeddings=offload)
-            before = weights_of(trainer)
+        trainers = [make_trainer(offload_embeddings=offload) for offload in (False, True)]
+        before = weights_of(trainers[0])
+        for trainer in trainers:
             trainer.train()
-            assert not are_equal(weights_of(trainer), before)
-            results.append(weights_of(trainer))
-        assert are_equal(*results)
+        assert not are_equal(before, weights_of(trainers[0])) and are_equal(*map(weights_of, trainers))
 
     def test_offloaded_rewards_and_generation_take_turns(self, make_trainer, prompts):
         settings = {**TWO_CALLS, "eval_dataset": prompts.select(range(2)), "num_inference_steps_eval": 2}

@@ -535,7 +535,7 @@ DATA = [
 EVALUATION = [
     *_mutants(
         "evaluation/metrics.py",
-        "test_evaluation.py::TestRankingMetrics test_evaluation.py::TestListOrder test_evaluation.py::TestBinary",
+        "test_evaluation.py::TestRankingMetrics test_evaluation.py::TestBinary",
         ("human_ranks = np.argsort(human_ranking) + 1", "human_ranks = human_ranking + 1"),
         ("(predicted_ranks == human_ranks) & ~tied", "predicted_ranks == human_ranks"),
         ("predicted_ranks = rankdata(-scores)", "predicted_ranks = rankdata(scores)"),
