@@ -71,7 +71,7 @@ def _direction_score(luminance: np.ndarray, period: int, panel: int, name: str) 
     starts = [s for s in starts if s >= 0 and s + period <= width - 1 and usable[s : s + period].all()]
     if not starts:
         raise ValueError(
-            f"No grid line (every {period} pixels) is far from borders between panels (every {panel} {name}s)."
+            f"No grid line (every {period} pixels) is far from borders of panels (every {panel} {name}s)."
         )
     stretches = np.stack([differences[s : s + period] for s in starts])  # (lines, period)
     means = stretches.mean(axis=1, keepdims=True)  # (lines, 1)

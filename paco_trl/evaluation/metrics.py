@@ -164,7 +164,5 @@ def _ranking_arrays(scores: Sequence[float], human_ranking: Sequence[int]) -> tu
 
 def _binary_arrays(scores: Sequence[float], labels: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     if len(scores) != len(labels) or not set(labels) <= {0, 1}:
-        raise ValueError(
-            f"`labels` must be 1 (consistent) or 0, one for each of {len(scores)} scores: {list(labels)}."
-        )
+        raise ValueError(f"`labels` must be 1 or 0, one for each of {len(scores)} scores, but are {list(labels)}.")
     return _finite_scores(scores), np.asarray(labels, dtype=bool)

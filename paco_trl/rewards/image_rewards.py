@@ -252,10 +252,8 @@ class OcrReward:
         text = column_of(text, "text", len(completions), "`OcrReward`")
         for index, words in enumerate(text):
             if not isinstance(words, str) or not _letters(words):
-                raise ValueError(
-                    f"`text` of completion {index} (prompt {prompts[index]!r}) is {words!r}, but the reward requires "
-                    "words. Fill the column `text` in every row of the dataset, or leave this reward out."
-                )
+                where = f"`text` of completion {index} (prompt {prompts[index]!r})"
+                raise ValueError(f"{where} is {words!r}. Fill the column in every row, or leave `OcrReward` out.")
         scores = []
         for index, (words, image) in enumerate(zip(text, completions, strict=True)):
             rgb = np.asarray(to_rgb(image, f"Completion {index}"))  # (height, width, 3)

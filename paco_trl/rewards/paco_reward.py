@@ -431,22 +431,14 @@ class PaCoReward:
             ready = {key: image for key, image in ready.items() if last_use[key] > number}
             yield images
 
-    def _inputs(
-        self, prompts: list[str], images: list, labels: tuple[str, str] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def _inputs(self, prompts: list[str], images: list, labels: tuple[str, str] | None = None) -> dict[str, Any]:
         """Build left-padded inputs from the images of all questions: PIL images, or features and grids."""
         count = len(images) // len(prompts)
         content = [{"type": "image"}] * count
         if labels is not None:
             content = list(chain(*(({"type": "text", "text": label}, {"type": "image"}) for label in labels)))
-        texts = [
-            self.processor.apply_chat_template(
-                [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-            for prompt in prompts
-        ]
+        turns = [[{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}] for prompt in prompts]
+        texts = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         # The chat template has already written the special tokens
         text_kwargs = {"padding": True, "padding_side": "left", "add_special_tokens": False, "return_tensors": "pt"}
         if isinstance(images[0], Image.Image):
@@ -526,9 +518,7 @@ def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
     config = PeftConfig.from_pretrained(model, **hub_kwargs)
     base = config.base_model_name_or_path
     if not base:
-        raise ValueError(
-            f"Set `base_model_name_or_path` in the adapter_config.json of {model!r}: it names no base model."
-        )
+        raise ValueError(f"{model!r} names no base: set `base_model_name_or_path` in its adapter_config.json.")
     base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     return base, base_kwargs if config.revision is None else {**base_kwargs, "revision": config.revision}, True
 
