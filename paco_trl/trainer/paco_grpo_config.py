@@ -30,7 +30,7 @@ from .rounds import RoundPlan, nearest_multiples, plan_round
 
 logger = get_logger(__name__)
 
-_CHOICES: dict[str, Sequence] = {
+CHOICES: dict[str, Sequence] = {
     "sde_type": SDE_TYPES,
     "multi_objective_aggregation": AGGREGATION_METHODS,
     "scale_rewards": ("group", "batch", "none", True, False),
@@ -45,7 +45,7 @@ _COUNTS = (
 )  # fmt: skip
 _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
 # Fields, their good values, and the rule in errors
-_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
     (_COUNTS, lambda v: v is None or v >= 1, "at least 1"),
     (("adapter_fraction",), lambda v: 0 <= v <= 1, "from 0 to 1"),
@@ -276,7 +276,7 @@ class PaCoGRPOConfig(GRPOConfig):
     """
 
     loss_types = ("grpo", "grpo_guard", "flow_dppo")  # of this trainer
-    _ranges, _choices = _RANGES, _CHOICES
+    _ranges, _choices = RANGES, CHOICES
 
     height: int = 1024
     width: int = 1024

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from .config_utils import help_from_docstring, refuse_fields
-from .paco_grpo_config import PaCoGRPOConfig
+from .paco_grpo_config import CHOICES, RANGES, PaCoGRPOConfig
 
 
 # Fields of PaCoGRPOConfig for stochastic steps
@@ -64,13 +64,13 @@ class PaCoNFTConfig(PaCoGRPOConfig):
 
     loss_types = ("nft", "awm")  # type: ignore[assignment]  # two instead of three
     _ranges = (
-        *PaCoGRPOConfig._ranges,
+        *RANGES,
         (("nft_beta",), lambda v: v > 0, "above 0 (the published code: 1 and 0.1)"),
         (("old_policy_decay_rate", "old_policy_beta"), lambda v: v >= 0, "at least 0"),
         (("old_policy_max_decay",), lambda v: 0 <= v < 1, "from 0 to below 1"),
         (("advantage_clip",), lambda v: v is not None, "a number, by which advantages are divided (the paper uses 5)"),
     )
-    _choices = PaCoGRPOConfig._choices | {"loss_type": loss_types, "awm_weighting": ("ghuber", "t")}
+    _choices = CHOICES | {"loss_type": loss_types, "awm_weighting": ("ghuber", "t")}
 
     loss_type: str = "nft"
     nft_beta: float = 1.0
