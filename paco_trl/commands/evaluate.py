@@ -161,13 +161,9 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
     file = Path(folder) / "settings.json"
     settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     if settings is None and images is None:
-        raise FileNotFoundError(
-            f"There are no images in {folder}. Run `generate` first, or give a directory as `--images`."
-        )
+        raise FileNotFoundError(f"There are no images in {folder}. Run `generate`, or give a directory as `--images`.")
     if settings is not None and settings["prompts"] != _digest_of(benchmark):
-        raise ValueError(
-            f"The images in {folder} were generated with other prompts than those of `--dataset_name`, or another `--set_layout`."
-        )
+        raise ValueError(f"The images in {folder} were generated with other prompts, or another `--set_layout`.")
     if settings is not None and images is not None:
         raise ValueError(f"{folder} has generated images. Give `--images` another `--output_dir`.")
     if args.benchmark == "gedit":
@@ -193,9 +189,7 @@ def generate(args: GenerateArguments) -> Step:
         raise ValueError(f"`--adapter_fraction` is {fraction}; it must be from 0 to 1.")
     if steps and 0 < fraction < 1 and round(fraction * steps) in (0, steps):
         rounded = f"{round(fraction * steps)} of {steps} denoising steps"
-        raise ValueError(
-            f"`--adapter_fraction` is {fraction}, which rounds to {rounded}. Choose one between, or 0 or 1."
-        )
+        raise ValueError(f"`--adapter_fraction` is {fraction}, which rounds to {rounded}. Choose one between.")
     if args.adapter is None and fraction < 1:
         raise ValueError(f"`--adapter_fraction` is {fraction}, but there is no `--adapter`. Leave it out.")
     benchmark = _load_as_trained(args)

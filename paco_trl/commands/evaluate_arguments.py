@@ -145,9 +145,7 @@ class ScoredArguments(BenchmarkArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.benchmark == "stories":
-            raise ValueError(
-                "ViStoryBench's own evaluator scores stories: `generate --panel_files True` writes what it reads."
-            )
+            raise ValueError("ViStoryBench's evaluator scores them: `generate --panel_files True` writes its input.")
 
 
 @dataclass

@@ -28,7 +28,7 @@ _AREA = 1024 * 1024
 def edit_keys(prompts: "Dataset") -> list[str]:
     """Name each editing prompt: `"<language>/<id>"`, or the id alone without the column `language`."""
     check_edit_columns(prompts, "prompts")
-    return name_prompts(prompts, "edits", ("language", "id"))
+    return name_prompts(prompts, ("language", "id"))
 
 
 def generate_edits(
@@ -109,11 +109,9 @@ def check_sources(
     family = FAMILIES[name]() if name in FAMILIES else None
     most = family.max_images if family is not None else None
     if most is not None and sources.max_count + is_anchored > most:
-        raise ValueError(
-            f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source images"
-            f"{' besides its first panel' * is_anchored}, but {name} takes at most {most}. Leave images out: of edits by "
-            f"`load_edit_prompts(..., max_images={most})`."
-        )
+        count = f"{sources.max_count} source images{' besides its first panel' * is_anchored}"
+        taken = f"but {name} takes at most {most}. Leave images out: `load_edit_prompts(..., max_images={most})`"
+        raise ValueError(f"The prompt {keys[sources.row_with_most]!r} has {count}, {taken}.")
     for row, key in enumerate(keys):
         sizes = sources.sizes(row)  # finds unreadable sources of any pipeline
         try:

@@ -175,7 +175,7 @@ def image_sizes(
 
     names = [name for name in ("rows", "cols", "height", "width", "layout") if name in prompts.column_names]
     sizes = {}
-    for name, row in zip(name_prompts(prompts, "grids"), prompts.with_format(None).select_columns(names), strict=True):
+    for name, row in zip(name_prompts(prompts), prompts.with_format(None).select_columns(names), strict=True):
         size = (row.get("height") if height is None else height, row.get("width") if width is None else width)
         where = f"the prompt {name!r}"
         if not all(type(value) is int for value in size):

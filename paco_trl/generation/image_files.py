@@ -74,22 +74,17 @@ def check_adapter(adapter: str, model: "str | DiffusionPipeline") -> None:
     check_adapter_base(adapter, read_peft_config(adapter, model).base_model_name_or_path, base)
 
 
-def name_prompts(prompts: "Dataset", what: str, columns: Sequence[str] = ("id",)) -> list[str]:
-    """Name prompts by their `id` and their other `columns`, joined by slashes; `what` is their name in errors."""
+def name_prompts(prompts: "Dataset", columns: Sequence[str] = ("id",)) -> list[str]:
+    """Name prompts by their `id` and their other `columns`, joined by slashes."""
     rows: dict[str, int] = {}
     columns = [name for name in columns if name == "id" or name in prompts.column_names]
     for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
         for name, value in values.items():
             if not isinstance(value, str) or not value:
-                raise ValueError(
-                    f"The `{name}` of row {row} of the prompts is {value!r}. It must be a non-empty text."
-                )
+                raise ValueError(f"`{name}` of row {row} of the prompts is {value!r}, but must be a non-empty text.")
         key = "/".join(values[name] for name in columns)
         if key in rows:
-            raise ValueError(
-                f"Rows {rows[key]} and {row} of the prompts are both {key!r}, so that their {what} would overwrite each "
-                "other. Give each a unique `id`."
-            )
+            raise ValueError(f"Rows {rows[key]} and {row} of the prompts are both {key!r}: give each a unique `id`.")
         rows[key] = row
     return list(rows)
 
@@ -143,10 +138,9 @@ def generate_missing(
     order = [name for call in calls for name in call]
     flat = sorted(gather_object(flat), key=order.index)
     if flat and state.is_main_process:
-        logger.warning(
-            f"{len(flat)} of {len(order)} {what} are (or have an image of) one flat color, by a safety checker or non-finite "
-            f"numbers (try another `dtype`): {some_of(flat)}. Leave their prompts out, or use another seed."
-        )
+        found = f"{len(flat)} of {len(order)} {what} have an image of one flat color: {some_of(flat)}"
+        cure = "Try another seed or, if it is not a safety checker but non-finite numbers, another `dtype`"
+        logger.warning(f"{found}. {cure}.")
     return flat
 
 
@@ -158,9 +152,7 @@ def _read_image(path: Path, size: tuple[int, int, int] | None) -> "Image | None"
         with Image.open(path) as image:
             image.load()
             if size is not None and (image.height, image.width) != (size[0], size[1] * size[2]):
-                raise ValueError(
-                    f"it has {image.height}x{image.width} pixels instead of {size[0]}x{size[1] * size[2]}"
-                )
+                raise ValueError(f"{image.height}x{image.width} pixels, not {size[0]}x{size[1] * size[2]}")
             return image
     except FileNotFoundError:
         return None

@@ -95,9 +95,7 @@ class Comparison:
     def check(self, prompt: str, rows: int, cols: int, seed: int, steps: int) -> None:
         """Refuse what would take the device or the page down."""
         if self.panel_template is not None and cols == 0:
-            raise ValueError(
-                "Write what all images show in the first line, and choose a line of its own for each image."
-            )
+            raise ValueError("Write what all images show in the first line, and then a line for each image.")
         if any(type(number) is not int for number in (rows, cols, seed, steps)):
             raise ValueError("Rows, columns, seed and steps are integers: choose others.")
         for what, number, least, most in (

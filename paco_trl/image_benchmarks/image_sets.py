@@ -86,9 +86,9 @@ class FoundImages:
     def check_complete(self) -> None:
         """Refuse missing images."""
         if self.missing:
+            lacking = f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}"
             raise ValueError(
-                f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}. A mean over the "
-                "others would favor a system that leaves out what is hard. Add them, or count them as 0 (`missing='zero'`)."
+                f"{lacking}, and a mean over the rest would flatter. Add them, or count 0 (`missing='zero'`)."
             )
 
 
@@ -138,17 +138,13 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     numbered = [(name, number) for name, of_set in images.items() for number in of_set if number is not None]
     start = int(bool(numbered) and all(number > 0 for _, number in numbered))
     if start == 1 and not any(number == counts[name] for name, number in numbered):
-        raise ValueError(
-            f"The panels in {folder} are numbered neither from 0 nor up to their number: add a first or last one."
-        )
+        raise ValueError(f"Panels in {folder} are numbered neither from 0 nor to the last: add a first or last one.")
     sets = {}
     for row in rows:
         of_set, count, key = images.get(row[column], {}), row["rows"] * row["cols"], f"{row['id']}/0"
         numbers = range(start, start + count) if of_set.keys() - {None} else [None]
-        if beyond := [path.name for number, path in of_set.items() if number not in numbers]:
-            raise ValueError(
-                f"{folder} has {beyond[0]}, but {row[column]!r} is one grid or has {count} panels, numbered from {start}."
-            )
+        if beyond := [path for number, path in of_set.items() if number not in numbers]:
+            raise ValueError(f"{beyond[0]}, but {row[column]!r} is one grid or has {count} panels, from {start} on.")
         sets[key] = ImageSet(key, row["id"], 0, row["rows"], row["cols"], tuple(map(of_set.get, numbers)))
     _warn_of_unknown([path.name for path in files if path not in found], Path(folder))
     return _checked(sets, benchmark)
@@ -308,9 +304,7 @@ def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Pa
     rows = {row["id"]: row for row in _layouts(benchmark)}
     names = {key: rows[one.prompt_id].get("case_id") or one.prompt_id for key, one in found.sets.items()}
     if twice := [name for name, count in Counter(names.values()).items() if count > 1]:
-        raise ValueError(
-            f"Several sets, such as of 2 seeds, have the name {twice[0]!r}: their panels would overwrite one another."
-        )
+        raise ValueError(f"Several sets, as of 2 seeds, are {twice[0]!r}: panels would overwrite one another.")
     written = []
     for key, one in found.sets.items():
         for number, panel in enumerate(one.panels()):

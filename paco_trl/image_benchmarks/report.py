@@ -305,9 +305,7 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     card_path, results = check_card(card_path), public_results(results)
     roles = [system["role"] for system in results["systems"]]
     if "tuned" not in roles:
-        raise ValueError(
-            f"The results are of {', '.join(map(repr, roles))}, but a card has those of a 'tuned' system."
-        )
+        raise ValueError(f"The results are of {', '.join(roles)}, but a card has those of a 'tuned' system.")
     card, name = ModelCard.load(card_path), benchmark_name(results)
     default_task = "image-to-image" if results["benchmark"] == "GEdit-Bench" else "text-to-image"
     new = _eval_results(results, roles.index("tuned"), card.data.pipeline_tag or default_task)

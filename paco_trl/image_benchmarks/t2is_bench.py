@@ -92,11 +92,9 @@ def load_t2is_bench(
     """
     folder = find_t2is_bench(name_or_path)
     dataset = load_image_set_prompts(name_or_path, split) if folder is None else read_t2is_bench(folder)
-    for name, row in zip(name_prompts(dataset, "images"), dataset, strict=True):
+    for name, row in zip(name_prompts(dataset), dataset, strict=True):
         if row["rows"] * row["cols"] < 2 or not consistency_criteria(row):
-            raise ValueError(
-                f"The prompt {name!r} has a single panel, or no criterion of {', '.join(CONSISTENCY.values())}: leave it out."
-            )
+            raise ValueError(f"The prompt {name!r} has a single panel, or no criterion of consistency: leave it out.")
     if alignment_file is not None:
         dataset = _with_alignment(dataset, Path(alignment_file))
     return dataset
@@ -151,9 +149,7 @@ def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
             lacking.append(shown)
             continue
         if len(case) != rows * cols:
-            raise ValueError(
-                f"{path} has {len(case)} panels of the case {shown!r}, but its {rows}x{cols} grid has {rows * cols}."
-            )
+            raise ValueError(f"{path} has {len(case)} panels of the case {shown!r}, but its grid has {rows * cols}.")
         column.append([
             {"panel": panel, "dimension": title, "text": text}
             for panel, dimensions in enumerate(case.values())
@@ -348,10 +344,8 @@ def _score(
         records = store.finish()
     gaps = [key for key, record in records.items() if record["incomplete"]]
     if gaps and store.is_main_process:
-        logger.warning(
-            f"{name} gave no score for {len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}. They are left out "
-            "of its figures and counted in the report. Re-run to query it about them again."
-        )
+        what = f"{len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}"
+        logger.warning(f"{name} gave no score for {what}. Its figures leave them out: re-run to query it about them.")
     return records
 
 

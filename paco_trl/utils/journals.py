@@ -23,9 +23,8 @@ def read_lines(path: str | Path) -> list[tuple[int, Any]]:
                 records.append((number, json.loads(line)))
             except ValueError as error:
                 if number < len(lines):
-                    raise ValueError(
-                        f"{path}, line {number} is not valid JSON ({error}). Correct or delete this line."
-                    ) from error
+                    text = f"{path}, line {number} is not valid JSON ({error}). Correct or delete this line."
+                    raise ValueError(text) from error
                 logger.warning(f"{path} ends in a line that was not written to its end: it is left out.")
     return records
 

@@ -73,12 +73,9 @@ class StageFolder:
             return
         changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
         if changed:
-            texts = (
-                f"`{name}` was {shorten(begun.get(name))} and is now {shorten(settings.get(name))}" for name in changed
-            )
-            raise ValueError(
-                f"{self.path} was begun with other settings: {'; '.join(texts)}. Resume with those, or delete it."
-            )
+            was, now = ({name: shorten(found.get(name)) for name in changed} for found in (begun, settings))
+            texts = "; ".join(f"`{name}` was {was[name]} and is now {now[name]}" for name in changed)
+            raise ValueError(f"{self.path} was begun with other settings: {texts}. Resume with those, or delete it.")
 
     @property
     def is_done(self) -> bool:
@@ -127,7 +124,5 @@ class StageFolder:
         from datasets import load_from_disk
 
         if not self.is_done:
-            raise FileNotFoundError(
-                f"There is no result in {self.path}: the stage {self.path.name!r} is not finished. Run it."
-            )
+            raise FileNotFoundError(f"No result in {self.path}: stage {self.path.name!r} is not finished. Run it.")
         return load_from_disk(str(self._dataset))
