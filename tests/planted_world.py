@@ -19,7 +19,7 @@ SHAPES = ("circle", "square", "triangle")
 PANEL = 28  # pixels of a side: one token of the tiny judge
 
 
-def world_prompts(count: int, rows: int = 2, cols: int = 2, categories: bool = True) -> Dataset:
+def world_prompts(count: int, rows: int, cols: int) -> Dataset:
     """Image-set prompts with the ids `p000`, `p001` and so on."""
     numbers = [f"figure number {index}" for index in range(count)]
     columns = {
@@ -30,18 +30,17 @@ def world_prompts(count: int, rows: int = 2, cols: int = 2, categories: bool = T
         "cols": [cols] * count,
         "panels": [[f"Place {place}" for place in range(rows * cols)] for _ in numbers],
     }
-    if categories:
-        columns["category"] = [("multi-pose", "movie shot")[index % 2] for index in range(count)]
-        columns["dimensions"] = [(["identity"], ["logic", "identity", "style"])[index % 2] for index in range(count)]
+    columns["category"] = [("multi-pose", "movie shot")[index % 2] for index in range(count)]
+    columns["dimensions"] = [(["identity"], ["logic", "identity", "style"])[index % 2] for index in range(count)]
     return Dataset.from_dict(columns)
 
 
-def draw_panel(rng: np.random.Generator, colour: str, shape: str, size: int = PANEL) -> Image.Image:
+def draw_panel(rng: np.random.Generator, colour: str, shape: str) -> Image.Image:
     """The figure on a grey of its own, at a place of its own."""
     grey = int(rng.integers(90, 170))
-    panel = Image.new("RGB", (size, size), (grey,) * 3)
-    side = int(size * rng.uniform(0.6, 0.9))
-    left, top = (int(rng.integers(0, size - side)) for _ in range(2))
+    panel = Image.new("RGB", (PANEL, PANEL), (grey,) * 3)
+    side = int(PANEL * rng.uniform(0.6, 0.9))
+    left, top = (int(rng.integers(0, PANEL - side)) for _ in range(2))
     right, bottom = left + side, top + side
     draw = ImageDraw.Draw(panel)
     if shape == "circle":
@@ -53,38 +52,23 @@ def draw_panel(rng: np.random.Generator, colour: str, shape: str, size: int = PA
     return panel
 
 
-def write_grids(
-    folder: Path,
-    prompts: Dataset,
-    seeds: tuple[int, ...] = (0, 1, 2, 3),
-    colours: tuple[str, ...] = tuple(COLOURS),
-    size: int = PANEL,
-) -> tuple[Dataset, dict]:
+def write_grids(folder: Path, prompts: Dataset) -> tuple[Dataset, dict]:
     """Draws the grids of prompts, each seed another colour. Gives them, and (colour, shape) by grid."""
     rows, truth = [], {}
     for number, prompt in enumerate(prompts):
         rng = np.random.default_rng(number)
-        own = rng.permutation(list(colours))
-        for place, seed in enumerate(seeds):
-            colour, shape = str(own[place % len(own)]), str(rng.choice(SHAPES))
-            grid = Image.new("RGB", (size * prompt["cols"], size * prompt["rows"]))
+        for seed, colour in enumerate(map(str, rng.permutation(list(COLOURS)))):
+            shape = str(rng.choice(SHAPES))
+            grid = Image.new("RGB", (PANEL * prompt["cols"], PANEL * prompt["rows"]))
             for position in range(prompt["rows"] * prompt["cols"]):
                 row, col = divmod(position, prompt["cols"])
-                grid.paste(draw_panel(rng, colour, shape, size), (col * size, row * size))
+                grid.paste(draw_panel(rng, colour, shape), (col * PANEL, row * PANEL))
             path = folder / f"{prompt['id']}-{seed}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             grid.save(path)
             name = f"{prompt['id']}/{seed}"
-            rows.append(
-                {
-                    "id": name,
-                    "prompt_id": prompt["id"],
-                    "seed": seed,
-                    "rows": prompt["rows"],
-                    "cols": prompt["cols"],
-                    "image": str(path),
-                }
-            )
+            layout = {"rows": prompt["rows"], "cols": prompt["cols"]}
+            rows.append({"id": name, "prompt_id": prompt["id"], "seed": seed, **layout, "image": str(path)})
             truth[name] = (colour, shape)
     kinds = {"id": Value("string"), "prompt_id": Value("string"), "image": ImageFeature()}
     kinds |= {name: Value("int64") for name in ("seed", "rows", "cols")}
@@ -94,11 +78,12 @@ def write_grids(
 class PlantedWorld:
     """Prompts, grids, panels and instances, with the truth."""
 
-    def __init__(self, folder: Path, num_prompts: int = 6, rows: int = 2, cols: int = 2, seeds=(0, 1, 2, 3), **kwargs):
+    def __init__(self, folder: Path, num_prompts: int = 6, rows: int = 2, cols: int = 2):
         self.prompts = world_prompts(num_prompts, rows, cols)
-        self.grids, self.truth = write_grids(folder / "drawn", self.prompts, seeds, **kwargs)
+        self.grids, self.truth = write_grids(folder / "drawn", self.prompts)
         self.panels = cut_panels(self.grids, StageFolder(folder / "panels"))
         self.instances = make_instances(self.panels)
+        self.data = (self.instances, self.panels, self.prompts)  # what the later stages take
 
     def is_consistent(self, first: str, second: str) -> bool:
         """Whether two panels, by their ids, have the same figure."""

