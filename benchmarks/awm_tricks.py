@@ -40,7 +40,7 @@ class Tricks(PaCoNFTTrainer):
     def _noise(self, noise_keys, records):
         args, (last,) = self.args, records
         shares = self.variant in ("shared noise and times", "all three")
-        times = torch.tensor([self.policy.scheduler.sigmas_of(i)[0] for i in range(args.num_inference_steps - 1)])
+        times = torch.tensor(self.policy.scheduler.times[: args.num_inference_steps - 1])
         generators = [keyed_generator(*(key[:-1] if shares else key), 1) for key in noise_keys]
         if self.variant in ("stratified times", "all three"):
             chosen = []

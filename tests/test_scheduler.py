@@ -208,7 +208,7 @@ class TestDtypes:
         samples = trajectory(scheduler, noise.to(torch.bfloat16))
         ((index, model_output, sample, step),) = reported
         assert torch.equal(step.prev_sample, samples[2].float())
-        sigma, sigma_next, _ = scheduler.sigmas_of(index)
+        sigma, sigma_next = scheduler.times[index : index + 2]
         scored = sde_step(model_output, sample, sigma, sigma_next, 0.7, prev_sample=samples[2])
         assert torch.equal(step.log_prob, scored.log_prob)
         # Twin: that of the sample before rounding is another

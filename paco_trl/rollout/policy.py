@@ -138,7 +138,9 @@ class PipelinePolicy:
         """
         records: list[RecordedStep] = []
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
-        last = (num_inference_steps if sde is None else sde.num_steps(num_inference_steps)) - 1
+        last = num_inference_steps - 1
+        if sde is not None and sde.tail_steps is not None:
+            last = max(sde.steps) + sde.tail_steps
         branch_size = sde.branch_size if sde is not None else 1
         if branch_size > 1 and (not steps or len(noise_keys) % branch_size != 0):
             raise ValueError(
@@ -149,12 +151,15 @@ class PipelinePolicy:
 
         def on_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
             if index in recorded:
-                self._check_guidance_rule(model_output, sample, guidance_scale, index)
+                combined = self.family.combine(self._outputs, guidance_scale, sample)
+                if combined is not model_output:
+                    self._check_guidance_rule(combined, model_output, guidance_scale, index)
                 rows, images_per_row = sample.float(), 1
                 if branch_size > 1 and index == min(steps):
                     # Until the first stochastic step the images of a branch are the same
                     rows, images_per_row = rows[::branch_size].clone(), branch_size
-                sigmas, recording = self.scheduler.sigmas_of(index), (self._calls, step.mean, images_per_row)
+                times, recording = self.scheduler.times, (self._calls, step.mean, images_per_row)
+                sigmas = (times[index], times[index + 1], times[1])
                 records.append(RecordedStep(index, *sigmas, rows, step.prev_sample, step.log_prob, *recording))
             self._calls, self._outputs = [], []
             if index == last:
@@ -305,11 +310,8 @@ class PipelinePolicy:
     # ---- Checks ----
 
     def _check_guidance_rule(
-        self, model_output: torch.Tensor, sample: torch.Tensor, guidance_scale: float, index: int
+        self, combined: torch.Tensor, model_output: torch.Tensor, guidance_scale: float, index: int
     ) -> None:
-        combined = self.family.combine(self._outputs, guidance_scale, sample)
-        if combined is model_output:
-            return
         if combined.shape != model_output.shape:
             raise RuntimeError(
                 f"At step {index} the scheduler received a velocity of the shape {tuple(model_output.shape)}, but "

@@ -230,10 +230,6 @@ class SDESettings:
     branch_size: int = 1
     tail_steps: int | None = None
 
-    def num_steps(self, num_inference_steps: int) -> int:
-        """Return the number of denoising steps in place of a full schedule's."""
-        return num_inference_steps if self.tail_steps is None else max(self.steps) + 1 + self.tail_steps
-
 
 def check_flow_matching(scheduler_class: type) -> None:
     """Raise a `ValueError` for a scheduler class for which the policy's step is not defined."""
@@ -260,6 +256,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     on_step: Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None] | None = None
     sigmas: torch.Tensor
     timesteps: torch.Tensor
+    times: list[float]  # the sigmas, without a wait for the device
     _tail_start: float = math.inf  # index of the first step of a short tail
     _x0: torch.Tensor | None = None  # image that the tail's last velocity points to
 
@@ -297,17 +294,13 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             self.sigmas = torch.cat([self.sigmas[:start], tail])
             tail = tail[:-1] * self.config.num_train_timesteps
             self.timesteps = torch.cat([self.timesteps[:start], tail.to(self.timesteps)])
-        self._sigma_values: list[float] = self.sigmas.tolist()
+        self.times = self.sigmas.tolist()
         self.sigmas, self.timesteps = (to_device(each, device or "cpu") for each in (self.sigmas, self.timesteps))
 
     @property
     def next_step_index(self) -> int:
         """Return the index of the next step, for which the transformer is being called."""
         return self.step_index if self.step_index is not None else self.begin_index or 0
-
-    def sigmas_of(self, index: int) -> tuple[float, float, float]:
-        """Return the times before and after a step, and the second one of the schedule, `sigma_max`."""
-        return self._sigma_values[index], self._sigma_values[index + 1], self._sigma_values[1]
 
     def step(self, model_output, timestep, sample, *, return_dict=True, **kwargs):
         """Make one step: stochastic at `sde.steps`, the parent's elsewhere. Return what the parent does."""
@@ -328,9 +321,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
                 return output
             return (output[0].to(sample.dtype), *output[1:])
 
-        sigma, sigma_next, sigma_max = self.sigmas_of(index)
-        settings = (sigma, sigma_next, self.sde.noise_level, self.sde.sde_type)
-        step = functools.partial(sde_step, model_output, sample, *settings, sigma_max=sigma_max)
+        settings = (self.times[index], self.times[index + 1], self.sde.noise_level, self.sde.sde_type)
+        step = functools.partial(sde_step, model_output, sample, *settings, sigma_max=self.times[1])
         sampled = step(generator=self.step_generators(index) if self.step_generators else kwargs.get("generator"))
         prev_sample = sampled.prev_sample.to(sample.dtype)
         if sample.dtype != torch.float32:
@@ -345,7 +337,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
     def _second_order(self, velocity: torch.Tensor, sample: torch.Tensor, index: int) -> torch.Tensor:
         """Return the velocity of a step of the short tail, by DPM-Solver++(2M)."""
-        x0_previous, times = self._x0, self._sigma_values[index - 1 : index + 2]
+        x0_previous, times = self._x0, self.times[index - 1 : index + 2]
         self._x0 = sample.float() - times[1] * velocity
         if x0_previous is None or times[2] == 0:  # the first and the last step of the tail are of first order
             return velocity

@@ -155,7 +155,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         args, (last,) = self.args, records
         latents = last.prev_sample  # (B, ...)
         # The last step is left out, as in the published code
-        schedule = torch.tensor([self.policy.scheduler.sigmas_of(i)[0] for i in range(args.num_inference_steps - 1)])
+        schedule = torch.tensor(self.policy.scheduler.times[: args.num_inference_steps - 1])
         generators = [keyed_generator(*key, 1) for key in noise_keys]  # 0 is the initial latents'
         levels = args.num_trained_steps
         times = torch.stack(
