@@ -237,21 +237,17 @@ def test_the_longest_prompt_is_that_of_an_image(make_trainer, tiny_flux):
 
 @pytest.mark.slow
 def test_a_first_panel_is_a_source(make_trainer, tmp_path):
-    model, args = (
-        str(tiny.build_tiny_flux_kontext(tmp_path / "model")),
-        make_trainer(per_device_train_batch_size=1).args,
-    )
+    model = str(tiny.build_tiny_flux_kontext(tmp_path / "model"))
+    args = make_trainer(per_device_train_batch_size=1, height=128, width=128, resolution_scale=1.0).args
     sets = Dataset.from_list([{"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs."]}] * 4)
-    alone = plan_memory(model, args, sets, LORA)
-    anchored = plan_memory(model, replace(args, panel_generation="anchored"), sets, LORA)
-    tokens, doubled = (plan.run.calls(1)[0]["hidden_states"].shape[1] for plan in (alone, anchored))
-    assert doubled == 2 * tokens and sum(device_of(anchored).values()) > sum(device_of(alone).values())
-    # It is encoded without tiles, unlike what is decoded
-    args = replace(args, height=128, width=128, resolution_scale=1.0)
-    found = {}
+    found, tokens, trained = {}, {}, {}
     for way in ("independent", "anchored"):
         plan = replace(plan_memory(model, replace(args, panel_generation=way), sets, LORA), vae_tiling=True)
+        tokens[way] = plan.run.calls(1)[0]["hidden_states"].shape[1]
+        trained[way] = sum(device_of(plan).values())
         found[way] = [device_of(plan, name)["activations"] for name in ("generate", "evaluate")]
+    assert tokens["anchored"] == 2 * tokens["independent"] and trained["anchored"] > trained["independent"]
+    # It is encoded without tiles, unlike what is decoded
     encoded = plan.run.peak("panel", 1, True)
     vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
     assert encoded == pytest.approx(allocated(lambda: vae.encode(torch.zeros(1, 3, 128, 128))), rel=0.2)
