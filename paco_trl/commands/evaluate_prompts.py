@@ -62,10 +62,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     adapters = args.adapter or []
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
     if len({*folders, "sources"}) <= len(folders):
-        raise ValueError(
-            f"`--adapter` is {', '.join(adapters)}: the results of each go to a directory of its last name, and "
-            "two are the same, or `base` or `sources`. Use another `--output_dir` for some."
-        )
+        where = "results go to directories of its last name, of which two are the same, or `base` or `sources`"
+        raise ValueError(f"`--adapter` is {', '.join(adapters)}: {where}. Use another `--output_dir` for some.")
     for adapter in adapters:
         check_peft_config(adapter, args.model_name_or_path)
     shared = (*fields(PromptDataArguments), *fields(RewardOptions))

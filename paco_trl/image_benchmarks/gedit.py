@@ -167,10 +167,9 @@ def _query(
                     is_readable = is_readable or scores is not None
                     if not is_readable and num_replies >= _ONLY_NONSENSE:
                         answer = reply.problem if reply.text is None else shorten(reply.text)
-                        raise ValueError(
-                            f"None of {num_replies} answers of {endpoint.name} can be read as scores. That for {name!r} is "
-                            f"{answer}. Use a model that sees images and follows instructions, and turn long thinking off."
-                        )
+                        none = f"None of {num_replies} answers of {endpoint.name} can be read as scores"
+                        cure = "Use a model that sees images and follows instructions, and turn long thinking off"
+                        raise ValueError(f"{none}. That for {name!r} is {answer}. {cure}.")
                     if scores is None and attempt + 1 < max_attempts:
                         unreadable.append(name)
                         continue

@@ -127,10 +127,8 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     column = max(columns, key=lambda name: len(matched[name]))
     found, counts = matched[column], {row[column]: row["rows"] * row["cols"] for row in rows}
     if not found:
-        raise ValueError(
-            f"None of the {len(files)} images directly in {folder} ({', '.join(EXTENSIONS)}) belongs to a prompt of the "
-            f"benchmark: `<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {rows[0][column]!r}."
-        )
+        names = f"`<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {rows[0][column]!r}"
+        raise ValueError(f"None of the {len(files)} images directly in {folder} belongs to a prompt: {names}.")
     images: dict[str, dict[int | None, Path]] = {}
     for path, (name, number) in found.items():
         if (other := images.setdefault(name, {}).setdefault(number, path)) != path:
@@ -265,10 +263,9 @@ def _checked(
             expected[1] *= row["cols"] if row.get("layout") == SEPARATE else 1
             aspect = (size[1] / size[0]) / (expected[1] / expected[0])
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
-                raise ValueError(
-                    f"{file} has {size[0]}x{size[1]} pixels (height x width), but the {one.rows}x{one.cols} grid of "
-                    f"{one.prompt_id!r} is {expected[0]}x{expected[1]}: the shape differs. Is it another prompt's?"
-                )
+                shape = f"the {one.rows}x{one.cols} grid of {one.prompt_id!r} is {expected[0]}x{expected[1]}"
+                pixels = f"{size[0]}x{size[1]} pixels (height x width)"
+                raise ValueError(f"{file} has {pixels}, but {shape}: the shape differs. Is it another prompt's?")
     return FoundImages(sets)
 
 
