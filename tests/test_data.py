@@ -23,6 +23,7 @@ from paco_trl.data import (
     split_grid,
 )
 from paco_trl.data.image_sets import complete_image_sets
+from testing_utils import noise
 
 
 T2IS_PATH = Path(__file__).parents[2] / "shared" / "data" / "t2is" / "train.jsonl"
@@ -64,11 +65,8 @@ def write_prompt(layout, markers, texts=None):
     """One prompt in the T2IS format, with its theme and its panel texts."""
     texts = texts or [f"A fox does trick number {number}." for number in range(1, len(markers) + 1)]
     theme = f"MANY-PANEL Images with a {layout} grid layout of a circus fox.All images are in ink."
-    return (
-        f"{theme} " + " ".join(f"{marker}:{text}" for marker, text in zip(markers, texts, strict=True)),
-        theme,
-        texts,
-    )
+    panels = [f"{marker}:{text}" for marker, text in zip(markers, texts, strict=True)]
+    return " ".join([theme, *panels]), theme, texts
 
 
 def t2is_row(**changes):
@@ -81,6 +79,8 @@ def t2is_row(**changes):
         "layout": "2x2",
         "theme": "A circus fox shows four tricks.",
         "category": "Character",
+        "task_name": "Tricks",
+        "original_idx": "7",
         "criteria": {"Style": {"Ink": "All panels are in ink."}, "Logic": {"Tricks": "No trick is shown twice."}},
         "editing_prompts": ["A fox."],
     }
@@ -133,9 +133,8 @@ class TestParseImageSetPrompt:
 
     def test_no_sentence_end_is_not_a_marker(self):
         # The twin of the test above: the same marker text counts or not by what stands in front of it
-        prompt, _, _ = write_prompt("1x2", MARKERS["1x2"], ["The fox bows", "It leaves."])
         with pytest.raises(ValueError, match="has 1 panel markers.*1 more"):
-            parse_image_set_prompt(prompt)
+            parse_image_set_prompt(write_prompt("1x2", MARKERS["1x2"], ["The fox bows", "It leaves."])[0])
 
     def test_no_layout(self):
         prompt, _, _ = write_prompt("2x2", MARKERS["2x2"])
@@ -144,59 +143,45 @@ class TestParseImageSetPrompt:
             with pytest.raises(ValueError, match="names no `RxC grid layout`"):
                 parse_image_set_prompt(text)
 
-    @pytest.mark.parametrize("layout", ["2x3", "1x2", "900000x900000"])
-    def test_number_of_markers(self, layout):
-        prompt, _, _ = write_prompt(layout, MARKERS["2x2"])
-        with pytest.raises(ValueError, match=f"{layout} grid"):
-            parse_image_set_prompt(prompt)
-
     @pytest.mark.parametrize(
-        "markers",
+        ("layout", "markers"),
         [
-            ["[TOP]-[RIGHT]", "[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[BOTTOM]-[RIGHT]"],  # out of order
-            ["[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[TOP]-[RIGHT]", "[BOTTOM]-[RIGHT]"],  # column by column
-            ["[TOP]-[LEFT]", "[TOP]-[RIGHT]", "PANEL-3", "PANEL-4"],  # two ways in one prompt
-            ["[LEFT]", "[MIDDLE-LEFT]", "[MIDDLE-RIGHT]", "[RIGHT]"],  # of another layout
+            ("2x3", MARKERS["2x2"]),
+            ("900000x900000", MARKERS["2x2"]),
+            ("2x2", ["[TOP]-[LEFT]", "[BOTTOM]-[LEFT]", "[TOP]-[RIGHT]", "[BOTTOM]-[RIGHT]"]),  # column by column
+            ("2x2", ["[TOP]-[LEFT]", "[TOP]-[RIGHT]", "PANEL-3", "PANEL-4"]),  # two ways in one prompt
         ],
     )
-    def test_order_of_markers(self, markers):
-        prompt, _, _ = write_prompt("2x2", markers)
-        with pytest.raises(ValueError, match=r"Write `\[TOP\]-\[LEFT\]"):
-            parse_image_set_prompt(prompt)
+    def test_markers_that_do_not_fit(self, layout, markers):
+        with pytest.raises(ValueError, match=rf"{layout} grid. Write `\[TOP\]-\[LEFT\]"):
+            parse_image_set_prompt(write_prompt(layout, markers)[0])
 
     def test_empty_panel(self):
-        prompt, _, _ = write_prompt("1x3", MARKERS["1x3"], ["One.", " ", "Three."])
         with pytest.raises(ValueError, match=r"panel \[MIDDLE\]: .* is empty"):
-            parse_image_set_prompt(prompt)
+            parse_image_set_prompt(write_prompt("1x3", MARKERS["1x3"], ["One.", " ", "Three."])[0])
 
 
 class TestConvertT2IS:
     def test_row(self):
         row = t2is_row()
         prompt, _, texts = write_prompt("2x2", MARKERS["2x2"])
-        assert convert_t2is(row) == {
+        criteria = [
+            {"dimension": "Style", "name": "Ink", "text": "All panels are in ink."},
+            {"dimension": "Logic", "name": "Tricks", "text": "No trick is shown twice."},
+        ]
+        kept = {name: row[name] for name in ("theme", "height", "width", "category")} | {
             "id": "0042",
             "prompt": prompt,
-            "theme": "A circus fox shows four tricks.",
-            "rows": 2,
-            "cols": 2,
-            "panels": texts,
-            "criteria": [
-                {"dimension": "Style", "name": "Ink", "text": "All panels are in ink."},
-                {"dimension": "Logic", "name": "Tricks", "text": "No trick is shown twice."},
-            ],
-            "height": 1024,
-            "width": 512,
-            "category": "Character",
-            "subcategory": None,
-            "case_id": None,
         }
+        assert convert_t2is(row) == {
+            **kept, "rows": 2, "cols": 2, "panels": texts, "criteria": criteria, "subcategory": "Tricks", "case_id": "7",
+        }  # fmt: skip
         assert row == t2is_row()  # the input is left alone
 
     @pytest.mark.parametrize(
         ("changes", "message"),
-        [({"layout": "4x1"}, "layout"), ({"layout": "square"}, "layout"), ({"width": 513}, "1024x513"), ({"prompt": "A fox."}, "names no")],
-    )  # fmt: skip
+        [({"layout": "4x1"}, "layout"), ({"width": 513}, "1024x513"), ({"prompt": "A fox."}, "names no")],
+    )
     def test_wrong_rows(self, changes, message):
         with pytest.raises(ValueError, match=f"idx '0042': .*{message}"):
             convert_t2is(t2is_row(**changes))
@@ -213,9 +198,8 @@ class TestCriteria:
         assert criteria_dict(converted[1]["criteria"]) == CRITERIA_2
 
     def test_none_is_left_out(self):
-        assert criteria_dict({"Style": {"Ink": None}, "Logic": None, "Place": {"Tent": "One.", "Sky": None}}) == {
-            "Place": {"Tent": "One."}
-        }
+        criteria = {"Style": {"Ink": None}, "Logic": None, "Place": {"Tent": "One.", "Sky": None}}
+        assert criteria_dict(criteria) == {"Place": {"Tent": "One."}}
         assert criteria_dict(None) == criteria_dict([]) == criteria_dict({}) == {}
 
 
@@ -225,9 +209,8 @@ class TestCheckImageSetColumns:
         return [rows, Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})]
 
     def test_accepts(self):
-        for data in self.both(
-            [image_set_row(), image_set_row(prompt="Two foxes, one above the other.", rows=2, cols=1)]
-        ):
+        above = image_set_row(prompt="Two foxes, one above the other.", rows=2, cols=1)
+        for data in self.both([image_set_row(), above]):
             assert check_image_set_columns(data) is None
         check_image_set_columns([image_set_row(panels=("One.", "Two."))])
 
@@ -266,7 +249,6 @@ class TestLoadImageSetPrompts:
         path = tmp_path / "own.jsonl"
         # As is, not escaped: U+2028 may stand inside a JSON string and ends no line of the file
         path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n", encoding="utf-8")
-        assert load_image_set_prompts(path).to_list() == rows
         assert load_image_set_prompts(str(path)).to_list() == rows
 
     def test_raw_rows_are_converted(self, tmp_path):
@@ -291,13 +273,8 @@ class TestLoadImageSetPrompts:
         assert load_image_set_prompts(tmp_path / "data").to_list() == [convert_t2is(row) for row in rows[:2]]
         assert load_image_set_prompts(tmp_path / "data", split="test")["id"][:] == ["test"]
 
-    SINGLE = {
-        "prompt": "A fox, in snow.",
-        "theme": "A fox, in snow.",
-        "rows": 1,
-        "cols": 1,
-        "panels": ["A fox, in snow."],
-    }
+    FOX = "A fox, in snow."
+    SINGLE = {"prompt": FOX, "theme": FOX, "rows": 1, "cols": 1, "panels": [FOX]}
 
     def test_bare_prompts(self, tmp_path, own_cache):
         """In each kind of file, and in a dataset of the Hub, a prompt without a layout is an image set or a single image."""
@@ -351,12 +328,12 @@ class TestCompleteImageSets:
     def test_a_prompt_alone(self):
         prompt, theme, texts = write_prompt("1x2", MARKERS["1x2"])
         given = Dataset.from_list([{"prompt": "A fox.", "height": 64.0}, {"prompt": prompt, "height": None}])
-        for dataset, order in ((given, [0, 1]), (given.select([1, 0]), [1, 0])):
-            completed = complete_image_sets(dataset).to_list()
-            assert [completed[number] for number in order] == [
-                {"prompt": "A fox.", "theme": "A fox.", "rows": 1, "cols": 1, "panels": ["A fox."], "height": 64},
-                {"prompt": prompt, "theme": theme, "rows": 1, "cols": 2, "panels": texts, "height": None},
-            ]
+        expected = [
+            {"prompt": "A fox.", "theme": "A fox.", "rows": 1, "cols": 1, "panels": ["A fox."], "height": 64},
+            {"prompt": prompt, "theme": theme, "rows": 1, "cols": 2, "panels": texts, "height": None},
+        ]
+        assert complete_image_sets(given).to_list() == expected
+        assert complete_image_sets(given.select([1, 0])).to_list() == expected[::-1]
         assert given.column_names == ["prompt", "height"] and given["height"][:] == [64.0, None]
 
     def test_the_theme_of_a_row_without_one(self, tmp_path):
@@ -392,55 +369,35 @@ class TestDemoPrompts:
 
 @pytest.mark.skipif(not T2IS_PATH.is_file(), reason="the T2IS prompts are not shipped with the repository")
 class TestRealT2IS:
-    def raw_rows(self):
-        return [json.loads(line) for line in T2IS_PATH.read_text(encoding="utf-8").split("\n") if line]
-
-    def test_all_prompts_parse(self):
-        rows = self.raw_rows()
-        assert len(rows) == 298
+    def test_all_rows_load(self):
+        """No text is lost and none is in the wrong panel: the parts, put together again, are the prompt."""
+        rows = [json.loads(line) for line in T2IS_PATH.read_text(encoding="utf-8").split("\n") if line]
         counts = Counter(row["layout"] for row in rows)
         assert counts == {"2x2": 138, "1x5": 62, "1x3": 58, "2x3": 34, "1x7": 3, "1x2": 2, "2x4": 1}
-        for row in rows:
-            parsed = parse_image_set_prompt(row["prompt"])
-            assert f"{parsed.rows}x{parsed.cols}" == row["layout"]
-            assert len(parsed.panels) == parsed.rows * parsed.cols
-            assert all(parsed.panels)
-            # No text is lost and none is in the wrong panel: the parts, put together again, are the prompt
-            markers = MARKERS[row["layout"]]
-            parts = [f"{marker}:{panel}" for marker, panel in zip(markers, parsed.panels, strict=True)]
-            assert " ".join([parsed.theme, *parts]) == row["prompt"].strip()
-
-    def test_loads_and_keeps_the_criteria(self):
-        rows = self.raw_rows()
         dataset = load_image_set_prompts(T2IS_PATH)
         assert dataset["id"][:] == [row["idx"] for row in rows]
-        for row, criteria in zip(rows, dataset["criteria"], strict=True):
+        for row, loaded in zip(rows, dataset, strict=True):
+            parsed = parse_image_set_prompt(row["prompt"])
+            assert f"{loaded['rows']}x{loaded['cols']}" == row["layout"] and loaded["panels"] == parsed.panels
+            parts = zip(MARKERS[row["layout"]], parsed.panels, strict=True)
+            parts = [f"{marker}:{panel}" for marker, panel in parts]
+            assert " ".join([parsed.theme, *parts]) == row["prompt"].strip()
             # Three criteria of one row have no text
             own = {
                 dimension: kept
                 for dimension, texts in row["criteria"].items()
                 if (kept := {name: text for name, text in texts.items() if text is not None})
             }
-            assert own and criteria_dict(criteria) == own
+            assert own and criteria_dict(loaded["criteria"]) == own
 
 
 class TestGrids:
-    def panels(self, rows, cols, size=(6, 4), mode="RGB"):
-        """Panels of distinct colours, each with one odd pixel in its upper left, so that turning one would show."""
-        panels = []
-        for index in range(rows * cols):
-            panel = Image.new(mode, size, (10 + 20 * index, 200 - 15 * index, index))
-            panel.putpixel((0, 0), (255, 255, 255))
-            panels.append(panel)
-        return panels
-
     @pytest.mark.parametrize("rows, cols", [(2, 3), (3, 1), (1, 1)])
     def test_split_inverts_join(self, rows, cols):
-        panels = self.panels(rows, cols)
+        panels = [noise(index, (6, 4)) for index in range(rows * cols)]
         grid = join_grid(panels, rows, cols)
         assert grid.size == (6 * cols, 4 * rows)
         assert [panel.tobytes() for panel in split_grid(grid, rows, cols)] == [panel.tobytes() for panel in panels]
-        assert join_grid(split_grid(grid, rows, cols), rows, cols).tobytes() == grid.tobytes()
 
     def test_row_major_order(self):
         # The image is painted here, not by `join_grid`: the two could be wrong in the same way

@@ -3,7 +3,6 @@
 
 import io
 import json
-import shutil
 import zipfile
 from pathlib import Path
 
@@ -18,22 +17,15 @@ from paco_trl.data import (
     check_ranking_columns,
     criteria_dict,
     load_consistency_rank,
-    plain_question,
     rankings_to_pairs,
     theme_question,
     validate_pairs,
 )
 
 
-IMAGES = List(ImageFeature())
 FEATURES = Features(
-    {
-        "id": Value("string"),
-        "reference": ImageFeature(),
-        "candidates": IMAGES,
-        "ranking": List(Value("int64")),
-        "prompt": Value("string"),
-    }
+    dict.fromkeys(["id", "prompt"], Value("string"))
+    | {"reference": ImageFeature(), "candidates": List(ImageFeature()), "ranking": List(Value("int64"))}
 )
 SET_PROMPT = "THREE-PANEL Images with a 1x3 grid layout of a blue kettle. [LEFT]:It is cold. [MIDDLE]:It warms. [RIGHT]:It boils."
 CRITERIA = {"Style": {"Ink": "All in ink."}, "Logic": {"Heat": "It warms up.", "None": None}}
@@ -59,18 +51,12 @@ def ranking_row(folder=None, number=0, ranking=(2, 0, 1), **changes):
     images = [color(10 * number + place) for place in range(count + 1)]
     if folder is not None:
         images = [write_color(folder / f"{number}_{place}.png", 10 * number + place) for place in range(count + 1)]
-    return {
-        "id": f"r{number}",
-        "reference": images[0],
-        "candidates": images[1:],
-        "ranking": list(ranking),
-        "prompt": f"A fox {number}.",
-        **changes,
-    }
+    row = {"id": f"r{number}", "reference": images[0], "candidates": images[1:], "prompt": f"A fox {number}."}
+    return {**row, "ranking": list(ranking), **changes}
 
 
-def rankings_of(*rows, features=FEATURES):
-    return Dataset.from_list(list(rows), features=features)
+def rankings_of(*rows):
+    return Dataset.from_list(list(rows), features=FEATURES)
 
 
 class TestCheckRankingColumns:
@@ -82,8 +68,7 @@ class TestCheckRankingColumns:
     @pytest.mark.parametrize(
         "changes, message",
         [
-            ({"ranking": [0, 1]}, "`ranking` of row 1 of `bench`"),
-            ({"ranking": [0, 1, 1]}, "`ranking`"),
+            ({"ranking": [0, 1, 1]}, "`ranking` of row 1 of `bench`"),
             ({"ranking": None}, "`ranking`"),
             ({"ranking": [0], "candidates": [color(1)]}, "Row 1 of `bench` has 1 candidates"),
             ({"candidates": None}, "has 0 candidates"),
@@ -126,10 +111,7 @@ class TestLoadConsistencyRank:
         check_ranking_columns(dataset)
         row = dataset[0]
         assert values_of([row.pop("reference")]) == [0] and values_of(row.pop("candidates")) == [1, 11, 21]
-        assert criteria_dict(row.pop("criteria")) == {
-            "Style": {"Ink": "All in ink."},
-            "Logic": {"Heat": "It warms up."},
-        }
+        assert criteria_dict(row.pop("criteria")) == CRITERIA | {"Logic": {"Heat": "It warms up."}}
         assert row == {"id": "0001/0_0.png/0", "group": "0001", "prompt": SET_PROMPT, "ranking": [2, 0, 1]}
         stored = dataset.with_format("arrow")[:].to_pylist()[0]
         folder = tmp_path / "images" / "0001"
@@ -152,12 +134,6 @@ class TestLoadConsistencyRank:
         dataset = load_consistency_rank(tmp_path / "bench")
         assert values_of(dataset[0]["candidates"]) == [1, 11, 21]
         assert dataset["id"][:] == unpacked["id"][:] and dataset[0]["ranking"] == [2, 0, 1]
-        # Nothing is written beside the archive
-        names = [".cache", "consistency_full_rank.jsonl", "images.zip", "prompt_data.jsonl"]
-        assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == names
-        (tmp_path / "bench" / "images.zip").write_bytes(b"version https://git-lfs.github.com/spec/v1")
-        with pytest.raises(shutil.ReadError, match="images.zip .42 bytes"):
-            load_consistency_rank(tmp_path / "bench")
 
     def test_from_the_hub(self, tmp_path):
         folder = write_bench(tmp_path / "bench", [rank_record()])
@@ -184,15 +160,12 @@ class TestLoadConsistencyRank:
         "broken, message",
         [
             (rank_record(folder="0002"), "directory '0002'"),
-            (rank_record(ref_image="9_9.png"), "'images/0001/9_9.png' is neither in"),
-            (rank_record(ref_image=...), "None' is neither in"),
+            (rank_record(ref_image=...), "'images/0001/None' is neither in"),
             (rank_record(comp_images=["0_1.png"] * 2, rank_images=["0_1.png"] * 2), "`comp_images`"),
             (rank_record(rank_images=["0_1.png", "1_1.png", "1_1.png"]), "`rank_images`"),
-            (rank_record(ref_image="../../../secret.png"), "leaves"),
         ],
     )
     def test_broken_record(self, tmp_path, broken, message):
-        write_color(tmp_path / "secret.png", 1)
         folder = write_bench(tmp_path / "bench", [rank_record(), broken, rank_record()])
         with pytest.raises(ValueError, match=f"^consistency_full_rank.jsonl, record 1: .*{message}"):
             load_consistency_rank(folder)
@@ -246,8 +219,6 @@ class TestRankingsToPairs:
         pairs = rankings_to_pairs(dataset.select([1, 0]), question=question)
         assert [prompt[0]["content"] for prompt in pairs["prompt"]] == ["r1?", "r1?", "r0?", "r0?"]
         assert [sorted(row) for row in seen] == [["id", "prompt", "ranking"]] * 2
-        pairs = rankings_to_pairs(dataset, question=lambda row: plain_question())
-        assert pairs[0]["prompt"][0]["content"] == plain_question()
         with pytest.raises(ValueError, match="`question` is None"):
             rankings_to_pairs(dataset, question=lambda row: None)
 
