@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 from datasets import Image as ImageFeature
-from PIL import Image
 
 from paco_trl.data import (
     SourceImages,
@@ -18,20 +17,16 @@ from paco_trl.data import (
     make_pair,
     validate_pairs,
 )
-from paco_trl.data.columns import column_types
 from paco_trl.data.dataset_files import load_split
 from paco_trl.data.pairs import pair_features
 from paco_trl.utils.images import load_image
 from paco_trl.utils.stage_folder import StageFolder, save_with_paths
-
-
-def picture(seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8))
+from testing_utils import noise
 
 
 def write(path, seed: int = 0) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture(seed).save(path)
+    noise(seed).save(path)
     return str(path)
 
 
@@ -77,10 +72,12 @@ def saved(folder, image):
     return folder
 
 
+def pairs_of(image) -> Dataset:
+    return Dataset.from_list([make_pair(image, image, "Are both red?", "Yes")], features=pair_features())
+
+
 def saved_pairs(folder, image):
-    save_with_paths(
-        Dataset.from_list([make_pair(image, image, "Are both red?", "Yes")], features=pair_features()), folder
-    )
+    save_with_paths(pairs_of(image), folder)
     return folder
 
 
@@ -110,7 +107,7 @@ class TestEveryLoader:
             with pytest.raises(ValueError, match="leaves"):
                 load(tmp_path / "data", outside)
         write(tmp_path / "data" / below / "a" / "b.png", 4)
-        assert np.array_equal(load(tmp_path / "data", "a/b.png"), picture(4))
+        assert np.array_equal(load(tmp_path / "data", "a/b.png"), noise(4))
 
 
 def test_absolute_paths_inside_stay(tmp_path):
@@ -120,7 +117,7 @@ def test_absolute_paths_inside_stay(tmp_path):
         load_edit_prompts(edits_file(tmp_path / "data", inside)),
         load_edit_prompts(edits_file(tmp_path / "rows", "a.png"), image_folder=tmp_path / "data"),
     ):
-        assert np.array_equal(dataset[0]["image"], picture(4))
+        assert np.array_equal(dataset[0]["image"], noise(4))
 
 
 def test_stages_name_images_of_earlier_stages(tmp_path):
@@ -129,13 +126,12 @@ def test_stages_name_images_of_earlier_stages(tmp_path):
     image = write(panels.images / "a" / "0.png", 5)
 
     def finish(image):
-        rows = Dataset.from_list([make_pair(image, image, "Are both red?", "Yes")], features=pair_features())
-        pairs.finish(DatasetDict({"train": rows}), {})
+        pairs.finish(DatasetDict({"train": pairs_of(image)}), {})
         dataset = tmp_path / "build" / "pairs" / "dataset"
         assert len(load_split(dataset / "train", "train")) == 1
         return load_split(dataset, "train")
 
-    assert np.array_equal(finish(image)[0]["images"][0], picture(5))
+    assert np.array_equal(finish(image)[0]["images"][0], noise(5))
     for outside in (
         write(tmp_path / "x.png"),
         write(tmp_path / "build" / "x.png"),
@@ -149,14 +145,10 @@ def test_what_was_not_loaded_here_is_not_fetched(tmp_path):
     for named in ("http://127.0.0.1/a.png", f"file://{write(tmp_path / 'a.png')}"):
         with pytest.raises(ValueError, match="address"):
             load_image({"bytes": None, "path": named}, 14, "It")
-        pairs = Dataset.from_list([make_pair(named, named, "Are both red?", "Yes")], features=pair_features())
         with pytest.raises(ValueError, match="address"):
-            validate_pairs(pairs)
-        edit = Dataset.from_list(
-            [{"prompt": "A.", "image": named}], features=column_types(prompt="string", image="image")
-        )
+            validate_pairs(pairs_of(named))
         with pytest.raises(ValueError, match="address"):
-            SourceImages(edit, "it")
+            SourceImages(Dataset.from_dict({"image": [named]}).cast_column("image", ImageFeature()), "it")
 
 
 def test_a_file_has_one_split_and_a_known_ending(tmp_path):

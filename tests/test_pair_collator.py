@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from PIL import Image as PILImage
+from PIL import Image
 from transformers import AutoProcessor
 
 from paco_trl.data import make_pair
 from paco_trl.rewards.paco_reward import decision_token_ids
 from paco_trl.trainer.data_collator import PairCollator, PairRows, PairSampler
-from testing_utils import pair_dataset, png
+from testing_utils import noise, pair_dataset, png
 
 
 QUESTIONS = ["Same style?", "Do the two images have the same style, the same colours and the same subject?", "Same?"]
@@ -31,12 +31,9 @@ def processor(tiny_qwen):
 
 @pytest.fixture
 def pairs() -> Dataset:
-    rng = np.random.default_rng(0)
     rows = []
     for question, answer, sizes in zip(QUESTIONS, ANSWERS, SIZES, strict=True):
-        images = [PILImage.fromarray(rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)) for size in sizes]
-        decision, _, reasons = answer.partition(". ")
-        row = make_pair(*images, question, decision[:3].strip("."), reasons or None)
+        row = make_pair(*map(noise, range(2), sizes), question, True)
         rows.append({**row, "completion": [{"role": "assistant", "content": answer}]})
     return pair_dataset(rows)
 
@@ -58,7 +55,7 @@ class TestPairRows:
         assert rows[1].keys() == {"images", "prompt", "completion", "row"}
         assert rows[1]["completion"] == [{"role": "assistant", "content": "No"}]
         assert rows[1]["prompt"] == [{"role": "user", "content": QUESTIONS[1]}]
-        assert PILImage.open(io.BytesIO(rows[1]["images"][1]["bytes"])).size == (200, 100)
+        assert Image.open(io.BytesIO(rows[1]["images"][1]["bytes"])).size == (200, 100)
         assert rows[np.int64(2)]["row"] == 2
 
 
@@ -67,7 +64,7 @@ class TestBatch:
         batch = collator(processor)(rows_of(pairs, 2, 0, 1))
         assert batch["rows"].tolist() == [2, 0, 1]
         image, vision = processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|vision_start|>"])
-        lengths, pixels = [], []
+        lengths = []
         for place, number in enumerate((2, 0, 1)):
             slots = "".join(f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in TOKENS[number])
             prompt = (
@@ -88,34 +85,24 @@ class TestBatch:
             assert is_image.sum() == sum(TOKENS[number])
             assert torch.equal(batch["mm_token_type_ids"][place].int(), is_image)
             assert (batch["input_ids"][place] == vision).sum() == 2
-            single = collator(processor)(rows_of(pairs, number))
-            pixels.append(single["pixel_values"])
         assert len(set(lengths)) == 3 and batch["input_ids"].shape == (3, max(lengths))
+        pixels = [collator(processor)(rows_of(pairs, number))["pixel_values"] for number in (2, 0, 1)]
         assert torch.equal(batch["pixel_values"], torch.cat(pixels))
         grids = batch["image_grid_thw"]
         assert (grids.prod(dim=1) // 4).tolist() == [*TOKENS[2], *TOKENS[0], *TOKENS[1]]
 
 
-class TestCut:
-    def test_reasons_are_cut_from_the_end(self, processor, pairs):
-        whole = collator(processor)(rows_of(pairs, 0, 2))
-        length = whole["input_ids"].shape[1]
-        decision = (whole["labels"][0] != -100).int().argmax().item()
-        assert decision < length - 5
-        cut = collator(processor, max_length=length - 5)(rows_of(pairs, 0, 2))
+def test_reasons_are_cut_from_the_end(processor, pairs):
+    whole = collator(processor)(rows_of(pairs, 0, 2))
+    decision = (whole["labels"][0] != -100).int().argmax().item()
+    for length in (decision + 5, decision + 1):  # all but the decision can be cut
+        cut = collator(processor, max_length=length)(rows_of(pairs, 0, 2))
         for name in ("input_ids", "attention_mask", "labels", "mm_token_type_ids"):
-            assert torch.equal(cut[name], whole[name][:, : length - 5]), name
+            assert torch.equal(cut[name], whole[name][:, :length]), name
         for name in ("pixel_values", "image_grid_thw", "rows"):
             assert torch.equal(cut[name], whole[name]), name
-
-    def test_all_but_the_decision_can_be_cut(self, processor, pairs):
-        whole = collator(processor)(rows_of(pairs, 0))
-        decision = (whole["labels"][0] != -100).int().argmax().item()
-        cut = collator(processor, max_length=decision + 1)(rows_of(pairs, 0))
-        assert (cut["labels"] != -100).sum() == 1
-        assert cut["labels"][0, -1] == decision_token_ids(processor.tokenizer)[0]
-        with pytest.raises(ValueError, match="Row 0 has"):
-            collator(processor, max_length=decision)(rows_of(pairs, 0))
+    with pytest.raises(ValueError, match="Row 0 has"):
+        collator(processor, max_length=decision)(rows_of(pairs, 0, 2))
 
 
 class TestDecisionOnly:
@@ -128,8 +115,8 @@ class TestDecisionOnly:
         assert only["input_ids"].shape == (3, length)
         for name in ("input_ids", "mm_token_type_ids"):
             assert torch.equal(only[name], whole[name][:, :length]), name
-        for name in ("pixel_values", "image_grid_thw", "rows"):
-            assert torch.equal(only[name], whole[name]), name
+        with pytest.raises(ValueError, match="Row . has"):
+            collator(processor, decision_only_loss=True, max_length=length - 1)(rows_of(pairs, 0, 1, 2))
         yes, no = decision_token_ids(processor.tokenizer)
         for row, (position, answer) in enumerate(zip(decisions, (yes, no, yes), strict=True)):
             behind = length - position - 1
@@ -151,14 +138,6 @@ class TestDecisionOnly:
         alone = collator(processor, label_only_without_eos=True)(copy.deepcopy(rows[1:2]))
         assert alone["input_ids"].shape == (1, decision + 1)
 
-    def test_a_decision_that_does_not_fit(self, processor, pairs):
-        length = collator(processor, decision_only_loss=True)(rows_of(pairs, 0))["input_ids"].shape[1]
-        for max_length in (length, length + 1, None):
-            batch = collator(processor, decision_only_loss=True, max_length=max_length)(rows_of(pairs, 0))
-            assert batch["input_ids"].shape == (1, length)
-        with pytest.raises(ValueError, match="Row 0 has"):
-            collator(processor, decision_only_loss=True, max_length=length - 1)(rows_of(pairs, 0))
-
 
 class TestLengths:
     @pytest.mark.parametrize("settings", [{"max_length": 86}, {"decision_only_loss": True}], ids=str)
@@ -174,12 +153,10 @@ class TestLengths:
         images = [{"bytes": content[: len(content) // 2], "path": None} for content in data]
         question, answer = pairs[1]["prompt"], pairs[1]["completion"]
         cut = pair_dataset([{"images": images, "prompt": question, "completion": answer}])
-        with pytest.raises(OSError, match="truncated"):
-            cut[0]
         assert collator(processor).lengths(cut, "cut") == collator(processor).lengths(pairs, "pairs")[1:2]
+        bad = [images[0], {"bytes": b"<html>", "path": None}]
+        dataset = pair_dataset([{"images": bad, "prompt": question, "completion": answer}])
         with pytest.raises(ValueError, match="^Second image of row 0 of `pairs` cannot be read"):
-            bad = [images[0], {"bytes": b"<html>", "path": None}]
-            dataset = pair_dataset([{"images": bad, "prompt": question, "completion": answer}])
             collator(processor).lengths(dataset, "pairs")
 
 
@@ -215,17 +192,14 @@ class TestPairSampler:
         assert list(resumed) == second
 
 
-class TestBadRows:
-    @pytest.mark.parametrize("kind", ["missing", "truncated"])
-    def test_images(self, processor, tmp_path, kind):
-        rng = np.random.default_rng(0)
-        image = PILImage.fromarray(rng.integers(0, 256, (56, 56, 3), dtype=np.uint8))
-        path = tmp_path / "image.png"
-        stored = {"bytes": png(image), "path": None}
-        rows = [make_pair(stored, stored, "Same?", True)] * 3
-        dataset = pair_dataset([*rows, make_pair(stored, {"bytes": None, "path": str(path)}, "Same?", True)])
-        image.save(path)
+@pytest.mark.parametrize("kind", ["missing", "truncated"])
+def test_bad_images(processor, tmp_path, kind):
+    path, data = tmp_path / "image.png", png(noise(0))
+    stored = {"bytes": data, "path": None}
+    rows = [make_pair(stored, stored, "Same?", True)] * 3
+    dataset = pair_dataset([*rows, make_pair(stored, {"bytes": None, "path": str(path)}, "Same?", True)])
+    path.write_bytes(data)
+    collator(processor)(rows_of(dataset, 1, 3))
+    path.unlink() if kind == "missing" else path.write_bytes(data[:2000])
+    with pytest.raises(ValueError, match=r"^Second image of row 3 .*image\.png"):
         collator(processor)(rows_of(dataset, 1, 3))
-        path.unlink() if kind == "missing" else path.write_bytes(png(image)[:2000])
-        with pytest.raises(ValueError, match=r"^Second image of row 3 .*image\.png"):
-            collator(processor)(rows_of(dataset, 1, 3))
