@@ -332,7 +332,7 @@ def test_raw_rows_of_sharegpt_4o_image(tmp_path, caplog):
     assert [len(row["images"]) for row in dataset] == [1, 2, 1]
     assert dataset[2]["images"][0].tobytes() == picture(2).tobytes()
     few = load_edit_prompts(tmp_path / "text_and_image_to_image.json", max_images=1)
-    assert few["prompt"][:] == ["Edit 0.", "Edit 2."] and "1 row(s) with more than 1" in caplog.text
+    assert few["prompt"][:] == ["Edit 0.", "Edit 2."] and "Left out 1 of 3 rows that have more than 1" in caplog.text
     Dataset.from_list(rows).save_to_disk(tmp_path / "saved" / "rows")
     again = load_edit_prompts(tmp_path / "saved" / "rows", image_folder=tmp_path)
     assert again["prompt"][:] == dataset["prompt"][:] and again.features == dataset.features

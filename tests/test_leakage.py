@@ -3,10 +3,10 @@
 
 import pytest
 
-from paco_trl.data.texts import normalized, words_of
 from paco_trl.dataset_building.pairs import connected_prompts
 from paco_trl.image_benchmarks import find_leaks
 from paco_trl.image_benchmarks.leakage import leakage_text
+from paco_trl.utils.text import normalized, words_of
 
 
 BENCH = ["A fox walks through the four seasons of a birch forest, in watercolour.", "A dentist at work, in blue."]

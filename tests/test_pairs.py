@@ -187,7 +187,7 @@ class TestCheckPairColumns:
     def test_columns(self, tmp_path):
         dataset = pairs_of(pair_rows(tmp_path, 1))
         check_pair_columns(dataset.add_column("note", ["x"]))
-        with pytest.raises(ValueError, match="'completion'.*`eval_dataset`"):
+        with pytest.raises(ValueError, match="`eval_dataset` needs .*'completion'"):
             check_pair_columns(dataset.remove_columns("completion"), "eval_dataset")
         with pytest.raises(ValueError, match=r"remove_columns\(\['image'\]"):  # TRL takes it instead
             check_pair_columns(dataset.add_column("image", ["x"]))

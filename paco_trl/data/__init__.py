@@ -7,7 +7,7 @@ from .grid_prompts import ImageSetPrompt, format_image_set_prompt, parse_image_s
 from .grids import join_grid, panel_size, split_grid
 from .image_sets import check_image_set_columns, demo_prompts_path, load_image_set_prompts
 from .paco_dataset import load_paco_dataset
-from .pairs import check_pair_columns, decision_of, is_label_only, make_pair, validate_pairs
+from .pairs import check_pair_columns, decision_of, is_label_only, make_pair, swap_pairs, validate_pairs
 from .questions import (
     criterion_question,
     edit_consistency_question,
@@ -20,7 +20,6 @@ from .questions import (
 from .rankings import check_ranking_columns, load_consistency_rank, rankings_to_pairs
 from .source_images import SourceImages, has_source_images
 from .stories import load_stories
-from .swapping import swap_pairs
 from .t2is import convert_t2is
 
 

@@ -31,8 +31,8 @@ def column_types(**kinds: Any) -> "Features":
     return Features({name: feature_type(kind) for name, kind in kinds.items()})
 
 
-def check_is_dataset(dataset: Any, name: str) -> None:
-    """Check that an object is a loaded dataset with rows."""
+def check_is_dataset(dataset: Any, name: str, needed: Sequence[str] = ()) -> None:
+    """Check that an object is a loaded dataset with rows and the needed columns."""
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
@@ -40,6 +40,8 @@ def check_is_dataset(dataset: Any, name: str) -> None:
         raise TypeError(f"`{name}` is a `{kind}`. Pass a `datasets.Dataset`: one split, without `streaming=True`.")
     if len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows. Check the file, the split or the filter that it comes from.")
+    if missing := [column for column in needed if column not in dataset.column_names]:
+        raise ValueError(f"`{name}` needs the columns {missing}, but has only {dataset.column_names}.")
 
 
 def check_image_column(

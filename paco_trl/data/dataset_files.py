@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..utils.addresses import refuse_address
 from ..utils.names import is_local
 from ..utils.stage_folder import is_saved
+from ..utils.text import is_text
 from .columns import criteria_list
-from .texts import is_text
 
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def load_split(
     else:
         dataset = load_dataset(path, split=split)
     dataset = with_image_types(dataset, images)
-    named = _named_images(dataset)
+    named = named_images(dataset)
     if image_folder is not None:
         if not any(named.values()):
             raise ValueError(f"`image_folder` is '{image_folder}', but '{path}' names no paths. Leave it out.")
@@ -140,8 +140,8 @@ def with_image_types(dataset: "Dataset", columns: Sequence[str]) -> "Dataset":
     return dataset
 
 
-def _named_images(dataset: "Dataset") -> dict[str, list[str]]:
-    """Return the paths of the images that are not embedded, by column."""
+def named_images(dataset: "Dataset") -> dict[str, list[str]]:
+    """Return the paths of the images that are not embedded, by column; of the full table, also if rows are selected."""
     import pyarrow.compute as pc
     from datasets import Image
 

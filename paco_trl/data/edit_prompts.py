@@ -8,18 +8,18 @@ Columns: `prompt` (the instruction), `image` (the source) or `images` (a list of
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
+from ..utils.text import is_text
 from .columns import check_image_column, check_is_dataset, check_references, check_values, is_size, list_lengths
 from .dataset_files import load_split
 from .grids import pixels_sha256
 from .image_sets import GRID_COLUMNS, SEPARATE, check_row
 from .source_images import MANY_ROWS, SourceImages
-from .texts import is_text
 
 
 if TYPE_CHECKING:
@@ -151,13 +151,8 @@ def load_edit_prompts(
         renamed = {"output_image": "id", "input_prompt": "prompt", "input_image": "images"}
         dataset = dataset.select_columns(list(renamed)).rename_columns(renamed)
     if max_images is not None and "images" in dataset.column_names:
-        rows_left = (list_lengths(dataset, "images") <= max_images).nonzero()[0]
-        left_out = len(dataset) - len(rows_left)
-        logger.log(
-            logging.WARNING if left_out else logging.INFO,
-            f"{left_out} row(s) with more than {max_images} source image(s) (`max_images`) are left out.",
-        )
-        dataset = dataset.select(rows_left)
+        rows_left = (list_lengths(dataset, "images") <= max_images).nonzero()[0].tolist()
+        dataset = _keep(dataset, rows_left, f"more than {max_images} source image(s) (`max_images`)")
     check_edit_columns(dataset, str(name_or_path))
     return dataset if exclude is None else disjoint_from(dataset, exclude)
 
@@ -184,9 +179,11 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
     ]
     if not rows_left:
         raise ValueError(f"All {len(dataset)} rows of the dataset are in the benchmark. Choose other data.")
-    left_out = len(dataset) - len(rows_left)
-    logger.log(
-        logging.WARNING if left_out else logging.INFO,
-        f"Left out {left_out} of {len(dataset)} rows that have a source image of the benchmark.",
-    )
-    return dataset.select(rows_left)
+    return _keep(dataset, rows_left, "a source image of the benchmark")
+
+
+def _keep(dataset: "Dataset", rows: Sequence[int], problem: str) -> "Dataset":
+    left_out = len(dataset) - len(rows)
+    level = logging.WARNING if left_out else logging.INFO
+    logger.log(level, f"Left out {left_out} of {len(dataset)} rows that have {problem}.")
+    return dataset.select(rows)

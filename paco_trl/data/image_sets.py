@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any, cast
 
-from ..utils.text import shorten
+from ..utils.text import is_text, shorten
 from .columns import check_references, is_size
 from .dataset_files import load_split
 from .grid_prompts import (
@@ -27,7 +27,6 @@ from .grid_prompts import (
     usual_grid,
 )
 from .t2is import convert_t2is
-from .texts import is_text
 
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ turn with the question, with or without a system turn in front) and `completion`
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,21 +20,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.addresses import refuse_address
-from ..utils.text import shorten
+from ..utils.text import is_text, shorten
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
-from .dataset_files import report_broken
-from .texts import is_text
+from .dataset_files import named_images, report_broken
 
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset, Features, Image
 
+
+logger = logging.getLogger(__name__)
 
 _COLUMNS = ["images", "prompt", "completion"]
 _ORDINALS = ["first", "second"]
 
 _DECISION = re.compile(r"(Yes|No)\b")
 _LABEL_ONLY = re.compile(r"(Yes|No)\.?\s*")
+
+# "Answer "Yes" and "No" first": the one "first" that names no image, at the end of every question
+_ANSWER_FIRST = re.compile(r"answer\s+[\"'“‘]?yes[\"'”’]?\s+(?:and|or)\s+[\"'“‘]?no[\"'”’]?\s+first", re.IGNORECASE)
+# A match by mistake only costs a pair; one that is missed gives a pair a wrong label. The letters only as capitals:
+# "image a" is an article
+_POSITION = re.compile(
+    r"\b(?:first|second|1st|2nd|left|right|former|latter)\b"
+    r"|\b(?:original|edited|modified|source|reference|candidate)\s+(?:image|picture|photo|version|one)s?\b"
+    r"|\b(?:image|img|picture|photo|(?:sub-?)?figure|panel)s?[\s_#(-]*(?:1|2|one|two|(?-i:[AB]))\b",
+    re.IGNORECASE,
+)
 
 
 def make_pair(
@@ -140,12 +154,8 @@ def _find_problems(dataset: "Dataset") -> Iterator[tuple[int, str]]:
 
 
 def _check_columns(dataset: Any, name: str) -> None:
-    check_is_dataset(dataset, name)
-    missing = [column for column in _COLUMNS if column not in dataset.column_names]
-    if missing:
-        raise ValueError(f"Pairs need the columns {missing}, but `{name}` has only {dataset.column_names}.")
-    extra = [column for column in ("image", "messages") if column in dataset.column_names]
-    if extra:
+    check_is_dataset(dataset, name, _COLUMNS)
+    if extra := [column for column in ("image", "messages") if column in dataset.column_names]:
         raise ValueError(f"TRL would train on the columns {extra} of `{name}`: `dataset.remove_columns({extra})`.")
     if dataset.format["type"] == "custom":
         raise ValueError(f"`{name}` has a transform, which is not called. Apply it with `dataset.map`.")
@@ -214,14 +224,10 @@ def _decode_images(dataset: "Dataset", num_proc: int | None) -> dict[str, str]:
 def _cache_file(dataset: "Dataset") -> Path:
     """Name the cached result of [`_decode_images`] by the dataset, and by the sizes and times of its image files."""
     import datasets
-    import pyarrow.compute as pc
 
-    # The full column, also if rows are selected: the bytes of embedded images are not read
-    images = pc.list_flatten(dataset.data.column("images"))
-    is_file = pc.struct_field(images, "bytes").is_null()
     # Another version of Pillow may decode more, or less
     digest = hashlib.sha256(f"{dataset._fingerprint} Pillow {version('pillow')}\n".encode())
-    for path in pc.unique(pc.struct_field(images, "path").filter(is_file).drop_null()).to_pylist():
+    for path in named_images(dataset)["images"]:
         stat = os.stat(path) if os.path.exists(path) else None
         digest.update(f"{path!r} {(stat.st_size, stat.st_mtime_ns) if stat else 'missing'}\n".encode())
     return Path(datasets.config.HF_DATASETS_CACHE) / "paco_trl" / f"images-{digest.hexdigest()}.json"
@@ -262,3 +268,33 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
     problems = {int(row): text for row, text in image_problems.items()} | dict(_find_problems(dataset))
     report_broken([f"Row {row}: {problems[row]}" for row in sorted(problems)], len(dataset), "rows", skip_broken)
     return dataset.select([row for row in range(len(dataset)) if row not in problems]) if problems else dataset
+
+
+def swap_pairs(dataset: "Dataset") -> "Dataset":
+    """
+    Add each pair in the other order, (B, A) after (A, B), so that the judge does not learn it. Not in the paper.
+
+    Pairs whose question or answer depends on the order are not added again: the editing questions, and texts that name
+    an image by its place, such as "the second image", "on the left", "Image A" or "the latter". The count is logged.
+    Images are not decoded.
+    """
+    from datasets import concatenate_datasets
+
+    free = [row for row, *texts in iter_texts(dataset) if not any(map(_names_a_position, texts))]
+    logger.info(f"Swapped {len(free)} of {len(dataset)} pairs: the others depend on the order of their images.")
+    swapped = dataset.with_format("arrow").select(free).map(_swap_images, batched=True, batch_size=100)
+    swapped.set_format(**dataset.format)
+    return concatenate_datasets([dataset, swapped])
+
+
+def _names_a_position(turns: Any) -> bool:
+    turns = [turns] if isinstance(turns, str) else [content_text(turn["content"]) or "" for turn in turns]
+    return any(_POSITION.search(_ANSWER_FIRST.sub("", text)) for text in turns)
+
+
+def _swap_images(batch: "pa.Table") -> "pa.Table":
+    import pyarrow as pa
+
+    images = batch["images"]
+    swapped = pa.array([pair[::-1] for pair in images.to_pylist()], type=images.type)
+    return batch.set_column(batch.column_names.index("images"), "images", swapped)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from ..utils.text import is_text
 from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import (
     CRITERIA_TYPE,
@@ -24,7 +25,6 @@ from .dataset_files import find_dataset_folder, read_rows
 from .grid_prompts import parse_image_set_prompt
 from .pairs import make_pair, pair_features
 from .questions import theme_question
-from .texts import is_text
 
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
     is missing or of the wrong type, or a row has fewer than two candidates, an empty prompt, or a `ranking` that does not
     name each candidate exactly once. `name` is the dataset's in errors.
     """
-    check_is_dataset(dataset, name)
-    missing = [column for column in _COLUMNS if column not in dataset.column_names]
-    if missing:
-        raise ValueError(f"Rankings need the columns {missing}, but `{name}` has only {dataset.column_names}.")
+    check_is_dataset(dataset, name, _COLUMNS)
     check_image_column(dataset, "reference", name)
     check_image_column(dataset, "candidates", name, is_list=True)
     check_values(dataset, name, "prompt", is_text, "a text that is not empty")

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from ..data.columns import by_id, column_types
 from ..data.pairs import make_pair, pair_features
 from ..data.rankings import default_question
-from ..data.texts import normalized
+from ..utils.text import normalized
 from .agreement import Vote, majority_vote
 from .annotations import Annotation, keyed_hash
 from .panels import instances_to_rankings

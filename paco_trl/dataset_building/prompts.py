@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.grid_prompts import ends_sentence, format_image_set_prompt
-from ..data.texts import normalized
 from ..utils.chat import ChatEndpoint, Reply
 from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
+from ..utils.text import normalized
 from .answers import TEMPLATES, ask_in_rounds, cause_of
 
 

@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..data.texts import words_of
-from ..utils.text import some_of
+from ..utils.text import some_of, words_of
 
 
 # Words of a shingle

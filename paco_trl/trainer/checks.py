@@ -15,13 +15,13 @@ from ..data import decision_of, is_label_only
 from ..data.columns import check_is_dataset
 from ..data.image_sets import PANEL_OPTIONS
 from ..data.pairs import content_text, iter_texts
-from ..data.texts import describe_repeated
 from ..rewards.paco_reward import decision_token_ids
 from ..rewards.runner import RewardRunner, check_columns, offloadable_models
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
 from ..utils.pipelines import check_call
+from ..utils.text import describe_repeated
 from .config_utils import check_best_metric
 from .data_collator import PairRows, apply_template, count_tokens, named_images, too_long
 from .evaluator import metric_names

@@ -100,17 +100,13 @@ class PaCoRewardConfig(SFTConfig):
         check_arguments(self)
         # `not` instead of a reversed comparison: it rejects NaN as well
         if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
-            raise ValueError(
-                f"`first_token_weight` is {self.first_token_weight}; it must be in (0, 1] (the paper uses 0.1), or None for "
-                "plain likelihood. At 0 the decision would not be trained."
-            )
+            rule = "in (0, 1], or None for plain likelihood: at 0 the decision would not be trained"
+            raise ValueError(f"`first_token_weight` is {self.first_token_weight}; it must be {rule}.")
         if self.loss_variant not in LOSS_VARIANTS:
             raise ValueError(f"`loss_variant` is {self.loss_variant!r}; it must be one of {LOSS_VARIANTS}.")
         if self.train_sampling_strategy == "batch_rebalance":
-            raise ValueError(
-                "`train_sampling_strategy` is 'batch_rebalance', whose order does not depend on `seed` alone. Use "
-                "'group_by_length'."
-            )
+            reason = "whose order does not depend on `seed` alone. Use 'group_by_length'"
+            raise ValueError(f"`train_sampling_strategy` is 'batch_rebalance', {reason}.")
         for name in ("max_pixels", "max_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1, or None.")

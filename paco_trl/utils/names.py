@@ -60,8 +60,9 @@ def relative_name(name: str) -> str:
 def is_same_model(first: str, second: str) -> bool:
     """Tell whether two names can be those of the same model."""
     # A path, also one of another machine, does not name an owner: then only the last parts are compared
-    names = [_comparable(first), _comparable(second)]
-    if not all(_is_hub_id(name) for name in names):
+    # A relative path of this machine, such as ".", has its last part elsewhere
+    names = [public_name(os.path.abspath(name) if os.path.exists(name) else name) for name in (first, second)]
+    if not all(name.count("/") == 1 and "\\" not in name and not is_local(name) for name in names):
         names = [re.split(r"[\\/]", name.rstrip("\\/"))[-1] for name in names]
     return names[0].lower() == names[1].lower()
 
@@ -75,12 +76,3 @@ def check_adapter_base(adapter: str, named: str | None, base: str | None) -> Non
         f"weights. Pass `--model_name_or_path {named}`, or where that is elsewhere its path. If both are one model under two "
         "names, change `base_model_name_or_path` in a copy of the adapter."
     )
-
-
-def _comparable(name: str) -> str:
-    # A relative path of this machine, such as ".", has its last part elsewhere
-    return public_name(os.path.abspath(name) if os.path.exists(name) else name)
-
-
-def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and "\\" not in name and not is_local(name)

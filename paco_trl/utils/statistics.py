@@ -51,9 +51,7 @@ def bootstrap_interval(
         raise ValueError(f"None of the {len(values)} `values` is a number, so they have no mean and no interval.")
 
     group_numbers = _number_labels(groups, defined)  # (n,)
-    stratum_numbers = (
-        _number_labels(strata, defined) if strata is not None else np.zeros(len(defined), dtype=int)
-    )  # (n,)
+    stratum_numbers = _number_labels([0] * len(values) if strata is None else strata, defined)  # (n,)
     shape = (stratum_numbers.max() + 1, group_numbers.max() + 1)
     if shape[1] == 1:
         return math.nan, math.nan
