@@ -42,10 +42,6 @@ def edited(files: dict[str, bytes], rename, folder: Path, **config) -> dict[str,
     return files | {WEIGHTS: save(weights), "adapter_config.json": json.dumps(settings).encode()}
 
 
-def unchanged(name: str) -> str:
-    return name
-
-
 @pytest.fixture
 def run(hub, tmp_path, monkeypatch):
     """Runs the script with clients of this Hub; gives its exit code and what it printed."""
@@ -147,10 +143,10 @@ def test_what_does_not_fit(hub, run, repositories, tmp_path):
     whole = "X-GenGroup/PaCo-Reward-7B"
     names = {"rename": lambda name: name.replace("blocks.0.attn.to_q.lora_A", "blocks.7.attn.to_q.lora_A")}
     hub.add_repo(flux, edited(repositories[flux], folder=tmp_path, **names) | {"optimizer.pt": b"", "a.bin": b""})
-    hub.add_repo(judge, edited(repositories[judge], unchanged, tmp_path, r=8))
+    hub.add_repo(judge, edited(repositories[judge], str, tmp_path, r=8))
     hub.add_repo(
         kontext,
-        edited(repositories[kontext], unchanged, tmp_path, base_model_name_or_path="black-forest-labs/FLUX.1-dev"),
+        edited(repositories[kontext], str, tmp_path, base_model_name_or_path="black-forest-labs/FLUX.1-dev"),
     )
     del hub.repos["model", qwen]
     hub.add_repo(whole, {name: c for name, c in repositories[whole].items() if name != "model.safetensors.index.json"})

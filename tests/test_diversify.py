@@ -58,11 +58,9 @@ def test_embeddings_are_those_of_each_text_alone(tiny_bert):
     assert embeddings.dtype == np.float32 and embeddings.shape == (5, 32)
     tokenizer, model = PreTrainedTokenizerFast.from_pretrained(tiny_bert), BertModel.from_pretrained(tiny_bert).eval()
     for text, embedding in zip(TEXTS, embeddings, strict=True):
+        tokens = tokenizer([text], return_tensors="pt", truncation=True)["input_ids"]
         with torch.no_grad():
-            hidden = model(tokenizer([text], return_tensors="pt", truncation=True)["input_ids"]).last_hidden_state[
-                0
-            ]  # (T, D)
-        mean = hidden.mean(0)
+            mean = model(tokens).last_hidden_state[0].mean(0)  # (D,)
         assert np.abs(embedding - (mean / mean.norm()).numpy()).max() < 1e-5
     assert (embeddings @ embeddings.T)[np.triu_indices(5, 1)].max() < 0.99  # they do differ
 

@@ -45,9 +45,7 @@ REPORT = {
 }  # fmt: skip
 
 
-#########
-# Planted data: in each prompt two seeds with two panels each, which are of one colour where the seed is the same
-#########
+# ---- Planted data: in each prompt two seeds with two panels each, which are of one colour where the seed is the same ----
 
 
 def write_panels(folder: Path) -> dict[tuple[int, int, int], str]:
@@ -103,9 +101,7 @@ def plain(value):
     return [plain(each) for each in value] if isinstance(value, list) else value
 
 
-#########
-# What the clients do
-#########
+# ---- What the clients do ----
 
 
 def publish(

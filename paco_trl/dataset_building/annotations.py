@@ -117,7 +117,5 @@ def annotation_files(folder: str | Path, annotators: Sequence[str] | None = None
     missing = [name for name in annotators or [] if name not in files]
     if not files or missing:
         of_whom = f" of {missing}" if missing else ""
-        raise FileNotFoundError(
-            f"There are no annotations{of_whom} in {folder}, only those of {list(files)}. Rank first."
-        )
+        raise FileNotFoundError(f"There are no annotations{of_whom} in {folder}, only of {list(files)}. Rank first.")
     return [files[name] for name in annotators or files]

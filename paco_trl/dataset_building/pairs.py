@@ -216,8 +216,6 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
         if len(chosen) + len(group) <= min(wanted, total - 1):
             chosen.update(group)
     if not chosen:
-        raise ValueError(
-            f"`test_size` is {test_size} of {total} prompts, but each of the {len(groups)} groups that share a text or an "
-            "image has more. Generate more prompts, or set it to 0."
-        )
+        problem = f"`test_size` is {test_size} of {total} prompts, but all groups that share a text or image have more"
+        raise ValueError(f"{problem}. Generate more prompts, or set it to 0.")
     return chosen
