@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import signal
-import subprocess
 import sys
 from argparse import ArgumentError
 from dataclasses import dataclass
@@ -243,30 +242,3 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
     assert main.main(["grpo", "--num_processes", "many"]) == 2
     assert main.main(["grpo", "--accelerate_config", "zero4"]) == 1
     assert main.main(["push", "--num_processes", "8"]) == 1 and not started
-
-
-@pytest.mark.slow
-def test_two_processes_by_the_command(tiny_flux, tmp_path):
-    """`paco-trl grpo --num_processes` as users start it, with prompts in a text file and an own reward."""
-    (tmp_path / "prompts.txt").write_text("".join(f"A fox on hill {number}.\n" for number in range(4)))
-    (tmp_path / "my_rewards.py").write_text(
-        "def size(prompts, completions, **kwargs):\n    return [i.width for i in completions]\n"
-    )
-    words = ["--num_processes", "2", "--use_cpu", "--bf16", "False", "--report_to", "none"]
-    words += [
-        "--model_name_or_path",
-        tiny_flux,
-        "--dataset_name",
-        "prompts.txt",
-        "--rewards",
-        "redness",
-        "my_rewards.py",
-    ]
-    words += ["--num_generations", "2", "--num_prompts_per_generation", "2", "--per_device_train_batch_size", "2"]
-    words += "--num_inference_steps 3 --height 64 --width 64 --max_steps 1 --output_dir out".split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "paco_trl.commands.main", "grpo", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=540)
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.count("Adapter: out") == 1 and "on 2 process(es)" in done.stdout + done.stderr
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()

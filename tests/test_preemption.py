@@ -278,15 +278,19 @@ class TestCommands:
         assert images[0] == images[1] and len(images[0]) == 13  # with a sheet of them
 
     @pytest.mark.slow
-    def test_a_launcher_passes_it_on(self, tiny_flux, prompts, tmp_path):
-        """`paco-trl grpo` with two processes, by the real launcher; without an option for the signal."""
-        command = [sys.executable, "-m", "paco_trl.commands.main", "grpo", "--num_processes", 2]
-        command += ["--model_name_or_path", tiny_flux, "--dataset_name", prompts, "--rewards", "redness", "--use_cpu"]
+    def test_a_launcher_passes_it_on(self, tiny_flux, tmp_path):
+        """`paco-trl grpo` as users start it, with a text file and a reward of their own, on two processes."""
+        (tmp_path / "prompts.txt").write_text("".join(f"A fox on hill {number}.\n" for number in range(4)))
+        reward = "def size(prompts, completions, **kwargs):\n    return [image.width for image in completions]\n"
+        (tmp_path / "my_rewards.py").write_text(reward)
+        command = [sys.executable, "-m", "paco_trl.commands.main", "grpo", "--num_processes", 2, "--use_cpu"]
+        command += ["--model_name_or_path", tiny_flux, "--dataset_name", "prompts.txt"]
+        command += ["--rewards", "redness", "my_rewards.py"]
         command += ["--bf16", "False", "--ddp_backend", "gloo", "--height", 64, "--width", 64, "--num_generations", 4]
         command += ["--num_prompts_per_generation", 4, "--per_device_train_batch_size", 2, "--max_steps", 10_000]
         command += ["--save_steps", 1, "--save_total_limit", 2, "--output_dir", "out", "--report_to", "none"]
         command += ["--log_completions", "False", "--plot_curves", "False", "--resume_from_checkpoint", "auto"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
         with open(tmp_path / "log", "w") as log:
             process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=environment, stdout=log, stderr=log)
         try:
@@ -299,6 +303,7 @@ class TestCommands:
             process.kill()
         (latest, *_), printed = checkpoints_of(tmp_path / "out"), (tmp_path / "log").read_text()
         assert printed.count(f"Stopped by SIGUSR1 at step {latest.name.split('-')[1]},") == 1, printed[-3000:]
+        assert "on 2 process(es)" in printed and "rewards/size/mean" in printed
         assert not incomplete_files(latest)
 
 
