@@ -80,14 +80,12 @@ class TestFormat:
         "changes, message",
         [
             ({"prompt": None}, "need `prompt`"),
-            ({"image": None}, "need .*`image`"),
             ({"images": [["a.png"]]}, "either `image` or `images`"),
             ({"image": ["a.png"]}, 'cast_column."image"'),
             ({"image": None, "images": [["a.png"]]}, 'cast_column."images"'),
             ({"prompt": [" "]}, "`prompt` of row 0"),
             ({"height": [64]}, "64 x None"),
             ({"height": [64], "width": [0]}, "`width` of row 0"),
-            ({"rows": [1], "cols": [2]}, "panels"),
             ({"rows": [1], "cols": [2], "panels": [["one"]]}, "panels"),
             ({"prompt": None, "instruction": ["x"], "input_image": ["a"]}, "convert_gedit_bench"),
         ],
@@ -113,11 +111,8 @@ class TestSizes:
 
     def test_pixels_are_not_read(self, tmp_path, monkeypatch):
         paths = [write(tmp_path / f"{kind}.x", picture(0), kind) for kind in ("PNG", "JPEG", "TIFF", "WEBP")]
-        calls = []
-        load = ImageFile.ImageFile.load_prepare
-        monkeypatch.setattr(
-            "PIL.ImageFile.ImageFile.load_prepare", lambda self: calls.append(self.format) or load(self)
-        )
+        calls, load = [], ImageFile.ImageFile.load_prepare
+        monkeypatch.setattr(ImageFile.ImageFile, "load_prepare", lambda self: calls.append(self.format) or load(self))
         sources = SourceImages(with_paths(paths), "the dataset")
         assert calls == []
         sources.load(1)
@@ -147,42 +142,32 @@ def test_selected_formatted_and_undecoded_datasets(tmp_path):
 
 
 class TestBadImages:
-    def faults(self, tmp_path):
-        png, jpeg = encoded(picture(0)), encoded(picture(0), "JPEG")
-        (tmp_path / "cut.png").write_bytes(png[:20])
-        return {
+    def test_each_fault_names_its_row_before_the_run(self, tmp_path):
+        good, jpeg = write(tmp_path / "good.png", picture(0)), encoded(picture(0), "JPEG")
+        (tmp_path / "cut.png").write_bytes(encoded(picture(0))[:20])
+        faults = {
             "is None": None,
             "FileNotFoundError": str(tmp_path / "missing.png"),
-            "Download it first": "https://example.com/a.png",
             "cut.png.*OSError": str(tmp_path / "cut.png"),
             "embedded.*OSError": {"bytes": jpeg[:10], "path": None},
-            "embedded.*cannot be read": {"bytes": b"", "path": None},
         }
-
-    def test_each_fault_names_its_row_before_the_run(self, tmp_path):
-        good = write(tmp_path / "good.png", picture(0))
-        SourceImages(with_paths([good] * 3), "the dataset")
-        for message, bad in self.faults(tmp_path).items():
+        for message, bad in faults.items():
             with pytest.raises(ValueError, match=f"Row 1 of the dataset: its source image.*{message}"):
                 SourceImages(with_paths([good, bad, good]), "the dataset")
         table = Dataset.from_dict({"images": [[good], [good, None]]}).cast_column("images", List(ImageFeature()))
         with pytest.raises(ValueError, match="Row 1 of the evaluation: its source image 1 "):
             SourceImages(table, "the evaluation")
 
-    @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-    def test_pixels_that_are_cut_short(self, kind):
-        whole = encoded(Image.effect_noise((64, 64), 50).convert("RGB"), kind)
-        dataset = with_bytes(whole, whole[: len(whole) // 2])
-        sources = SourceImages(dataset, "the dataset")
-        assert sources.sizes(1) == [(64, 64)]
-        assert len(sources.load(0)) == 1
+    def test_pixels_that_are_cut_short(self):
+        whole = encoded(Image.effect_noise((64, 64), 50).convert("RGB"))
+        sources = SourceImages(with_bytes(whole, whole[: len(whole) // 2]), "the dataset")
+        assert sources.sizes(1) == [(64, 64)] and len(sources.load(0)) == 1
         with pytest.raises(ValueError, match="Row 1 of the dataset: .*cannot be read"):
             sources.load(1)
 
     def test_a_file_that_changes_during_the_run(self, tmp_path):
         path = write(tmp_path / "a.png", picture(0, (8, 8)))
         sources = SourceImages(with_paths([path]), "the dataset")
-        assert sources.load(0)[0].size == (8, 8)
         write(tmp_path / "a.png", picture(0, (16, 8)))
         with pytest.raises(ValueError, match="Row 0 of the dataset: .* 16 x 8 .* 8 x 8"):
             sources.load(0)
@@ -191,16 +176,15 @@ class TestBadImages:
             sources.digests(0)
 
 
-class TestDigests:
-    def test_they_are_of_the_bytes_in_their_order_and_computed_once(self, tmp_path):
-        files = [{"path": write(tmp_path / f"{n}.png", picture(n)), "bytes": None} for n in range(2)]
-        embedded = {"path": "x.png", "bytes": encoded(picture(0))}
-        rows = [files, files[::-1], [embedded, files[1]]]
-        sources = SourceImages(with_paths(rows, "images"), "the dataset")
-        first, turned, same = (sources.digests(row) for row in range(3))
-        assert first == same == turned[::-1] != turned and re.fullmatch("[0-9a-f]{64}", first[0])
-        (tmp_path / "0.png").unlink()
-        assert sources.digests(0) == first
+def test_digests_are_those_of_the_bytes_and_computed_once(tmp_path):
+    paths = [write(tmp_path / f"{n}.png", picture(n)) for n in range(2)]
+    embedded = [{"bytes": Path(path).read_bytes(), "path": "x.png"} for path in paths]
+    sources = SourceImages(with_paths([paths, embedded[::-1]], "images"), "the dataset")
+    digests = sources.digests(0)
+    assert digests == sources.digests(1)[::-1] != sources.digests(1)
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+    (tmp_path / "0.png").unlink()
+    assert sources.digests(0) == digests
 
 
 class TestLoader:
@@ -235,7 +219,6 @@ class TestLoader:
         ("bad", "message"),
         [
             ({"references": ["../images/0.png"]}, "`references`: the path .*leaves"),
-            ({"references": []}, "`references` of row 1"),
             ({}, "`references` of row 1"),
             ({"references": ["images/0.png"], "reference_roles": []}, "row 1 of .*list of 1"),
             ({"references": ["images/0.png"], "reference_roles": ["pose"]}, "row 1 of .*identity, style, logic"),
@@ -279,11 +262,10 @@ class TestLoader:
 
 
 def gedit_rows():
-    names = ("key", "task_type", "instruction", "instruction_language", "input_image", "input_image_raw")
-    rows = [("k1", "ps_human", "Add a hat.", "en", 0), ("k2", "ps_human", "加一顶帽子。", "cn", 0)]
-    rows.append(("k3", "text_change", "Change the sign.", "en", 1))
-    rows = [dict(zip(names, (*texts, picture(seed, (24, 16)), picture(seed)), strict=True)) for *texts, seed in rows]
-    return Dataset.from_list([row | {"Intersection_exist": row["key"] != "k2"} for row in rows])
+    rows = [("k1", "Add a hat.", "en", 0), ("k2", "加一顶帽子。", "cn", 0), ("k3", "Change the sign.", "en", 1)]
+    names = ["key", "instruction", "instruction_language", "input_image", "input_image_raw", "Intersection_exist"]
+    values = [(*texts, picture(seed, (24, 16)), picture(seed), texts[0] != "k2") for *texts, seed in rows]
+    return Dataset.from_list([dict(zip(names, row, strict=True), task_type="ps_human") for row in values])
 
 
 class TestGEditBench:
@@ -339,23 +321,21 @@ def test_raw_rows_of_sharegpt_4o_image(tmp_path, caplog):
 
 
 class TestDisjoint:
-    BENCHMARK = [("Add a red hat.", 0), ("Make it night.", 1)]
-
     @pytest.fixture
     def benchmark(self):
-        return edits(*[(prompt, picture(seed)) for prompt, seed in self.BENCHMARK])
+        return edits(("Add a red hat.", picture(0)), ("Make it night.", picture(1)))
 
-    def kept(self, benchmark, *rows):
-        dataset = Dataset.from_list([{"prompt": p, "image": image, "n": n} for n, (p, image) in enumerate(rows)])
+    def kept(self, benchmark, *images):
+        dataset = Dataset.from_list([{"prompt": "Other.", "image": image, "n": n} for n, image in enumerate(images)])
         return disjoint_from(dataset, benchmark)["n"][:]
 
     def test_a_source_image_of_the_benchmark_is_left_out(self, benchmark):
         other_file = Image.open(io.BytesIO(encoded(picture(1), "BMP")))
         assert other_file.tobytes() == picture(1).tobytes()  # `datasets` stores it as BMP, not as PNG
-        rows = [("Other.", image) for image in (picture(0), other_file, picture(2), picture(0, (32, 48)))]
-        assert self.kept(benchmark, *rows) == [2, 3]
+        images = [picture(0), other_file, picture(2), picture(0, (32, 48))]
+        assert self.kept(benchmark, *images) == [2, 3]
         with pytest.raises(ValueError, match="All 2 rows"):
-            self.kept(benchmark, *rows[:2])
+            self.kept(benchmark, *images[:2])
 
     def test_the_loader_leaves_them_out(self, benchmark, tmp_path):
         edits(("A.", picture(0)), ("B.", picture(7))).save_to_disk(tmp_path / "saved")
@@ -367,7 +347,7 @@ class TestDisjoint:
         dataset = Dataset.from_list([{"prompt": "Join.", "images": images} for images in rows])
         assert disjoint_from(dataset, benchmark)[0]["images"][1].tobytes() == picture(6).tobytes()
         of_lists = Dataset.from_list([{"prompt": "x", "images": [picture(8), picture(5)]}])
-        assert self.kept(of_lists, ("A.", picture(5)), ("B.", picture(1))) == [1]
+        assert self.kept(of_lists, picture(5), picture(1)) == [1]
 
 
 def test_the_blocks_of_the_page_run(tmp_path, monkeypatch, capsys):

@@ -498,7 +498,8 @@ DATA = [
     ),
     *_mutants(
         "data/source_images.py",
-        "test_edit_prompts.py::TestSizes test_edit_prompts.py::TestBadImages test_edit_prompts.py::TestDigests test_named_images.py",
+        "test_edit_prompts.py::TestSizes test_edit_prompts.py::TestBadImages "
+        "test_edit_prompts.py::test_digests_are_those_of_the_bytes_and_computed_once test_named_images.py",
         ("_TURNED_SIDEWAYS = (5, 6, 7, 8)", "_TURNED_SIDEWAYS = (6, 8)"),
         (
             '            if image["bytes"] is None:\n                refuse',
