@@ -4,6 +4,7 @@
 import subprocess
 import threading
 import time
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +61,8 @@ def server():
         yield server
 
 
-def consistency(server: JudgeServer, **kwargs) -> ConsistencyReward:
-    reward = ConsistencyReward(base_url=server.url, model="judge", **{**PATIENT, **kwargs})
-    return reward
+def consistency(server: JudgeServer, max_pairs: int = 1) -> ConsistencyReward:
+    return ConsistencyReward(base_url=server.url, model="judge", max_pairs=max_pairs, **PATIENT)
 
 
 class TestLearning:
@@ -79,23 +79,12 @@ class TestLearning:
                 colours = grey + np.array([tint, 0, -tint]) + rng.normal(0, 4, (16, 16, 3))
                 images.append(Image.fromarray(colours.clip(0, 255).astype(np.uint8)))
             rows.append(make_pair(*images, theme_question("a theme"), is_red, None))
-        trainer = PaCoRewardTrainer(
-            model=str(tiny_qwen),
-            args=PaCoRewardConfig(
-                str(tmp_path_factory.mktemp("judge")),
-                first_token_weight=None,
-                learning_rate=5e-3,
-                per_device_train_batch_size=16,
-                num_train_epochs=2,
-                use_cpu=True,
-                bf16=False,
-                report_to="none",
-                save_strategy="no",
-                disable_tqdm=True,
-            ),
-            train_dataset=Dataset.from_list(rows),
-            peft_config=None,
-        )
+        args = PaCoRewardConfig(
+            str(tmp_path_factory.mktemp("judge")), first_token_weight=None, learning_rate=5e-3, num_train_epochs=2,
+            per_device_train_batch_size=16, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+            disable_tqdm=True,
+        )  # fmt: skip
+        trainer = PaCoRewardTrainer(str(tiny_qwen), args, Dataset.from_list(rows))
         trainer.train()
         judge = PaCoReward(trainer.model, trainer.processing_class)
         red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("#96826e", "#6e8296"))
@@ -116,14 +105,9 @@ class TestLearning:
 
             with JudgeServer(log_odds) as server:
                 trainer = make_trainer(
-                    reward_funcs=ConsistencyReward(base_url=server.url, model="judge", max_pairs=1, timeout=30),
-                    max_steps=20,
-                    num_generations=8,
-                    num_prompts_per_generation=6,
-                    per_device_train_batch_size=8,
-                    gradient_checkpointing=False,
-                    epsilon=1e-3,
-                )
+                    reward_funcs=consistency(server), max_steps=20, num_generations=8, num_prompts_per_generation=6,
+                    per_device_train_batch_size=8, gradient_checkpointing=False, epsilon=1e-3,
+                )  # fmt: skip
                 trainer.train()
             assert set(logs_with(trainer, "rewards/consistency/failure_rate")) == {0.0}
             assert len(server.requests) == 10 * 48 + 1  # one question for each image, and that of the check
@@ -144,7 +128,7 @@ class TestLearning:
 
 class TestOverlap:
     def test_images_are_scored_as_soon_as_they_are_generated(self, make_trainer, server):
-        trainer = make_trainer(reward_funcs=consistency(server, max_pairs=1), **{**SETTINGS, "max_steps": 1})
+        trainer = make_trainer(reward_funcs=consistency(server), **{**SETTINGS, "max_steps": 1})
         seen_while_drawing, draw = [], trainer.policy.generate
 
         def watch(*args, **kwargs):
@@ -185,21 +169,16 @@ class TestOutage:
 
     @pytest.mark.slow
     def test_it_stops_with_all_that_is_needed_and_goes_on_to_the_bit(self, make_trainer, server, fail_after, tmp_path):
-        undisturbed = make_trainer(
-            reward_funcs=consistency(server, max_pairs=1), output_dir=str(tmp_path / "a"), **SETTINGS
-        )
+        undisturbed = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "a"), **SETTINGS)
         undisturbed.train()
         asked = len(server.requests)
 
         fail_after(asked + 1 + 16 + 7)
-        trainer = make_trainer(
-            reward_funcs=consistency(server, max_pairs=1), output_dir=str(tmp_path / "b"), **SETTINGS
-        )
+        trainer = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "b"), **SETTINGS)
         with pytest.raises(RewardError) as error:
             trainer.train()
         message = str(error.value)
-        assert "The reward 'consistency' raised JudgeUnavailableError" in message
-        assert server.url in message and "no connection" in message or "timeout" in message
+        assert "The reward 'consistency' raised JudgeUnavailableError" in message and server.url in message
         assert trainer.state.global_step == 2
         checkpoint = tmp_path / "b" / "checkpoint-2"
         assert f"The 2 steps before it are in '{checkpoint}': resume with `resume_from_checkpoint=True`." in message
@@ -207,9 +186,7 @@ class TestOutage:
 
         server.fault = lambda number: None
         server.start()
-        resumed = make_trainer(
-            reward_funcs=consistency(server, max_pairs=1), output_dir=str(tmp_path / "b"), **SETTINGS
-        )
+        resumed = make_trainer(reward_funcs=consistency(server), output_dir=str(tmp_path / "b"), **SETTINGS)
         resumed.train(resume_from_checkpoint=True)
         assert resumed.state.global_step == 4
         assert are_equal(weights_of(resumed), weights_of(undisturbed))
@@ -218,12 +195,9 @@ class TestOutage:
     def test_a_checkpoint_that_is_there_is_not_written_again(self, make_trainer, server, fail_after, tmp_path):
         fail_after(1 + 16 + 7)
         settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 2}
-        trainer = make_trainer(reward_funcs=consistency(server, max_pairs=1), **settings)
+        trainer = make_trainer(reward_funcs=consistency(server), **settings)
         writes, save = [], trainer._save_checkpoint
-        trainer._save_checkpoint = lambda *args, **kwargs: (
-            writes.append(trainer.state.global_step),
-            save(*args, **kwargs),
-        )
+        trainer._save_checkpoint = lambda *args: writes.append(trainer.state.global_step) or save(*args)
         with pytest.raises(RewardError, match="checkpoint-2"):
             trainer.train()
         assert writes == [2]
@@ -231,7 +205,7 @@ class TestOutage:
     def test_before_the_first_step_there_is_nothing_to_go_on_from(self, make_trainer, server, fail_after, tmp_path):
         fail_after(1 + 6)
         with pytest.raises(RewardError, match="Nothing was trained yet: restart the run"):
-            make_trainer(reward_funcs=consistency(server, max_pairs=1), **SETTINGS).train()
+            make_trainer(reward_funcs=consistency(server), **SETTINGS).train()
         assert not list((tmp_path / "out").glob("checkpoint-*"))
 
     @pytest.mark.slow
@@ -239,19 +213,20 @@ class TestOutage:
         self, make_trainer, server, fail_after, prompts, tmp_path
     ):
         settings = {**SETTINGS, "eval_dataset": prompts.select(range(2)), "eval_strategy": "steps", "eval_steps": 2}
+        settings["num_inference_steps_eval"] = 2
         fail_after(1 + 16 + 1)
         with pytest.raises(RewardError, match="The 2 steps before it are in"):
-            make_trainer(reward_funcs=consistency(server, max_pairs=1), num_inference_steps_eval=2, **settings).train()
+            make_trainer(reward_funcs=consistency(server), **settings).train()
         weights = load_file(tmp_path / "out" / "checkpoint-2" / "policy.safetensors")
         assert any(value.abs().max() > 0 for name, value in weights.items() if "lora_B" in name)
 
         # The evaluation is made when the run goes on, and nothing else is another for it
         server.fault = lambda number: None
         server.start()
-        resumed = make_trainer(reward_funcs=consistency(server, max_pairs=1), num_inference_steps_eval=2, **settings)
+        resumed = make_trainer(reward_funcs=consistency(server), **settings)
         resumed.train(resume_from_checkpoint=True)
         whole = {**settings, "output_dir": str(tmp_path / "whole")}
-        undisturbed = make_trainer(reward_funcs=consistency(server, max_pairs=1), num_inference_steps_eval=2, **whole)
+        undisturbed = make_trainer(reward_funcs=consistency(server), **whole)
         undisturbed.train()
         assert logs_with(undisturbed, "eval_reward") == logs_with(resumed, "eval_reward")
         assert len(logs_with(resumed, "eval_reward")) == 2
@@ -268,20 +243,16 @@ class TestOutage:
         assert set(logs_with(trainer, "consistency/unanswered/refused")) == {0.0}
 
 
-class TestImagesThatAreNoNumbers:
-    def test_latents(self, make_trainer):
-        trainer = make_trainer()
-        with torch.no_grad():
-            trainer.pipeline.transformer.proj_out.bias.fill_(float("nan"))
-        with pytest.raises(RuntimeError, match="latents"):
-            trainer.train()
-
-    def test_pixels(self, make_trainer, value=float("inf")):
-        trainer = make_trainer()
-        with torch.no_grad():
-            trainer.pipeline.vae.decoder.conv_out.bias.fill_(value)
-        with pytest.raises(RuntimeError, match="decoded images"):
-            trainer.train()
+@pytest.mark.parametrize(
+    ("layer", "value", "message"),
+    [("transformer.proj_out", "nan", "latents"), ("vae.decoder.conv_out", "inf", "decoded")],
+)
+def test_images_that_are_no_numbers(make_trainer, layer, value, message):
+    trainer = make_trainer()
+    with torch.no_grad():
+        attrgetter(layer)(trainer.pipeline).bias.fill_(float(value))
+    with pytest.raises(RuntimeError, match=message):
+        trainer.train()
 
 
 SCRIPT = """

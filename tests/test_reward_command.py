@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset
 from PIL import Image as PILImage
 from safetensors.torch import load_file
 
@@ -20,6 +20,7 @@ from launching import CPU_DDP, CPU_ZERO3
 from paco_trl import PaCoReward
 from paco_trl.commands import reward
 from paco_trl.data import make_pair, rankings_to_pairs
+from paco_trl.data.columns import column_types
 from testing_utils import pair_dataset
 
 
@@ -30,27 +31,13 @@ REASONS = (
 )
 
 # One step is 12 pairs: 6 micro-batches of 2, or 3 on each of two processes
+# 21 pairs are evaluated: over two processes three are drawn twice, and must not count twice
 SETTINGS = {
-    "dataset_split": "train",
-    "eval_split": "test",
-    "first_token_weight": 0.3,
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 4,
-    "max_steps": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "steps",
-    "save_steps": 2,
-    # 21 pairs: over two processes three are drawn twice, and must not count twice
-    "eval_strategy": "steps",
-    "eval_steps": 4,
-    "use_cpu": True,
-    "bf16": False,
-    "lora_r": 4,
-    "lora_alpha": 8,
-    "disable_tqdm": True,
-}
+    "dataset_split": "train", "eval_split": "test", "first_token_weight": 0.3, "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none",
+    "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "use_cpu": True, "bf16": False,
+    "lora_r": 4, "lora_alpha": 8, "disable_tqdm": True,
+}  # fmt: skip
 
 
 def pairs(count: int, seed: int) -> Dataset:
@@ -90,15 +77,8 @@ def alone(workspace) -> Path:
 
 def launch(workspace: Path, name: str, config: Path, *options: str) -> Path:
     output = workspace / name
-    command = [
-        "-m",
-        "paco_trl.commands.main",
-        "reward",
-        "--config",
-        workspace / "settings.yaml",
-        "--output_dir",
-        output,
-    ]
+    command = ["-m", "paco_trl.commands.main", "reward"]
+    command += ["--config", workspace / "settings.yaml", "--output_dir", output]
     command += ["--gradient_accumulation_steps", "3", "--ddp_backend", "gloo", *options]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     printed = launching.check_run(command, config=config, cwd=workspace, env=environment)
@@ -173,15 +153,11 @@ class TestData:
     def test_rankings(self, workspace, tmp_path, capsys):
         rng = np.random.default_rng(0)
         images = [PILImage.new("RGB", (56, 56), tuple(map(int, rng.integers(0, 256, 3)))) for _ in range(4)]
+        texts = {"prompt": "string", "ranking": ["int64"]}
+        features = column_types(reference="image", candidates=["image"], **texts)
         rows = [{"reference": images[0], "candidates": images[1:], "ranking": [2, 0, 1], "prompt": "A fox."}] * 4
-        features = {
-            "reference": Image(),
-            "candidates": List(Image()),
-            "ranking": List(Value("int64")),
-            "prompt": Value("string"),
-        }
         (tmp_path / "data").mkdir()
-        rankings = Dataset.from_list(rows, features=Features(features))
+        rankings = Dataset.from_list(rows, features=features)
         rankings.to_parquet(tmp_path / "data" / "train.parquet")
         rankings.select([0]).to_parquet(tmp_path / "data" / "test.parquet")
         options = ["--dataset_name", str(tmp_path / "data"), "--first_token_weight", "1", "--eval_strategy", "no"]
@@ -196,7 +172,7 @@ class TestData:
         assert f"| `pairs` | {2 * many} |" in card and f"| pairs | {few} |" in card  # evaluated on as they are
 
         rows[2] = rows[2] | {"candidates": [images[1], {"bytes": b"no image", "path": None}, images[3]]}
-        Dataset.from_list(rows, features=Features(features)).to_parquet(tmp_path / "data" / "train.parquet")
+        Dataset.from_list(rows, features=features).to_parquet(tmp_path / "data" / "train.parquet")
         # Of row 2, the pair with the worst candidate is left
         card = self.train(workspace, tmp_path, *options, "--skip_broken", "True")
         assert f"| `pairs` | {many - 1} |" in card
