@@ -230,6 +230,7 @@ class TestValues:
             {"noise_level": 1.1, "sde_type": "flow_sde", "log_tame_threshold": "0.3", "adapter_fraction": 0.0},
             {"log_tame_threshold": "mean", "max_steps": 1, "num_train_epochs": 0, "adapter_fraction": 0.05},
             {"max_steps": -1, "num_train_epochs": 0.01, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            {"ratio_tolerance": math.inf, "max_grad_norm": math.inf},  # no limit
         ],
         ids=str,
     )

@@ -143,20 +143,22 @@ def dequantizing(module: nn.Module, quantization: str | None) -> Iterator[None]:
 @contextmanager
 def shortened(model: nn.Module, count: int) -> Iterator[int]:
     """Leave out all but `count` of a model's equal blocks, if they are of one kind; tell how many are left out."""
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
-    runs = [(blocks, [*run]) for blocks in lists for _, run in groupby(blocks, _signature)]
+    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    runs = [(name, [*run]) for name, blocks in lists.items() for _, run in groupby(blocks, _signature)]
     # Of two kinds the first has the largest peak where the second is short
-    runs = [(blocks, run) for blocks, run in runs if len(run) > FEW_BLOCKS + 1]
+    runs = [(name, run) for name, run in runs if len(run) > FEW_BLOCKS + 1]
     if len(runs) != 1:
         yield 0
         return
-    ((blocks, run),) = runs
-    whole, left_out = blocks._modules, run[count:]
-    blocks._modules = {name: block for name, block in whole.items() if block not in left_out}
+    ((name, run),) = runs
+    left_out = run[count:]
+    parent, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    setattr(owner, attribute, nn.ModuleList(block for block in lists[name] if block not in left_out))
     try:
         yield len(left_out)
     finally:
-        blocks._modules = whole
+        setattr(owner, attribute, lists[name])
 
 
 def _signature(block: nn.Module) -> list[tuple]:

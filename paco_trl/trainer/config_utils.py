@@ -69,6 +69,8 @@ def unsupported_fields(parent: type, used: Collection[str], *unsupported: str) -
 
 REFUSED_GRPO_FIELDS = unsupported_fields(GRPOConfig, USED_GRPO_FIELDS, *_UNSUPPORTED, *_UNSUPPORTED_FOR_IMAGES)
 REFUSED_SFT_FIELDS = unsupported_fields(SFTConfig, USED_SFT_FIELDS, *_UNSUPPORTED)
+# An infinite one limits nothing
+_LIMITS = ("epsilon", "epsilon_high", "max_grad_norm", "ratio_tolerance")
 
 
 def refuse_fields(config: Any, parent: type, names: Collection[str], instead: dict[str, str] = _INSTEAD) -> None:
@@ -121,7 +123,7 @@ def check_arguments(args: Any) -> None:
     if "torch_dtype" in (args.model_init_kwargs or {}):
         raise ValueError("`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`.")
     for name, value in vars(args).items():
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value) and (name not in _LIMITS or math.isnan(value)):
             raise ValueError(f"`{name}` is {value}; it must be a finite number.")
     if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
         steps = f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}"
