@@ -68,10 +68,8 @@ def _extract(archive: Path) -> Path:
                 partial.rename(folder)
             except _FAULTS as error:
                 # Not a ValueError: `skip_broken` would leave out the records of the archive
-                raise shutil.ReadError(
-                    f"{archive} ({stat.st_size} bytes) cannot be extracted: {error}. Download it again (a clone without Git "
-                    "LFS has pointers of about 130 bytes), or unpack it in its directory."
-                ) from error
+                cure = "Unpack it in its directory, or download it again: without Git LFS it has about 130 bytes"
+                raise shutil.ReadError(f"{archive} ({stat.st_size} bytes) is damaged: {error}. {cure}.") from error
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -117,10 +115,10 @@ class ImageFinder:
                 if (folder / candidate).is_file():
                     hits.setdefault(str(archive), folder / candidate)
         if not hits:
+            archives = [str(archive) for archive, _ in self.extracted]
+            cure = "Check the download; join archives in parts: `bash decompress.sh`, `cat <parts> | tar -xz` or `zip -s 0`"
             raise ValueError(
-                f"its image {str(path)!r} is neither in {self.folder} nor in its archives "
-                f"{[str(archive) for archive, _ in self.extracted]}. Check the download. Join and unpack archives that are "
-                "split into parts there: `bash decompress.sh`, `cat <parts> | tar -xz`, or `zip -s 0`."
+                f"its image {str(path)!r} is neither in {self.folder} nor in its archives {archives}. {cure}."
             )
         first, *others = hits.values()
         if not all(filecmp.cmp(first, other, shallow=False) for other in others):

@@ -108,9 +108,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         try:
             value = json.loads(part) if part.strip() else []
         except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number} is not valid JSON ({error}). Correct or download it again."
-            ) from error
+            raise ValueError(f"{path}, line {number} is not valid JSON ({error}). Correct or replace it.") from error
         rows += value if isinstance(value, list) else [value]
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -205,9 +203,9 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
     caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(allowed))) for allowed in [*folders, *caches]):
+        cure = "Put the images there, or name their real directory (`image_folder`) where a loader takes one"
         raise ValueError(
-            f"the path {name!r} is absolute or leaves the directory of the dataset, perhaps by a link. Put the images there, "
-            "or name their real directory (`image_folder`) where a loader takes one."
+            f"the path {name!r} is absolute or leaves the directory of the dataset, perhaps by a link. {cure}."
         )
     return path
 

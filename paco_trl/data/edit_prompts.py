@@ -58,7 +58,7 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     for row, (height, width) in enumerate(zip(*sizes, strict=True)):
         if (height is None) != (width is None):
             raise ValueError(
-                f"Row {row} of `{name}` is {height} x {width} pixels high and wide. Give both, or neither."
+                f"Row {row} of `{name}` is {height} x {width} pixels high and wide. Give both or neither."
             )
     if any(column in names for column in GRID_COLUMNS):
         for row, grid in enumerate(plain.select_columns(["prompt", *GRID_COLUMNS])):

@@ -66,10 +66,10 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
         raise ValueError("The image-set prompts have no rows, or no `prompt`. Check the file or the split.")
     missing = [name for name in _NEEDED_COLUMNS if any(name not in row for row in rows)]
     if missing:
-        raise ValueError(
-            f"Image-set prompts need the columns {missing}. Convert raw T2IS rows with `convert_t2is`. Rows with images to "
-            "edit are editing prompts: add `--edits`, or use `load_edit_prompts`."
+        cure = (
+            "Convert raw T2IS rows with `convert_t2is`. For images to edit add `--edits`, or use `load_edit_prompts`"
         )
+        raise ValueError(f"Image-set prompts need the columns {missing}. {cure}.")
     for index, row in enumerate(rows):
         check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
         if row.get("layout") != SEPARATE:
@@ -113,19 +113,12 @@ def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None
     if not named and rows * cols > 1:  # "2x2 grid" of a single image can be windows of a house
         named = _GRID_PHRASE.findall(theme)
     if named and (rows, cols) not in [(int(first), int(second)) for first, second in named]:
-        asked = "x".join(named[0])
-        raise ValueError(
-            f"Row {index} has rows={rows} and cols={cols}, but its prompt asks for a {asked} grid: {shorten(prompt)}."
-        )
+        asked = f"its prompt asks for a {'x'.join(named[0])} grid: {shorten(prompt)}"
+        raise ValueError(f"Row {index} has rows={rows} and cols={cols}, but {asked}.")
 
 
 def complete_image_sets(dataset: "Dataset") -> "Dataset":
-    """
-    Complete and check image-set prompts, whichever way they were loaded.
-
-    A row with a `prompt` alone gets its layout and its panels: a text that names an `RxC grid layout` is parsed, any
-    other is a single image. A row without a `theme` gets it from such a text. The given dataset is not changed.
-    """
+    """Complete image-set prompts as [`load_image_set_prompts`] does, and check them. The given dataset is not changed."""
     from datasets import Value
 
     for name in _SIZE_COLUMNS:  # pandas has no integers next to missing values

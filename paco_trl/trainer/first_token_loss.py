@@ -25,18 +25,15 @@ def token_weights(
 
 def first_token_weights(mask: torch.Tensor, first_token_weight: float | None, variant: str = "paper") -> torch.Tensor:
     """Compute the weight of each token in the loss, of shape (B, T) and 0 outside of the mask."""
-    mask = mask.bool()
     is_first = mask & (mask.cumsum(dim=1) == 1)
     first, others = token_weights(mask.sum(dim=1, keepdim=True), first_token_weight, variant)  # (B, 1)
     return torch.where(is_first, first, others) * mask
 
 
-def num_loss_items(mask: torch.Tensor, first_token_weight: float | None, variant: str = "paper") -> torch.Tensor:
-    """Count what the weighted sum is divided by: responses in the paper's loss, tokens otherwise."""
-    mask = mask.bool()
-    if first_token_weight is not None and variant == "paper":
-        return mask.any(dim=1).sum()
-    return mask.sum()
+def num_loss_items(length: torch.Tensor, first_token_weight: float | None, variant: str = "paper") -> torch.Tensor:
+    """Count what the weighted sum is divided by: responses that have a token in the paper's loss, else tokens."""
+    by_response = first_token_weight is not None and variant == "paper"
+    return (length > 0).sum() if by_response else length.sum()
 
 
 def first_token_weighted_loss(
@@ -67,6 +64,7 @@ def first_token_weighted_loss(
     Returns:
         `torch.Tensor`: the loss, a scalar; 0 for a batch without a token.
     """
+    mask = mask.bool()
     weights = first_token_weights(mask, first_token_weight, variant)
-    log_probs = torch.where(mask.bool(), log_probs, 0.0)  # -inf * 0 would be NaN
-    return -(weights * log_probs).sum() / num_loss_items(mask, first_token_weight, variant).clamp(min=1)
+    log_probs = torch.where(mask, log_probs, 0.0)  # -inf * 0 would be NaN
+    return -(weights * log_probs).sum() / num_loss_items(mask.sum(dim=1), first_token_weight, variant).clamp(min=1)

@@ -153,8 +153,7 @@ def evaluation_metrics(decisions: Decisions, first_token_weight: float | None, l
     p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
     length = num_reasoning + 1
     first, others = token_weights(length, first_token_weight, loss_variant)
-    by_completion = first_token_weight is not None and loss_variant == "paper"
-    num_items = len(length) if by_completion else length.sum().item()
+    num_items = num_loss_items(length, first_token_weight, loss_variant).item()
     metrics = {
         "loss": (first * decision_loss + others * reasoning_loss).sum().item() / num_items,
         "decision_loss": decision_loss.mean().item(),
@@ -306,10 +305,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         args.enable_jit_checkpoint = stops
         config = self._inner_model().config
         if (scale := scales_logits(config)) is not None:
-            raise ValueError(
-                f"The model changes its logits (`{scale}` = {getattr(config.get_text_config(), scale)}), which P(Yes) in "
-                "training does not support. It can be used as a judge, but not be trained here."
-            )
+            changes = f"`{scale}` = {getattr(config.get_text_config(), scale)}"
+            raise ValueError(f"The model changes its logits ({changes}): use it as a judge, but train another one.")
         if describe_quantization(self.model) is not None and args.deepspeed_plugin is None:
             for parameter in trained_parameters(self.model).values():
                 parameter.data = parameter.data.float()  # SFTTrainer rounds adapters of 4- and 8-bit models to bf16
@@ -382,10 +379,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         if not batch_samples:
             return None
         args = self.args
-        num_items = sum(
-            num_loss_items(batch["labels"][:, 1:] != -100, args.first_token_weight, args.loss_variant)
-            for batch in batch_samples
-        ).to(device)
+        lengths = torch.cat([(batch["labels"][:, 1:] != -100).sum(dim=1) for batch in batch_samples])
+        num_items = num_loss_items(lengths, args.first_token_weight, args.loss_variant).to(device)
         if args.average_tokens_across_devices and args.world_size > 1:
             num_items = self.accelerator.gather(num_items).sum()
         return num_items
@@ -401,7 +396,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         weights = first_token_weights(mask, args.first_token_weight, args.loss_variant)
         num_items = num_items_in_batch
         if num_items is None:
-            num_items = num_loss_items(mask, args.first_token_weight, args.loss_variant)
+            num_items = num_loss_items(mask.sum(dim=1), args.first_token_weight, args.loss_variant)
         loss = -(weights * outputs.log_probs).sum() / num_items
         # DDP averages the gradients over the processes, and `num_items_in_batch` counts the items of all
         if args.average_tokens_across_devices and num_items_in_batch is not None:

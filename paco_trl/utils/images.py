@@ -35,18 +35,15 @@ def to_rgb(image: Image.Image, where: str) -> Image.Image:
             return white
         return image if image.mode == "RGB" else image.convert("RGB")
     except ValueError as error:  # Pillow opens a few modes that it does not convert
-        raise ValueError(
-            f"{where} has the mode {image.mode!r}, which Pillow does not convert ({error}). Save it in RGB."
-        ) from error
+        raise ValueError(f"{where} has the mode {image.mode!r} ({error}). Save it in RGB.") from error
 
 
 def _gray_16_to_rgb(image: Image.Image, where: str) -> Image.Image:
     values = np.asarray(image)  # (height, width)
     if image.mode == "F" or values.min() < 0 or values.max() > _MAX_16_BITS:
-        raise ValueError(
-            f"{where} has the mode {image.mode!r} with values from {values.min()} to {values.max()}, and it is unknown "
-            "which of them are black and white. Scale it to 0..255 and convert it to 'L' or 'RGB'."
-        )
+        kind = f"the mode {image.mode!r} with values from {values.min()} to {values.max()}"
+        cure = "Scale it to 0..255 and convert it to 'L' or 'RGB'"
+        raise ValueError(f"{where} has {kind}, of which it is unknown what is black and white. {cure}.")
     transparent = image.info.get("transparency")  # PNG names one gray value
     if transparent is not None:
         values = np.where(values == transparent, _MAX_16_BITS, values)

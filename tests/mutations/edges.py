@@ -232,8 +232,8 @@ TRAINING = [
         ("(mask.cumsum(dim=1) == 1)", "(mask.cumsum(dim=0) == 1)"),
         ("return first, others * length", "return first, others"),
         ("torch.where(length == 1, 1.0, first), others", "first, others"),
-        ("return mask.any(dim=1).sum()", "return torch.tensor(len(mask))"),
-        ("log_probs = torch.where(mask.bool(), log_probs, 0.0)", "pass"),
+        ("return (length > 0).sum()", "return torch.tensor(len(length))"),
+        ("log_probs = torch.where(mask, log_probs, 0.0)", "pass"),
         ("return -(weights * log_probs).sum()", "return (weights * log_probs).sum()"),
         ("torch.where(is_first, first, others) * mask", "torch.where(is_first, first, others)"),
     ),
@@ -278,7 +278,10 @@ TRAINING = [
         ('padding=1 - metrics.pop("attended")', 'padding=metrics.pop("attended")'),
         ("((p_yes > 0.5) == (is_yes == 1)).double()", "((p_yes < 0.5) == (is_yes == 1)).double()"),
         ("-(log_probs * mask).sum(dim=1) - decision_loss", "-(log_probs * mask).sum(dim=1)"),
-        ("num_items = len(length) if by_completion else", "num_items = len(length) if True else"),
+        (
+            "num_items = num_loss_items(length, first_token_weight, loss_variant)",
+            "num_items = num_loss_items(length, 0.1, 'paper')",
+        ),
         ("first = first[rows >= 0]\n        rows = rows[rows >= 0]", "rows = rows"),
         ('if self._sums and {"loss", "train_loss"} & logs.keys():', "if self._sums:"),
         (
