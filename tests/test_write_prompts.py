@@ -147,7 +147,7 @@ def test_an_endpoint_that_cannot_be_reached(server):
     assert KEY not in str(error.value)
 
 
-@pytest.mark.parametrize("fault", ["429", "500", "503", "cut before", "hang"])
+@pytest.mark.parametrize("fault", ["429", "cut before", "hang"])
 def test_what_may_pass_is_tried_again(server, fault):
     server.retry_after = "0.01"
     with LoopClock() as clock:
@@ -172,7 +172,6 @@ def test_what_may_pass_is_tried_again(server, fault):
     [
         ("400", "refused by the server (HTTP 400"),
         ("garbage", "cannot be read"),
-        ("null", "cannot be read"),
         ("no choices", "cannot be read"),
         (answer("Half a", finish_reason="length"), "cut after 9 tokens"),
         (answer("  "), "empty"),
