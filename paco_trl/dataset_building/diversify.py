@@ -30,17 +30,13 @@ class Diversified(NamedTuple):
     """Selected rows, and how well they represent the rest."""
 
     indices: "np.ndarray"  # in the order of selection: the first m are the selection of m
-    coverage: float  # fraction of all rows with a selected one at `coverage_threshold` or more
+    coverage: float  # fraction of all rows with a selected one at `_COVERAGE_THRESHOLD` or more
     coverage_of_random: float  # the same for as many random rows, from a fixed seed
     num_duplicates: int  # rows left out because a selected one is at `duplicate_threshold` or more
 
 
 def diversify(
-    embeddings: "np.ndarray",
-    num_selected: int,
-    duplicate_threshold: float = 0.95,
-    num_neighbors: int = 32,
-    coverage_threshold: float = _COVERAGE_THRESHOLD,
+    embeddings: "np.ndarray", num_selected: int, duplicate_threshold: float = 0.95, num_neighbors: int = 32
 ) -> Diversified:
     """Select rows of unit vectors (n, d) that cover all others, no two near-duplicates; (n, n) numbers are in memory."""
     import numpy as np
@@ -71,7 +67,7 @@ def diversify(
             added -= np.maximum(links - max(old, 0), 0) - np.maximum(links - new, 0)
 
     def coverage(nearest: "np.ndarray") -> float:
-        return float((nearest >= _threshold(coverage_threshold)).mean())
+        return float((nearest >= _threshold(_COVERAGE_THRESHOLD)).mean())
 
     random_rows = np.random.default_rng(_RANDOM_SEED).permutation(total)[:num_selected]
     return Diversified(
@@ -114,9 +110,7 @@ def embed_texts(model: str | Path, texts: list[str]) -> "np.ndarray":
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ImportError(
-            'Embedding texts needs sentence-transformers: pip install "paco_trl[embeddings]".'
-        ) from error
+        raise ImportError('Embeddings need sentence-transformers: pip install "paco_trl[embeddings]".') from error
     check_model_name(model)
     # Pickled weights are not loaded, and no code of the model is run
     options = {"dtype": "float32", "use_safetensors": True}
