@@ -212,7 +212,7 @@ class TestVoting:
         ],
     )
     def test_the_majority(self, ranks, ranking, best, worst):
-        assert majority_vote(ranks)[1:] == (ranking, best, worst)
+        assert majority_vote(ranks)[2:] == (ranking, best, worst)
 
     def test_against_every_order(self):
         """With one annotator, each order comes back."""

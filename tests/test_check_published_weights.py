@@ -45,7 +45,7 @@ def edited(files: dict[str, bytes], rename, folder: Path, **config) -> dict[str,
 @pytest.fixture
 def run(hub, tmp_path, monkeypatch):
     """Runs the script with clients of this Hub; gives its exit code and what it printed."""
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "1000")  # nothing is folded
 
     def call(*options: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
@@ -58,15 +58,8 @@ def run(hub, tmp_path, monkeypatch):
 
 
 def row(output: str, repo: str) -> list[str]:
-    """Cells of a repository's row in the table; a repository's name may be folded."""
-    rows, cells = [], None
-    for line in output.splitlines():
-        if line.startswith("│"):
-            parts = [part.strip() for part in line.strip("│").split("│")]
-            cells = parts if cells is None else [a + b for a, b in zip(cells, parts, strict=True)]
-        elif cells is not None:
-            rows.append(cells)
-            cells = None
+    """Cells of a repository's row in the table."""
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines()]
     (found,) = [cells for cells in rows if cells[0] == repo]
     return found
 

@@ -11,8 +11,9 @@ from .annotations import Annotation
 
 # The paper takes the majority and discards ties, and does not say how votes on orders are counted (Sec. 3.1)
 class Vote(NamedTuple):
-    """Result of the votes of all annotators on one instance."""
+    """Ranks by all annotators of one instance, and the result of their votes."""
 
+    ranks: Sequence[Sequence[int]]
     relation: tuple[tuple[int, ...], ...]
     ranking: list[int] | None
     best: int | None
@@ -29,6 +30,7 @@ def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
     # An order of n candidates has those who win n - 1, n - 2, ..., 0 times; no other relation has
     is_order = sorted(wins) == list(candidates)
     return Vote(
+        ranks,
         relation,
         sorted(candidates, key=lambda index: -wins[index]) if is_order else None,
         next((index for index in candidates if wins[index] == len(wins) - 1), None),

@@ -34,20 +34,17 @@ class Decision(NamedTuple):
     no: int
 
 
-def vote_on_instances(annotations: Sequence[Annotation]) -> dict[str, tuple[Vote, list[tuple[int, ...]]]]:
-    """Count the votes on each instance, and list the ranks by its annotators."""
+def vote_on_instances(annotations: Sequence[Annotation]) -> dict[str, Vote]:
+    """Count the votes on each instance."""
     ranks: dict[str, list[tuple[int, ...]]] = {}
     for annotation in annotations:
         if annotation.ranks is not None:
             ranks.setdefault(annotation.instance, []).append(annotation.ranks)
-    return {instance: (majority_vote(orders), orders) for instance, orders in ranks.items()}
+    return {instance: majority_vote(orders) for instance, orders in ranks.items()}
 
 
 def decide_pairs(
-    instances: Sequence[Mapping[str, Any]],
-    votes: Mapping[str, tuple[Vote, Sequence[Sequence[int]]]],
-    num_negatives: int = 1,
-    seed: int = 0,
+    instances: Sequence[Mapping[str, Any]], votes: Mapping[str, Vote], num_negatives: int = 1, seed: int = 0
 ) -> list[Decision]:
     """Add up the votes on each pair of panels."""
     decisions: dict[frozenset[str], Decision] = {}
@@ -61,13 +58,13 @@ def decide_pairs(
     for row in instances:
         if row["id"] not in votes:
             continue
-        vote, orders = votes[row["id"]]
+        vote = votes[row["id"]]
         if vote.best is not None:
-            firsts = sum(ranks[vote.best] == min(ranks) and ranks.count(min(ranks)) == 1 for ranks in orders)
+            firsts = sum(ranks[vote.best] == min(ranks) and ranks.count(min(ranks)) == 1 for ranks in vote.ranks)
             add(row, vote.best, firsts, 0)
         worst = sorted(vote.worst, key=lambda index: keyed_hash(seed, row["id"], index))[:num_negatives]
         for index in sorted(worst):
-            add(row, index, 0, sum(ranks[index] == max(ranks) > min(ranks) for ranks in orders))
+            add(row, index, 0, sum(ranks[index] == max(ranks) > min(ranks) for ranks in vote.ranks))
     return list(decisions.values())
 
 
@@ -146,6 +143,7 @@ def build_pairs(
 
     rows = list(instances.with_format(None))
     votes = vote_on_instances(annotations)
+    ordered = {name: vote.ranking for name, vote in votes.items() if vote.ranking is not None}
     hashes = by_id(panels, "sha256")
     decided = decide_pairs(rows, votes, num_negatives, seed)
     # The same image twice (two flat grids, for example) would be a lie or a triviality
@@ -153,7 +151,7 @@ def build_pairs(
     pairs = pairs_dataset(decisions, panels, prompts)
     report = {
         "instances": len(rows),
-        "votes": {"ranked": len(votes), "ordered": sum(vote.ranking is not None for vote, _ in votes.values())},
+        "votes": {"ranked": len(votes), "ordered": len(ordered)},
         "contradictions": sum(pair.yes == pair.no > 0 for pair in decisions),
         "same_image_twice": len(decided) - len(decisions),
     }
@@ -171,10 +169,9 @@ def build_pairs(
     for number, group in enumerate(pairs["group"][:]):
         rows_by_split["test" if group in held_out else "train"].append(number)
     splits = DatasetDict({name: pairs.select(numbers) for name, numbers in rows_by_split.items() if numbers})
-    names = [row["id"] for row in rows if row["prompt_id"] in held_out and row["id"] in votes]
-    names = [name for name in names if votes[name][0].ranking is not None]
+    names = [row["id"] for row in rows if row["prompt_id"] in held_out and row["id"] in ordered]
     names = sorted(names, key=lambda name: keyed_hash(seed, name))[:max_rankings]
-    orders: dict[str, Any] = {name: votes[name][0].ranking for name in names}
+    orders = {name: ordered[name] for name in names}
     rankings = instances_to_rankings(instances, panels, prompts, orders) if orders else None
 
     report["splits"] = {
