@@ -43,11 +43,7 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
 def load_split(
     path: str | Path, split: str, images: Sequence[str] = (), image_folder: str | Path | None = None
 ) -> "Dataset":
-    """
-    Load a split: a file, a directory written by `save_to_disk`, or anything that [`~datasets.load_dataset`] reads.
-
-    The columns `images` become images. The files that rows name must be in its directory, see [`image_file`].
-    """
+    """Load a split, also of a file or of a saved dataset. The columns `images` become images, see [`image_file`]."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     folder = Path(path).expanduser().absolute()
@@ -185,12 +181,7 @@ def _rename_images(batch: "pa.Table", column: str, files: dict[str, str]) -> "pa
 
 
 def image_file(name: Any, folders: Sequence[Path]) -> Path:
-    """
-    Name the file of an image that a row of a dataset names. The rules are the same for every loader.
-
-    A path is relative to the first of the `folders` and stays in one of them, or in a cache of `datasets` or of the Hub;
-    symbolic links are followed first. An address is refused.
-    """
+    """Find the file that a row names in the first of the folders. It may leave them, or follow a link, into caches only."""
     from datasets import config
     from huggingface_hub.constants import HF_HUB_CACHE
 

@@ -198,10 +198,9 @@ def prompt_texts(dataset: "Dataset") -> list[str]:
 
 def arrange_sets(dataset: "Dataset", layout: str | None) -> "Dataset":
     """
-    Let all sets of completed prompts be separate images, or grids; `None` leaves them as their rows say.
+    Let all sets of completed prompts be separate images, or grids as T2IS has them; `None` leaves them as they are.
 
-    A row that is arranged anew loses its `height` and `width`, which are of what it was. A grid's theme becomes the text
-    that its prompt has for all panels, without the layout. A grid is that of T2IS, see [`usual_grid`].
+    A row that is arranged anew loses its `height` and `width`; a theme becomes what the prompt has for all panels.
     """
     if layout is None:
         return dataset

@@ -69,12 +69,8 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
             if not has_decision:
                 raise too_long(f"Row {row}", f"at least {self.max_length}", self.max_length)
         decision = is_completion.int().argmax(dim=1)  # (B,), position of the first token of the completion
-        has_one_token = torch.tensor(
-            [
-                self.decision_only_loss or self.label_only_without_eos and is_label_only(example["completion"])
-                for example in examples
-            ]
-        )
+        is_label = [self.label_only_without_eos and is_label_only(example["completion"]) for example in examples]
+        has_one_token = torch.tensor(is_label) | self.decision_only_loss  # (B,)
         is_behind = has_one_token[:, None] & (torch.arange(is_completion.shape[1]) > decision[:, None])  # (B, T)
         batch["labels"][is_behind] = -100
         batch["attention_mask"][is_behind] = 0

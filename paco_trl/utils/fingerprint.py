@@ -33,10 +33,8 @@ def weights_fingerprint(*modules: nn.Module) -> str:
 
 def describe_scorer(scorer: Any) -> dict[str, Any]:
     """
-    Describe what the scores of a reward or a judge depend on, as far as it can be known: class or function (of a user's
-    own with a digest of its source, and of the numbers and texts that are its attributes), the arguments of the package's
-    classes, model, weights, processor and judge; and `fingerprint`, where a reward has one. Not what it reads elsewhere:
-    a server's weights, a file, a global variable.
+    Describe what the scores of a reward or a judge depend on: code, arguments, model, weights, processor and judge, and
+    its `fingerprint`, if it has one. Not what it reads elsewhere: a server's weights, a file, a global variable.
     """
     scorer = scorer.__self__ if inspect.ismethod(scorer) else scorer
     code: Any = scorer if inspect.isroutine(scorer) else type(scorer)
