@@ -280,27 +280,20 @@ class TestLoadImageSetPrompts:
         """In each kind of file, and in a dataset of the Hub, a prompt without a layout is an image set or a single image."""
         prompt, theme, texts = write_prompt("1x2", MARKERS["1x2"])
         expected = [self.SINGLE, {"prompt": prompt, "theme": theme, "rows": 1, "cols": 2, "panels": texts}]
-        (tmp_path / "a.txt").write_text(f"\ufeffA fox, in snow.\r\n\n{prompt}\n", encoding="utf-8")
-        (tmp_path / "b.csv").write_text(f'prompt\n"A fox, in snow."\n"{prompt}"\n')
-        bare = [{"prompt": row["prompt"]} for row in expected]
-        write_jsonl(tmp_path / "c.jsonl", bare)
-        (tmp_path / "list.json").write_text(json.dumps(bare, indent=2))
-        Dataset.from_list(bare).save_to_disk(tmp_path / "saved")
-        for name in ("a.txt", "b.csv", "c.jsonl", "list.json", "saved"):
-            rows = load_image_set_prompts(tmp_path / name).to_list()
-            assert [{key: row[key] for key in self.SINGLE} for row in rows] == expected, name
-            assert rows[0].keys() == self.SINGLE.keys()
-
-    def test_files_of_other_kinds(self, tmp_path, own_cache):
-        """Also alone, and not only in a directory."""
-        Dataset.from_list([{"prompt": "A fox, in snow."}]).to_parquet(tmp_path / "a.parquet")
-        (tmp_path / "a.tsv").write_text("prompt\nA fox, in snow.\n")
-        with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-            file.write('{"prompt": "A fox, in snow."}\n')
         (tmp_path / "texts").mkdir()
-        (tmp_path / "texts" / "a.txt").write_text("A fox, in snow.\n\n")
-        for name in ("a.parquet", "a.tsv", "a.jsonl.gz", "texts"):
-            assert load_image_set_prompts(tmp_path / name).to_list() == [self.SINGLE], name
+        for name, mark in (("a.txt", "\ufeff"), ("texts/a.txt", "")):
+            (tmp_path / name).write_text(f"{mark}A fox, in snow.\r\n\n{prompt}\n", encoding="utf-8")
+        (tmp_path / "b.csv").write_text(f'prompt\n"A fox, in snow."\n"{prompt}"\n')
+        (tmp_path / "b.tsv").write_text(f"prompt\nA fox, in snow.\n{prompt}\n")
+        bare = [{"prompt": row["prompt"]} for row in expected]
+        lines = write_jsonl(tmp_path / "c.jsonl", bare).read_bytes()
+        (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines))
+        (tmp_path / "list.json").write_text(json.dumps(bare, indent=2))
+        Dataset.from_list(bare).to_parquet(tmp_path / "d.parquet")
+        Dataset.from_list(bare).save_to_disk(tmp_path / "saved")
+        for name in ("a.txt", "texts", "b.csv", "b.tsv", "c.jsonl", "c.jsonl.gz", "list.json", "d.parquet", "saved"):
+            rows = load_image_set_prompts(tmp_path / name).to_list()
+            assert rows == expected and rows[0].keys() == self.SINGLE.keys(), name
 
     @pytest.mark.parametrize(
         ("name", "text", "message"),

@@ -460,17 +460,14 @@ class TestLoadPacoDataset:
         [
             (record("a.png"), "images"),
             (record("a.png", "gone.png"), "'gone.png' is neither in"),
-            (record("a.png", "sub/../../secret.png"), "leaves"),
             (record("a.png", "a.png", question="Do <image> and <image> match?"), "before a text"),
             (record("a.png", "a.png", answer=None), "does not begin with"),
             (record("a.png", "a.png", conversations=record()["conversations"] * 2), "user turn"),
             (record("a.png", "a.png", conversations=["Q?", "Yes"]), "attribute"),
-            (record("a.png", "a.png", question=5), "not iterable"),
             (record("a.png", "a.png", system=["S"]), r"a turn has the content \['S'\]. It must be a text"),
         ],
     )
     def test_broken_record(self, tmp_path, caplog, broken, message):
-        write_image(tmp_path / "secret.png", 3)
         good = record("a.png", "sub/b.png")
         folder = self.folder(tmp_path, good, broken, good)
         with pytest.raises(ValueError, match=rf"^own.json, record 1: .*{message}"):
@@ -581,8 +578,6 @@ class TestZipFiles:
         assert seeds_of(self.load(folder, "a.png", "a.png")) == [[4, 4]]
         (extracted,) = (path for path in (own_cache / "extracted").iterdir() if path.is_dir())
         assert all(extracted in path.parents for path in tmp_path.rglob("evil.png")) and not Path("/evil.png").exists()
-        with pytest.raises(ValueError, match="leaves"):
-            self.load(folder, "a.png", "../evil.png")
         with tarfile.open(folder / "y.tar", "w") as archive:
             archive.add(folder / "own.json", "../evil.png")
         with pytest.raises(shutil.ReadError, match="y.tar"):
@@ -600,21 +595,17 @@ class TestZipFiles:
         monkeypatch.setattr(archives, "_MIN_LIMIT", 10**7)
         assert seeds_of(self.load(tmp_path / "data", "a.png", "a.png")) == [[3, 3]]
 
-    def test_a_link_out_of_the_directory(self, tmp_path):
+    def test_links(self, tmp_path):
         folder = tmp_path / "data"
-        folder.mkdir()
         write_image(tmp_path / "secret.png", 3)
-        (folder / "a.png").symlink_to(tmp_path / "secret.png")
-        with pytest.raises(ValueError, match="leaves"):
-            self.load(folder, "a.png", "a.png")
-        with tarfile.open(folder / "x.tar", "w") as archive:
-            archive.add(folder / "a.png", "b.png")
-        with pytest.raises(shutil.ReadError, match="x.tar"):
-            self.load(folder, "b.png", "b.png")
-        (folder / "a.png").unlink()
         write_image(folder / "sub" / "c.png", 4)
         (folder / "a.png").symlink_to(folder / "sub" / "c.png")
         assert seeds_of(self.load(folder, "a.png", "a.png")) == [[4, 4]]
+        (folder / "out.png").symlink_to(tmp_path / "secret.png")
+        with tarfile.open(folder / "x.tar", "w") as archive:
+            archive.add(folder / "out.png", "b.png")
+        with pytest.raises(shutil.ReadError, match="x.tar"):
+            self.load(folder, "b.png", "b.png")
 
     @pytest.mark.parametrize("name", ["images.tgz", "sub/images.tar.xz"])
     def test_tar_files(self, tmp_path, name):
