@@ -51,19 +51,17 @@ def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
     check_references(dataset, name)
     check_values(dataset, name, "prompt", is_text, "an instruction")
     check_values(dataset, name, "layout", lambda layout: layout != SEPARATE, "left out: a row edits one image")
-    for column in ("height", "width"):
+    needed, size = ("prompt", *GRID_COLUMNS), ("height", "width")
+    for column in size:
         check_values(dataset, name, column, is_size, "a number of pixels")
-    plain = dataset.with_format(None)
-    sizes = [plain[column] if column in names else [None] * len(dataset) for column in ("height", "width")]
-    for row, (height, width) in enumerate(zip(*sizes, strict=True)):
+    known = [column for column in (*needed, *size) if column in names]
+    for number, row in enumerate(dataset.with_format(None).select_columns(known)):
+        height, width = map(row.get, size)
         if (height is None) != (width is None):
-            raise ValueError(
-                f"Row {row} of `{name}` is {height} x {width} pixels high and wide. Give both or neither."
-            )
-    if any(column in names for column in GRID_COLUMNS):
-        for row, grid in enumerate(plain.select_columns(["prompt", *GRID_COLUMNS])):
-            if any(grid[column] is not None for column in GRID_COLUMNS):
-                check_row(row, **grid)
+            problem = f"{height} x {width} pixels high and wide"
+            raise ValueError(f"Row {number} of `{name}` is {problem}. Give both, or neither.")
+        if any(row.get(column) is not None for column in GRID_COLUMNS):
+            check_row(number, *map(row.get, needed))
 
 
 def _is_gedit(names: Iterable[str]) -> bool:
