@@ -238,7 +238,13 @@ class TestOutages:
         assert set(hub.files("tester/adapter", "model")) == {".gitattributes"}
 
     def test_refused_for_good(self, hub, run, tmp_path):
-        hub.fault = lambda method, path: "422" if "/commit/" in path else None
+        def fault(method: str, path: str) -> str | None:
+            if "/commit/" not in path:
+                return None
+            shutil.rmtree(tmp_path / "out/.pushing")  # as another process may; it must not hide the refusal
+            return "422"
+
+        hub.fault = fault
         outcome = run(push_now, str(tmp_path / "out"), 2)
         assert outcome["error"] == "ValueError" and "refuses a request about tester/adapter" in outcome["message"]
         assert "paco-trl push" not in outcome["message"]  # it would be refused again

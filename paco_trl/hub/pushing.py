@@ -116,7 +116,7 @@ class HubPusher:
                 remedy = f"The next checkpoint is pushed, or the newest one by `paco-trl push {self.output_dir}`."
             logger.warning("A checkpoint was not pushed to the Hub, and training continues. %s %s", error, remedy)
         finally:
-            shutil.rmtree(staged)
+            shutil.rmtree(staged, ignore_errors=True)
 
     def push_now(self, folder: str | Path, message: str, contents: Mapping[str, str] | None = None) -> CommitInfo:
         """Upload a saved model and wait for it, see [`hub_errors`]; `contents` by name replace files of the directory."""
@@ -127,7 +127,7 @@ class HubPusher:
         except ConnectionError as error:
             raise ConnectionError(f"{error} `paco-trl push {folder}` uploads it when the Hub is back.") from error
         finally:
-            shutil.rmtree(staged)
+            shutil.rmtree(staged, ignore_errors=True)
 
     def _stage(
         self, folder: str | Path, checkpoint_name: str | None = None, contents: Mapping[str, str] | None = None
