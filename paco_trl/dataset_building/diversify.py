@@ -30,13 +30,17 @@ class Diversified(NamedTuple):
     """Selected rows, and how well they represent the rest."""
 
     indices: "np.ndarray"  # in the order of selection: the first m are the selection of m
-    coverage: float  # fraction of all rows with a selected one at `_COVERAGE_THRESHOLD` or more
+    coverage: float  # fraction of all rows with a selected one at `coverage_threshold` or more
     coverage_of_random: float  # the same for as many random rows, from a fixed seed
     num_duplicates: int  # rows left out because a selected one is at `duplicate_threshold` or more
 
 
 def diversify(
-    embeddings: "np.ndarray", num_selected: int, duplicate_threshold: float = 0.95, num_neighbors: int = 32
+    embeddings: "np.ndarray",
+    num_selected: int,
+    duplicate_threshold: float = 0.95,
+    num_neighbors: int = 32,
+    coverage_threshold: float = _COVERAGE_THRESHOLD,
 ) -> Diversified:
     """Select rows of unit vectors (n, d) that cover all others, no two near-duplicates; (n, n) numbers are in memory."""
     import numpy as np
@@ -67,7 +71,7 @@ def diversify(
             added -= np.maximum(links - max(old, 0), 0) - np.maximum(links - new, 0)
 
     def coverage(nearest: "np.ndarray") -> float:
-        return float((nearest >= _threshold(_COVERAGE_THRESHOLD)).mean())
+        return float((nearest >= _threshold(coverage_threshold)).mean())
 
     random_rows = np.random.default_rng(_RANDOM_SEED).permutation(total)[:num_selected]
     return Diversified(
