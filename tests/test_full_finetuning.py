@@ -152,7 +152,7 @@ class TestLossesOfRecordedMeans:
         """A trained trainer, and the micro-steps before the first update and after it, each with its divergence."""
         trainer = make_small(Watched, loss_type=loss_type, **self.SETTINGS, **settings)
         trainer.train()
-        sigmas = [trainer.policy.scheduler.sigmas_of(index)[0] for index in (1, 2)]
+        sigmas = trainer.policy.scheduler.times[1:3]
         assert [step.sigma for step, *_ in trainer.seen] == sigmas * 2
         steps = [
             (*seen, ((seen[0].mean - seen[0].old_mean) ** 2 / (2 * seen[0].std ** 2)).flatten(1).mean(dim=1))
