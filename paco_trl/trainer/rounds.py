@@ -208,13 +208,6 @@ class RoundSchedule:
                 "`num_prompts_per_generation` to a multiple of the usual number of images."
             )
         self.rounds_per_epoch = self.num_rows // self.rows_per_round
-        left_out = self.num_rows % self.rows_per_round
-        if left_out > self.num_rows / 10:
-            which = "other ones in each" if args.shuffle_dataset else "the same in each"
-            logger.warning(
-                f"An epoch leaves out {left_out} of {self.num_rows} rows, {which}, since a round takes "
-                f"{self.rows_per_round}. Set `num_prompts_per_generation` so that rounds take all."
-            )
         self.micro_steps_per_round = self.plan.steps_per_generation * args.num_iterations
         self.optimizer_steps_per_round = self.plan.num_optimizer_steps * args.num_iterations
 
