@@ -109,6 +109,7 @@ def test_equal_blocks_are_not_all_called(is_training):
 
         def forward(self, x):
             calls.append(len(self.blocks))
+            self.cache = getattr(self, "cache", None) or [torch.ones(1000)]  # once: 4000 bytes
             return functools.reduce(lambda x, block: block(x).tanh(), self.blocks, x)
 
     calls, model, inputs = [], Blocks(), torch.ones(3, 50)
@@ -119,7 +120,7 @@ def test_equal_blocks_are_not_all_called(is_training):
         outputs = model(inputs)
         if is_training:
             outputs.square().mean().backward()
-    assert found == live.peak and max(calls[:-1]) < 10 and calls[-1] == 20
+    assert found == live.peak + 4000 and max(calls[:-1]) < 10 and calls[-1] == 20
 
 
 @pytest.mark.parametrize(("bf16", "checkpointing"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])

@@ -126,7 +126,9 @@ def score_edits(
     unanswered = [key for key, score in scores.items() if score is None]
     if unanswered and store.is_main_process:
         what = f"{len(unanswered)} of {len(scores)} edits in {max_attempts} attempt(s): {some_of(unanswered)}"
-        logger.warning(f"{endpoint.model} gave no readable answer about {what}. Re-run to query it about these alone.")
+        logger.warning(
+            f"{endpoint.model} gave no readable answer about {what}. Re-run to query it about these alone; its answers are in {store.folder}."
+        )
     return scores
 
 

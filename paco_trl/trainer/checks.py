@@ -154,7 +154,8 @@ def offload_models(args: PaCoGRPOConfig, *runners: RewardRunner) -> dict[RewardR
     if not any(models.values()):
         problem = f"none is a `torch.nn.Module` on the CPU or on {args.device}"
         raise ValueError(
-            f"`offload_rewards=True` moves the `model` of rewards or their `judge`, but {problem}. Unset it."
+            f"`offload_rewards=True` moves the `model` of rewards or their `judge`, but {problem}. Unset it, or give your reward "
+            "this attribute."
         )
     return models
 

@@ -70,7 +70,10 @@ def unsupported_fields(parent: type, used: Collection[str], *unsupported: str) -
 REFUSED_GRPO_FIELDS = unsupported_fields(GRPOConfig, USED_GRPO_FIELDS, *_UNSUPPORTED, *_UNSUPPORTED_FOR_IMAGES)
 REFUSED_SFT_FIELDS = unsupported_fields(SFTConfig, USED_SFT_FIELDS, *_UNSUPPORTED)
 # An infinite one limits nothing
-_LIMITS = ("epsilon", "epsilon_high", "max_grad_norm", "ratio_tolerance")
+_LIMITS = (
+    "divergence_threshold", "epsilon", "epsilon_high", "log_tame_threshold", "max_grad_norm", "max_reward_mean",
+    "ratio_tolerance",
+)  # fmt: skip
 
 
 def refuse_fields(config: Any, parent: type, names: Collection[str], instead: dict[str, str] = _INSTEAD) -> None:

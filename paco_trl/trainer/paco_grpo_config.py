@@ -465,7 +465,9 @@ class PaCoGRPOConfig(GRPOConfig):
         check_arguments(self)
         if self.panel_generation == "anchored" and self.branch_size > 1:
             problem = "each image of a branch has a first panel of its own"
-            raise ValueError(f"`branch_size` is {self.branch_size}, but with 'anchored' {problem}. Set it to 1.")
+            raise ValueError(
+                f"`branch_size` is {self.branch_size}, but with `panel_generation='anchored'` {problem}. Set it to 1."
+            )
         for name, of in (
             ("num_generations", "branch_size"),
             ("per_device_train_batch_size", "branch_size"),

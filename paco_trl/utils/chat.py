@@ -211,7 +211,7 @@ class ChatEndpoint(ChatClient):
             if not key.isascii() or not key.isprintable() or not key:
                 raise ValueError(
                     f"The environment variable {api_key_variable!r} (`api_key_variable`: its name, not the key) is not set, "
-                    "or does not hold a key."
+                    "or does not hold a key. Set it."
                 )
         super().__init__(base_url, model, key, max_concurrency, timeout, max_retries, remedy)
 
