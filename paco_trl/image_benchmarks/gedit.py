@@ -127,7 +127,8 @@ def score_edits(
     if unanswered and store.is_main_process:
         what = f"{len(unanswered)} of {len(scores)} edits in {max_attempts} attempt(s): {some_of(unanswered)}"
         logger.warning(
-            f"{endpoint.model} gave no readable answer about {what}. Re-run to query it about these alone; its answers are in {store.folder}."
+            f"{endpoint.model} gave no readable answer about {what}. Its answers are in {store.folder}. Re-run to query it "
+            "about these alone."
         )
     return scores
 
