@@ -319,6 +319,11 @@ def test_rewards_of_the_evaluation(examine, monkeypatch):
     assert loaded == ["redness", "panel_similarity", "judge", "unable"]
 
 
+def test_an_evaluation_without_a_split(examine):
+    row = examine("data", eval_on_start=True)["data"]  # "model and adapter" may be skipped
+    assert row.verdict == "failed" and "`eval_dataset`" in row.finding
+
+
 def test_resuming(examine, tmp_path):
     def find(resume_from_checkpoint=None) -> doctor.Row:
         return examine("output directory", resume_from_checkpoint=resume_from_checkpoint)["output directory"]

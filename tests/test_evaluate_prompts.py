@@ -184,7 +184,7 @@ class TestRefusals:
         [
             (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
             (["--adapter", "a", "a"], "of its last name"),
-            (["--num_shown", 0], "--num_shown"),
+            *(([name, 0], name) for name in ("--num_shown", "--num_generations", "--num_inference_steps")),
         ],
     )
     def test_what_cannot_work(self, words, error, files, tiny_flux, tmp_path):

@@ -811,6 +811,7 @@ class TestSettingsThatWouldBeIgnored:
         [
             ("kontext", 2.5, NEGATIVE, "distilled into the model"),
             ("klein, distilled", 4.0, None, "distilled to a few steps"),
+            ("klein, distilled", 1.0, NEGATIVE, "distilled to a few steps"),
             ("z-image", 0.0, NEGATIVE, "`guidance_scale` = 0.0"),
             *((name, 1.0, NEGATIVE, "`guidance_scale` = 1.0") for name in ("sd3", "klein", "longcat", "qwen-2.1")),
             *((name, 4.0, None, "without a negative") for name in ("qwen", "qwen-2.1")),

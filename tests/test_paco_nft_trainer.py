@@ -324,7 +324,17 @@ class TestConfig:
         assert (config.old_policy_decay_rate, config.old_policy_max_decay) == (0.001, 0.5)
         assert config.round_plan.num_images == 672 and config.steps_per_generation == 672 * 9
 
-    @pytest.mark.parametrize(("name", "value"), [("sde_steps", [2]), ("branch_size", 2), ("epsilon", 1e-3)])
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("sde_steps", [2]),
+            ("branch_size", 2),
+            ("epsilon", 1e-3),
+            ("sde_type", "cps"),
+            ("noise_level", 0.5),
+            ("tail_steps", 4),
+        ],
+    )
     def test_what_means_nothing_is_refused(self, make, make_config, name, value):
         # Where there are stochastic steps it does
         assert getattr(make_config(per_device_train_batch_size=2, **{name: value}), name) == value

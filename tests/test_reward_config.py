@@ -100,8 +100,11 @@ def test_values_of_the_command_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("first_token_weight", math.nan), ("loss_variant", "code"), ("max_length", 0), ("num_train_epochs", 0)],
-)
+    [
+        ("first_token_weight", math.nan), ("first_token_weight", 0.0), ("loss_variant", "code"), ("max_length", 0),
+        ("max_pixels", 0), ("num_train_epochs", 0),
+    ],
+)  # fmt: skip
 def test_bad_values(make, name, value):
     with pytest.raises(ValueError, match=f"`{name}`"):
         make(**{name: value})

@@ -49,6 +49,8 @@ LONG = (
         ("Yes. These two lightly informative scenes unreadably interline, and nobody unfaced would ever misshape or reformat "
          "them at all.", "Yes", module.NOTHING_VISIBLE),
         (f"Yes. {LONG} This agrees with the label.", "Yes", module.GIVEN),
+        (f"Yes. As given, {LONG}", "Yes", module.GIVEN),
+        (f"Yes. {LONG} I was told so.", "Yes", module.GIVEN),
         (f"Yes. {LONG}<|im_end|>", "Yes", module.CONTROL_TOKEN),
     ],
 )  # fmt: skip
