@@ -395,8 +395,12 @@ class NothingEncoded(MeasuredEncoder):
     def encode(self, rows, numbers, scale=1.0) -> None:
         pass
 
-    def fetch(self, rows, numbers, scale=1.0) -> dict[int, PromptEmbeddings]:
-        return {number: PromptEmbeddings({}) for number in numbers}
+    def fetch(self, rows, numbers, scale=1.0) -> EncodedRows:
+        def prepare(number: int) -> list[Image.Image]:
+            return [self.family.prepare_image(self.pipeline, image, scale) for image in rows.images(number)]
+
+        encoded = {number: PromptEmbeddings({}) for number in numbers}
+        return EncodedRows(encoded, functools.cache(rows.row), functools.cache(prepare))
 
 
 class EditingTrainer(PaCoGRPOTrainer):
@@ -469,7 +473,7 @@ class EditingTrainer(PaCoGRPOTrainer):
             # Outside the autocast of generation, as everything that is encoded before it
             with torch.autocast(self.accelerator.device.type, enabled=False):
                 encoder.encode(self.train_rows, [number], SCALE)
-            fresh, first = encoder.fetch(self.train_rows, [number], SCALE)[number], fetched.encoded[number]
+            fresh, first = encoder.fetch(self.train_rows, [number], SCALE).encoded[number], fetched.encoded[number]
             first.prompt, first.negative_prompt = fresh.prompt, fresh.negative_prompt
             first.image_latents = fresh.image_latents
         return self._own_inputs(fetched, numbers)

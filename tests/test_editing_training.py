@@ -272,7 +272,7 @@ class TestEncoding:
         assert set(events[events.index("step") :]) == {"step"}
         assert trainer.train_rows.training_sizes == [(48, 80), (80, 48), (48, 80), (48, 80)]
         # The text encoder has seen the row's own source
-        encoded = trainer.prompt_encoder.fetch(trainer.train_rows, [0, 1], 1 / 16)
+        encoded = trainer.prompt_encoder.fetch(trainer.train_rows, [0, 1], 1 / 16).encoded
         for number in (0, 1):
             for source in (0, 1):
                 with torch.no_grad():

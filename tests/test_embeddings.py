@@ -136,10 +136,10 @@ class TestDirectory:
     def test_a_directory_that_another_process_does_not_see(self, make_trainer, tmp_path):
         trainer = make_trainer(**SHORT, embeddings_dir=str(tmp_path / "embeddings"))
         trainer.prompt_encoder.encode(trainer.train_rows, [0])
-        assert trainer.sampler.fetch(trainer.train_rows, [0]).encoded[0].prompt
+        assert trainer.prompt_encoder.fetch(trainer.train_rows, [0]).encoded[0].prompt
         shutil.rmtree(tmp_path / "embeddings")
         with pytest.raises(FileNotFoundError, match="`embeddings_dir`"):
-            trainer.sampler.fetch(trainer.train_rows, [0])
+            trainer.prompt_encoder.fetch(trainer.train_rows, [0])
 
     def test_source_images_too(self, klein, dataset, tmp_path):  # noqa: F811
         results = []

@@ -325,7 +325,7 @@ def encode(policy, case) -> tuple[dict[str, torch.Tensor], list[EncodedImage]]:
     """Prompt and images of a case as the trainer passes them for a batch of two."""
     rows, encoder = rows_of([PROMPT], [case.images]), new_encoder(policy, case)
     encoder.encode(rows, [0], case.scale)
-    encoded = encoder.fetch(rows, [0], case.scale)[0]
+    encoded = encoder.fetch(rows, [0], case.scale).encoded[0]
     arguments = {name: tensor.expand(2, *tensor.shape[1:]) for name, tensor in encoded.place("cpu").items()}
     prepared = [policy.family.prepare_image(policy.pipeline, image, case.scale) for image in case.images]
     return arguments, [EncodedImage(*each) for each in zip(prepared, encoded.image_latents, strict=True)]
@@ -722,7 +722,7 @@ class TestCounts:
                 encoder.encode(rows, numbers, 0.125 if case.images else 1.0)
             assert counts["text_encoder"] == expected + (negative if case.is_guided else 0)
             assert counts["vae"] == 2 * len(case.images)
-            encoded = encoder.fetch(rows, [0, 2], 0.125 if case.images else 1.0)
+            encoded = encoder.fetch(rows, [0, 2], 0.125 if case.images else 1.0).encoded
             assert counts["vae"] == 2 * len(case.images)
         assert all(encoded[0].prompt[name] is encoded[2].prompt[name] for name in encoded[0].prompt)
 

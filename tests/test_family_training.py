@@ -134,8 +134,8 @@ def generate_in_both_ways(trainer, folder, adapter) -> dict[str, np.ndarray]:
             else:
                 pipeline.transformer.load_lora_adapter(adapter, weight_name="pytorch_lora_weights.safetensors")
         rows, family, args = trainer.train_rows, trainer.family, trainer.args
-        encoded = trainer.prompt_encoder.fetch(rows, [0], args.resolution_scale)[0]
-        images = trainer.sampler.fetch(rows, [0], args.resolution_scale).source_images(0)
+        fetched = trainer.prompt_encoder.fetch(rows, [0], args.resolution_scale)
+        encoded, images = fetched.encoded[0], fetched.source_images(0)
         with family.generation_context(pipeline, images):
             image = pipeline(
                 **family.batch_arguments(encoded.place("cpu")),

@@ -47,7 +47,7 @@ def trainer_images(trainer) -> list[Image.Image]:
 
     trainer.policy.generate = keep
     trainer.rewards.add = lambda *args: None  # nothing is scored
-    fetched = trainer.sampler.fetch(trainer.train_rows, range(6), trainer.args.resolution_scale)
+    fetched = trainer.prompt_encoder.fetch(trainer.train_rows, range(6), trainer.args.resolution_scale)
     micro_batches = np.arange(48).reshape(6, 8)
     completions = Completions(trainer.train_rows, list(range(6)), 8)
     trainer._generate_round(99, micro_batches, completions, fetched, trainer.schedule.sde(99))

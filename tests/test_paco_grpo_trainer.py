@@ -23,7 +23,6 @@ from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import FAMILIES, FluxFamily, RecordedStep, SDESettings, UnlistedFamily, sde_step
 from paco_trl.rollout.policy import score_step
 from paco_trl.trainer.losses import (
-    ClippedSurrogate,
     PolicyStep,
     StepStatistics,
     clipped_surrogate,
@@ -120,7 +119,7 @@ class TestLoss:
     def test_loss_and_gradient_equal_a_direct_computation(self, make_small, monkeypatch, beta, norm_penalty):
         trainer = make_small(beta=beta, norm_penalty=norm_penalty, epsilon=0.01)
         trainer.state.max_steps = 2
-        inputs = trainer._generate_and_score_completions(0).micro_step(0, torch.device("cpu"))
+        inputs = trainer._prepare_inputs(None)
         trainer.state.global_step = 1
         trainer.buffer = RoundBuffer(0, 0, inputs["sde"])
         trainer._initial_global_step = 0  # as `train()` sets it
@@ -342,11 +341,11 @@ class TestRatio:
     def test_images_without_a_reward_are_not_in_the_means(self):
         latents = torch.zeros(4, 1)
         record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
-        ratio, no = torch.exp(torch.tensor([0.1, -0.1, 0.1, 5.0])), torch.zeros(4, dtype=torch.bool)
-        surrogate = ClippedSurrogate(ratio, ratio, torch.tensor([True, False, False, True]), no)
+        ratio, clipped = torch.exp(torch.tensor([0.1, -0.1, 0.1, 5.0])), torch.tensor([1.0, 0.0, 0.0, 1.0])
+        metrics = {"clip_ratio/low_mean": clipped, "kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}
         statistics = StepStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=False))
         for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
-            statistics.add(record, ratio, {**surrogate.metrics, "kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
+            statistics.add(record, ratio, metrics, weights)
         found = statistics.finish(0, False, is_early=True)
         assert found["approx_kl"] == pytest.approx(0.1**2 / 2)
         assert found["kl"] == 2.0 and found["clip_ratio/low_mean"] == pytest.approx(1 / 3)

@@ -16,7 +16,7 @@ def test_what_was_fetched_is_freed_with_its_last_reference(make_trainer, is_held
     sampler.prompt_encoder.encode(rows, [0])
     gc.disable()
     try:
-        fetched = sampler.fetch(rows, [0])
+        fetched = sampler.prompt_encoder.fetch(rows, [0])
         with sampler.ready(), torch.no_grad():
             images, _ = sampler.generate(fetched, [0], [(0, 3, 0, 0, 0)], rows.training_sizes[0], 2)
         assert len(images) == 1 and fetched.read(0)["rows"] == 2 and fetched.source_images(0) == []

@@ -161,7 +161,7 @@ def _generate(
     sampler = RolloutSampler(policy, encoder, accelerator, scale, offload_embeddings=True)
     numbers, calls = list(range(len(rows))), [{f"{row + 1}/{image + 1}": path} for (row, image), path in files.items()]
     encoder.encode(rows, numbers)
-    how = {"fetched": sampler.fetch(rows, numbers), "num_inference_steps": settings["num_inference_steps"]}
+    how = {"fetched": encoder.fetch(rows, numbers), "num_inference_steps": settings["num_inference_steps"]}
     key, sizes = (settings["seed"], STREAMS["evaluation"], 0), rows.inference_sizes
 
     def generate(number: int) -> dict:

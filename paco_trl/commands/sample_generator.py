@@ -110,7 +110,7 @@ class SampleGenerator:
     def _fetch(self) -> EncodedRows:
         scale = self.args.resolution_scale
         self.sampler.prompt_encoder.encode(self.rows, [self.number], scale)
-        return self.sampler.fetch(self.rows, [self.number], scale)
+        return self.sampler.prompt_encoder.fetch(self.rows, [self.number], scale)
 
     def _generate(self, call: Callable[[EncodedRows], list[RecordedStep]]) -> Generation:
         """Keep what the last step of the scheduler returns: the 8 bits per channel of an image hide differences."""

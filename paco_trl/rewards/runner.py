@@ -116,11 +116,11 @@ class RewardRunner:
         self.names = check_reward_functions(self.functions)
         self.weights = check_reward_weights(weights, self.names, method)
         self.required = check_required(required, self.names, self.weights)
+        if method == "log_tamed" and int((self.weights != 0).sum()) == 1:
+            method = "sum_then_normalize"  # one reward has nothing to be balanced with
         self.method, self.threshold = method, threshold
         # An image that lacks one of these is not scored
         self.is_needed = torch.tensor(self.required) & (self.weights != 0)  # (K,)
-        # One reward has nothing to be balanced with
-        self.is_tamed = method == "log_tamed" and int((self.weights != 0).sum()) > 1
         self._is_first_round = True
         self._warned_of: set[str] = set()
         indices = range(len(self.functions))
@@ -364,9 +364,9 @@ class RewardRunner:
         tamable = None
         if self.method == "log_tamed":  # the round is paid for: what log(1 + R) cannot take stays as it is
             lowest = rewards.nan_to_num(torch.inf).amin(dim=0).tolist()
-            tamable = [self.is_tamed and value > -1 for value in lowest]
+            tamable = [value > -1 for value in lowest]
             for name, value, weight in zip(self.names, lowest, self.weights.tolist(), strict=True):
-                if self.is_tamed and weight and value <= -1 and name not in self._warned_of:
+                if weight and value <= -1 and name not in self._warned_of:
                     self._warned_of.add(name)
                     logger.warning(
                         f"The reward '{name}' is down to {value:g}, where log(1 + R) does not exist: rounds with such values "
@@ -450,7 +450,7 @@ class RewardRunner:
                 "ratio": mean / first if first and mean is not None else None,
                 "h": h,  # undefined for a reward whose mean is not positive
                 "tamed": float(tamed),
-                "untamable_rate": rate if self.is_tamed and rate else None,
+                "untamable_rate": rate if self.method == "log_tamed" and rate else None,
                 "share": share,  # undefined where no reward differs within a group
             }
             metrics |= {f"rewards/{name}/{key}": value for key, value in own.items() if value is not None}

@@ -235,7 +235,7 @@ class Completions:
         pairs = [(place, call) for place, number in enumerate(numbers) for call in rows.calls_of[number]]
         self.places = [place for place, _ in pairs]  # of each call
         self.calls = [pairs[number % len(pairs)][1] for number in range(num_calls or len(pairs))]
-        self._images: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by call
+        self._images: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by number
         self.anchors: dict[int, Image.Image] = {}  # by image, of those that this process generates from them
 
     def of_images(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,9 +276,7 @@ class Completions:
 
     def _gather_anchors(self, needed: set[int | None], gather: Callable[[list], list]) -> None:
         # Each unfinished set has its first panel alone
-        found = [
-            (self.images_of(each)[0], panel) for each, images in self._images.items() for panel in images.values()
-        ]
+        found = [item for images in self._images.values() for item in images.items()]
         for place in range(max(gather([len(found)]))):  # one of each process at a time, which bounds the memory
             self.anchors |= {image: panel for image, panel in gather(found[place : place + 1]) if image in needed}
 
@@ -287,10 +285,14 @@ class Completions:
         finished: dict[int, Image.Image] = {}
         for number, image in zip(numbers, images, strict=True):
             call, generation = divmod(number, self.num_generations)
-            if call < len(self.places):
-                completion = self.places[call] * self.num_generations + generation
-                self._images.setdefault(completion, {})[self.calls[call]] = image
-                finished |= self._finish(completion, self._images[completion])
+            if call >= len(self.places):
+                continue
+            completion = self.places[call] * self.num_generations + generation
+            images_of = self._images.setdefault(completion, {})
+            images_of[number] = image
+            if len(images_of) == self.rows.lengths[self.numbers[self.places[call]]]:
+                panels = [panel for _, panel in sorted(self._images.pop(completion).items())]
+                finished[completion] = panels[0] if len(panels) == 1 else join_grid(panels, 1, len(panels))
         return finished
 
     def exchange(self, accelerator: Accelerator) -> dict[int, Image.Image]:
@@ -302,15 +304,7 @@ class Completions:
             block = numbers[first : first + processes]
             parts = gather_object([(number, self._images.get(number, {})) for number in block])
             for number in block[accelerator.process_index :][:1]:
-                images = {call: image for other, part in parts if other == number for call, image in part.items()}
-                finished |= self._finish(number, images)  # not if another process has repeated one of its images
+                images = {image: panel for other, part in parts if other == number for image, panel in part.items()}
+                finished |= self.add([*images], [*images.values()])  # none if another process has repeated an image
         self._images.clear()  # of what other processes have finished
         return finished
-
-    def _finish(self, completion: int, images: dict[int, Image.Image]) -> dict[int, Image.Image]:
-        calls = self.rows.calls_of[self.numbers[completion // self.num_generations]]
-        if len(images) < len(calls):
-            return {}
-        self._images.pop(completion, None)
-        panels = [images[call] for call in calls]
-        return {completion: panels[0] if len(panels) == 1 else join_grid(panels, 1, len(panels))}

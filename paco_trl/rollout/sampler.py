@@ -105,8 +105,8 @@ class PromptEncoder:
             for new in (prompts, images):
                 self._encoded |= {key: self._file(key) for key in new}
 
-    def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> dict[int, PromptEmbeddings]:
-        """Return the embeddings of some encoded rows, on the CPU, by call."""
+    def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> "EncodedRows":
+        """Return some encoded rows with their embeddings, which are on the CPU."""
         keys = {call: self._keys(rows, call, scale) for number in numbers for call in rows.calls_of[number]}
         encoded: Any = {}
         needed: Iterable[Any] = (each for texts, sources in keys.values() for each in (*texts, *sources))
@@ -124,7 +124,11 @@ class PromptEncoder:
             prompt, *negative = [encoded[key] for key in texts]
             latents = [encoded[key]["latents"] for key in sources]
             embeddings[call] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
-        return embeddings
+        read = functools.lru_cache(8)(rows.row)  # decodes source images, which may be large
+        prepared = functools.cache(
+            lambda row: [self.family.prepare_image(self.pipeline, image, scale) for image in rows.images_in(read(row))]
+        )
+        return EncodedRows(embeddings, read, lambda call: prepared(rows.calls[call].row) if rows.sources else [])
 
     def _keys(self, rows: PromptRows, call: int, scale: float) -> tuple[list[PromptKey], list[tuple[str, float]]]:
         """Return what the text encoders see, with true guidance of the negative prompt too, and the source images."""
@@ -305,16 +309,6 @@ class RolloutSampler:
         self.offload_embeddings = offload_embeddings
         self.place_weights = place_weights
 
-    def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> EncodedRows:
-        """Return some encoded rows with their embeddings."""
-        family, pipeline = self.policy.family, self.policy.pipeline
-        read = functools.lru_cache(8)(rows.row)  # decodes source images, which may be large
-        prepared = functools.cache(
-            lambda number: [family.prepare_image(pipeline, image, scale) for image in rows.images_in(read(number))]
-        )
-        encoded = self.prompt_encoder.fetch(rows, numbers, scale)
-        return EncodedRows(encoded, read, lambda call: prepared(rows.calls[call].row) if rows.sources else [])
-
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Move the VAE and the weights to the accelerator, and enable autocast."""
@@ -408,7 +402,7 @@ class RolloutSampler:
             if rows.args.panel_generation == "shared_noise":  # that of the first call of the row
                 first = [rows.calls_of[number][0] for number in row_numbers]
                 initial_keys = [(*key, *of_image) for of_image in zip(first, generation_of, strict=True)]
-            encoded = fetched or self.fetch(rows, row_numbers, scale)
+            encoded = fetched or self.prompt_encoder.fetch(rows, row_numbers, scale)
             anchors = []
             if rows.is_anchored and completions.anchor_of(numbers[0]) is not None:
                 encoded_anchors = [encode(completions.anchor_of(image)) for image in numbers]

@@ -117,14 +117,6 @@ class ClippedSurrogate(NamedTuple):
     is_high_clipped: torch.Tensor
     divergence: torch.Tensor | None = None  # of the new from the old policy, detached
 
-    @property
-    def metrics(self) -> dict[str, torch.Tensor]:
-        """Return the values to log, and `ratio`, by name."""
-        low, high = self.is_low_clipped.float(), self.is_high_clipped.float()
-        metrics = {"ratio": self.ratio, "clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
-        metrics["clip_ratio/region_mean"] = low + high
-        return metrics if self.divergence is None else {**metrics, "divergence": self.divergence}
-
 
 def clipped_surrogate(
     log_prob: torch.Tensor,

@@ -508,7 +508,12 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self.buffer = self._generate_and_score_completions(round_index)
             self.buffer.seconds = time.perf_counter() - started
             self._generation_time += self.buffer.seconds
-        return self.buffer.micro_step(position, self.accelerator.device)
+        # `num_iterations` passes over the entries
+        entry = self.buffer.entries[position % len(self.buffer.entries)]
+        record = entry["record"]
+        if self.args.offload_embeddings:  # its prompts wait in CPU memory
+            record = record.to(self.accelerator.device)
+        return {**entry, "record": record, "sde": self.buffer.sde}
 
     @property
     def is_round_pending(self) -> bool:
@@ -527,7 +532,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         assignment = plan.assign(sizes, (args.seed, STREAMS["batches"], round_index))
         mine = assignment[self.accelerator.process_index]  # (batches, rollout_batch_size)
         self.prompt_encoder.encode(self.train_rows, row_numbers, args.resolution_scale)  # what is new
-        fetched = self.sampler.fetch(self.train_rows, row_numbers, args.resolution_scale)
+        fetched = self.prompt_encoder.fetch(self.train_rows, row_numbers, args.resolution_scale)
         encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
 
         # 2. Generate, and score at the same time, except with `offload_rewards`
@@ -586,7 +591,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self._save_sheet(f"round_{round_index:05d}", title, self.train_rows, row_numbers, shown)
 
         # 6. Build the training micro-steps
-        buffer = RoundBuffer(round_index, self.state.global_step, sde, metrics, is_offloaded=args.offload_embeddings)
+        buffer = RoundBuffer(round_index, self.state.global_step, sde, metrics)
         micro_batches = assignment.reshape(len(assignment), -1, plan.batch_size)  # (processes, micro-batches, B)
         buffer.fill(
             plan,
@@ -661,7 +666,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             # Every process generates as many batches: one that has fewer repeats another's, which then counts once
             spare = np.repeat(assignment[is_new][:1], is_new.sum(axis=1).max() - len(own), axis=0)
             batches = np.concatenate([assignment[rank][own], spare])
-            fetched = self.sampler.fetch(self.train_rows, row_numbers, self.args.resolution_scale)
+            fetched = self.prompt_encoder.fetch(self.train_rows, row_numbers, self.args.resolution_scale)
             self.rewards.start(generations)
             new_images, new_records = self._generate_round(round_index, batches, completions, fetched, sde)
             new = self.rewards.finish(self.state)
@@ -780,7 +785,16 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             surrogate = clipped_surrogate(*log_probs, advantages, *clip)
         else:
             raise NotImplementedError(f"`loss_type` is {loss_type!r}, for which `policy_loss` has no branch. Add it.")
-        return surrogate.loss, surrogate.metrics
+        low, high = surrogate.is_low_clipped.float(), surrogate.is_high_clipped.float()
+        metrics = {
+            "ratio": surrogate.ratio,
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low + high,
+        }
+        return surrogate.loss, metrics if surrogate.divergence is None else metrics | {
+            "divergence": surrogate.divergence
+        }
 
     def _velocities(self, model, record: RecordedStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Predict the velocity in a recorded step, and that of the reference if the loss has one."""

@@ -260,7 +260,6 @@ class RoundBuffer:
     sde: SDESettings
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # logged with each of its optimizer steps
     seconds: float = 0.0  # spent on generating and scoring it
-    is_offloaded: bool = False  # whether the recorded prompts are in CPU memory
     entries: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # record, advantages and weights
 
     def fill(
@@ -290,13 +289,6 @@ class RoundBuffer:
                 weights = to_device(shares[batch] / denominator, device)  # (B,)
                 entry = {"record": record, "advantages": to_device(advantages[batch], device), "weights": weights}
                 self.entries.append(entry)
-
-    def micro_step(self, position: int, device: torch.device) -> dict[str, Any]:
-        """Return the inputs of a micro-step, on the device."""
-        # `num_iterations` passes over the entries
-        entry = self.entries[position % len(self.entries)]
-        record = entry["record"].to(device) if self.is_offloaded else entry["record"]
-        return {**entry, "record": record, "sde": self.sde}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: tensors and numbers."""
@@ -328,4 +320,4 @@ class RoundBuffer:
                 calls = record.pop("calls")
                 record = {**send_to_device(record, device), "calls": calls}
             entries.append({**send_to_device(entry, device), "record": record_class(**record)})
-        return cls(state["round"], state["global_step"], sde, state["metrics"], state["time"], is_offloaded, entries)
+        return cls(state["round"], state["global_step"], sde, state["metrics"], state["time"], entries)

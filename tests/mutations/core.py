@@ -132,7 +132,7 @@ MUTANTS = [
     (T + "rounds.py", 'STREAMS["prompts"], epoch)', 'STREAMS["prompts"], 0)', GRPO + "::TestSteps::test_order_of_prompts_depends_on_the_seed_only"),
     (T + "rounds.py", "dealt.reshape(count, rounds)[:, position]", "dealt.reshape(count, rounds)[:, position:].flatten()", GRPO + "::TestSteps::test_order_of_prompts_depends_on_the_seed_only"),
     (T + "rounds.py", 'STREAMS["sde steps"], round_index)', 'STREAMS["sde steps"], 0)', GRPO + "::TestSteps::test_a_random_subset_of_steps_is_common_to_a_round"),
-    (T + "rounds.py", "self.entries[position % len(self.entries)]", "self.entries[position // len(self.entries)]", FULL + "::TestLossesOfRecordedMeans::test_the_log_ratio_is_the_mean_of_noise_times_shift"),
+    (T + "paco_grpo_trainer.py", "entries[position % len(", "entries[position // len(", FULL + "::TestLossesOfRecordedMeans::test_the_log_ratio_is_the_mean_of_noise_times_shift"),
     # ---- Statistics of the ratio ----
     (T + "losses.py", "if not stats[:, 1].max().item() <= self.tolerance:", "if not stats[:, 1].mean().item() <= self.tolerance:", GRPO + "::TestRatio::test_the_worst_image_counts"),
     (T + "losses.py", "worst = deviation.max().item()", "worst = deviation.mean().item()", GRPO + "::TestRatio::test_the_worst_image_counts"),
@@ -255,7 +255,7 @@ MUTANTS = [
     (R + "aggregation.py", "used = weights != 0", "used = weights > 0", EVALUATE + "::TestDrawing::test_the_training_rewards_with_their_weights_are_the_default"),
     # ---- Calls of rewards ----
     (R + "runner.py", "torch.tensor(self.required) & (self.weights != 0)", "torch.tensor(self.required)", GRPO + "::TestEvaluation::test_a_reward_without_weight_or_value_spoils_nothing"),
-    (R + "runner.py", "int((self.weights != 0).sum()) > 1", "len(self.weights) > 1", GRPO + "::TestRewards::test_a_single_reward_is_not_tamed"),
+    (R + "runner.py", "int((self.weights != 0).sum()) == 1", "len(self.weights) == 1", GRPO + "::TestRewards::test_a_single_reward_is_not_tamed"),
     (R + "runner.py", "torch.tensor([math.nan if value is None else value for value in column])", "torch.tensor([value or 0.0 for value in column])", SCORING + "::TestCeilings::test_images_below_and_above"),
     (R + "runner.py", "rewards[images, index] =", "rewards[sorted(images), index] =", SCORING + "::TestBesideTheDrawing::test_rewards_are_those_of_their_images"),
     (R + "runner.py", "sum(entries) / len(entries)", "max(entries)", GRPO + "::TestLogs::test_what_rewards_log"),
@@ -308,7 +308,7 @@ MUTANTS = [
     (P + "sampler.py", "if all(each is encoded[0] for each in encoded):", "if any(each is encoded[0] for each in encoded):", EVALUATE + "::TestDrawing::test_batches"),
     (P + "prompt_rows.py", "[0.0] * padding", "[1.0] * padding", SETS + "::TestRounds"),
     (P + "prompt_rows.py", "[1 / lengths[self.numbers[place]] for", "[1 for", SETS + "::test_sets_of_other_lengths_weigh_the_same"),
-    (P + "prompt_rows.py", "if call < len(self.places):", "if (call := call % len(self.places)) >= 0:", SETS + "::TestRounds"),
+    (P + "prompt_rows.py", "if call >= len(self.places):", "if (call := call % len(self.places)) < 0:", SETS + "::TestRounds"),
     (P + "sampler.py", 'if rows.args.panel_generation == "shared_noise":', "if False:", SETS + "::test_initial_noise"),
     (P + "sampler.py", 'if rows.args.panel_generation == "shared_noise":', "if True:", SETS + "::test_initial_noise"),
     (P + "prompt_rows.py", "first = self.places.index(self.places[call])", "first = 0", SETS + " -k own_first_panel"),
