@@ -18,8 +18,7 @@ from launching import CONFIGS, ROOT
 from paco_trl import __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import main
-from paco_trl.commands.options import option
-from paco_trl.commands.parser import CommandParser
+from paco_trl.commands.parser import CommandParser, option
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError

@@ -4,7 +4,7 @@
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from .options import option
+from .parser import option
 
 
 DTYPES = ("bfloat16", "float16", "float32")

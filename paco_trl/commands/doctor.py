@@ -38,8 +38,7 @@ from ..trainer.rounds import RoundSchedule
 from . import reward
 from .env import VERSIONS, version_of
 from .grpo import parser_of
-from .options import option
-from .parser import CommandParser
+from .parser import CommandParser, option
 from .sample_generator import SampleGenerator
 from .script_arguments import (
     ScriptArguments,

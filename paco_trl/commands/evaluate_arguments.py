@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..data.image_sets import PANEL_GENERATIONS, SET_LAYOUTS
 from ..evaluation.runs import PROTOCOLS
 from .build_arguments import DTYPES, PipelineArguments, RequestArguments
-from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
+from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
 from .script_arguments import PromptDataArguments, RewardOptions
 
 

@@ -30,7 +30,7 @@ from ..evaluation.edit_pairs import LAYOUTS
 from ..evaluation.runs import PROTOCOLS
 from ..utils.chat import ChatEndpoint
 from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge, refuse_unused
-from .options import judge_options, option
+from .parser import judge_options, option
 
 
 # Benchmark -> its dataset

@@ -27,8 +27,7 @@ from ..rollout.loading import load_transformer_adapter, read_peft_config
 from ..utils.files import find_model_file, new_folder, peft_folder
 from ..utils.names import check_adapter_base
 from .main import say
-from .options import option
-from .parser import CommandParser
+from .parser import CommandParser, option
 from .push import find_saved_model
 
 

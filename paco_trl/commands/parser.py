@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parser of the commands, and commands in stages."""
+"""Options and parser of the commands, and commands in stages."""
 
 import argparse
 import inspect
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import field
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -34,6 +35,29 @@ _HELP = {
     "resume_from_checkpoint": "`auto`: the latest checkpoint in `output_dir`, or from scratch without one; `True`: the "
     "latest; or the directory of one.",
 }
+
+
+# Help of options of several commands
+JUDGE_QUANTIZATION = "Quantization of a judge in the process: `nf4`, `int8` or `fp8`."
+JUDGE_ATTENTION = "Attention of a judge in the process, such as `flash_attention_2`. If `None`, transformers' default."
+
+
+def option(default: Any, help: str, *aliases: str, **kwargs) -> Any:
+    """Declare a field of a dataclass of arguments, as [`~trl.TrlParser`] reads it; `kwargs` are for argparse."""
+    metadata = {"help": help, "aliases": list(aliases), **kwargs}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def judge_options(args: Any, url: str | None) -> dict[str, Any]:
+    """Return the options of a judge in the process, as arguments of its loading; refuse them for a judge at `url`."""
+    options = {name: getattr(args, f"judge_{name}") for name in ("quantization", "attn_implementation")}
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        if url is not None:
+            raise ValueError(f"`--judge_{name}` is {value!r}, but a served judge is quantized and run by its server.")
+    return options
 
 
 class CommandParser(TrlParser):

@@ -13,8 +13,7 @@ from ..hub.cards import card_for, render_card
 from ..hub.files import SETTINGS, published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from ..hub.settings import load_settings, settings_text
-from .options import option
-from .parser import CommandParser
+from .parser import CommandParser, option
 
 
 @dataclass

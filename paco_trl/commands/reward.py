@@ -20,8 +20,7 @@ from ..data.dataset_files import load_split
 from ..trainer.config_utils import REFUSED_SFT_FIELDS
 from ..utils.files import digest, take_lock
 from ..utils.stage_folder import is_saved
-from .options import option
-from .parser import CommandParser
+from .parser import CommandParser, option
 from .training import train_and_save
 
 

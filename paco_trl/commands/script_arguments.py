@@ -22,7 +22,7 @@ from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.judge_rewards import RUBRICS, read_rubric
 from ..rewards.runner import check_columns
 from ..rollout.loading import check_config, read_peft_config
-from .options import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
+from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
 
 
 @dataclass

@@ -11,11 +11,9 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from ..hub.cards import LORA_RANKS
 from ..utils.addresses import is_loopback
 from .main import say
-from .options import option
-from .parser import CommandParser
+from .parser import CommandParser, option
 
 
 # vLLM reads it. In the environment and nowhere else: a command line can be read by every user of the machine.
@@ -27,6 +25,8 @@ _MAX_MODEL_LEN = 8192
 # GiB of the machine's memory, in the server's process and in the engine's. A processed image takes 24 bytes a pixel in
 # float32, so this holds the panels of some 680 images of 512 x 512 pixels, and each panel is in several queries.
 _IMAGE_CACHE = 4
+# Values that vLLM accepts for `--max-lora-rank`
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Layers in front of the language model, in the names that transformers gives them
 _VISION_LAYERS = re.compile(r"\.(visual|vision_tower|vision_model|multi_modal_projector|connector)\.")
 
@@ -90,15 +90,15 @@ def _adapter_options(adapter: str, name: str) -> list[str]:
         shapes = {layer: file.get_slice(layer).get_shape() for layer in file.keys()}
     # From the weights, since single layers may have a rank of their own
     rank = max((shape[0] for layer, shape in shapes.items() if "lora_A" in layer), default=0)
-    if not 0 < rank <= LORA_RANKS[-1]:
+    if not 0 < rank <= _LORA_RANKS[-1]:
         raise ValueError(
-            f"The adapter {adapter!r} has rank {rank}, and vLLM serves rank 1 to {LORA_RANKS[-1]}. Merge it into its "
+            f"The adapter {adapter!r} has rank {rank}, and vLLM serves rank 1 to {_LORA_RANKS[-1]}. Merge it into its "
             "model (`paco-trl merge`) and serve that."
         )
     # As JSON, since the short form `name=path` fails for paths with a comma
     modules = json.dumps({"name": name, "path": str(Path(weights).parent.absolute())})
     options = ["--enable-lora", "--lora-modules", modules]
-    options += ["--max-lora-rank", str(next(served for served in LORA_RANKS if served >= rank))]
+    options += ["--max-lora-rank", str(next(served for served in _LORA_RANKS if served >= rank))]
     if any(map(_VISION_LAYERS.search, shapes)):
         # Without it vLLM leaves these layers out and says nothing
         options += ["--enable-tower-connector-lora"]

@@ -22,8 +22,7 @@ from ..utils.files import find_model_file, new_folder, write_atomically
 from ..utils.names import is_local, public_name, repository
 from .env import version_of
 from .main import say
-from .options import option
-from .parser import CommandParser
+from .parser import CommandParser, option
 from .push import find_saved_model
 
 

@@ -29,9 +29,6 @@ _JUDGE_METRICS = {
     "ece": ("ece", "Calibration error (ECE, 10 bins)"),
 }
 
-# Values that vLLM accepts for `--max-lora-rank`
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-
 # Where an evaluation adds its results to a card
 RESULTS = "<!-- results -->"
 
@@ -68,7 +65,6 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     if isinstance(card, JudgeCard):
         shown["served_name"] = re.sub(r"[^\w.-]", "-", card.repo_id.split("/")[-1]).lower()
         shown["question"] = repr(theme_question("A fox through the four seasons"))
-        shown["serve_options"] = _serve_options(card)
         shown["accuracy_intervals"] = [
             _interval(evaluation["decision_accuracy"], evaluation["pairs"]) for evaluation in card.evaluations.values()
         ]
@@ -208,18 +204,6 @@ def _interval(fraction: float, count: int) -> str:
 
     interval = binomtest(round(fraction * count), count).proportion_ci(method="wilson")
     return f"{interval.low:.4f} to {interval.high:.4f}"
-
-
-def _serve_options(card: JudgeCard) -> list[str]:
-    """Return the options of `vllm serve` besides the model; scores depend on the last two."""
-    options = ['--limit-mm-per-prompt \'{"image": 2, "video": 0}\'', "--max-model-len 8192"]
-    options += ["--generation-config vllm", "--load-format safetensors"]
-    if card.weights == "adapter" and card.image_size:
-        options.append(f"--mm-processor-kwargs '{json.dumps({'size': card.image_size})}'")
-    if card.weights == "adapter" and card.lora:
-        rank = next((rank for rank in LORA_RANKS if rank >= card.lora.rank), card.lora.rank)
-        options.insert(0, f"--max-lora-rank {rank}")
-    return options
 
 
 def _duration(seconds: float) -> str:

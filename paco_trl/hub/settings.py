@@ -130,7 +130,6 @@ class JudgeCard(_Card):
     """The card of a judge: of an adapter, or of a model that one was merged into."""
 
     weights: str = "adapter"  # or "merged"
-    image_size: dict[str, int] | None = None  # the processor's limits in pixels, which vLLM needs to serve an adapter
     evaluations: dict[str, dict] = field(default_factory=dict)  # the last one on each dataset
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
 

@@ -552,12 +552,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
     def _model_card(self, **fields) -> JudgeCard:
         """Fill in the current card of the judge."""
-        limits, max_pixels = self.processing_class.image_processor.size, pixel_limit(self.processing_class)
-        image_size = {name: limit for name, limit in dict(limits).items() if limit is not None}
+        max_pixels = pixel_limit(self.processing_class)
         return JudgeCard(
             **self._card_fields(self.base_model_name, **fields),
             lora=lora_of(self.model, quantization=describe_quantization(self.model)),
-            image_size=image_size if max_pixels is not None else None,
             settings=judge_settings(self.args, len(self.train_dataset), max_pixels, self.state.global_step),
             evaluations=self.evaluations,
             pictures=sorted(self.pictures),
