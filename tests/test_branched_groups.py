@@ -16,15 +16,11 @@ from test_families import NUM_STEPS, build_policy, encode, moved_adapter, pixels
 
 
 CASES = {
-    "flux": test_families.Case("build_tiny_flux", "FluxPipeline", 3.5),
-    **{
-        name: test_families.CASES[name]
-        for name in (
-            "kontext", "sd3", "sd3, unguided", "flux2, editing", "klein", "z-image", "z-image, turbo", "qwen",
-            "qwen-edit", "qwen-edit-plus", "qwen-2.1", "qwen-2.1, editing", "longcat",
-            "longcat-edit", "ovis",
-        )
-    },
+    name: test_families.CASES[name]
+    for name in (
+        "flux", "kontext", "sd3", "sd3, unguided", "flux2, editing", "klein", "z-image", "z-image, turbo", "qwen",
+        "qwen-edit", "qwen-edit-plus", "qwen-2.1", "qwen-2.1, editing", "longcat", "longcat-edit", "ovis",
+    )
 }  # fmt: skip
 FOUR_KEYS = [(42, 3, 0, 0, image) for image in range(4)]
 BRANCHES, FULL = SDESettings((1, 2), 0.7, branch_size=2), SDESettings((1, 2), 0.7)

@@ -212,6 +212,8 @@ class TestValues:
             *(({name: 0.0}, f"`{name}` is 0.0.*above 0") for name in ("advantage_clip", "ratio_tolerance")),
             ({"resolution_scale": 1.5}, "`resolution_scale` is 1.5"),
             ({"generation_batch_size": -32}, "`generation_batch_size` is -32"),
+            # Also where a size that is set has the default value
+            ({"num_prompts_per_generation": 42, "generation_batch_size": 320}, "do not fit together"),
         ],
         ids=lambda value: str(value) if isinstance(value, dict) else "",
     )
@@ -288,22 +290,6 @@ class TestRound:
     def test_num_sde_steps_is_the_number_of_trained_steps(self, make_config):
         base = {"num_generations": 4, "num_prompts_per_generation": 4, "sde_steps": [1, 2, 3, 4]}
         assert [make_config(**base, num_sde_steps=n).steps_per_generation for n in (None, 2)] == [64, 32]
-
-    @pytest.mark.parametrize(
-        ("settings", "fitting"),
-        [
-            ({"num_prompts_per_generation": 8, "gradient_accumulation_steps": 7}, 14),
-            # The values of a size that is left out are no exception
-            ({"num_prompts_per_generation": 42, "generation_batch_size": 320}, 20),
-        ],
-        ids=str,
-    )
-    def test_what_is_set_is_never_changed(self, make_config, settings, fitting):
-        with pytest.raises(ValueError, match="do not fit together"):
-            make_config(**settings)
-        config = make_config(**{**settings, "num_prompts_per_generation": fitting})
-        assert config.num_prompts_per_generation == fitting
-        assert all(getattr(config, name) == value for name, value in settings.items() if name[:3] != "num")
 
 
 class TestLauncher:

@@ -327,63 +327,6 @@ class TestTraining:
         assert any(value.abs().max() > 0 for name, value in weights_of(trainer).items() if "lora_B" in name)
 
 
-@pytest.fixture(scope="module")
-def saving() -> dict:
-    evaluation = edits(("Add a dog.", picture(96, 64, 3)), ("Make it night.", picture(64, 64, 4)))
-    often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    return {"max_steps": 4, "eval_dataset": evaluation, **often}
-
-
-def drawn(trainer) -> list[bool]:
-    """For each image drawn from now on, whether it is of an evaluation."""
-    draws, draw = [], trainer.policy.generate
-
-    def keep(*args, **kwargs):
-        draws.append(kwargs.get("sde") is None)
-        return draw(*args, **kwargs)
-
-    trainer.policy.generate = keep
-    return draws
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(klein, dataset, saving, tmp_path_factory):
-    trainer = make(klein, dataset, tmp_path_factory.mktemp("run"), **saving)
-    trainer.draws = drawn(trainer)
-    trainer.train()
-    return trainer
-
-
-class TestEvaluationAndResuming:
-    def test_the_baseline_is_drawn_once(self, uninterrupted):
-        # Two images each: the baseline, and the evaluations after two and four steps
-        assert sum(uninterrupted.draws) == 2 * 3
-        assert len(logs_with(uninterrupted, "eval_reward")) == 2
-        assert len(set(logs_with(uninterrupted, "eval_reward_baseline"))) == 1
-        assert len(set(logs_with(uninterrupted, "eval_reward"))) == 2
-
-    def test_resumed_equals_uninterrupted(self, klein, dataset, saving, uninterrupted, untouched, tmp_path):
-        assert are_equal(weights_of(uninterrupted), weights_of(untouched))  # evaluations change nothing
-        checkpoint = Path(uninterrupted.args.output_dir) / "checkpoint-2"
-        # In the folder of the run, whose baseline is there; read anew from files, as by another process
-        trainer = make(klein, dataset, Path(uninterrupted.args.output_dir), **saving)
-        draws = drawn(trainer)
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-        assert trainer.state.global_step == 4
-        assert sum(draws) == 2 and len(draws) == 2 + 2
-        assert are_equal(weights_of(trainer), weights_of(uninterrupted))
-        for key in ("eval_reward", "eval_reward_baseline", "reward"):
-            assert logs_with(trainer, key) == logs_with(uninterrupted, key)
-
-    def test_another_dataset_of_sources_is_refused(self, klein, dataset, saving, uninterrupted):
-        checkpoint = str(Path(uninterrupted.args.output_dir) / "checkpoint-2")
-        images = [Image.effect_noise(image.size, 50).convert("RGB") for image in dataset["image"]]
-        others = edits(*zip(dataset["prompt"], images, strict=True))
-        trainer = make(klein, others, Path(uninterrupted.args.output_dir) / "elsewhere", **saving)
-        with pytest.raises(ValueError, match="dataset"):
-            trainer.train(resume_from_checkpoint=checkpoint)
-
-
 class TestDataErrors:
     """The model's path does not exist: what is wrong with the data is found before."""
 

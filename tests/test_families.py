@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Every family class against diffusers' own pipeline, on tiny models with a LoRA that is not the identity.
-
-Plain FLUX is in `test_rollout.py`.
-"""
+"""Every family class against diffusers' own pipeline, on tiny models with a LoRA that is not the identity."""
 
 import copy
 import functools
@@ -46,12 +42,12 @@ from paco_trl.rollout.loading import load_pipeline, load_transformer_adapter, pr
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.sampler import PromptEncoder
 from paco_trl.utils.images import to_rgb
+from testing_utils import LORA
 
 
 PROMPT, OTHER_PROMPT, NEGATIVE = "a cat in the morning", "a red house in the rain, many panels", "blue, at night"
 NUM_STEPS, SDE = 4, SDESettings((1, 2), 0.7)
 KEYS = [(42, 3, 0, 0, 0), (42, 3, 0, 0, 1)]
-LORA = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian")
 
 
 def stripes(width: int, height: int, color: tuple[int, int, int]) -> Image.Image:
@@ -152,6 +148,7 @@ qwen_21 = functools.partial(
 )
 # fmt: off
 CASES = {
+    "flux": case("flux", "FluxPipeline", 3.5, user={"max_sequence_length": 32}),
     "kontext": kontext(images=(RED,)),
     "kontext, text only": kontext(),
     "sd3": sd3(4.0, NEGATIVE, guide=usual, split=doubled),
@@ -430,7 +427,7 @@ def pixels_for_vae(pipeline, call: Callable) -> torch.Tensor:
 
 
 def test_every_family_has_a_case():
-    assert {case.pipeline for case in CASES.values()} | {"FluxPipeline"} == set(FAMILIES)
+    assert {case.pipeline for case in CASES.values()} == set(FAMILIES)
 
 
 def test_class_and_default_targets(setup):

@@ -2,7 +2,6 @@
 """PaCoGRPOTrainer on a tiny real FLUX pipeline: invariants of the method, what is logged, what bad input gets."""
 
 import copy
-import functools
 import json
 import re
 from contextlib import nullcontext
@@ -81,17 +80,13 @@ class TestTraining:
                 assert all(panel.size == (image.width // c, image.height // r) for panel in panels)
             return redness_reward(prompts, completions)
 
-        make = functools.partial(make_trainer, train_dataset=dataset, reward_funcs=sizes_reward)
-        trainer = make(num_prompts_per_generation=12, per_device_train_batch_size=2)
+        settings = {"num_prompts_per_generation": 12, "per_device_train_batch_size": 2}
+        trainer = make_trainer(train_dataset=dataset, reward_funcs=sizes_reward, **settings)
         trainer.train()
         # Half of 48 pixels a panel is 24, a multiple of 4
         assert {size for size, _ in seen} == {(24 * c, 24 * r) for _, (r, c) in seen}
         assert len({size for size, _ in seen}) > 2
         assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
-        with pytest.raises(
-            ValueError, match=r"`per_device_train_batch_size` \(8\) must divide `num_generations` \(4\)"
-        ):
-            make(per_device_train_batch_size=8)
 
     def test_a_pipeline_without_a_name(self, make_small, tiny_flux, tmp_path):
         loaded = DiffusionPipeline.from_pretrained(tiny_flux)
@@ -429,26 +424,6 @@ class TestSteps:
 
 
 class TestRewards:
-    @pytest.mark.slow
-    def test_an_image_without_reward_is_left_out(self, make_trainer):
-        left_out = []
-
-        def sometimes_none(prompts, completions, **kwargs):
-            rewards = redness_reward(prompts, completions)
-            rewards[0] = rewards[5] = None
-            left_out.extend(r is None for r in rewards)
-            return rewards
-
-        trainer = make_trainer(reward_funcs=[sometimes_none], per_device_train_batch_size=1, max_reward_failures=0.2)
-        trainer.train()
-        buffer = trainer.buffer.entries
-        assert [entry["weights"].item() == 0 for entry in buffer] == left_out and sum(left_out) == 2
-        assert [entry["advantages"].item() == 0 for entry in buffer] == left_out
-        for update in (buffer[:8], buffer[8:]):  # the mean is over the valid images of an optimizer step
-            assert sum(entry["weights"].item() for entry in update) == pytest.approx(1.0)
-        assert logs_with(trainer, "images_excluded") == [2, 2]
-        assert logs_with(trainer, "rewards/sometimes_none/failure_rate") == [0.125, 0.125]
-
     @pytest.mark.parametrize("ceiling", [0.5, 1.0])  # whatever is allowed, nothing is left to learn from
     def test_a_round_without_any_reward_stops_the_run(self, make_small, ceiling):
         ceilings = {"max_reward_failures": 1.0, "max_excluded_images": ceiling, "max_excluded_groups": ceiling}
@@ -493,18 +468,6 @@ class TestRewards:
         expected = (total - total.mean()) / (total.std() + 1e-4)
         assert any(torch.allclose(values, expected, atol=1e-4) for values in found)
 
-    def test_columns_that_do_not_fit_the_images_are_refused(self, make_small):
-        def first(prompts, completions, log_extra, **kwargs):
-            log_extra("reason", ["why"] * len(completions))
-            return redness_reward(prompts, completions)
-
-        def second(prompts, completions, log_extra, **kwargs):
-            return first(prompts, completions, log_extra)
-
-        make_small(reward_funcs=first, max_steps=1).train()
-        with pytest.raises(RuntimeError, match="16 values in the column 'reason' .*for 8 images"):
-            make_small(reward_funcs=[first, second]).train()
-
 
 class TestLogs:
     @pytest.mark.slow
@@ -544,31 +507,6 @@ class TestLogs:
 
 
 class TestEvaluation:
-    def test_full_resolution_fixed_noise_exact_mean(self, make_small, prompts):
-        sizes, means = [], []
-
-        def watch(prompts, completions, **kwargs):
-            sizes.extend(image.size for image in completions)
-            rewards = redness_reward(prompts, completions)
-            means.append(sum(rewards) / len(rewards))
-            return rewards
-
-        trainer = make_small(reward_funcs=watch, eval_dataset=prompts.select(range(3)), num_inference_steps_eval=3)
-        first = trainer.evaluate()
-        assert trainer.evaluate() == first
-        assert sizes == [(64, 64)] * 3  # the untrained model is the baseline, which is drawn once
-        assert first["eval_reward"] == pytest.approx(means[0])
-        assert first["eval_rewards/watch/failure_rate"] == 0
-        trainer.train()
-        assert trainer.model.training
-        sizes.clear()
-        third = trainer.evaluate()
-        assert sizes == [(64, 64)] * 3
-        assert third["eval_reward"] != first["eval_reward"]
-        assert third["eval_reward_baseline"] == first["eval_reward"]
-        assert trainer.evaluate() == third
-        assert any("eval_reward" in entry for entry in trainer.state.log_history)
-
     def test_a_reward_without_weight_or_value_spoils_nothing(self, make_trainer, prompts, tmp_path):
         rewards = {"reward_funcs": [redness_reward, broken_reward], "reward_weights": [1.0, 0.0]}
         trainer = make_trainer(**rewards, eval_dataset=prompts.select(range(1)), num_inference_steps_eval=2)
@@ -578,13 +516,6 @@ class TestEvaluation:
         # Of a single image there is no deviation, of no value no mean
         assert not {"eval_reward_std", "eval_rewards/broken_reward/mean"} & set(metrics)
         assert not (tmp_path / "out" / "contact_sheets").exists()
-
-    def test_in_training(self, make_small, prompts):
-        datasets = {"a": prompts.select(range(1)), "b": prompts.select(range(2))}
-        settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "num_inference_steps_eval": 2}
-        trainer = make_small(bf16=True, eval_dataset=datasets, **settings)
-        trainer.train()
-        assert len(logs_with(trainer, "eval_a_reward")) == len(logs_with(trainer, "eval_b_reward")) == 3
 
     def test_one_on_start_is_not_repeated_by_a_resumed_run(self, make_small, tmp_path, prompts):
         settings = {"eval_dataset": prompts.select(range(2)), "eval_on_start": True, "num_inference_steps_eval": 2}

@@ -67,15 +67,16 @@ class TestSettings:
         assert identity() == identity(token="hf_secret", cache_dir="/elsewhere")
 
     @pytest.mark.parametrize("with_source", [False, True])
-    def test_references_are_identity(self, tmp_path, with_source):
+    def test_references_and_sources_are_identity(self, tmp_path, with_source):
         args = PaCoGRPOConfig(str(tmp_path), **SETTINGS)
 
-        def identity(width):
+        def identity(width, color="red"):
             row = {"prompt": "A.", "references": [Image.new("RGB", (width, 64))]}
-            row |= {"image": Image.new("RGB", (64, 64))} if with_source else {}
+            row |= {"image": Image.new("RGB", (64, 64), color)} if with_source else {}
             return run_identity(args, "base", None, None, PromptRows(Dataset.from_list([row]), args, "it"))
 
         assert identity(64) == identity(64) != identity(72)
+        assert (identity(64) != identity(64, "blue")) is with_source
 
     def test_a_baseline_belongs_to_what_evaluations_see(self, tmp_path):
         def settings(**changes):

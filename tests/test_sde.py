@@ -106,14 +106,6 @@ class TestLogProb:
         assert (other.log_prob != sampled.log_prob).all()
         assert (moved.log_prob != sampled.log_prob).all()
 
-    def test_prev_sample_is_scored_in_float32(self, step_inputs):
-        v, x, x_next = step_inputs
-        stored = x_next.to(torch.bfloat16)
-        step = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, prev_sample=stored)
-        assert step.prev_sample.dtype == torch.float32
-        expected = sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, prev_sample=stored.float())
-        assert torch.equal(step.log_prob, expected.log_prob)
-
     @pytest.mark.parametrize("kind", SDE_TYPES)
     def test_sampled_noise_has_the_standard_deviation_of_the_step(self, kind):
         v = x = torch.zeros(1, 100_000)
