@@ -115,7 +115,7 @@ class TestPickScoreReward:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"prompts": ["a cat"]}, "zip"),
+            ({"prompts": ["a cat"]}, "1 entries for 2"),
             ({"completions": [noise(0), Image.new("RGB", (0, 8))]}, "completion 1"),
             ({"panels": [["a"], ["b", "c"]], "panel_images": [[noise(0)]] * 2}, "completion 1"),
             ({"panels": [["a"], [" "]], "panel_images": [[noise(0)]] * 2}, "completion 1"),

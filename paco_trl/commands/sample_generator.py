@@ -14,10 +14,10 @@ from PIL import Image
 
 from .. import PaCoGRPOConfig
 from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
-from ..rollout.loading import hub_arguments
 from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import EncodedRows, RolloutSampler
 from ..rollout.sde import STREAMS
+from ..utils.files import hub_arguments
 
 
 class Generation(NamedTuple):

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from ..utils.addresses import is_loopback
+from ..utils.files import find_adapter_file
 from .main import say
 from .parser import CommandParser, option
 
@@ -83,9 +84,9 @@ def serve_command(args: ServeArguments, executable: str) -> list[str]:
 def _adapter_options(adapter: str, name: str) -> list[str]:
     from transformers import AutoImageProcessor
 
-    from ..rewards.paco_reward import has_processor, safetensors_of
+    from ..rewards.paco_reward import has_processor
 
-    weights = safetensors_of(adapter)
+    weights = find_adapter_file(adapter)
     with safe_open(weights, "pt") as file:
         shapes = {layer: file.get_slice(layer).get_shape() for layer in file.keys()}
     # From the weights, since single layers may have a rank of their own

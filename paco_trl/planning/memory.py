@@ -37,11 +37,12 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 from ..rewards.paco_reward import resolve_base_model
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
 from ..rollout.families.unlisted import TransformerReachedError
-from ..rollout.loading import hub_arguments, keep_dtype_of_norms, prepare_transformer, read_peft_config
+from ..rollout.loading import keep_dtype_of_norms, prepare_transformer, read_peft_config
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_reward_config import PaCoRewardConfig
 from ..trainer.paco_reward_trainer import complete_peft_config
+from ..utils.files import hub_arguments
 
 
 # Fraction of a device that a plan may take: the rest is for CUDA, fragmentation, and what the plan leaves out

@@ -15,6 +15,7 @@ from ..data.columns import column_of, panels_of
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import to_device, to_rgb
 from ..utils.names import check_model_name, public_name
+from ..utils.text import is_text
 
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -103,44 +104,6 @@ class ClipEmbedder:
             attention_mask=None if mask is None else to_device(mask, self.model.device),
         ).pooler_output  # (B, D)
 
-    def score_texts(
-        self,
-        images: list[list[Image.Image]],
-        texts: list[list[str]],
-        scale: float = 1.0,
-        log_metric: Callable[[str, float], None] | None = None,
-    ) -> list[float]:
-        """Average the cosine of each image with its text, times `scale`, over the images of a completion."""
-        distinct = list(dict.fromkeys(chain(*texts)))
-        if log_metric is not None and distinct:
-            lengths = [len(ids) for ids in self.processor.tokenizer(distinct)["input_ids"]]
-            limit = self.model.config.text_config.max_position_embeddings
-            log_metric(f"{self.__name__}/truncated_texts", sum(length > limit for length in lengths) / len(lengths))
-        names = [
-            f"Image {place} of completion {index}" for index, row in enumerate(images) for place in range(len(row))
-        ]
-        image_embeds, text_embeds = self.embed(list(chain(*images)), names, list(chain(*texts)))  # (images, D)
-        similarities = scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
-        return [row.mean().item() for row in similarities.split([len(row) for row in images])]
-
-
-def check_panels(
-    metric: str,
-    completions: list[Image.Image],
-    panels: list[list[str]] | None,
-    panel_images: list[list[Image.Image]] | None,
-) -> tuple[list[list[str]], list[list[Image.Image]]]:
-    """Check that each completion has a text for each of its panels, and return the two columns."""
-    panels = column_of(panels, "panels", len(completions), metric)
-    panel_images = column_of(panel_images, "panel_images", len(completions), metric)
-    for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
-        if not texts or not all(isinstance(text, str) and text.strip() for text in texts) or len(images) != len(texts):
-            raise ValueError(
-                f"`panels` of completion {index} is {texts!r}, but {metric} requires a text for each of its {len(images)} "
-                "panel images. Check `rows`, `cols` and `panels` in the dataset."
-            )
-    return panels, panel_images
-
 
 class ClipTReward(ClipEmbedder):
     """
@@ -184,6 +147,8 @@ class ClipTReward(ClipEmbedder):
     """
 
     __name__ = "clip_t"  # names TRL's metrics, `rewards/clip_t/mean`
+    needs_panels = True
+    scale = 1.0
 
     def __call__(
         self,
@@ -195,11 +160,30 @@ class ClipTReward(ClipEmbedder):
         **kwargs,
     ) -> list[float]:
         """Return one score per completion, the mean over its `panel_images`, each with its text in `panels`."""
-        texts, images = check_panels("CLIP-T", completions, panels, panel_images)
-        return self.score_texts(images, texts, log_metric=log_metric)
+        if panels is None and not self.needs_panels:
+            panels, panel_images = [[prompt] for prompt in prompts], [[image] for image in completions]
+        panels = column_of(panels, "panels", len(completions), f"`{type(self).__name__}`")
+        panel_images = column_of(panel_images, "panel_images", len(completions), f"`{type(self).__name__}`")
+        for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
+            if not texts or not all(map(is_text, texts)) or len(images) != len(texts):
+                problem = f"but each of its {len(images)} panel images requires a text"
+                raise ValueError(
+                    f"`panels` of completion {index} is {texts!r}, {problem}. Check `rows`, `cols` and `panels` in the dataset."
+                )
+        distinct = list(dict.fromkeys(chain(*panels)))
+        if log_metric is not None and distinct:
+            lengths = [len(ids) for ids in self.processor.tokenizer(distinct)["input_ids"]]
+            limit = self.model.config.text_config.max_position_embeddings
+            log_metric(f"{self.__name__}/truncated_texts", sum(length > limit for length in lengths) / len(lengths))
+        names = [
+            f"Image {place} of completion {index}" for index, row in enumerate(panels) for place in range(len(row))
+        ]
+        image_embeds, text_embeds = self.embed(list(chain(*panel_images)), names, list(chain(*panels)))  # (images, D)
+        similarities = self.scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
+        return [row.mean().item() for row in similarities.split([len(row) for row in panels])]
 
 
-class PickScoreReward(ClipEmbedder):
+class PickScoreReward(ClipTReward):
     """
     PickScore reward: a CLIP trained on which of two images people preferred for a prompt. It rewards the look of an
     image as well as its content.
@@ -224,6 +208,7 @@ class PickScoreReward(ClipEmbedder):
     """
 
     __name__ = "pick_score"  # names TRL's metrics, `rewards/pick_score/mean`
+    needs_panels = False  # without the column it takes the whole image
 
     def __init__(
         self,
@@ -234,24 +219,7 @@ class PickScoreReward(ClipEmbedder):
         batch_size: int = 32,
     ):
         super().__init__(model, device, dtype, batch_size, processor=processor)
-
-    def __call__(
-        self,
-        prompts: list[str],
-        completions: list[Image.Image],
-        panels: list[list[str]] | None = None,
-        panel_images: list[list[Image.Image]] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
-        **kwargs,
-    ) -> list[float]:
-        """Return one score per completion; with `panels`, the mean over its `panel_images`."""
-        if panels is None:
-            rows = list(zip(completions, prompts, strict=True))
-            images, texts = [[image] for image, _ in rows], [[prompt] for _, prompt in rows]
-        else:
-            texts, images = check_panels("PickScore", completions, panels, panel_images)
-        scale = self.model.logit_scale.float().exp().item() / PICK_SCORE_DIVISOR
-        return self.score_texts(images, texts, scale, log_metric)
+        self.scale = self.model.logit_scale.float().exp().item() / PICK_SCORE_DIVISOR
 
 
 class ClipIScorer(ClipEmbedder):

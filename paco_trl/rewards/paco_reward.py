@@ -5,7 +5,6 @@ import functools
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, combinations
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
-from peft import PeftConfig, PeftModel
-from peft.utils import get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from PIL import Image
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -30,7 +29,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import find_model_file
+from ..utils.files import find_adapter_file, find_model_file, hub_arguments
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import find_control_tokens, load_image, patch_size_of, to_device, tower_arguments
 from ..utils.names import check_model_name, public_name
@@ -51,7 +50,6 @@ from .judge import (
 from .prefix_sharing import order_for_sharing, share_prefixes
 
 
-_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Model types that take each image as one tensor of features, already encoded by the vision tower
 _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
@@ -173,7 +171,7 @@ class PaCoReward:
             )
             _check_loading(base, info)
             if is_adapter:
-                network = load_judge_adapter(network, model, **_hub_arguments(kwargs))
+                network = load_judge_adapter(network, model, **hub_arguments(kwargs))
         network.to(device if device is not None else PartialState().device)
         return cls(network, processor, model, batch_size)
 
@@ -182,9 +180,9 @@ class PaCoReward:
         """Load the processor of a judge (or of an adapter's base model) without the weights; check its tokenizer."""
         model = os.fspath(model)
         base, base_kwargs, is_adapter = resolve_base_model(model, kwargs)
-        if is_adapter and not has_processor(model, **_hub_arguments(kwargs)):
+        if is_adapter and not has_processor(model, **hub_arguments(kwargs)):
             model, kwargs = base, base_kwargs
-        processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **_hub_arguments(kwargs))
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **hub_arguments(kwargs))
         decision_token_ids(processor.tokenizer)
         if processor.chat_template is None:
             raise ValueError(f"{model!r} has no chat template. Save one with its processor, or use another model.")
@@ -505,14 +503,10 @@ def scales_logits(config: PreTrainedConfig) -> str | None:
     return next((name for name in _SCALES if getattr(text_config, name, None) not in (None, 1, 1.0)), None)
 
 
-def _hub_arguments(kwargs: dict) -> dict:
-    return {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS}
-
-
 def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
     """Return the base model of an adapter, or the model itself; its loading arguments; and whether it is a base."""
     check_model_name(model)
-    hub_kwargs = _hub_arguments(kwargs)
+    hub_kwargs = hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:
         return model, kwargs, False
     config = PeftConfig.from_pretrained(model, **hub_kwargs)
@@ -546,35 +540,24 @@ def has_processor(model: str, **hub_kwargs) -> bool:
     return any(find_model_file(model, name, **hub_kwargs) is not None for name in PROCESSOR_FILES)
 
 
-def safetensors_of(adapter: str, **hub_kwargs) -> str:
-    """Return the path of an adapter's safetensors file; PEFT would fall back to a pickle."""
-    weights = find_model_file(adapter, "adapter_model.safetensors", **hub_kwargs)
-    if weights is None:
-        raise ValueError(f"The adapter {adapter!r} has no adapter_model.safetensors; other formats can run code.")
-    return weights
-
-
 def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> PeftModel:
     """Add an adapter, possibly with old layer names, to a vision-language model."""
-    weights = safetensors_of(adapter, **hub_kwargs)
     model_type = network.config.model_type
     config = PeftConfig.from_pretrained(adapter, **hub_kwargs)
+    config.inference_mode = True
     if not isinstance(config.target_modules, str):  # a pattern, or a list which may be of whole names
         config.target_modules = set(rename_old_layers(config.target_modules or [], model_type))
+    saved = load_file(find_adapter_file(adapter, **hub_kwargs))  # PEFT would fall back to a pickle
+    names = rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in saved), model_type)
+    weights = dict(zip((_PEFT_PREFIX + name for name in names), saved.values(), strict=True))
     try:
-        with warnings.catch_warnings():
-            # PEFT loads an adapter whose names do not match as an untrained one, with this warning
-            warnings.filterwarnings("error", message="Found missing adapter keys")
-            options = {"key_mapping": _OLD_LAYERS if model_type in _ENCODED_IMAGES else None, **hub_kwargs}
-            model = PeftModel.from_pretrained(network, adapter, config=config, torch_device="cpu", **options)
-        # PEFT silently ignores weights of layers that the configuration does not name
-        with safe_open(weights, "pt") as file:
-            names = rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in file.keys()), model_type)
-        loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
-        unexpected = set(names) - {name.removeprefix(_PEFT_PREFIX) for name in loaded}
-        if unexpected:
-            raise ValueError(f"unexpected weights {sorted(unexpected)}.")
-    except (UserWarning, ValueError, RuntimeError) as error:
+        model = get_peft_model(network, config)
+        set_peft_model_state_dict(model, weights)
+        # PEFT drops weights without a layer, and initializes layers without weights
+        expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+        if different := sorted(weights.keys() ^ expected.keys()):
+            raise ValueError(f"missing or unexpected weights {different}.")
+    except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(error)[:300]} "
             "If another version of transformers trained it, merge it with that version."

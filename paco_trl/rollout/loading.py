@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from trl import ModelConfig
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import find_adapter_file, peft_folder
+from ..utils.files import find_adapter_file, hub_arguments, peft_folder
 from ..utils.names import check_adapter_base, check_model_name
 from ..utils.quantization import describe_quantization, quantization_config
 from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
@@ -147,10 +147,6 @@ def pipeline_quantization(pipeline: DiffusionPipeline) -> str | None:
 def quantization_text(config: PipelineQuantizationConfig) -> str:
     """Return the settings of a quantization as text."""
     return str({name: value for name, value in vars(config).items() if name != "config_mapping"})  # filled by loading
-
-
-def hub_arguments(model_init_kwargs: dict) -> dict[str, Any]:
-    return {name: model_init_kwargs[name] for name in ("revision", "cache_dir", "token") if name in model_init_kwargs}
 
 
 def read_index(model: str, model_init_kwargs: dict) -> dict:

@@ -80,6 +80,12 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         os.replace(staged, folder)
 
 
+def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that say where on the Hub a file is."""
+    names = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+    return {name: kwargs[name] for name in names if name in kwargs}
+
+
 def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
     """Find a file of a model, by Hub id or directory; return its path, or `None` if the model has no such file."""
     from transformers.utils import cached_file  # takes a second to import
@@ -88,12 +94,12 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
     return cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
 
 
-def find_adapter_file(adapter: str) -> str:
+def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
     """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
     folder, file = _split_adapter(adapter)
     names = (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")
     read = [name for name in ([file] if file else names) if name.endswith(".safetensors")]
-    found = list(filter(None, (find_model_file(folder, name) for name in read)))[:1]
+    found = list(filter(None, (find_model_file(folder, name, **hub_arguments) for name in read)))[:1]
     if not found and file is None:
         found = [str(path) for path in Path(adapter).glob("*.safetensors") if not _ALL_WEIGHTS.match(path.name)]
     if len(found) != 1:

@@ -137,9 +137,9 @@ REWARDS = [
             "trust_remote_code: bool = False,\n        quantization",
             "trust_remote_code: bool = True,\n        quantization",
         ),
-        ("        if unexpected:\n", "        if False:\n"),
+        ("sorted(weights.keys() ^ expected.keys()):", "sorted(expected.keys() - weights.keys()):"),
+        ("sorted(weights.keys() ^ expected.keys()):", "sorted(weights.keys() - expected.keys()):"),
         ('_OLD_LAYERS = {r"^model\\.(?=layers|norm|embed_tokens)": "model.language_model.", ', "_OLD_LAYERS = {"),
-        ('warnings.filterwarnings("error", message="Found missing adapter keys")', "pass"),
     ),
     *_mutants(
         "rewards/paco_reward.py",
