@@ -93,6 +93,7 @@ def test_numbers_as_texts():
     assert cell_text(cell(0.5, None)) == "0.500 (no interval)"
     assert cell_text(cell(None)) == cell_text(cell(math.nan)) == "n/a"
     assert cell_text(cell(-0.0, 0.0012), signed=True) == "0.000 [-0.001, +0.001]"
+    assert cell_text(cell(-2e-5, 1e-6), signed=True) == "-2.0e-05 [-2.1e-05, -1.9e-05]"
 
 
 def test_metric_tables_have_a_row_for_each_metric(results):
@@ -162,9 +163,10 @@ def test_page_of_edits_shows_the_sources(tmp_path):
     assert re.search(r"source.*base.*tuned", page.text("sets"))
     assert "6.469 [6.449, 6.489]" in page.text("results") and "copies" not in page.texts
     assert "scorers: consistency: Qwen2.5-VL-72B-Instruct" in page.texts[""]
-    results["sets"][3]["source"] = None
+    assert "so few prompts (4)" in page.text("results")
+    results["sets"][3]["source"], results["num_prompts"] = None, 10
     page = Page(save_generation_report(results, tmp_path / "report", num_shown=2)["html"])
-    assert len(page.pictures("sets")) == 5
+    assert len(page.pictures("sets")) == 5 and "so few prompts" not in page.text("results")
 
 
 def test_hostile_prompts_are_text(results, tmp_path):

@@ -32,6 +32,8 @@ from .image_sets import load_image_file
 _SIDE = 480
 # ... and not wider than this
 _MAX_WIDTH = 1280
+# Fewer than this make no interval to rely on
+_FEW_PROMPTS = 10
 # Kinds of rows in bold
 MEANS = ("group", "average")
 LEGEND = (
@@ -111,7 +113,7 @@ def report_sections(results: dict[str, Any]) -> list[tuple[str, str]]:
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
         settings.append([name, *texts, *["differs" if values[0] != values[-1] else ""] * is_paired])
     sections = {
-        "Results": "\n\n".join([*(metric_table(table, names) for table in results["tables"]), LEGEND]),
+        "Results": "\n\n".join([*(metric_table(table, names) for table in results["tables"]), legend(results)]),
         "Breakdowns": "\n\n".join(metric_table(table, names) for table in results["breakdowns"]),
         "Images": markdown_table(
             ["", *names], [[name, *(s["counts"].get(name, "n/a") for s in systems)] for name in counts]
@@ -169,6 +171,12 @@ def facts(results: dict[str, Any]) -> list[str]:
         f"scorers: {'; '.join(scorers)}",
         versions,
     ]
+
+
+def legend(results: dict[str, Any]) -> str:
+    """Explain the tables of metrics, and warn of few prompts."""
+    few = f" An interval over so few prompts ({results['num_prompts']}) is too narrow: it says little."
+    return LEGEND + few * (results["num_prompts"] < _FEW_PROMPTS)
 
 
 def cell_text(cell: dict[str, Any], signed: bool = False) -> str:
@@ -368,4 +376,4 @@ def _section(results: dict[str, Any]) -> list[str]:
     tables = [metric_table(table, names) for table in results["tables"]]
     alerts = bullet_list(results["alerts"], bold=True)
     lists = "\n".join(filter(None, (alerts, bullet_list([*lines, *results["notes"]]))))
-    return [*tables, LEGEND, lists]
+    return [*tables, legend(results), lists]

@@ -50,12 +50,12 @@ def some_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:10])}{', ...' * (len(names) > 10)}"
 
 
-def number_text(value: float | None, decimals: int = 3, signed: bool = False, missing: str = "n/a") -> str:
-    """Format a number; `missing` replaces `None` and non-finite values. With `signed`, zero has no sign."""
+def number_text(value: float | None, signed: bool = False, missing: str = "n/a") -> str:
+    """Format a number; `missing` replaces `None` and non-finite values. Only 0 looks like 0, and has no sign."""
     if value is None or not math.isfinite(value):
         return missing
-    text = f"{value:{'+' if signed else ''}.{decimals}f}"
-    return text if not signed or float(text) else text[1:]
+    sign, digits = "+" if signed and value else "z", ".1e" if 0 < abs(value) < 0.0005 else ".3f"  # z: -0.0 is 0
+    return f"{value:{sign}{digits}}"
 
 
 def interval_text(mean: float | None, low: float | None, high: float | None, *, missing: str = "n/a") -> str:
