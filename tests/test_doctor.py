@@ -258,6 +258,18 @@ class TestFaults:
         assert rows["rewards"].verdict == "ok"
         assert rows["model and adapter"].finding == rows["memory"].finding == "needs: data"
 
+    def test_a_model_that_cannot_be_loaded(self, examine, monkeypatch):
+        def needy(prompts, completions, masks, **kwargs):
+            return masks
+
+        rows = examine("memory", model_name_or_path="makers/base")
+        found = {"configuration": "warning", "model and adapter": "failed", "memory": "failed"}
+        assert verdicts(rows) == healthy("memory") | found
+        assert all("the model makers/base" in rows[name].finding + rows[name].advice for name in found)
+        monkeypatch.setitem(script_arguments._REWARDS, "needy", lambda args: needy)
+        row = examine("model and adapter", model_name_or_path="makers/base", rewards=["needy"])["model and adapter"]
+        assert row.verdict == "failed" and "masks" in row.finding
+
     def test_prompts_that_are_repeated(self, examine, prompt_rows):
         row = examine("data", rows=[*prompt_rows[:4], *prompt_rows[:1]])["data"]
         assert row.verdict == "warning" and "more often" in row.advice

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from hub_server import HubServer
 from paco_trl import PaCoReward, generation
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.rewards import ClipTReward
@@ -30,6 +31,19 @@ def test_a_path_is_no_hub_id(loader, tmp_path, monkeypatch):
     with pytest.raises((FileNotFoundError, ValueError), match="a.safetensors'"):
         loader("a.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["pipeline", "pipeline of a benchmark"])
+def test_a_hub_that_cannot_be_reached(name, tmp_path):
+    with pytest.raises(ConnectionError, match=r"model makers/base \(`HF_HUB_OFFLINE` is set\).*Pass a directory"):
+        LOADERS[name]("makers/base")
+    with HubServer({}) as hub, hub.connected(tmp_path):
+        with pytest.raises(OSError, match="not a valid model identifier"):  # it can
+            LOADERS[name]("makers/base")
+        hub.stop()
+        with pytest.raises(ConnectionError, match=r"model makers/base \(.*refused"):
+            LOADERS[name]("makers/base")
+        hub.start()
 
 
 def test_what_is_a_path(tmp_path, monkeypatch):

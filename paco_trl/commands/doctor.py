@@ -104,7 +104,8 @@ class PlanArguments:
 class DoctorState:
     """What the checks find: each adds what later ones need."""
 
-    parse: Callable[..., tuple[Any, Any, PlanArguments]]  # takes further options
+    parser: CommandParser
+    words: list[str]
     temporary_dir: str  # in place of the run's output directory, so that the doctor leaves nothing behind
     run: dict[str, Any] = field(default_factory=dict)  # settings of the run that `args` has changed
     skips: str = ""  # why no weights are loaded
@@ -117,6 +118,10 @@ class DoctorState:
     eval_reward_funcs: list[Callable] | None = None
     trainer: PaCoGRPOTrainer = _MISSING
     generator: SampleGenerator = _MISSING
+
+    def parse(self, *more: str) -> tuple[Any, Any, PlanArguments]:
+        """Parse the options, and further ones."""
+        return self.parser.parse_args_and_config([*self.words, *more])
 
 
 # ---- Checks: a text is what was found, an error makes the row fail, and what the package logs meanwhile is a warning ----
@@ -137,6 +142,12 @@ def check_configuration(state: DoctorState) -> Row:
     row = Row(OK, "")
     try:
         state.script_args, args, state.plan_args = state.parse()
+    except OSError as error:
+        if state.parser.presets is None:
+            raise
+        state.parser.presets = None  # they need the model
+        row = check_configuration(state)
+        return replace(row, verdict=WARNING, advice=f"{error} Its family's defaults are left out. {row.advice}")
     except ValueError as error:
         if torch.accelerator.is_available():
             raise
@@ -404,11 +415,11 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
 def examine(command: str, words: list[str], console: Console) -> list[Row]:
     """Run all checks that can run, with the options of a training command."""
     rows: list[Row] = []
-    parse, checks = _parser(command).parse_args_and_config, CHECKS
+    checks = CHECKS
     if command == "reward":
         checks = {name: CHECKS[name] for name in ("versions", "configuration", "memory")}
     with tempfile.TemporaryDirectory() as temporary_dir:
-        state = DoctorState(lambda *more: parse([*words, *more]), temporary_dir)
+        state = DoctorState(_parser(command), words, temporary_dir)
         for number, (name, (check, needs)) in enumerate(checks.items(), start=1):
             console.print(f"\\[{number}/{len(checks)}] {name} ...", highlight=False)
             missing = [row.check for row in rows if row.check in needs and row.verdict in (FAILED, SKIPPED)]

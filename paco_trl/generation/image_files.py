@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from ..data.grids import split_grid
 from ..utils.files import to_png, write_atomically
-from ..utils.names import check_adapter_base, check_model_name
+from ..utils.names import check_adapter_base
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 from ..utils.text import some_of
@@ -51,14 +51,14 @@ def load_pipeline(
     from accelerate import PartialState
     from diffusers import DiffusionPipeline
 
-    check_model_name(model)
+    from ..rollout.loading import load_transformer_adapter, read_index
+
+    read_index(model, {})
     # Not the loader of the trainer, which refuses what cannot be trained
     pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.to(PartialState().device if device is None else device)
     if adapter is not None:
-        from ..rollout.loading import load_transformer_adapter
-
         adapter = str(adapter)
         check_adapter(adapter, pipeline)
         transformer = load_transformer_adapter(pipeline.transformer, adapter, pipeline)

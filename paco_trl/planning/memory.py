@@ -37,7 +37,7 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 from ..rewards.paco_reward import resolve_base_model
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
 from ..rollout.families.unlisted import TransformerReachedError
-from ..rollout.loading import keep_dtype_of_norms, prepare_transformer, read_peft_config
+from ..rollout.loading import keep_dtype_of_norms, prepare_transformer, read_index, read_peft_config
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_reward_config import PaCoRewardConfig
@@ -233,7 +233,7 @@ class _PlanMode(FakeTensorMode):
 def load_without_weights(model: str, dtypes: dict[str, torch.dtype], **where) -> DiffusionPipeline:
     """Load a pipeline whose models are built from their configs, on the meta device."""
     parts: dict[str, Any] = {}
-    for name, entry in DiffusionPipeline.load_config(model, **where).items():
+    for name, entry in read_index(model, where).items():
         if not isinstance(entry, list | tuple) or entry[0] is None:  # a setting, or a part that is left out
             continue
         kind = getattr(import_module(entry[0]), entry[1])

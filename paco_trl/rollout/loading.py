@@ -21,7 +21,7 @@ from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from diffusers.models import attention_dispatch
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
@@ -155,7 +155,15 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
     try:
         return DiffusionPipeline.load_config(model, **hub_arguments(model_init_kwargs))
     except OSError as error:
-        if not isinstance(error.__context__, GatedRepoError):
+        reason = error.__context__
+        if isinstance(reason, LocalEntryNotFoundError):  # diffusers says that the repository lacks the file
+            is_offline = isinstance(reason.__cause__, OfflineModeIsEnabled)
+            cause = "`HF_HUB_OFFLINE` is set" if is_offline else reason.__cause__
+            raise ConnectionError(
+                f"The Hub cannot be reached for the model {model} ({cause}), which is not in the cache. Pass a directory, or "
+                "download it once: the cache needs no network then, and with `HF_HUB_OFFLINE=1` no waiting."
+            ) from error
+        if not isinstance(reason, GatedRepoError):
             raise
         remedy = "Accept its terms on its page, and log in with the same account: `hf auth login`."
         raise PermissionError(f"The model {model} is gated. {remedy}") from error
