@@ -114,6 +114,17 @@ class TestPlan:
             assert plan(num_prompts=number, **rest).num_prompts == number
 
 
+def test_rows_that_no_round_uses_are_counted(make_small, prompts, capsys):
+    settings = {"train_dataset": prompts.select(range(3)), "disable_tqdm": False}
+    schedule = make_small(**settings, max_steps=2).schedule
+    assert "images. 1 of 3 rows are in none of the run's 1 round(s) of 2.\n" in capsys.readouterr().out
+    assert "are in none" not in make_small(**settings, max_steps=-1, num_train_epochs=10).schedule.describe_unused()
+    schedule.args.max_steps, schedule.args.shuffle_dataset = 20, False
+    assert schedule.describe_unused().endswith(
+        "none of the run's 10 round(s) of 2, in each epoch the same (`shuffle_dataset`)."
+    )
+
+
 class TestFill:
     def test_weights_make_a_mean_over_the_valid_images_of_all_processes(self):
         """Two processes with two micro-batches of two images, in two optimizer steps, each image at two trained steps."""

@@ -2,7 +2,6 @@
 """`paco-trl doctor`: checks of a training run, in minutes and without training."""
 
 import logging
-import math
 import os
 import sys
 import tempfile
@@ -217,10 +216,9 @@ def check_data(state: DoctorState) -> str:
         sources = "" if each.sources is None else f", up to {each.sources.max_count} source image(s) each"
         columns = ", ".join(each.dataset.column_names)
         findings.append(f"{len(each)} prompts{images}{sources} ({columns}); panels {_listed(Counter(each.layouts))}.")
-    rounds, steps_per_round = schedule.rounds_per_epoch, schedule.optimizer_steps_per_round
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rounds * steps_per_round)
-    findings.append(f"{rounds} round(s) in an epoch; {steps} optimizer steps, {steps / steps_per_round:g} round(s).")
-    return " Evaluation: ".join(findings[:-1]) + f" {findings[-1]}"
+    steps, rounds = schedule.max_steps, schedule.max_steps / schedule.optimizer_steps_per_round
+    plan = f"{schedule.rounds_per_epoch} round(s) in an epoch; {steps} optimizer steps, {rounds:g} round(s)."
+    return f"{' Evaluation: '.join(findings)} {plan}{schedule.describe_unused()}"
 
 
 def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:

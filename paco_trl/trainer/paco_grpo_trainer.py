@@ -322,7 +322,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if self.accelerator.is_main_process and not args.disable_tqdm:
             rows = self.schedule.rows_per_round
             sets = f" Its prompts are of {rows} rows." if rows < self.round_plan.num_prompts else ""
-            tqdm.write(self.round_plan.describe() + sets)  # logs at level info are hidden
+            # Logs at level info are hidden
+            tqdm.write(self.round_plan.describe() + sets + self.schedule.describe_unused())
 
     def _check_family(self) -> None:
         """Check that the family supports the method; every family supports GRPO."""

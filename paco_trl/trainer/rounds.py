@@ -241,6 +241,20 @@ class RoundSchedule:
                 break
         return sorted(needed)
 
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps of the run."""
+        per_epoch = self.rounds_per_epoch * self.optimizer_steps_per_round
+        return self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * per_epoch)
+
+    def describe_unused(self) -> str:
+        """Say how many rows are in no round of the run, if any are."""
+        unused = self.num_rows - len(self.remaining_rows(self.max_steps, 0))
+        rounds = math.ceil(self.max_steps / self.optimizer_steps_per_round)
+        repeated = "" if self.args.shuffle_dataset else ", in each epoch the same (`shuffle_dataset`)"
+        text = f" {unused} of {self.num_rows} rows are in none of the run's {rounds} round(s) of {self.rows_per_round}"
+        return f"{text}{repeated}." if unused else ""
+
     def sde(self, round_index: int) -> SDESettings:
         """Return the stochastic steps of a round, the same for every image and process."""
         args, steps = self.args, self.args.sde_steps
