@@ -125,6 +125,11 @@ class TestScore:
         # Twin: the question is seen
         assert judge.score(pairs, questions[::-1]) != close(expected, 1e-3)
 
+    def test_a_batch_has_questions(self, judge):
+        for batch_size in (0, -1):
+            with pytest.raises(ValueError, match=f"`batch_size` is {batch_size}; it must be at least 1"):
+                PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+
     @pytest.mark.parametrize(("batch_size", "encoded"), [(1, True), (8, True), (3, False)])
     def test_does_not_depend_on_batch_mates(self, judge, pairs, questions, expected, batch_size, encoded, monkeypatch):
         other = PaCoReward(judge.model, judge.processor, batch_size=batch_size)

@@ -647,6 +647,9 @@ class TestMetrics:
         assert len(aurocs) == 4
         assert aurocs[3] == pytest.approx(aurocs[best], abs=1e-6)
         assert trainer.evaluations["eval"]["auroc"] == pytest.approx(aurocs[best], abs=1e-6)
+        settings = trainer._model_card().settings
+        assert trainer.evaluations["eval"]["step"] == settings["optimizer_steps"] == 6 * (best + 1) < 18
+        assert "num_train_epochs" not in settings  # `max_steps` ended the run
         saved = load_file(Path(trainer.state.best_model_checkpoint) / "adapter_model.safetensors")
         assert are_equal(saved, {name.replace(".default", ""): value for name, value in weights_of(trainer).items()})
 

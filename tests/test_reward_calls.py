@@ -14,7 +14,7 @@ from datasets import Dataset
 from PIL import Image
 from torch import nn
 
-from paco_trl.rewards import redness_reward
+from paco_trl.rewards import ClipTReward, DuplicateReward, redness_reward
 from paco_trl.rewards.runner import RewardError, RewardRunner, check_columns, check_required
 
 
@@ -174,6 +174,14 @@ class TestNeededColumns:
                 check_columns(reward, self.dataset(theme=["a", empty]), "the dataset")
         with pytest.raises(ValueError, match="at least 4 panels, but row 1 .*1 x 3"):
             check_columns([self.reward(min_panels=4)], self.dataset(), "the dataset")
+
+    def test_of_the_packaged_rewards(self, tiny_clip):
+        rewards = [DuplicateReward(), ClipTReward(tiny_clip)]
+        check_columns(rewards, self.dataset(panels=[["a"] * 4, ["b"] * 3]), "the dataset")
+        with pytest.raises(ValueError, match="'clip_t' requires the column `panels`"):
+            check_columns(rewards, self.dataset(), "the dataset")  # as of edits
+        with pytest.raises(ValueError, match="'no_duplicates' compares at least 2 panels, but row 1 .*1 x 1"):
+            check_columns(rewards, Dataset.from_dict({"rows": [2, 1], "cols": [1, 1]}), "the dataset")
 
 
 def test_async_rewards_run_on_the_device_of_their_process(monkeypatch):

@@ -177,6 +177,12 @@ def aggregate_rewards(
     if (wrong := torch.isinf(rewards)).any():
         raise _error(wrong, rewards, "must be finite. A reward that could not be computed is missing: pass NaN.")
 
+    for name, flags in (("required", required), ("tamable", tamable)):
+        if flags is not None and len(flags) != len(weights):
+            raise ValueError(f"`{name}` is {list(flags)}; pass one for each of {rewards.shape[1]} columns.")
+    if num_generations is not None and (num_generations < 1 or len(rewards) % num_generations):
+        raise ValueError(f"`num_generations` is {num_generations}, but {len(rewards)} rows are no groups of so many.")
+
     required = [True] * len(weights) if required is None else list(required)
     optional = ~torch.tensor(required, dtype=torch.bool, device=rewards.device)  # (K,)
     if num_generations is None and (method in ("normalize_then_sum", "rank_then_sum") or optional.any()):

@@ -147,6 +147,7 @@ class ClipTReward(ClipEmbedder):
     """
 
     __name__ = "clip_t"  # names TRL's metrics, `rewards/clip_t/mean`
+    needed_columns = ("panels",)  # the trainer checks them before it loads a model
     needs_panels = True
     scale = 1.0
 

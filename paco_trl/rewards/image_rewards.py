@@ -161,6 +161,8 @@ class DuplicateReward:
             Similarity above which a pair counts as near-identical, in [0, 1).
     """
 
+    min_panels = 2  # the trainer checks it before it loads a model
+
     def __init__(self, threshold: float = 0.9):
         if not 0 <= threshold < 1:
             raise ValueError(f"`threshold` is {threshold}, but must be at least 0 and below 1, that of copies.")

@@ -103,6 +103,8 @@ class PaCoReward:
         name: str | None = None,
         batch_size: int = 8,
     ):
+        if batch_size < 1:  # with a negative one no question would be asked
+            raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
         self.model = model.eval()
         self.processor = processor
         self.yes_id, self.no_id = decision_token_ids(processor.tokenizer)

@@ -175,7 +175,8 @@ def gallery_of(pictures: dict[str, Path]) -> dict[str, str]:
 
 def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | None, step: int) -> dict[str, Any]:
     """Return the settings of a judge's training that has made `step` optimizer steps."""
-    names = ("first_token_weight", "loss_variant", "learning_rate", "warmup_steps", "num_train_epochs", "seed")
+    names = ["first_token_weight", "loss_variant", "learning_rate", "warmup_steps", "seed"]
+    names += ["num_train_epochs"] * (args.max_steps <= 0)
     settings = {
         "optimizer_steps": step,
         "pairs": num_pairs,

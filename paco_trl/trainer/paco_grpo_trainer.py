@@ -193,7 +193,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     _statistics_class = StepStatistics
     _config_class = PaCoGRPOConfig
     _record_class = RecordedStep  # in the entries of the buffer
-    loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
 
     def __init__(
         self,
@@ -407,7 +406,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             check_output_folder(args.output_dir, self._identity, self._adjustable_settings(args))
         elif checkpoint not in (None, self._checked):
             self._check_resumed_run(checkpoint, args)
-        self.loaded_step = None
         if self._is_zero3:
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
@@ -1006,10 +1004,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         pictures = latest_pictures(self.args, self._card_step, use_ema)
         has_separate = self.train_rows.has_separate
         return {name: path for name, path in pictures.items() if not (has_separate and name.startswith("images/"))}
-
-    @property
-    def _card_step(self) -> int:
-        return self.state.global_step if self.loaded_step is None else self.loaded_step
 
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
         """Fill in the current card of the averaged weights, or of those of the last step."""

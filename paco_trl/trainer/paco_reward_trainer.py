@@ -481,7 +481,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         decisions = Decisions(*evaluated[first, 1:].T)
         metrics = evaluation_metrics(decisions, self.args.first_token_weight, self.args.loss_variant)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        self.evaluations[metric_key_prefix] = {"step": self.state.global_step, "pairs": len(rows), **metrics}
+        self.evaluations[metric_key_prefix] = {"step": self._card_step, "pairs": len(rows), **metrics}
         if self.is_world_process_zero():
             self._save_figures(rows, decisions, dataloader.dataset, metric_key_prefix)
         return output
@@ -489,7 +489,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     def _save_figures(self, rows: np.ndarray, decisions: Decisions, dataset: PairRows, name: str) -> None:
         folder = Path(self.args.output_dir) / "evaluation"
         folder.mkdir(parents=True, exist_ok=True)
-        step, ece = self.state.global_step, self.evaluations[name]["ece"]
+        step, ece = self._card_step, self.evaluations[name]["ece"]
         p_yes, is_yes, title = decisions.p_yes.numpy(), decisions.is_yes.numpy(), f"{name}, step {step}"
         pictures = {
             "calibration": plot_calibration(p_yes, is_yes, f"{title}, {len(rows)} pairs", ece),
@@ -498,7 +498,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         for kind, picture in pictures.items():
             file_name = name.replace("/", "_")
             picture.save(folder / f"{file_name}-{kind}-{step:06d}.png")
-            send_to_trackers(picture, f"{name}/{kind}", step, self.callback_handler.callbacks)
+            send_to_trackers(picture, f"{name}/{kind}", self.state.global_step, self.callback_handler.callbacks)
             self.pictures[f"{file_name}_{kind}.png"] = picture
 
     def _give_up_evaluation(self) -> None:
@@ -533,6 +533,11 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
                     self.evaluate()
         return output
 
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's adapter."""
+        super()._load_best_model()
+        self.loaded_step = self.state.best_global_step
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save adapter, processor, figures of the last evaluation and card. Collective: call on all ranks."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
@@ -556,7 +561,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         return JudgeCard(
             **self._card_fields(self.base_model_name, **fields),
             lora=lora_of(self.model, quantization=describe_quantization(self.model)),
-            settings=judge_settings(self.args, len(self.train_dataset), max_pixels, self.state.global_step),
+            settings=judge_settings(self.args, len(self.train_dataset), max_pixels, self._card_step),
             evaluations=self.evaluations,
             pictures=sorted(self.pictures),
         )

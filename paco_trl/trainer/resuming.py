@@ -34,6 +34,7 @@ class ResumesExactly(PushesToHub):
 
     _resumed_from: Path | None = None
     _saved_step: int | None = None  # of the last checkpoint of this `train()`
+    loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
     control: TrainerControl
     _restore_rng_state: Callable[[], None] | None = None  # as after the last step of this `train()`
 
@@ -46,6 +47,7 @@ class ResumesExactly(PushesToHub):
         if args.should_save:
             clear_staging(args.output_dir)
         self._resumed_from, self._saved_step, self._restore_rng_state = checkpoint, None, None
+        self.loaded_step = None
         args.eval_on_start = eval_on_start and checkpoint is None
         with stop_signals(args.jit_checkpoint_signals) if args.enable_jit_checkpoint else nullcontext():
             try:
@@ -126,6 +128,11 @@ class ResumesExactly(PushesToHub):
             self._save_checkpoint(self.model, trial=None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+    @property
+    def _card_step(self) -> int:
+        """Optimizer steps of the weights that the trainer holds."""
+        return self.state.global_step if self.loaded_step is None else self.loaded_step
 
     # ---- Checkpoints ----
 
