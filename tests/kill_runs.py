@@ -17,14 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.utils import is_deepspeed_available
-from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
-from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
+from testing_utils import LORA, SMALL_RUN, square_prompts
 
 
 if is_deepspeed_available():
@@ -34,45 +33,16 @@ if is_deepspeed_available():
     deepspeed.ops.__compatible_ops__ = {}
 
 # 8 optimizer steps, two a round. An epoch of the twelve prompts is three rounds, so checkpoint-6 ends one
-SETTINGS = {
-    "use_cpu": True,
-    "bf16": False,
-    "height": 64,
-    "width": 64,
-    "num_generations": 4,
-    "num_prompts_per_generation": 4,
-    "per_device_train_batch_size": 4,
-    "num_inference_steps": 4,
-    "sde_steps": [0, 1, 2],
-    "num_sde_steps": 1,
-    "max_steps": 8,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
-    "ema_decay": 0.9,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "num_inference_steps_eval": 2,
-    "gradient_checkpointing": False,
-    "log_completions": False,
-    "plot_curves": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+SETTINGS = SMALL_RUN | {
+    "sde_steps": [0, 1, 2], "num_sde_steps": 1, "max_steps": 8, "lr_scheduler_type": "cosine", "warmup_steps": 2,
+    "ema_decay": 0.9, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3,
+    "num_inference_steps_eval": 2, "gradient_checkpointing": False,
+}  # fmt: skip
 
 # Of a log entry: what a clock has measured, and the means that Trainer takes over the steps since it was started
 MEASURED = ("time/", "step_time", "images_per_second", "rollout_images_per_second", "train_", "total_flos")
 
 CLONE_NEWNET = 0x40000000  # of <sched.h>; `os.setns` came with Python 3.12
-
-
-def square_prompts():
-    """The twelve 2x2 prompts of the demo, without sizes of their own."""
-    dataset = load_image_set_prompts(demo_prompts_path())
-    square = [index for index, (r, c) in enumerate(zip(dataset["rows"], dataset["cols"], strict=True)) if r == c == 2]
-    return dataset.select(square).remove_columns(["height", "width"])
 
 
 def noisy_redness(prompts, completions, **kwargs):
@@ -95,7 +65,7 @@ def make_run(model: str | Path, output: str | Path, **changes) -> PaCoGRPOTraine
         "reward_funcs": noisy_redness,
         "train_dataset": dataset,
         "eval_dataset": dataset.select(range(2)),
-        "peft_config": LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
+        "peft_config": LORA,
     }
     arguments |= {name: changes.pop(name) for name in (*arguments, "callbacks") if name in changes}
     trainer_class, config_class = PaCoGRPOTrainer, PaCoGRPOConfig
@@ -311,6 +281,12 @@ class Run:
     def is_running(self) -> bool:
         return any(process.is_alive() for process in self.processes)
 
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Waits until a checkpoint is there, and the run not at its end."""
+        while not (self.output / f"checkpoint-{step}").exists():
+            assert self.is_running(), self.output_text()[-3000:]
+            self.processes[0].join(0.01)
+
     def kill(self) -> None:
         """SIGKILL to all processes."""
         for process in self.processes:
@@ -369,6 +345,12 @@ def different(a: dict, b: dict, ignore: tuple[str, ...] = ("calls", "best", "ran
     """Names of what is not equal in the final states of two runs."""
     assert a.keys() - set(ignore) == b.keys() - set(ignore)
     return [name for name in a if name not in ignore and not same(a[name], b[name])]
+
+
+def check_same_end(run: Run, reference: Run) -> None:
+    """Each process has ended in the state of that of the other run."""
+    for rank in range(len(reference.processes)):
+        assert not different(reference.state(rank), run.state(rank)), rank
 
 
 def relative_difference(one: dict, two: dict) -> float:

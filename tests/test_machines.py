@@ -15,7 +15,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from kill_runs import Run, different, rank_in_group, relative_difference
+from kill_runs import Run, check_same_end, rank_in_group, relative_difference
 from launching import CPU_DDP, TESTS, run
 from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, find_checkpoint
@@ -172,8 +172,7 @@ class TestLastLines:
         assert len(list(run.output.glob(".lock-*"))) == 1
         # What it has left disturbs nobody
         resumed = Run(context, tiny_flux, run.output, resume=True, processes=2, **WITHOUT_EVALUATION)
-        for rank in range(2):
-            assert not different(uninterrupted.state(rank), resumed.state(rank)), rank
+        check_same_end(resumed, uninterrupted)
         assert not list(run.output.glob(".lock-*"))
 
 
@@ -280,9 +279,7 @@ def two_machines(monkeypatch):
 def test_a_machine_that_is_killed(context, tiny_flux, uninterrupted, two_machines, tmp_path):
     run = Run(context, tiny_flux, tmp_path / "out", **two_machines, **WITHOUT_EVALUATION)
     first = random.randint(1, 4)
-    while not (run.output / f"checkpoint-{first}").exists():
-        assert run.is_running(), run.output_text()[-3000:]
-        run.processes[0].join(0.01)
+    run.wait_for_checkpoint(first)
     run.processes[1].join(random.uniform(0, 0.2))
     run.processes[1].kill()
     run.wait()
@@ -290,8 +287,4 @@ def test_a_machine_that_is_killed(context, tiny_flux, uninterrupted, two_machine
     assert "was killed" in last_line(run, 0)
     assert first <= len(checkpoints_of(run.output)) < 8
     resumed = Run(context, tiny_flux, run.output, resume=True, **two_machines, **WITHOUT_EVALUATION)
-    for rank in range(2):
-        assert not different(uninterrupted.state(rank), resumed.state(rank)), rank
-
-
-# ---- Eight processes ----
+    check_same_end(resumed, uninterrupted)

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback
 
-from kill_runs import Run, different
+from kill_runs import Run, check_same_end, different
 from launching import ROOT, check_run, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.trainer.resuming import ResumesExactly
@@ -190,9 +190,8 @@ class TestInTwoProcesses:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def whole(cls, context, tiny_flux, tmp_path_factory) -> list[dict]:
-        run = Run(context, tiny_flux, tmp_path_factory.mktemp("two") / "out", **SETTINGS, **cls.SETTINGS)
-        return [run.state(rank) for rank in range(2)]
+    def whole(cls, context, tiny_flux, tmp_path_factory) -> Run:
+        return Run(context, tiny_flux, tmp_path_factory.mktemp("two") / "out", **SETTINGS, **cls.SETTINGS)
 
     # One process alone gets it, or both
     @pytest.mark.parametrize(("at", "step"), [({**GENERATION, "rank": 1}, 4), (STEP, 5), (WAITING, 6)])
@@ -201,18 +200,14 @@ class TestInTwoProcesses:
         at = {**at, "number": signal.SIGUSR1}
         run = stop(context, tiny_flux, output, step, [EXIT_CODE] * 2, signal=at, **self.SETTINGS)
         assert run.output_text().count("Stopped by SIGUSR1") == 1
-        resumed = Run(context, tiny_flux, output, resume="auto", **SETTINGS, **self.SETTINGS)
-        for rank in range(2):
-            assert not different(whole[rank], resumed.state(rank))
+        check_same_end(Run(context, tiny_flux, output, resume="auto", **SETTINGS, **self.SETTINGS), whole)
 
     def test_with_zero3(self, context, tiny_flux, tmp_path):
         settings = {**self.SETTINGS, "zero3": True, "eval_strategy": "no", "max_steps": 4}
         whole = Run(context, tiny_flux, tmp_path / "whole", **SETTINGS, **settings)
         at = {**GENERATION, "step": 2, "rank": 1}
         stop(context, tiny_flux, tmp_path / "out", 2, [EXIT_CODE] * 2, signal=at, **settings)
-        resumed = Run(context, tiny_flux, tmp_path / "out", resume="auto", **SETTINGS, **settings)
-        for rank in range(2):
-            assert not different(whole.state(rank), resumed.state(rank))
+        check_same_end(Run(context, tiny_flux, tmp_path / "out", resume="auto", **SETTINGS, **settings), whole)
 
 
 # A command whose process gets a signal when there are so many files
@@ -249,19 +244,8 @@ class TestCommands:
 
     def test_build(self, tiny_flux, prompts, tmp_path):
         command = ["-m", "paco_trl.commands.main", "build"]
-        grids = [
-            "grids",
-            "--model_name_or_path",
-            tiny_flux,
-            "--dtype",
-            "float32",
-            "--num_inference_steps",
-            2,
-            "--seeds",
-            0,
-            1,
-        ]
-        grids += ["--height", 32, "--width", 32]
+        grids = f"grids --model_name_or_path {tiny_flux} --dtype float32 --num_inference_steps 2 --seeds 0 1".split()
+        grids += ["--height", "32", "--width", "32"]
         for name in ("whole", "stopped"):
             (tmp_path / name).mkdir()
             check_run([*command, "prompts", "--dataset_name", prompts], cwd=tmp_path / name)
