@@ -20,7 +20,7 @@ from accelerate.utils import is_deepspeed_available
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from launching import free_port
+from launching import CPU_DDP, CPU_ZERO3, _accelerate_environments
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.rewards import redness_reward
 from testing_utils import LORA, SMALL_RUN, square_prompts
@@ -159,21 +159,7 @@ def _train(job: dict, rank: int) -> None:
         with open(f"/run/netns/{job['machines'][rank]}", encoding="utf-8") as namespace:
             assert ctypes.CDLL(None).setns(namespace.fileno(), CLONE_NEWNET) == 0
         os.environ["GLOO_SOCKET_IFNAME"] = "cable"  # the name of the host leads to an address outside
-    if job["processes"] > 1:
-        os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["processes"]),
-            "LOCAL_WORLD_SIZE": str(job["processes"]), "MASTER_ADDR": job["address"], "MASTER_PORT": str(job["port"]),
-            "ACCELERATE_USE_CPU": "true",
-        }  # fmt: skip
-    if job["zero3"]:
-        del os.environ["ACCELERATE_USE_CPU"]  # with it accelerate does not see DeepSpeed
-        # What `accelerate launch` makes of paco_trl/accelerate_configs/cpu_zero3.yaml
-        os.environ |= {
-            "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false",
-            "ACCELERATE_MIXED_PRECISION": "no",
-        }  # fmt: skip
+    os.environ |= job["environments"][rank]
     result = {"rank": rank}
     try:
         trainer = make_run(job["model"], job["output"], **job["settings"])
@@ -183,8 +169,6 @@ def _train(job: dict, rank: int) -> None:
             at_saving = _AtSaving(trainer, **saving)
         if job["signal"] is not None and job["signal"].get("rank", rank) == rank:
             _AtSignal(trainer, **{name: value for name, value in job["signal"].items() if name != "rank"})
-        for name in job["without"]:
-            setattr(trainer, name, lambda *args, **kwargs: None)
         trainer.train(resume_from_checkpoint=job["resume"])
         trainer.save_model()
         result |= _state_of(trainer, job)
@@ -234,46 +218,29 @@ def _state_of(trainer: PaCoGRPOTrainer, job: dict) -> dict:
 
 class Run:
     """
-    A run in processes of its own.
+    A run in one process or two of its own.
 
-    Args:
-        context:
-            From [`fork_context`].
-        model, output:
-            As for [`make_run`].
-        resume (`bool` or `str`, *optional*):
-            `resume_from_checkpoint`.
-        saving (`dict`, *optional*):
-            Arguments of `_AtSaving`, and `rank`.
-        signal (`dict`, *optional*):
-            Arguments of `_AtSignal`, and `rank` (without it on all).
-        without (`tuple`):
-            Methods of the trainer that do nothing, to show what they are for.
-        processes (`int`):
-            Processes.
-        zero3 (`bool`):
-            Whether DeepSpeed ZeRO-3 divides the model over them.
-        machines (`list[str]`), address (`str`):
-            Network namespace of each process, and the address of the first.
-        **settings:
-            Changed settings.
+    `saving` and `signal` are arguments of `_AtSaving` and `_AtSignal`, with the `rank` of the process (a signal without it
+    is for all); `zero3` divides the model over the processes; `machines` are their network namespaces, and `address` is
+    that of the first. The others are settings.
     """
 
     def __init__(
-        self, context, model, output, resume=None, saving=None, without=(), processes=1, zero3=False, signal=None,
-        machines=(), address="127.0.0.1", **settings,
+        self, context, model, output, resume=None, saving=None, processes=1, zero3=False, signal=None, machines=(),
+        address="127.0.0.1", **settings,
     ):  # fmt: skip
         self.output = Path(output)
         self.log = f"{self.output}.log-{time.monotonic_ns()}"
         self.output.parent.mkdir(parents=True, exist_ok=True)
+        environments = [{}]
         if processes > 1:
             settings.setdefault("ddp_backend", "gloo")
+            environments = _accelerate_environments(CPU_ZERO3 if zero3 else CPU_DDP)
+            environments = [variables | {"MASTER_ADDR": address} for variables in environments]
         job = {
-            "model": str(model), "output": str(output), "resume": resume, "saving": saving, "signal": signal, "without": without,
-            "processes": processes, "zero3": zero3, "settings": settings, "log": self.log, "port": free_port(),
-            "machines": machines, "address": address,
+            "model": str(model), "output": str(output), "resume": resume, "saving": saving, "signal": signal,
+            "settings": settings, "log": self.log, "machines": machines, "environments": environments,
         }  # fmt: skip
-        self.started = time.monotonic()
         self.processes = [context.Process(target=_train, args=(job, rank)) for rank in range(processes)]
         for process in self.processes:
             process.start()
@@ -293,15 +260,14 @@ class Run:
             process.kill()
         self.wait()
 
-    def wait(self, timeout: float = 240) -> float:
-        """Waits until all processes have ended; how long the run has taken."""
+    def wait(self, timeout: float = 240) -> None:
+        """Waits until all processes have ended."""
         end = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(end - time.monotonic(), 0))
         if self.is_running():
             self.kill()
             raise TimeoutError(f"The run has not ended.\n{self.output_text()}")
-        return time.monotonic() - self.started
 
     @property
     def codes(self) -> list[int]:

@@ -18,6 +18,7 @@ from paco_trl import generation, tiny
 from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
+from testing_utils import give_effect
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "use_and_share.md"
@@ -47,11 +48,7 @@ def train(base: DiffusionPipeline, config: LoraConfig) -> tuple[PeftModel, Diffu
     """A pipeline with an adapter that has an effect."""
     pipeline = load_pipeline(fresh(base), torch.float32)
     model = prepare_transformer(pipeline, family_of(pipeline), config, autocast_adapter_dtype=True)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1, generator=generator)
+    give_effect(model, std=0.1)
     return model, pipeline
 
 

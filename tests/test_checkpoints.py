@@ -25,13 +25,8 @@ from paco_trl.checkpointing.checkpoints import (
 from paco_trl.checkpointing.weights import load_weights
 
 
-RUN = {
-    "identity": {"r": 4},
-    "hyperparameters": {"seed": 1},
-    "num_processes": 1,
-    "is_deepspeed": False,
-    "is_round_pending": True,
-}
+RUN = {"identity": {"r": 4}, "hyperparameters": {"seed": 1}, "num_processes": 1, "is_deepspeed": False}
+RUN["is_round_pending"] = True
 
 
 @pytest.fixture(autouse=True)

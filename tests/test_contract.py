@@ -76,14 +76,9 @@ def trl_rewards(trainer, rewards_per_func):
         accelerator=trainer.accelerator,
         _metrics={"train": defaultdict(list)},
     )
-    variables = vars(grpo_trainer) | {
-        "self": own,
-        "rewards_per_func": rewards_per_func,
-        "num_generations": args.num_generations,
-        "device": "cpu",
-        "mode": "train",
-        "prompts": [None] * len(rewards_per_func),
-    }
+    variables = {"self": own, "rewards_per_func": rewards_per_func, "num_generations": args.num_generations}
+    variables |= {"device": "cpu", "mode": "train", "prompts": [None] * len(rewards_per_func)}
+    variables = vars(grpo_trainer) | variables
     exec(textwrap.dedent(lines), variables)
     return variables["advantages"], own._metrics["train"]
 
@@ -99,14 +94,9 @@ def trl_rewards(trainer, rewards_per_func):
     ],
 )
 def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatch, aggregation, scale_rewards):
-    trainer = make_trainer(
-        reward_funcs=[redness_reward, panel_similarity_reward],
-        reward_weights=[0.3, 2.0],
-        multi_objective_aggregation=aggregation,
-        scale_rewards=scale_rewards,
-        advantage_clip=None,
-        max_steps=1,
-    )
+    settings = {"multi_objective_aggregation": aggregation, "scale_rewards": scale_rewards, "advantage_clip": None}
+    rewards = [redness_reward, panel_similarity_reward]
+    trainer = make_trainer(reward_funcs=rewards, reward_weights=[0.3, 2.0], max_steps=1, **settings)
     seen = {}
     finish, normalize = trainer.rewards.finish, paco_grpo_trainer.group_advantages
     monkeypatch.setattr(trainer.rewards, "finish", lambda *args: seen.setdefault("scores", finish(*args)))

@@ -11,8 +11,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
-from PIL import Image
 from trl import GRPOConfig, SFTConfig
 
 import launching
@@ -20,21 +18,13 @@ from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoReward
 from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judge, reward
 from paco_trl.commands.doctor import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
-from paco_trl.data import make_pair
-from paco_trl.rewards import (
-    panel_similarity_reward,
-    redness_reward,
-)
+from paco_trl.rewards import panel_similarity_reward, redness_reward
+from test_paco_reward_trainer import mixed
 
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(
-    [
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
-        ROOT / "benchmarks" / "README.md",
-        *(ROOT / "docs").glob("*.md"),
-    ]
-)
+NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md")
+PAGES = sorted([*(ROOT / name for name in NAMES), *(ROOT / "docs").glob("*.md")])
 CONFIGS = {config.__name__: config for config in (PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig)}
 OPTIONS_OF = {name: {field.name for field in dataclasses.fields(config)} for name, config in CONFIGS.items()}
 
@@ -226,18 +216,12 @@ class TestMetrics:
         assert documented - logged == set(), "documented, but not logged"
 
     def test_documented_keys_are_the_logged_ones(self, make_trainer, prompts):
-        trainer = make_trainer(
-            reward_funcs=[redness_reward, panel_similarity_reward],
-            beta=0.01,
-            loss_type="flow_dppo",
-            num_inference_steps=5,
-            sde_steps=[1, 2],
-            eval_dataset=prompts.select(range(2)),
-            eval_strategy="steps",
-            eval_steps=2,
-            num_generations_eval=2,
-            num_inference_steps_eval=2,
-        )
+        settings = {
+            "beta": 0.01, "loss_type": "flow_dppo", "num_inference_steps": 5, "sde_steps": [1, 2], "eval_strategy": "steps",
+            "eval_steps": 2, "num_generations_eval": 2, "num_inference_steps_eval": 2,
+        }  # fmt: skip
+        rewards = [redness_reward, panel_similarity_reward]
+        trainer = make_trainer(reward_funcs=rewards, eval_dataset=prompts.select(range(2)), **settings)
         trainer.train()
         logged = set()
         for key in {key for entry in trainer.state.log_history for key in entry}:
@@ -251,13 +235,7 @@ class TestMetrics:
 
     @pytest.mark.slow
     def test_documented_keys_of_the_judge_are_the_logged_ones(self, tiny_qwen, tmp_path):
-        colors = [("red", "red"), ("red", "blue"), ("blue", "blue"), ("blue", "red")]
-        pairs = Dataset.from_list(
-            [
-                make_pair(*(Image.new("RGB", (56, 56), c) for c in pair), "Same?", pair[0] == pair[1], "I see it.")
-                for pair in colors
-            ]
-        )
+        pairs = mixed(4)
         args = PaCoRewardConfig(
             str(tmp_path), use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_steps=1, max_steps=1
         )

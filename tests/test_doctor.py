@@ -20,10 +20,10 @@ from paco_trl import PaCoGRPOConfig
 from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import main
-from paco_trl.data import demo_prompts_path
 from paco_trl.planning import MemoryPlan, plan_memory
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
 from paco_trl.tiny import build_tiny_flux2_klein
+from testing_utils import LORA, SMALL_RUN, prompts_of_two_sizes
 
 
 ROOT = Path(__file__).parent.parent
@@ -45,13 +45,7 @@ HEALTHY = dict.fromkeys(
 
 @pytest.fixture(scope="module")
 def prompt_rows() -> list[dict]:
-    """Fifteen prompts of two sizes."""
-    rows = map(json.loads, demo_prompts_path().read_text(encoding="utf-8").splitlines())
-    return [
-        row | {"height": 32 * row["rows"], "width": 32 * row["cols"]}
-        for row in rows
-        if (row["rows"], row["cols"]) in ((2, 2), (1, 2))
-    ]
+    return prompts_of_two_sizes()
 
 
 @pytest.fixture
@@ -61,13 +55,8 @@ def make_arguments(tiny_flux, prompt_rows, tmp_path):
     def make(rows: list[dict] | None = None, **changes) -> list[str]:
         lines = [json.dumps(row) + "\n" for row in (prompt_rows if rows is None else rows)]
         (tmp_path / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
-        settings = {
-            "model_name_or_path": str(tiny_flux),
-            "dataset_name": str(tmp_path / "prompts.jsonl"),
-            "output_dir": str(tmp_path / "out"),
-            **SETTINGS,
-            **changes,
-        }
+        settings = {"model_name_or_path": str(tiny_flux), "dataset_name": str(tmp_path / "prompts.jsonl")}
+        settings |= {"output_dir": str(tmp_path / "out"), **SETTINGS, **changes}
         (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
         return ["--config", str(tmp_path / "settings.yaml")]
 
@@ -93,11 +82,8 @@ def examine(make_arguments, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tiny_plan(tiny_flux, prompts, tmp_path_factory) -> MemoryPlan:
-    args = PaCoGRPOConfig(
-        str(tmp_path_factory.mktemp("plan")), use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
-        num_prompts_per_generation=4, per_device_train_batch_size=4, num_inference_steps=4, report_to="none",
-    )  # fmt: skip
-    return plan_memory(str(tiny_flux), args, prompts, LoraConfig(r=4, lora_alpha=8))
+    args = PaCoGRPOConfig(str(tmp_path_factory.mktemp("plan")), **SMALL_RUN)
+    return plan_memory(str(tiny_flux), args, prompts, LORA)
 
 
 def healthy(last: str) -> dict[str, str]:
@@ -303,12 +289,6 @@ def test_an_adapter_is_continued(make_trainer, examine, tmp_path):
     assert f"continued from '{folder}'" in rows["model and adapter"].finding
     assert "differ by 0 (" in rows["noise-free image"].finding
 
-    (folder / "adapter_model.safetensors").unlink()
-    (folder / "pytorch_lora_weights.safetensors").unlink()
-    rows = examine("model and adapter", adapter=str(folder))
-    assert rows["model and adapter"].verdict == "failed"
-    assert "adapter_model.safetensors" in rows["model and adapter"].finding
-
 
 def test_rewards_of_the_evaluation(examine, monkeypatch):
     def judge(prompts, completions, **kwargs):
@@ -348,18 +328,16 @@ def test_resuming(examine, tmp_path):
 
     row = find(True)
     assert row.verdict == "failed" and f"'{tmp_path / 'out'}' has no complete checkpoint" in row.finding
-    add(9)
     latest = add(10)
-    for value in (True, "true", str(latest)):
-        row = find(value)
-        assert (row.verdict, row.advice) == ("ok", "") and str(latest) in row.finding
+    row = find(True)
+    assert (row.verdict, row.advice) == ("ok", "") and str(latest) in row.finding
     row = find()
     assert row.verdict == "warning" and "starts anew" in row.finding
     cut_short = add(11)
     (cut_short / "run.json").unlink()
     row = find(True)
     assert row.verdict == "warning" and str(latest) in row.finding and str(cut_short) in row.advice
-    assert find(str(cut_short)).verdict == find(str(tmp_path / "nothing")).verdict == "failed"
+    assert find(str(cut_short)).verdict == "failed"
 
 
 class TestMemory:
@@ -435,22 +413,6 @@ def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
     assert found.startswith("4 image(s), max |ratio - 1| before the first update ")
 
 
-def test_rewards_get_whole_sets_of_separate_images(examine, monkeypatch, prompt_rows):
-    seen: list = []
-
-    def reward(prompts, completions, panel_images, cols, **kwargs):
-        seen.extend(zip(cols, panel_images, strict=True))
-        return list(range(len(completions)))
-
-    monkeypatch.setitem(script_arguments._REWARDS, "own", lambda args: reward)
-    changes = {"set_layout": "separate", "panel_template": "{panel} {theme}", "height": 64, "width": 64}
-    row = examine(rewards=["own"], **changes)["reward reward"]
-    assert row.verdict == "ok" and len(seen) == 2
-    for cols, panels in seen:
-        assert cols == len(prompt_rows[0]["panels"]) == len({panel.tobytes() for panel in panels})
-        assert {panel.size for panel in panels} == {(32, 32)}
-
-
 def test_sets_are_generated_as_in_a_round(examine, monkeypatch, tmp_path):
     calls, generate = [], PipelinePolicy.generate
 
@@ -470,7 +432,8 @@ def test_sets_are_generated_as_in_a_round(examine, monkeypatch, tmp_path):
     changes = {"per_device_train_batch_size": 1, "panel_generation": "anchored", "resolution_scale": 1.0}
     shown = {}
 
-    def reward(prompts, completions, panel_images, **kwargs):
+    def reward(prompts, completions, panel_images, cols, **kwargs):
+        assert list(cols) == list(map(len, panel_images)) == [3, 3]
         shown["keys"], shown["sources"], shown["weights"] = map(list, zip(*calls[-6:], strict=True))
         shown["panels"] = [panel.tobytes() for panels in panel_images for panel in panels]
         return list(range(len(completions)))

@@ -176,26 +176,6 @@ class TestSwap:
         assert len(used) == 4
         assert all(are_equal(weights, raw) for weights in used[2:])
 
-    def test_training_and_rollout_use_the_weights_themselves(self, make_small, prompts):
-        trainer, used = make_small(max_steps=4, ema_decay=0.5), []
-
-        class Watch(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                used.clear()
-
-            def on_step_end(self, args, state, control, **kwargs):
-                # Forwards of the step came before its update: the rollout's and the replay's
-                assert used
-                assert all(are_equal(weights, self.weights) for weights in used)
-                self.weights = weights_of(trainer)
-
-        watch = Watch()
-        watch.weights = weights_of(trainer)
-        trainer.add_callback(watch)
-        trainer.model.register_forward_pre_hook(lambda *_: used.append(weights_of(trainer)))
-        trainer.train()
-        assert largest_difference(watch.weights, trainer.ema.average) > 1e-3
-
 
 class TestFiles:
     def test_what_is_saved_is_the_average(self, make_small, tmp_path):

@@ -19,6 +19,7 @@ from diffusers import DiffusionPipeline
 import launching
 from launching import CONFIGS, CPU_DDP, CPU_ZERO3, ROOT
 from paco_trl import PaCoReward, tiny
+from test_recipes import PAPER
 from testing_utils import plain
 
 
@@ -27,38 +28,28 @@ COMMON = {
     "use_cpu": True, "bf16": False, "ddp_backend": "gloo", "disable_tqdm": True, "lora_r": 4, "lora_alpha": 8,
 }  # fmt: skip
 IMAGES = {"num_generations": 4, "num_prompts_per_generation": 2, "num_inference_steps": 3, "sde_steps": [1]}
-# What the paper's table has for a model, which the defaults of a script are
-PAPER = {
-    "train_flux": {
-        "num_inference_steps": 10, "sde_steps": [1], "noise_level": 0.7, "guidance_scale": 3.5, "resolution_scale": 0.5,
-        "multi_objective_aggregation": "log_tamed", "lora_r": 64, "lora_alpha": 128, "learning_rate": 3e-4,
-    },
-    "train_flux_kontext": {
-        "num_inference_steps": 8, "sde_steps": [1], "noise_level": 0.9, "guidance_scale": 2.5,
-        "resolution_scale": 384 / 1024, "multi_objective_aggregation": "sum_then_normalize", "lora_r": 64,
-        "lora_alpha": 128, "learning_rate": 3e-4,
-    },
-    "train_qwen_image_edit": {
-        "num_inference_steps": 10, "sde_steps": [1, 2, 3, 4], "noise_level": 1.0, "guidance_scale": 4.0,
-        "resolution_scale": 384 / 1024, "multi_objective_aggregation": "sum_then_normalize", "lora_r": 64,
-        "lora_alpha": 128, "learning_rate": 3e-4,
-    },
-    "train_reward": {
-        "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct", "dataset_name": "X-GenGroup/PaCo-Dataset",
-        "first_token_weight": 0.1, "lora_r": 32, "lora_alpha": 64, "lora_dropout": 0.0, "learning_rate": 2e-4,
-    },
-}  # fmt: skip
+# Whose recipe has what the paper says of a model, which the defaults of a script are
+RECIPES = {
+    "train_flux": "paco-flux.1-dev",
+    "train_flux_kontext": "paco-flux.1-kontext-dev",
+    "train_qwen_image_edit": "paco-qwen-image-edit",
+    "train_reward": "paco-reward-7b-lora",
+}
+# Their None is filled in by the configs
+FILLED_IN = {"bf16", "num_prompts_per_generation", "optimizer_steps_per_generation"}
 
 
-@pytest.mark.parametrize("script", PAPER)
+@pytest.mark.parametrize("script", RECIPES)
 def test_the_papers_settings_are_the_defaults(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     monkeypatch.setenv("COLUMNS", "10000")  # no line is wrapped
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
-    options = printed.getvalue().split("\n  --")[1:]
-    defaults = {re.match(r"\w+", each)[0]: each.rpartition("(default: ")[2].rstrip(")\n") for each in options}
-    assert {name: defaults[name] for name in PAPER[script]} == {name: str(v) for name, v in PAPER[script].items()}
+    shown = printed.getvalue().split("\n  --")[1:]
+    defaults = {re.match(r"\w+", each)[0]: each.rpartition("(default: ")[2].rstrip(")\n") for each in shown}
+    options = PAPER[RECIPES[script]]
+    paper = {name: str(value) for name, value in options.items() if name in defaults and name not in FILLED_IN}
+    assert len(paper) > 12 and {name: defaults[name] for name in paper} == paper
 
 
 def launch(folder: Path, script: str, start=launching.launch, config=CPU_ZERO3, **settings) -> Path:
@@ -78,11 +69,10 @@ def check_adapter(model: Path, output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_image_sets(tiny_flux, tiny_qwen, prompts, tmp_path):
+def test_image_sets(tiny_flux, tiny_qwen, tiny_clip, prompts, tmp_path):
     (tmp_path / "data").mkdir()
     prompts.to_parquet(tmp_path / "data" / "train.parquet")
-    models = {"model_name_or_path": str(tiny_flux), "judge_model": str(tiny_qwen)}
-    models["clip_model"] = str(tiny.build_tiny_clip(tmp_path / "clip"))
+    models = {"model_name_or_path": str(tiny_flux), "judge_model": str(tiny_qwen), "clip_model": str(tiny_clip)}
     check_adapter(tiny_flux, launch(tmp_path, "train_flux", **models, **IMAGES, height=64, width=64))
 
 

@@ -17,45 +17,25 @@ from launching import ROOT
 from paco_trl import tiny
 from paco_trl.commands import doctor
 from paco_trl.commands.script_arguments import ScriptArguments, load_eval_prompts, load_train_prompts
-from paco_trl.data import demo_prompts_path
-from testing_utils import check_same_training, jsonl, noise
+from testing_utils import check_frozen_weights_are_not_saved, check_same_training, jsonl, noise, prompts_of_two_sizes
 
 
 # Two sizes and micro-batches of two images; the learning rate is high because the tiny model's gradients are small
 SETTINGS = {
-    "rewards": ["redness"],
-    "num_generations": 4,
-    "num_prompts_per_generation": 6,
-    "per_device_train_batch_size": 2,
-    "num_inference_steps": 4,
-    "max_steps": 4,
-    "learning_rate": 1e-2,
-    "report_to": "none",
-    "save_strategy": "steps",
-    "save_steps": 2,
+    "rewards": ["redness"], "num_generations": 4, "num_prompts_per_generation": 6, "per_device_train_batch_size": 2,
+    "num_inference_steps": 4, "max_steps": 4, "learning_rate": 1e-2, "report_to": "none", "save_strategy": "steps",
     # 15 prompts: over two processes one is drawn twice, and must not count twice
-    "eval_split": "train",
-    "eval_strategy": "steps",
-    "eval_steps": 4,
-    "num_inference_steps_eval": 2,
-    "use_cpu": True,
-    "bf16": False,
-    "lora_r": 4,
-    "lora_alpha": 8,
-    "disable_tqdm": True,
-}
+    "save_steps": 2, "eval_split": "train", "eval_strategy": "steps", "eval_steps": 4, "num_inference_steps_eval": 2,
+    "use_cpu": True, "bf16": False, "lora_r": 4, "lora_alpha": 8, "disable_tqdm": True,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def workspace(tiny_flux, tmp_path_factory):
     """A folder with prompts of two sizes and the settings in a YAML file."""
     folder = tmp_path_factory.mktemp("examples")
-    with open(folder / "prompts.jsonl", "w", encoding="utf-8") as file:
-        for line in demo_prompts_path().read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            if (row["rows"], row["cols"]) in ((2, 2), (1, 2)):
-                row |= {"height": 32 * row["rows"], "width": 32 * row["cols"]}
-                file.write(json.dumps(row) + "\n")
+    lines = [json.dumps(row) + "\n" for row in prompts_of_two_sizes()]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
     settings = {"model_name_or_path": str(tiny_flux), "dataset_name": str(folder / "prompts.jsonl"), **SETTINGS}
     (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
     return folder
@@ -105,12 +85,7 @@ def zero3(workspace: Path, name: str, *options: str, **kwargs) -> Path:
 def test_zero3_equals_one_process(workspace, alone):
     output = zero3(workspace, "zero3")
     check(output, alone)
-    # Only what is trained is in the checkpoint: the frozen weights alone would be more than this
-    checkpoint = output / "checkpoint-4"
-    adapter = (checkpoint / "adapter_model.safetensors").stat().st_size
-    model_states = list(checkpoint.rglob("*model_states.pt"))
-    assert model_states
-    assert sum(path.stat().st_size for path in model_states) < 6 * adapter + 200_000
+    check_frozen_weights_are_not_saved(output / "checkpoint-4")
 
 
 # Of each weight that is moved to the device: how many are there whole, it included. And of each module that is moved

@@ -21,7 +21,7 @@ from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 from paco_trl.rollout.lora_files import convert_lora
 from test_adapter_files import changes, deviation, fresh
-from testing_utils import are_equal, logs_with, weights_of
+from testing_utils import are_equal, draw, logs_with, weights_of
 
 
 def attention(block: str, names: str, where: str = "attn") -> list[str]:
@@ -149,12 +149,6 @@ def in_diffusers(base: DiffusionPipeline, adapter: Path) -> DiffusionPipeline:
     return pipeline
 
 
-def draw(pipeline: DiffusionPipeline) -> np.ndarray:
-    pipeline.set_progress_bar_config(disable=True)
-    options = {"height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 16, "output_type": "np"}
-    return pipeline("a cat", generator=torch.Generator().manual_seed(0), **options).images[0]
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_layer_changes_as_in_the_program_that_saved_it(name, base_of, tmp_path):
     family, style, modules = FORMATS[name]
@@ -209,18 +203,6 @@ def test_alpha_is_not_rounded_in_half_precision(base_of, tmp_path):
     assert deviation(changes(start(base, file)), wanted) < 1e-6
 
 
-def test_every_way_to_load_it_gives_one_image(base_of, tmp_path):
-    base = base_of("flux")
-    file = tmp_path / "style.safetensors"
-    write(file, base.transformer, FLUX, KOHYA)
-    image = draw(in_diffusers(base, file))
-    assert np.abs(image - draw(fresh(base))).mean() > 0.01
-    pipeline = fresh(base)
-    pipeline.transformer = start(base, file)
-    assert np.array_equal(draw(pipeline), image)
-    assert np.array_equal(draw(generation.load_pipeline(base.name_or_path, torch.float32, str(file), "cpu")), image)
-
-
 def test_training_goes_on_from_it(make_trainer, base_of, tiny_flux, tmp_path, caplog):
     file = tmp_path / "style.safetensors"
     write(file, base_of("flux").transformer, FLUX, KOHYA)
@@ -229,7 +211,9 @@ def test_training_goes_on_from_it(make_trainer, base_of, tiny_flux, tmp_path, ca
     whole = make_trainer(output_dir=str(tmp_path / "a"), **settings)
     before = weights_of(whole)
     image = draw(in_diffusers(base_of("flux"), file))
-    assert np.array_equal(draw(whole.pipeline), image)
+    assert np.array_equal(draw(whole.pipeline), image) and np.abs(image - draw(fresh(base_of("flux")))).mean() > 2
+    loaded = generation.load_pipeline(str(tiny_flux), torch.float32, str(file), "cpu")
+    assert np.array_equal(draw(loaded), image)
     whole.train()
     assert logs_with(whole, "kl")[0] == 0 < min(logs_with(whole, "kl")[1:])  # from the LoRA as it came
     assert not any(torch.equal(value, before[name]) for name, value in weights_of(whole).items())
@@ -281,10 +265,7 @@ def test_what_would_be_left_out_is_an_error(name, base_of, tmp_path):
 
 def test_a_layer_that_the_converter_of_flux2_drops(base_of, tmp_path):
     file, base = tmp_path / "style.safetensors", base_of("flux2_klein")
-    stranger = {
-        "lora_unet_head.lora_down.weight": torch.ones(2, 32),
-        "lora_unet_head.lora_up.weight": torch.ones(8, 2),
-    }
+    stranger = {f"lora_unet_head.lora_{name}.weight": torch.ones(s) for name, s in (("down", (2, 32)), ("up", (8, 2)))}
     wanted = write(file, base.transformer, FLUX2, KOHYA, more=stranger)
     assert changes(in_diffusers(base, file).transformer).keys() == wanted.keys()
     with pytest.raises(ValueError, match="8 of .* rows"):
@@ -295,18 +276,6 @@ def test_another_family(make_trainer, base_of, tmp_path):
     write(tmp_path / "style.safetensors", base_of("qwen_image").transformer, QWEN, KOHYA)
     with pytest.raises(ValueError, match="FluxPipeline"):
         make_trainer(peft_config=str(tmp_path / "style.safetensors"))
-
-
-@pytest.mark.parametrize("change", ["width", "block"])
-def test_another_model_of_the_family(change, make_trainer, base_of, tmp_path):
-    file = tmp_path / "style.safetensors"
-    up = {"width": (40, 4), "block": (32, 4)}[change]
-    block = 3 if change == "block" else 0
-    more = {f"transformer.transformer_blocks.{block}.attn.to_v.{key}": torch.ones(shape)
-            for key, shape in {"lora_A.weight": (4, 32), "lora_B.weight": up}.items()}  # fmt: skip
-    write(file, base_of("flux").transformer, OWN_FLUX, DIFFUSERS, more=more)
-    with pytest.raises((RuntimeError, ValueError), match="size mismatch|does not fit"):
-        make_trainer(peft_config=str(file))
 
 
 def test_files_that_are_not_read(make_trainer, base_of, tmp_path):
@@ -332,13 +301,8 @@ def test_a_file_on_the_hub(base_of, tmp_path):
         hub.add_repo("user/one", {"pytorch_lora_weights.safetensors": file.read_bytes()})
         hub.add_repo("user/many", {"flux/style.safetensors": file.read_bytes(), "style.safetensors": b""})
         hub.add_repo("user/peft", peft | {f"last/{name}": content for name, content in peft.items()})
-        weights = "adapter_model.safetensors"
-        for name in (
-            "user/one",
-            "user/many/flux/style.safetensors",
-            f"user/peft/{weights}",
-            f"user/peft/last/{weights}",
-        ):
+        names = ("user/peft/adapter_model.safetensors", "user/peft/last/adapter_model.safetensors")
+        for name in ("user/one", "user/many/flux/style.safetensors", *names):
             assert deviation(changes(start(base, name)), wanted) < 1e-6
         assert not any("optimizer" in path for _, path in hub.requests)
         for name in ("user/many", "user/many/nope.safetensors"):

@@ -34,14 +34,9 @@ def pipeline():
 
 
 def draw(pipeline, prompts, size: int = 128) -> list:
-    images = pipeline(
-        prompts["prompt"][:],
-        height=size,
-        width=size,
-        num_inference_steps=8,
-        max_sequence_length=pipeline.tokenizer_2.model_max_length,
-        generator=torch.Generator().manual_seed(0),
-    ).images
+    call = {"height": size, "width": size, "max_sequence_length": pipeline.tokenizer_2.model_max_length}
+    generator = torch.Generator().manual_seed(0)
+    images = pipeline(prompts["prompt"][:], **call, num_inference_steps=8, generator=generator).images
     return [
         judge_set(read_panels(split_grid(image, 2, 2)), [PromptSpec(*spec) for spec in row["specs"]])
         for image, row in zip(images, prompts, strict=True)
@@ -114,12 +109,8 @@ class TestKontext:
         images = pipeline(
             image=[draw_panel(edit.source, size) for edit in edits],
             prompt=[edit.instruction for edit in edits],
-            height=size,
-            width=size,
-            max_area=size * size,
-            _auto_resize=False,
+            **{"height": size, "width": size, "max_area": size * size, "_auto_resize": False, "guidance_scale": 1.0},
             num_inference_steps=8,
-            guidance_scale=1.0,
             max_sequence_length=pipeline.tokenizer_2.model_max_length,
             generator=torch.Generator().manual_seed(0),
         ).images

@@ -22,11 +22,7 @@ from miniature.before_and_after import choose_sets
 from miniature.edit_world import make_edits
 from miniature.evaluation_step import generate_and_read
 from miniature.models import toy_flux_path
-from miniature.run import (
-    Miniature,
-    clear,
-    read_settings,
-)
+from miniature.run import Miniature, clear, read_settings
 from miniature.settings import SHORT
 from miniature.truth import SetTruth
 from paco_trl.dataset_building import load_pipeline
@@ -196,13 +192,10 @@ class TestRefusals:
 @pytest.mark.slow
 def test_ctrl_c_in_every_long_step_and_on(finished, tmp_path):
     folder, log = tmp_path / "out", tmp_path / "log"
-    job = {
-        "command": [DEMO, "--output_dir", str(folder), "--short"],
-        "cwd": str(ROOT),
-        "environment": dict(os.environ),
-    }
+    command = [DEMO, "--output_dir", str(folder), "--short"]
+    job = {"command": command, "cwd": str(ROOT), "environment": dict(os.environ), "log": str(log)}
     for place in ("2-judge", "3-generator/toy-flux-lora/contact_sheets"):
-        process = launching.fork_context().Process(target=launching._run_forked, args=(job | {"log": str(log)},))
+        process = launching.fork_context().Process(target=launching._run_forked, args=(job,))
         process.start()
         while not (folder / place).is_dir():
             assert process.is_alive()

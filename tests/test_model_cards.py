@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from huggingface_hub import ModelCard, hf_hub_download
 from peft import LoraConfig
 from PIL import Image
@@ -27,11 +26,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConf
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.serve import ServeArguments
-from paco_trl.data import (
-    make_pair,
-    split_grid,
-    theme_question,
-)
+from paco_trl.data import split_grid, theme_question
 from paco_trl.hub.cards import card_for, metadata, render_card
 from paco_trl.hub.files import PIPELINE_ADAPTER, SETTINGS
 from paco_trl.hub.licenses import License, _license_or_none, base_license, read_license
@@ -48,6 +43,8 @@ from paco_trl.hub.settings import (
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
 from paco_trl.trainer.model_cards import cached_commit, latest_pictures
 from paco_trl.trainer.publishing import training_seconds
+from test_paco_reward_trainer import colours
+from testing_utils import SMALL_RUN
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,17 +59,6 @@ TOKEN = "hf_this_must_not_be_seen"
 FLUX, QWEN = "black-forest-labs/FLUX.1-dev", "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
-def colour_pairs(count: int):
-    """Pairs of plain pictures, of one colour (Yes) and of two (No)."""
-    colours = ("red", "blue")
-    rows = []
-    for index in range(count):
-        pair = [Image.new("RGB", (56, 56), colours[(index + place * (index // 2)) % 2]) for place in range(2)]
-        is_same = index // 2 % 2 == 0
-        rows.append(make_pair(*pair, "Same colour?", is_same, f"I see {pair[0].getpixel((0, 0))} first."))
-    return Dataset.from_list(rows)
-
-
 @pytest.fixture(scope="module")
 def trained(tiny_flux, tiny_clip, prompts, tmp_path_factory):
     """A trainer after two rounds, with an average of the weights, two rewards, an evaluation and its pictures."""
@@ -80,13 +66,11 @@ def trained(tiny_flux, tiny_clip, prompts, tmp_path_factory):
     trainer = PaCoGRPOTrainer(
         model=str(tiny_flux),
         reward_funcs=[ClipTReward(tiny_clip), redness_reward],
-        args=PaCoGRPOConfig(
-            output_dir=str(folder), use_cpu=True, bf16=False, height=64, width=64, num_generations=4,
-            num_prompts_per_generation=4, per_device_train_batch_size=4, num_inference_steps=4,
-            num_inference_steps_eval=2, max_steps=4, learning_rate=0.1, epsilon=0.1, ema_decay=0.5,
-            reward_weights=[1.0, 0.25], report_to="none", save_strategy="steps", save_steps=4,
-            eval_strategy="steps", eval_steps=2, hub_token=TOKEN, disable_tqdm=True,
-        ),
+        args=PaCoGRPOConfig(**SMALL_RUN | {
+            "output_dir": str(folder), "num_inference_steps_eval": 2, "max_steps": 4, "learning_rate": 0.1, "epsilon": 0.1,
+            "ema_decay": 0.5, "reward_weights": [1.0, 0.25], "save_strategy": "steps", "save_steps": 4, "hub_token": TOKEN,
+            "eval_strategy": "steps", "eval_steps": 2, "log_completions": True, "plot_curves": True,
+        }),
         train_dataset=prompts,
         eval_dataset=prompts.select(range(3)),
         peft_config=LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian"),
@@ -99,7 +83,7 @@ def trained(tiny_flux, tiny_clip, prompts, tmp_path_factory):
 @pytest.fixture(scope="module")
 def judge(tiny_qwen, tmp_path_factory):
     """A trainer of a judge after two steps, with an evaluation."""
-    trainer = make_judge(tiny_qwen, tmp_path_factory.mktemp("cards") / "judge", eval_dataset=colour_pairs(8))
+    trainer = make_judge(tiny_qwen, tmp_path_factory.mktemp("cards") / "judge", eval_dataset=colours(8, 0))
     trainer.train()
     trainer.save_model()
     return trainer
@@ -110,7 +94,7 @@ def make_judge(model: Path, folder: Path, eval_dataset=None, **kwargs) -> PaCoRe
         str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_steps=1, max_steps=2,
         per_device_train_batch_size=4, disable_tqdm=True, hub_token=TOKEN, **kwargs,
     )  # fmt: skip
-    return PaCoRewardTrainer(str(model), args, colour_pairs(8), eval_dataset)
+    return PaCoRewardTrainer(str(model), args, colours(8, 0), eval_dataset)
 
 
 def card_of(trainer, *args, **kwargs) -> ModelCard:
@@ -176,10 +160,13 @@ class TestMetadata:
         assert (data.license, data.license_name) == ("other", "flux-1-dev-non-commercial-license")
         assert data.license_link == f"https://huggingface.co/{FLUX}/blob/main/LICENSE.md"
         assert data.datasets == ["user/prompts"] and "mine" in data.tags
+        assert "[user/prompts](https://huggingface.co/datasets/user/prompts)" in card.text
         assert f'from_pretrained("{FLUX}"' in card.text and 'load_lora_weights("user/foxes")' in card.text
         assert f"]({data.license_link})" in card.text and "@misc{flux2024" in card.text
-        other = card_of(trainer, license="cc-by-nc-4.0").data
-        assert other.license == "cc-by-nc-4.0" and other.license_name is None
+        # A file of this machine is told of by its name, and is no dataset of the Hub
+        other = card_of(trainer, license="cc-by-nc-4.0", dataset_name="/home/me/prompts.jsonl")
+        assert other.data.license == "cc-by-nc-4.0" and other.data.license_name is None
+        assert other.data.datasets is None and "\n- prompts.jsonl\n" in other.text and "/home/me" not in str(other)
 
     @pytest.mark.parametrize(
         ("card", "library", "relation"),
@@ -197,16 +184,6 @@ class TestMetadata:
         local = metadata(dataclasses.replace(card, base_model="/models/flux"))
         assert local.base_model is None and local.get("base_model_relation") is None
 
-    def test_dataset_that_is_named(self, make_trainer):
-        trainer = make_trainer()
-        assert card_of(trainer).data.datasets is None
-        card = card_of(trainer, dataset_name="user/name")
-        assert card.data.datasets == ["user/name"]
-        assert "[user/name](https://huggingface.co/datasets/user/name)" in card.text
-        # A file of this machine is told of by its name, and is no dataset of the Hub
-        local = card_of(trainer, dataset_name="/home/me/prompts.jsonl")
-        assert local.data.datasets is None and "\n- prompts.jsonl\n" in local.text and "/home/me" not in str(local)
-
 
 class TestGallery:
     """The images that the Hub shows next to the card."""
@@ -220,11 +197,6 @@ class TestGallery:
         saved = [np.asarray(Image.open(folder / each["output"]["url"])) for each in widget]
         before = torch.load(folder / "evaluation" / "eval_baseline.pt", weights_only=True)["pictures"][0]
         assert saved[0].shape == (64, 64, 3) and (saved[0] != before.numpy()).any()
-
-
-def scores_of(trainer, name: str) -> list[dict]:
-    file = Path(trainer.args.output_dir) / "contact_sheets" / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 class TestSettings:
@@ -582,8 +554,6 @@ class TestReferenceCards:
 
 
 class TestFiles:
-    """A checkpoint loads with PEFT and with diffusers, and both give the image of the trained model."""
-
     def test_pictures_of_an_earlier_state_go(self, trained, tmp_path):
         (tmp_path / "images").mkdir()
         for name in ("evaluation.png", "mine.png", "images/9.png", "images/mine.png"):
@@ -593,16 +563,12 @@ class TestFiles:
         assert not (tmp_path / "evaluation.png").exists()  # the card does not tell of it
         assert {path.name for path in (tmp_path / "images").iterdir()} == {*(f"{n}.png" for n in range(4)), "mine.png"}
 
-    def test_published_files_hold_no_token_and_no_pickle(self, trained):
+    def test_published_files(self, trained):
         folder = Path(trained.args.output_dir)
         published = [path for pattern in PIPELINE_ADAPTER for path in folder.glob(pattern)]
-        assert {path.suffix for path in published} == {".json", ".safetensors", ".md", ".png"}
-        assert {path.name for path in published if path.suffix == ".png"} == {
-            "contact_sheet.png", "curves.png", "evaluation.png", *(f"{n}.png" for n in range(3))
-        }  # fmt: skip
-        assert len(published) == 11
-        for path in published:
-            assert TOKEN.encode() not in path.read_bytes()
+        assert len(published) == 11 and {path.suffix for path in published} == {".json", ".safetensors", ".md", ".png"}
+        names = {"contact_sheet.png", "curves.png", "evaluation.png", *(f"{n}.png" for n in range(3))}
+        assert names == {path.name for path in published if path.suffix == ".png"}
 
 
 @pytest.mark.parametrize(

@@ -306,8 +306,7 @@ echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $*" > task-$RANK
 exit $CODE"""
 
     @pytest.mark.parametrize(
-        ("code", "to_shell", "is_requeued"),
-        [(1, "", False), (75, "", True), (75, "TERM", False)],
+        ("code", "to_shell", "is_requeued"), [(1, "", False), (75, "", True), (75, "TERM", False)]
     )
     def test_requeues_what_a_signal_has_stopped(self, tmp_path, code, to_shell, is_requeued):
         for name, text in {"srun": self.SRUN, "scontrol": self.SCONTROL, "paco-trl": self.TASK}.items():

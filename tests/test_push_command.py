@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hub_server import HubServer
+from hub_server import TOKEN, HubServer
 from paco_trl.commands.main import main
 from paco_trl.commands.push import PushArguments, find_saved_model
 from paco_trl.hub.cards import render_card, save_card
 from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, SETTINGS, TRANSFORMER, published_files_of
 from paco_trl.hub.pushing import remember_repository
 from paco_trl.hub.settings import ImageModelCard
-
-
-TOKEN = "hf_rightTokenOfTheTester"
 
 
 def card_of(title: str, repo_id: str = "run") -> ImageModelCard:
@@ -93,10 +90,8 @@ class TestCommand:
         """Runs the command with clients of this Hub; returns its exit code and what it printed."""
 
         def call(*words, token: str | None = TOKEN) -> tuple[int, str]:
-            with hub.connected(tmp_path / "cache", token) as log:
-                code = main(["push", *map(str, words)])
-            assert TOKEN not in log.getvalue()
-            return code, log.getvalue()
+            outcome = hub.call(tmp_path / "cache", main, ["push", *map(str, words)], client_token=token)
+            return outcome["result"], outcome["log"]
 
         return call
 
@@ -159,14 +154,11 @@ class TestCommand:
         assert push(folder, "--hub_model_id", "mine")[0] == 0
         assert b'("tester/mine")' in hub.files("tester/mine", "model")["README.md"]
 
-    def test_private_but_there_and_public(self, hub, push, tmp_path):
+    def test_refused_before_anything_is_written(self, hub, push, tmp_path):
         run = save_adapter(tmp_path / "run", "one")
         code, said = push(run, "--hub_model_id", "new", token=None)
-        assert code == 1 and "hf auth login" in said and "Traceback" not in said and not hub.repos
-        hub.add_repo("tester/open", {"README.md": b""})
-        code, said = push(run, "--hub_model_id", "open", "--private", "True")
-        assert code == 1 and "public" in said
-        assert set(hub.files("tester/open", "model")) == {"README.md"} and not (run / ".pushing").exists()
+        assert code == 1 and "hf auth login" in said and "Traceback" not in said
+        assert not hub.repos and not (run / ".pushing").exists()
 
     def test_the_folder_with_and_without_its_name(self, push, tmp_path):
         run = save_adapter(tmp_path / "run", "one")

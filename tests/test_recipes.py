@@ -75,19 +75,11 @@ PAPER = {
 }  # fmt: skip
 # Where the paper is silent, the published code's: PaCo-GRPO/config/base.py and grpo.py
 PUBLISHED_CODE = {
-    "num_inference_steps_eval": 20,
-    "lr_scheduler_type": "constant",
-    "weight_decay": 1e-4,
-    "max_grad_norm": 1.0,
-    "gradient_checkpointing": False,
-    "save_total_limit": 5,
-}
-OF_IMAGE_SETS = {
-    "judge_question": "theme",
-    "reward_weights": [0.2, 1.0],
-    "clip_model": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-    "save_steps": 20,
-}
+    "num_inference_steps_eval": 20, "lr_scheduler_type": "constant", "weight_decay": 1e-4, "max_grad_norm": 1.0,
+    "gradient_checkpointing": False, "save_total_limit": 5,
+}  # fmt: skip
+OF_IMAGE_SETS = {"judge_question": "theme", "reward_weights": [0.2, 1.0], "save_steps": 20}
+OF_IMAGE_SETS["clip_model"] = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 NAMES = sorted(PAPER)
 DATA = ("--dataset_name", "prompts.jsonl")  # which no file has
 _VALUE = re.compile(r"^\s*(?:- \S|\w+:)")
@@ -118,10 +110,7 @@ PRESETS = {
     "flux.1-dev-cps": {
         "sde_type": "cps", "noise_level": 0.8, "scale_rewards": "batch", "output_dir": "flux.1-dev-cps",
     },
-    "flux.1-dev-80gb": {
-        "tail_steps": 4,
-        "output_dir": "flux.1-dev-80gb",
-    },
+    "flux.1-dev-80gb": {"tail_steps": 4, "output_dir": "flux.1-dev-80gb"},
     "flux.1-dev-24gb": {
         "tail_steps": 4,
         "output_dir": "flux.1-dev-24gb", "quantization": "nf4", "judge_quantization": "nf4",

@@ -304,18 +304,13 @@ class TestIdentity:
             ("reward_funcs", another_noisy_redness, "rewards/noisy_redness: {'code': 'kill_runs.noisy_redness'"),
         ],
     )
-    def test_another_setting(self, tiny_flux, nowhere, earlier, caplog, name, value, said):
+    def test_another_setting(self, nowhere, earlier, caplog, name, value, said):
         with pytest.raises(OSError, match="model_index.json"):
             make_run(nowhere, earlier, resume_from_checkpoint="True", **{name: value})
         assert "is resumed with other settings" in caplog.text
         assert said in caplog.text
         # Only what differs is named
         assert caplog.text.count(", now ") == 1
-        # Started anew, the checkpoints of both would be mixed
-        trainer = make_run(tiny_flux, earlier, **{name: value})
-        with pytest.raises(ValueError, match=said):
-            trainer.train()
-        assert trainer.state.global_step == 0
 
 
 # Rewards that draw nothing: the generators of other processes are others
@@ -369,12 +364,8 @@ def falling_reward(prompts, completions, trainer_state, **kwargs):
 
 class TestOutputFolder:
     SETTINGS = {
-        "max_steps": 5,
-        "eval_steps": 1,
-        "save_total_limit": 2,
-        "metric_for_best_model": "reward",
-        "greater_is_better": True,
-    }
+        "max_steps": 5, "eval_steps": 1, "save_total_limit": 2, "metric_for_best_model": "reward", "greater_is_better": True,
+    }  # fmt: skip
 
     @staticmethod
     def check_best(run: Run, best: int, kept: set[int]) -> dict:

@@ -17,7 +17,15 @@ from peft import LoraConfig
 from PIL import Image
 from torch import nn
 
-from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl import (
+    PaCoGRPOConfig,
+    PaCoGRPOTrainer,
+    PaCoNFTConfig,
+    PaCoNFTTrainer,
+    PaCoReward,
+    PaCoRewardConfig,
+    PaCoRewardTrainer,
+)
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
 from paco_trl.rewards.runner import RewardRunner
 from paco_trl.rollout.prompt_rows import PromptRows
@@ -26,6 +34,7 @@ from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, evaluation_settings, run_identity
 from paco_trl.utils.fingerprint import describe_scorer
 from test_paco_reward_trainer import colours
+from testing_utils import SMALL_RUN
 
 
 SETTINGS = {"use_cpu": True, "bf16": False, "report_to": "none"}
@@ -201,20 +210,16 @@ class TestConfig:
     """A config that was passed in is not written to, and serves several trainers."""
 
     @pytest.mark.parametrize("config_class", [PaCoGRPOConfig, PaCoNFTConfig])
-    def test_image_trainers(self, make_trainer, tiny_flux, tmp_path, config_class):
+    def test_image_trainers(self, prompts, tiny_flux, tmp_path, config_class):
         arguments = {"low_cpu_mem_usage": True}
         own = {"num_noise_levels": 1} if config_class is PaCoNFTConfig else {}
-        args = config_class(
-            str(tmp_path / "shared"), **SETTINGS, height=64, width=64, num_generations=4, num_prompts_per_generation=4,
-            per_device_train_batch_size=4, num_inference_steps=4, max_steps=1, save_strategy="no", disable_tqdm=True,
-            log_completions=False, plot_curves=False, model_init_kwargs=arguments, **own,
-        )  # fmt: skip
+        settings = {"output_dir": str(tmp_path / "shared"), "max_steps": 1, "model_init_kwargs": arguments, **own}
+        args = config_class(**SMALL_RUN | settings)
         before = state_of(args)
-        example = make_trainer()
         peft_config = LoraConfig(r=4)
         adapter = copy.deepcopy(vars(peft_config))
-        kind = PaCoNFTTrainer if own else type(example)
-        trainer = kind(str(tiny_flux), redness_reward, args, example.train_dataset, peft_config=peft_config)
+        trainer_class = PaCoNFTTrainer if own else PaCoGRPOTrainer
+        trainer = trainer_class(str(tiny_flux), redness_reward, args, prompts, peft_config=peft_config)
         trainer.train()
         trainer.args.model_init_kwargs["dtype"] = "float32"  # as transformers' `to_dict` does
         assert trainer.args.ddp_find_unused_parameters is False

@@ -29,12 +29,6 @@ from paco_trl.rewards import (
     LayoutReward,
     redness_reward,
 )
-from paco_trl.tiny.clip import build_tiny_clip
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    return str(build_tiny_clip(tmp_path_factory.mktemp("models") / "clip"))
 
 
 @pytest.fixture
@@ -43,8 +37,9 @@ def server():
         yield server
 
 
-def test_rewards_without_a_judge(clip):
-    arguments = ScriptArguments(rewards=["clip_t", "clip_i", "no_duplicates", "layout", "redness"], clip_model=clip)
+def test_rewards_without_a_judge(tiny_clip):
+    names = ["clip_t", "clip_i", "no_duplicates", "layout", "redness"]
+    arguments = ScriptArguments(rewards=names, clip_model=str(tiny_clip))
     loaded = load_rewards(arguments)
     assert [type(reward) for reward in loaded[:4]] == [ClipTReward, ClipIReward, DuplicateReward, LayoutReward]
     assert loaded[4] is redness_reward
@@ -145,7 +140,7 @@ class TestBeforeAnythingIsLoaded:
     """What is missing or may not be read, of all models of a run, is found before one of them is loaded."""
 
     @pytest.fixture
-    def train(self, monkeypatch, tmp_path, tiny_flux, clip):
+    def train(self, monkeypatch, tmp_path, tiny_flux, tiny_clip):
         loaded = []
         monkeypatch.setattr(CLIPModel, "from_pretrained", lambda *args, **kwargs: loaded.append("reward"))
         monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: loaded.append("pipeline"))
@@ -153,7 +148,7 @@ class TestBeforeAnythingIsLoaded:
         def run(error: type[Exception], key: str, **options) -> list[str]:
             """What is loaded until a run is refused, with CLIP as its first reward."""
             options = {"model_name_or_path": tiny_flux, "rewards": "clip_t consistency", **options}
-            words = f"--dataset_name {demo_prompts_path()} --output_dir {tmp_path / 'out'} --clip_model {clip}"
+            words = f"--dataset_name {demo_prompts_path()} --output_dir {tmp_path / 'out'} --clip_model {tiny_clip}"
             words += " --use_cpu --bf16 False --num_prompts_per_generation 2"
             words += "".join(f" --{name} {value}" for name, value in options.items())
             loaded.clear()

@@ -8,6 +8,7 @@ import re
 import runpy
 import shutil
 import sys
+import tempfile
 from base64 import b64decode
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
 from launching import ROOT
 from paco_trl.commands.main import main
@@ -31,7 +31,7 @@ from paco_trl.rewards import ConsistencyReward
 from paco_trl.rollout import keyed_generator
 from paco_trl.tiny import build_tiny_flux_kontext
 from test_annotation_app import free_port
-from testing_utils import CHROMIUM, CHROMIUM_ARGUMENTS
+from testing_utils import CHROMIUM, CHROMIUM_ARGUMENTS, give_effect
 
 
 gradio = pytest.importorskip("gradio")
@@ -52,15 +52,9 @@ PASTED = format_image_set_prompt("One hat.", 20, 20, ["A hat."] * 400)
 
 
 def card(**settings) -> ImageModelCard:
-    return ImageModelCard(
-        title="my <b>adapter</b>",
-        repo_id="toy",
-        base_model="user/flux",
-        lora=LoRA(4, 8.0),
-        call={"guidance_scale": 4.5},
-        settings=settings,
-        rewards=[Reward("clip_t", 1.0, "user/clip"), Reward("consistency", 1.0, "user/judge", 0.1, 0.2)],
-    )
+    rewards = [Reward("clip_t", 1.0, "user/clip"), Reward("consistency", 1.0, "user/judge", 0.1, 0.2)]
+    named = {"title": "my <b>adapter</b>", "repo_id": "toy", "base_model": "user/flux", "lora": LoRA(4, 8.0)}
+    return ImageModelCard(**named, call={"guidance_scale": 4.5}, settings=settings, rewards=rewards)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +68,8 @@ def adapter(tmp_path_factory) -> Path:
         pipeline.transformer, LoraConfig(r=4, lora_alpha=8, target_modules=["attn.to_q", "attn.to_v"])
     )
     model.peft_config["default"].base_model_name_or_path = str(FLUX)
+    give_effect(model, std=0.3)
     model.save_pretrained(folder)
-    weights = load_file(folder / "adapter_model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    save_file(
-        {name: 0.3 * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()},
-        folder / "adapter_model.safetensors",
-    )
     settings = {"training_size": [64, 64], "inference_size": [128, 128], "num_inference_steps": 3}
     save_settings(card(**settings, guidance_scale=1.0, precision="float32"), folder)
     return folder
@@ -93,6 +82,18 @@ def arguments_of(folder: Path) -> dict:
         patch.setattr("paco_trl.image_benchmarks.comparison_app.serve_comparison", lambda **given: found.update(given))
         runpy.run_path(str(folder / "app.py"))
     return found
+
+
+@pytest.fixture
+def of_card(adapter, tmp_path):
+    """Writes the Space of the adapter with another card; gives the arguments of its app."""
+
+    def write(card: ImageModelCard) -> dict:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        save_settings(card, shutil.copytree(adapter, folder / "toy"))
+        return arguments_of(write_space(SpaceArguments(str(folder / "toy"), str(folder / "space"))))
+
+    return write
 
 
 class TestWrite:
@@ -127,39 +128,28 @@ class TestWrite:
         assert requirements == "paco_trl[apps] @ git+https://a.b/paco\nspaces\n" and "index" not in readme
         assert "how to publish it.\n" in said
 
-    def test_the_negative_prompt_and_the_gallery(self, adapter, tmp_path):
-        copy, negative = tmp_path / "toy", 'blurry | "<low>" \\ &amp; ](x)'
-        shutil.copytree(adapter, copy)
+    def test_the_negative_prompt_and_the_gallery(self, of_card):
+        negative = 'blurry | "<low>" \\ &amp; ](x)'
         settings = {"num_inference_steps": 8, "guidance_scale": 4.5, "negative_prompt": negative}
         # A gallery, and the steps of an evaluation
         call = {"num_inference_steps": 20, "guidance_scale": 4.5}
-        save_settings(replace(card(**settings), call=call, gallery={"a.png": PROMPT}), copy)
-        found = arguments_of(write_space(SpaceArguments(str(copy), str(tmp_path / "gallery"))))
+        found = of_card(replace(card(**settings), call=call, gallery={"a.png": PROMPT}))
         assert found["prompts"] == [PROMPT] and found["layout"] == (2, 2)
         assert (found["num_inference_steps"], found["guidance_scale"]) == (20, 4.5)
         assert found["negative_prompt"] == negative and found["panel_size"] == (512, 512)
 
-    def test_separate_images(self, adapter, tmp_path):
-        copy, panels = tmp_path / "toy", {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}
-        shutil.copytree(adapter, copy)
-        settings = {
-            "num_inference_steps": 3,
-            "guidance_scale": 1.0,
-            "inference_size": [64, 32],
-            "set_layout": "separate",
-        }
-        save_settings(replace(card(**settings, **panels), gallery={"a.png": "A theme. A panel."}), copy)
-        found = arguments_of(write_space(SpaceArguments(str(copy), str(tmp_path / "trained"))))
+    def test_separate_images(self, of_card):
+        panels = {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}
+        settings = {"num_inference_steps": 3, "guidance_scale": 1.0, "set_layout": "separate", **panels}
+        found = of_card(replace(card(**settings, inference_size=[64, 32]), gallery={"a.png": "A theme. A panel."}))
         assert {name: found[name] for name in panels} == panels and found["panel_size"] == (64, 32)
         theme, *lines = found["prompts"][0].split("\n")
         assert found["layout"] == (1, len(lines)) and "grid" not in theme and len(lines) > 1
         # Larger images: sets of two fit the app, those of three or four do not
-        save_settings(card(**settings | {"inference_size": [1536, 1536]}, **panels), copy)
-        found = arguments_of(write_space(SpaceArguments(str(copy), str(tmp_path / "larger"))))
+        found = of_card(card(**settings, inference_size=[1536, 1536]))
         assert found["layout"] == (1, 2) and {prompt.count("\n") for prompt in found["prompts"]} == {2}
-        save_settings(card(**settings | {"inference_size": [2048, 2048]}, **panels), copy)
         with pytest.raises(ValueError, match="2048 x 2048"):
-            write_space(SpaceArguments(str(copy), str(tmp_path / "largest")))
+            of_card(card(**settings, inference_size=[2048, 2048]))
 
     def test_what_cannot_be_compared(self, adapter, tmp_path, capsys):
         copy = tmp_path / "toy"
@@ -334,33 +324,18 @@ class TestLimits:
             seen.clear()
 
 
-class TestSingleImages:
-    @pytest.fixture
-    def single(self, adapter, tmp_path):
-        copy = tmp_path / "toy"
-        shutil.copytree(adapter, copy)
-        save_settings(replace(load_settings(copy), trained_on="single images"), copy)
-        return copy
-
-    def test_the_settings(self, single, tmp_path, capsys):
-        folder = write_space(SpaceArguments(str(single), str(tmp_path / "space")))
-        found = arguments_of(folder)
-        assert found["layout"] == (1, 1) and found["panel_size"] == (128, 128) and found["judge"] is None
-        assert not any("grid" in prompt for prompt in found["prompts"])
-        readme = (folder / "README.md").read_text().lower()
-        assert "sets" not in readme.split("# my")[1].split("```")[0] and "image sets" not in readme
-        assert "judge" not in capsys.readouterr().err
-        # Its own prompts, from its gallery
-        save_settings(replace(load_settings(single), gallery={"a.png": "a hat"}), single)
-        found = arguments_of(write_space(SpaceArguments(str(single), str(tmp_path / "gallery"))))
-        assert found["prompts"] == ["a hat"] and found["layout"] == (1, 1)
-
-
-@pytest.mark.parametrize("name", ["./nope", "nope.safetensors"])
-def test_a_directory_that_does_not_exist(name, tmp_path, capsys):
-    assert main(["space", name, "--output_dir", str(tmp_path / "space")]) == 1
-    said = capsys.readouterr().err
-    assert "no directory" in said and name in said
+def test_single_images(adapter, of_card, tmp_path, capsys):
+    trained = replace(load_settings(adapter), trained_on="single images")
+    found = of_card(trained)
+    assert found["layout"] == (1, 1) and found["panel_size"] == (128, 128) and found["judge"] is None
+    assert not any("grid" in prompt for prompt in found["prompts"])
+    (readme,) = tmp_path.glob("*/space/README.md")
+    readme = readme.read_text().lower()
+    assert "sets" not in readme.split("# my")[1].split("```")[0] and "image sets" not in readme
+    assert "judge" not in capsys.readouterr().err
+    # Its own prompts, from its gallery
+    found = of_card(replace(trained, gallery={"a.png": "a hat"}))
+    assert found["prompts"] == ["a hat"] and found["layout"] == (1, 1)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from paco_trl.data.questions import plain_question
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.utils.images import limit_pixels
-from testing_utils import noise, wait_until
+from testing_utils import give_effect, noise, wait_until
 
 
 VLLM = os.environ.get("PACO_TRL_VLLM")
@@ -102,12 +102,7 @@ def save_adapter(model: Path, folder: Path, layers: str) -> Path:
     """Saves a LoRA adapter with an effect."""
     network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     network = get_peft_model(network, LoraConfig(r=4, lora_alpha=8, target_modules=layers))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if "lora_" in name:
-                # With more the answer is neither Yes nor No
-                parameter.normal_(std=0.05, generator=generator)
+    give_effect(network, std=0.05)  # with more the answer is neither Yes nor No
     network.save_pretrained(folder)
     return folder
 
@@ -318,21 +313,12 @@ def trained_folder(model, tmp_path_factory) -> Path:
     trainer = PaCoRewardTrainer(
         model=str(model),
         args=PaCoRewardConfig(
-            str(folder),
-            first_token_weight=None,
-            learning_rate=2e-3,
-            max_steps=2,
+            str(folder), first_token_weight=None, learning_rate=2e-3, max_steps=2, per_device_train_batch_size=4,
             max_pixels=None,  # that of the model below, which a server takes
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=1,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
+            gradient_accumulation_steps=1, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list(rows),
-    )
+    )  # fmt: skip
     trainer.train()
     trainer.save_model()
     config = json.loads((folder / "adapter_config.json").read_text())

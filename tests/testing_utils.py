@@ -104,6 +104,13 @@ def square_prompts() -> Dataset:
     return dataset.select(square)
 
 
+def prompts_of_two_sizes() -> list[dict]:
+    """Fifteen prompts of the demo with small images, 2x2 or 1x2."""
+    rows = map(json.loads, demo_prompts_path().read_text(encoding="utf-8").splitlines())
+    sized = [row | {"height": 32 * row["rows"], "width": 32 * row["cols"]} for row in rows]
+    return [row for row in sized if (row["rows"], row["cols"]) in ((2, 2), (1, 2))]
+
+
 def weights_of(trainer) -> dict[str, torch.Tensor]:
     """Copies of the trained weights."""
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -156,6 +163,28 @@ def check_planted_reward(make: Callable, **settings) -> None:
     assert first[0] == pytest.approx(-first[1])  # the same first images
 
 
+def draw(pipeline, **options) -> np.ndarray:
+    """An image of a FLUX pipeline, as numbers that can be subtracted."""
+    pipeline.set_progress_bar_config(disable=True)
+    options = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 32, **options}
+    image = pipeline("a red fox", generator=torch.Generator().manual_seed(5), **options).images[0]
+    return np.asarray(image, dtype=np.int16 if isinstance(image, PILImage.Image) else None)
+
+
+def give_effect(model: torch.nn.Module, std: float) -> None:
+    """Let the LoRA of a model change what it computes."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=std, generator=generator)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The files below a folder, by their paths in it."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def update_of(trainer, **kwargs) -> torch.Tensor:
     """What training adds to the weights, as a vector."""
     before = weights_of(trainer)
@@ -188,6 +217,13 @@ def scores_of_round(output: Path, number: int) -> list[float]:
     """The rewards and advantages of a round of a run that was rewarded by redness."""
     entries = jsonl(output / "contact_sheets" / f"round_{number:05d}.jsonl")
     return [entry[key] for entry in entries for key in ("redness_reward", "advantage")]
+
+
+def check_frozen_weights_are_not_saved(checkpoint: Path) -> None:
+    """In what DeepSpeed saves; they alone would be more than this."""
+    adapter = (checkpoint / "adapter_model.safetensors").stat().st_size
+    sizes = [path.stat().st_size for path in checkpoint.rglob("*model_states.pt")]
+    assert 0 < sum(sizes) < 6 * adapter + 200_000
 
 
 def check_same_training(output: Path, reference: Path, rounds: int, images: int, tolerance: float) -> None:
