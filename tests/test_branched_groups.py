@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import test_families
-from paco_trl import PaCoGRPOConfig, tiny
+from paco_trl import PaCoGRPOConfig
 from paco_trl.rollout import FAMILIES, FluxFamily, PipelinePolicy, SDESettings, keyed_generator, predict, replay
 from paco_trl.rollout import policy as policy_module
 from test_families import NUM_STEPS, build_policy, encode, moved_adapter, pixels
@@ -52,13 +52,13 @@ class Setup:
 
 
 @pytest.fixture(scope="module")
-def setup_of(tmp_path_factory) -> Callable[[str], Setup]:
+def setup_of(folder_of) -> Callable[[str], Setup]:
     setups = {}
 
     def of(name: str) -> Setup:
         if name not in setups:
             case = CASES[name]
-            policy = build_policy(getattr(tiny, case.builder)(tmp_path_factory.mktemp("m") / "m", **case.options))
+            policy = build_policy(folder_of(case.builder, **case.options))
             arguments, sources = encode(policy, case)
             arguments = {name: tensor[:1].expand(4, *tensor.shape[1:]) for name, tensor in arguments.items()}
             setups[name] = Setup(case, policy, arguments, sources)
@@ -259,33 +259,27 @@ class TestTrainer:
         each = ([prefix] + [4] * first) * 4
         assert trained == (each if not trainer.args.beta else [rows for rows in each for _ in range(2)])
 
-    def test_images_are_compared_within_their_branch(self, make_trainer):
+    @pytest.mark.parametrize(
+        ("aggregation", "expected"),
+        [
+            ("sum_then_normalize", {1: [-0.375, -0.275, 0.225, 0.425], 2: [-0.1, -0.05, 0.05, 0.1]}),
+            ("rank_then_sum", {1: [-0.5, -0.1667, 0.1667, 0.5], 2: [-0.5, 0.5]}),
+        ],
+        ids=["scores", "ranks"],
+    )
+    def test_images_are_compared_within_their_branch(self, make_trainer, aggregation, expected):
         """What differs between branches is their initial noise, which has no gradient."""
 
         def by_place(prompts, completions, **kwargs):
             return [(0.1, 0.2, 0.7, 0.9)[place % 4] for place in range(len(completions))]
 
-        found = {}
-        for branch in (1, 2):
-            settings = {"branch_size": branch, "scale_rewards": "none"}
-            trainer = make_trainer(reward_funcs=by_place, multi_objective_aggregation="sum_then_normalize", **settings)
-            trainer.state.max_steps = 2
-            entries = trainer._generate_and_score_completions(0).entries
-            found[branch] = sorted({round(value, 4) for entry in entries for value in entry["advantages"].tolist()})
-        assert found[1] == [-0.375, -0.275, 0.225, 0.425]
-        assert found[2] == [-0.1, -0.05, 0.05, 0.1]
-
-    def test_ranks_are_those_within_a_branch(self, make_trainer):
-        def by_place(prompts, completions, **kwargs):
-            return [(0.1, 0.2, 0.7, 0.9)[place % 4] for place in range(len(completions))]
-
-        for branch, expected in ((1, [-0.5, -0.1667, 0.1667, 0.5]), (2, [-0.5, 0.5])):
-            settings = {"branch_size": branch, "scale_rewards": "none"}
-            trainer = make_trainer(reward_funcs=by_place, multi_objective_aggregation="rank_then_sum", **settings)
+        for branch, values in expected.items():
+            settings = {"branch_size": branch, "scale_rewards": "none", "multi_objective_aggregation": aggregation}
+            trainer = make_trainer(reward_funcs=by_place, **settings)
             trainer.state.max_steps = 2
             buffer = trainer._generate_and_score_completions(0)
             found = {round(value, 4) for entry in buffer.entries for value in entry["advantages"].tolist()}
-            assert sorted(found) == expected
+            assert sorted(found) == values
             assert buffer.metrics["rewards/by_place/mean"] == pytest.approx(0.475)  # of the scores
 
     @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 
-from paco_trl import tiny
 from paco_trl.rollout import (
     FAMILIES,
     EncodedImage,
@@ -133,7 +132,7 @@ def case(
     if images:
         plain["image"] = images[0] if len(images) == 1 else list(images)
     settings |= {"guide": guide, "split": split}
-    return Case(f"build_tiny_{builder}", pipeline, guidance_scale, negative, images, plain, **settings)
+    return Case(builder, pipeline, guidance_scale, negative, images, plain, **settings)
 
 
 sd3 = functools.partial(case, "stable_diffusion_3", "StableDiffusion3Pipeline")
@@ -185,35 +184,16 @@ CASES = {
 GUIDED = [name for name, case in CASES.items() if case.is_guided]
 ONE_FOR_EACH_TRANSFORMER = list({(case.builder, *case.options): name for name, case in CASES.items()}.values())
 EDITING = [name for name, case in CASES.items() if case.images]
-SEEN_BY_THE_TEXT_ENCODER = [
-    "build_tiny_qwen_image_edit",
-    "build_tiny_qwen_image_edit_plus",
-    "build_tiny_qwen_image_21",
-    "build_tiny_longcat_image_edit",
-]
+SEEN_BY_THE_TEXT_ENCODER = ["qwen_image_edit", "qwen_image_edit_plus", "qwen_image_21", "longcat_image_edit"]
 
 
 # ---- Building ----
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory) -> Callable:
-    """Folder of a tiny pipeline, built once."""
-    folders = {}
-
-    def of(builder: str, **options):
-        key = (builder, *options.items())
-        if key not in folders:
-            folders[key] = getattr(tiny, builder)(tmp_path_factory.mktemp("models") / "tiny", **options)
-        return folders[key]
-
-    return of
-
-
-def build_policy(folder, dtype=torch.float32) -> PipelinePolicy:
+def build_policy(model, dtype=torch.float32, family=None) -> PipelinePolicy:
     """As the trainer builds it; then the LoRA's B matrices, which start as zeros, are filled."""
-    pipeline = load_pipeline(str(folder), dtype)
-    family = family_of(pipeline)
+    pipeline = load_pipeline(model, dtype)
+    family = family or family_of(pipeline)
     signature = inspect.signature(pipeline.transformer.forward)
     model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
     generator = torch.Generator().manual_seed(5)
@@ -444,7 +424,7 @@ class TestUnusedLayers:
     @pytest.fixture(scope="class")
     def load_qwen(self, folder_of) -> Callable:
         """Gives a pipeline with a transformer of its own; the rest is loaded once."""
-        loaded = load_pipeline(str(folder_of("build_tiny_qwen_image")), torch.float32)
+        loaded = load_pipeline(str(folder_of("qwen_image")), torch.float32)
         transformer = loaded.transformer
 
         def load():
@@ -552,7 +532,7 @@ class TestUnmodifiedPipeline:
         expected = setup.generate_plain(num_steps=2)
 
         # What the image depends on; with a source of its own size, of which the call of a user makes a megapixel
-        own = {"_auto_resize": False} if case.builder == "build_tiny_flux_kontext" and case.images else {}
+        own = {"_auto_resize": False} if case.builder == "flux_kontext" and case.images else {}
         plain = setup.generate_plain(num_steps=2, **own) if own else expected
 
         def has_effect(**changes) -> bool:

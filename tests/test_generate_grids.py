@@ -21,7 +21,6 @@ from paco_trl.generation import load_pipeline
 from paco_trl.generation.grids import generate_grids, plan_batches
 from paco_trl.generation.image_files import is_flat, own_arguments
 from paco_trl.rollout import keyed_generator
-from paco_trl.tiny import build_tiny_flux2_klein, build_tiny_flux_kontext
 from paco_trl.utils.stage_folder import StageFolder
 
 
@@ -155,9 +154,9 @@ class TestGrids:
         assert all(abs(np.asarray(image).astype(int) - expected).max() <= 2 for image in (own[0], *shared))
         assert abs(np.asarray(own[1]).astype(int) - expected).max() > 20
 
-    @pytest.mark.parametrize("build", [build_tiny_flux_kontext, build_tiny_flux2_klein])
-    def test_the_first_image_of_a_set_is_the_source_of_the_others(self, build, flux, tmp_path):
-        pipeline = load_pipeline(str(build(tmp_path / "model")), torch.float32, device="cpu")
+    @pytest.mark.parametrize("model", ["flux_kontext", "flux2_klein"])
+    def test_the_first_image_of_a_set_is_the_source_of_the_others(self, folder_of, model, flux, tmp_path):
+        pipeline = load_pipeline(folder_of(model), torch.float32, device="cpu")
         row = {"id": "a", "layout": "separate", "theme": "A fox.", "panels": ["Runs.", "Sits.", "Eats."]}
         prompts = complete_image_sets(Dataset.from_list([row | {"height": 64, "width": 64}]))
         sets, own = {}, {"max_sequence_length": 32}
@@ -166,7 +165,7 @@ class TestGrids:
             size = 2 if way == "anchored" else 1
             grids = draw(pipeline, prompts, tmp_path / way, seeds=[0, 5], panel_generation=way, batch_size=size, **own)
             sets[way] = [split_grid(image, 1, 3) for image in grids["image"]]
-        if build is build_tiny_flux_kontext:
+        if model == "flux_kontext":
             own |= {"_auto_resize": False, "max_area": 64**2}
         for seed, independent, anchored in zip((0, 5), *sets.values(), strict=True):
             is_same = [np.array_equal(*panels) for panels in zip(independent, anchored, strict=True)]
@@ -179,8 +178,8 @@ class TestGrids:
         with pytest.raises(ValueError, match="takes no source"):
             draw(flux, prompts, tmp_path / "refused", panel_generation="anchored")
 
-    def test_references_are_sources(self, flux, tmp_path):
-        pipeline = load_pipeline(str(build_tiny_flux2_klein(tmp_path / "model")), torch.float32, device="cpu")
+    def test_references_are_sources(self, folder_of, flux, tmp_path):
+        pipeline = load_pipeline(folder_of("flux2_klein"), torch.float32, device="cpu")
         images = [Image.new("RGB", (64, 96), color) for color in ("red", "blue")]
         row = {"layout": "separate", "theme": "A fox.", "panels": ["Runs.", "Sits."], "height": 64, "width": 64}
 
@@ -232,11 +231,9 @@ class TestBatches:
         # To the last bit or nearly so: in each place the image of this prompt and this seed
         assert max(distance(pixels(grids), pixels(generated[0]))) <= 2
 
-    def test_negative_prompt_and_padding_in_a_batch(self, tmp_path):
+    def test_negative_prompt_and_padding_in_a_batch(self, folder_of, tmp_path):
         """Qwen-Image repeats no negative prompt, and its true guidance predicts twice."""
-        from paco_trl.tiny import build_tiny_qwen_image
-
-        pipeline = load_pipeline(str(build_tiny_qwen_image(tmp_path / "qwen")), torch.float32, device="cpu")
+        pipeline = load_pipeline(folder_of("qwen_image"), torch.float32, device="cpu")
         guided = {"seeds": [0, 1], "num_inference_steps": 2, "negative_prompt": "a lighthouse", "true_cfg_scale": 3.0}
         alone = pixels(draw(pipeline, FOUR, tmp_path / "alone", **guided))
         together = pixels(draw(pipeline, FOUR, tmp_path / "together", batch_size=4, **guided))

@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 
 from paco_trl.rollout import hybrid_inference
-from paco_trl.tiny import build_tiny_qwen_image
 
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +26,11 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def pipelines(tiny_flux, tmp_path_factory):
+def pipelines(folder_of):
     """The bare pipelines, and each with an adapter from diffusers and from PEFT, of the same weights."""
-    folders = {"flux": tiny_flux, "qwen": build_tiny_qwen_image(tmp_path_factory.mktemp("models") / "qwen")}
     found = {}
-    for name, folder in folders.items():
-        pipe = DiffusionPipeline.from_pretrained(str(folder))
+    for name, folder in (("flux", folder_of("flux")), ("qwen", folder_of("qwen_image"))):
+        pipe = DiffusionPipeline.from_pretrained(folder)
         pipe.set_progress_bar_config(disable=True)
         found[name, "bare"] = pipe
         for kind in ("diffusers", "peft"):

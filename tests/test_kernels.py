@@ -12,7 +12,7 @@ from torch._inductor import config as inductor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from paco_trl import PaCoGRPOConfig, tiny
+from paco_trl import PaCoGRPOConfig
 from paco_trl.planning.memory import as_in_training
 from paco_trl.rollout import PipelinePolicy, SDESettings, cast_floating_inputs, family_of, loading, replay
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer, set_kernels
@@ -54,10 +54,9 @@ def latents_of(trainer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_family(name, tmp_path):
+def test_every_family(name, folder_of):
     case = CASES[name]
-    folder = getattr(tiny, case.builder)(tmp_path / "model", **case.options)
-    transformer = load_pipeline(str(folder), torch.float32).transformer
+    transformer = load_pipeline(folder_of(case.builder, **case.options), torch.float32).transformer
     set_kernels(transformer, None, compile_blocks=True)
     assert compiled_of(transformer) == set(
         transformer._no_split_modules or transformer._repeated_blocks

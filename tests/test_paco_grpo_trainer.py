@@ -7,11 +7,10 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict
+from datasets import DatasetDict
 from diffusers import DDIMScheduler, DiffusionPipeline
 from peft import LoraConfig
 from trl import ModelConfig, get_peft_config
@@ -627,21 +626,6 @@ class TestBadInput:
             (tmp_path / "model_index.json").write_text(json.dumps(index))
             with pytest.raises(ValueError, match="SanaPipeline|DDIMScheduler"):
                 make_trainer(model=str(tmp_path))
-
-    @pytest.mark.slow
-    def test_prompts_alone_are_single_images(self, make_small, caplog):
-        seen = []
-
-        def panels_reward(prompts, completions, panel_images, rows, theme, **kwargs):
-            seen.extend(zip(map(len, panel_images), rows, theme, strict=True))
-            return [float(np.asarray(image).mean()) for image in completions]
-
-        dataset = Dataset.from_list([{"prompt": "A fox"}] * 2)
-        trainer = make_small(train_dataset=dataset, eval_dataset=dataset, reward_funcs=panels_reward, max_steps=1)
-        assert "1 row(s) repeat a prompt" in caplog.text
-        trainer.train()
-        assert set(seen) == {(1, 1, "A fox")}
-        assert "eval_reward" in trainer.evaluate() and dataset.column_names == ["prompt"]
 
     @pytest.mark.parametrize(
         ("message", "settings"),

@@ -14,26 +14,25 @@ import pytest
 import torch
 from diffusers import BitsAndBytesConfig, DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
 from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
-from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from torchao.quantization import Float8WeightOnlyConfig
 from trl import ModelConfig, get_quantization_config
 
 import launching
-from paco_trl import PaCoGRPOConfig, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
 from paco_trl.commands.evaluate_arguments import JudgeOptions, load_judge
 from paco_trl.commands.evaluate_judge import JudgeArguments, evaluate
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.hub.cards import render_card
 from paco_trl.planning.memory import weights_bytes
-from paco_trl.rewards import ConsistencyReward
+from paco_trl.rewards import ConsistencyReward, redness_reward
 from paco_trl.trainer.checks import check_quantization
 from test_doctor import HEALTHY, examine, make_arguments, prompt_rows, verdicts  # noqa: F401
 from test_family_training import CASES, make_dataset
 from test_paco_reward_trainer import colours
-from testing_utils import are_equal, logs_with, weights_of
+from testing_utils import LORA, SMALL_RUN, are_equal, logs_with, square_prompts, weights_of
 
 
 # Largest fraction of the bytes in float32 that the weights of linear layers take: 4 bits and a scale for 64 weights, or
@@ -194,22 +193,12 @@ class TestTraining:
 
 def train_all(model: Path, output: Path) -> None:
     """Train and save an adapter with each method, in this process or as one of several."""
-    from paco_trl import PaCoGRPOTrainer
-    from paco_trl.data import demo_prompts_path, load_image_set_prompts
-    from paco_trl.rewards import redness_reward
-
-    dataset = load_image_set_prompts(demo_prompts_path()).remove_columns(["height", "width"])
-    dataset = dataset.filter(lambda row: row["rows"] == row["cols"] == 2)
+    settings = SMALL_RUN | {"num_prompts_per_generation": 2, "per_device_train_batch_size": 2, "max_steps": 1}
+    settings["ddp_backend"] = "gloo" if "RANK" in os.environ else None
     for method in METHODS:
-        settings = {"height": 64, "width": 64, "num_generations": 4, "num_prompts_per_generation": 2, "max_steps": 1}
-        settings |= {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 2, "num_inference_steps": 4}
-        settings |= {"report_to": "none", "log_completions": False, "disable_tqdm": True, "quantization": method}
-        backend = "gloo" if "RANK" in os.environ else None
-        args = PaCoGRPOConfig(output_dir=str(output / method), ddp_backend=backend, **settings)
+        args = PaCoGRPOConfig(output_dir=str(output / method), quantization=method, **settings)
         with nf4_on_cpu():
-            trainer = PaCoGRPOTrainer(
-                str(model), redness_reward, args, dataset, peft_config=LoraConfig(r=2, init_lora_weights="gaussian")
-            )
+            trainer = PaCoGRPOTrainer(str(model), redness_reward, args, square_prompts(), peft_config=LORA)
         trainer.train()
         trainer.save_model()
 

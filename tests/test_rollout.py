@@ -2,7 +2,6 @@
 """Rollout and replay on a tiny FLUX with a LoRA that is not the identity."""
 
 import copy
-import inspect
 import math
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import nn
 from paco_trl.rollout import (
     SDE_TYPES,
     FluxFamily,
-    PipelinePolicy,
     RecordedStep,
     SDESettings,
     cast_floating_inputs,
@@ -22,9 +20,9 @@ from paco_trl.rollout import (
     keyed_generator,
     replay,
 )
-from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 from paco_trl.rollout.policy import share_tensors
-from testing_utils import LORA, count_images
+from test_families import build_policy
+from testing_utils import count_images
 
 
 NUM_STEPS, SIZE, GUIDANCE = 4, 32, 3.5
@@ -44,22 +42,9 @@ def fresh(loaded):
     return FluxPipeline(**{**loaded.components, **own})
 
 
-def build_policy(loaded, family=None):
-    """As the trainer builds it; then the LoRA's B matrices, which start as zeros, are filled."""
-    pipeline = load_pipeline(fresh(loaded), torch.float32)
-    family = family or family_of(pipeline)
-    signature = inspect.signature(pipeline.transformer.forward)
-    model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-    return PipelinePolicy(pipeline, family, model, signature)
-
-
 @pytest.fixture
 def policy(loaded):
-    return build_policy(loaded)
+    return build_policy(fresh(loaded))
 
 
 @pytest.fixture(scope="module")
@@ -221,14 +206,14 @@ class ReorderedFamily(FluxFamily):
 class TestGuidanceRule:
     @pytest.mark.parametrize("family", [DoubledFamily, NegatedFamily, SlightlyWrongFamily])
     def test_a_wrong_rule_is_an_error(self, loaded, prompt_arguments, family):
-        policy = build_policy(loaded, family())
+        policy = build_policy(fresh(loaded), family=family())
         with pytest.raises(RuntimeError, match=f"At step 1 .* {family.__name__}.combine .*1 output.*differ by up to"):
             generate(policy, prompt_arguments, SDESettings((1,), 0.7))
         # Without a stochastic step nothing is trained, and nothing is checked
         assert len(generate(policy, prompt_arguments, None)[0]) == 2
 
     def test_another_order_of_the_right_operations_passes(self, loaded, prompt_arguments):
-        policy = build_policy(loaded, ReorderedFamily())
+        policy = build_policy(fresh(loaded), family=ReorderedFamily())
         _, (record,) = generate(policy, prompt_arguments, SDESettings((1,), 0.7))
         output = policy.model(**record.calls[0])[0]
         assert not torch.equal(policy.family.combine([output], GUIDANCE, record.sample), output)
@@ -246,31 +231,18 @@ class TestGuidanceRule:
             generate(policy, arguments, SDESettings((1,), 0.7))
 
 
-class Positional:
-    """Stands between pipeline and model: calls it with positional arguments and with a dict that it changes later."""
-
-    ORDER = (
-        "hidden_states",
-        "encoder_hidden_states",
-        "pooled_projections",
-        "timestep",
-        "img_ids",
-        "txt_ids",
-        "guidance",
-    )
+class Changing:
+    """Stands between pipeline and model: passes a dict that it changes after the call."""
 
     def __init__(self, model):
-        self.model = model
-        self.untouched = {"nested": [torch.ones(2), {"inner": torch.zeros(1)}], "flag": None}
-        self.given = {}
+        self.model, self.tensor = model, torch.ones(2)
 
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def __call__(self, joint_attention_kwargs, return_dict, **kwargs):
-        self.given = dict(self.untouched)
-        self.given["nested"] = [self.untouched["nested"][0], dict(self.untouched["nested"][1])]
-        output = self.model(*(kwargs[name] for name in self.ORDER), self.given, return_dict=return_dict)
+    def __call__(self, joint_attention_kwargs, **kwargs):
+        self.given = {"nested": [self.tensor, {"inner": torch.zeros(1)}], "flag": None}
+        output = self.model(joint_attention_kwargs=self.given, **kwargs)
         self.given["nested"][1].clear()
         self.given["nested"].append("changed")
         self.given.pop("flag")
@@ -278,24 +250,18 @@ class Positional:
 
 
 class TestRecordedArguments:
-    def test_positional_arguments_and_nested_containers(self, policy, prompt_arguments):
+    """Z-Image calls its transformer with positional arguments and lists, see `test_families.py`."""
+
+    def test_nested_containers_that_the_caller_changes(self, policy, prompt_arguments):
         sde = SDESettings((1,), 0.7)
         _, (expected,) = generate(policy, prompt_arguments, sde)
-        positional = Positional(policy.model)
-        policy.pipeline.transformer = positional
+        policy.pipeline.transformer = changing = Changing(policy.model)
         _, (record,) = generate(policy, prompt_arguments, sde)
-
-        assert "flag" not in positional.given and positional.given["nested"][1] == {}  # the caller did change it
-        (call,) = record.calls
-        assert set(Positional.ORDER) < set(call)
-        for name in Positional.ORDER:
-            assert torch.equal(call[name], expected.calls[0][name]), name
-        recorded = call["joint_attention_kwargs"]
-        assert recorded is not positional.given and set(recorded) == {"nested", "flag"}
+        assert "flag" not in changing.given and changing.given["nested"][1] == {}  # the caller did change it
+        recorded = record.calls[0]["joint_attention_kwargs"]
+        assert set(recorded) == {"nested", "flag"}
         tensor, inner = recorded["nested"]
-        assert torch.equal(tensor, torch.ones(2)) and torch.equal(inner["inner"], torch.zeros(1))
-        assert tensor is positional.untouched["nested"][0]  # containers are fresh, tensors are not copied
-
+        assert tensor is changing.tensor and torch.equal(inner["inner"], torch.zeros(1))  # containers alone are fresh
         log_prob, _, _ = replay(policy.model, record, policy.family, GUIDANCE, sde)
         assert torch.equal(log_prob, record.log_prob) and torch.equal(log_prob, expected.log_prob)
 
@@ -322,7 +288,7 @@ class TestSignature:
                 return super().call_arguments(height // 2, width, *args)
 
         with pytest.raises(RuntimeError, match="called for images of 32 x 32 pixels and generated 32 x 16"):
-            generate(build_policy(loaded, SmallFamily()), prompt_arguments, None)
+            generate(build_policy(fresh(loaded), family=SmallFamily()), prompt_arguments, None)
 
 
 def test_only_tensors_with_the_same_values_are_shared():

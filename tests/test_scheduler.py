@@ -82,14 +82,9 @@ class TestWithoutNoise:
 class TestFromScheduler:
     def test_keeps_the_config(self):
         settings = {
-            "shift": 3.0,
-            "use_dynamic_shifting": True,
-            "base_shift": 0.4,
-            "max_shift": 1.3,
-            "shift_terminal": 0.02,
-            "num_train_timesteps": 500,
-            "time_shift_type": "linear",
-        }
+            "shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.4, "max_shift": 1.3, "shift_terminal": 0.02,
+            "num_train_timesteps": 500, "time_shift_type": "linear",
+        }  # fmt: skip
         parent = FlowMatchEulerDiscreteScheduler(**settings)
         scheduler = FlowMatchSDEScheduler.from_scheduler(parent)
         default = FlowMatchSDEScheduler()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image sets whose panels are images of their own (`layout: "separate"`, `set_layout`)."""
 
-import functools
 import json
 import re
 from collections import defaultdict
@@ -15,9 +14,7 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from kill_runs import Run, copy_run, different, relative_difference
-from launching import fork_context
-from paco_trl import PaCoGRPOTrainer, PaCoNFTTrainer, tiny
+from paco_trl import PaCoGRPOTrainer, PaCoNFTTrainer
 from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
 from paco_trl.data.edit_prompts import check_edit_columns
 from paco_trl.data.image_sets import arrange_sets, complete_image_sets
@@ -28,6 +25,7 @@ from paco_trl.rollout import keyed_generator
 from paco_trl.rollout.prompt_rows import Completions, PromptRows
 from paco_trl.rollout.sde import STREAMS
 from paco_trl.trainer.rounds import RoundSchedule
+from test_short_tail import RunsOfOptions
 from testing_utils import are_equal, jsonl, logs_with, weights_of
 
 
@@ -301,12 +299,6 @@ ANCHORED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return functools.cache(lambda name: str(getattr(tiny, f"build_tiny_{name}")(folder / name)))
-
-
 class TestAnchored:
     @pytest.fixture
     def make(self, make_trainer, folder_of):
@@ -532,8 +524,8 @@ class TestCard:
         assert not [name for name in card.pictures if name.startswith("images/")]
 
 
-@pytest.mark.slow
-class TestRuns:
+class TestRuns(RunsOfOptions):
+    COMPARED = ("rewards/panel_redness/mean", "eval_reward_baseline")
     # Six prompts, of which two sets have five: an image of each process is of no set
     SETTINGS = {
         "reward_funcs": panel_redness, "train_dataset": SETTINGS["train_dataset"], "eval_dataset": sets(3, 2),
@@ -541,30 +533,7 @@ class TestRuns:
         "per_device_train_batch_size": 2, "panel_generation": "shared_noise",
     }  # fmt: skip
 
-    @pytest.fixture(scope="class")
-    def alone(self, tiny_flux, tmp_path_factory):
-        run = Run(fork_context(), tiny_flux, tmp_path_factory.mktemp("alone") / "out", **self.SETTINGS)
-        assert run.state()["global_step"] == 4
-        return run
 
-    def test_resuming_in_the_middle_of_a_round_is_exact(self, alone, tiny_flux, tmp_path):
-        assert (alone.output / "checkpoint-3" / "rollout_0.pt").exists()
-        output = copy_run(alone.output, tmp_path / "out", [3])
-        resumed = Run(fork_context(), tiny_flux, output, resume=True, **self.SETTINGS)
-        assert not different(alone.state(), resumed.state())
-        assert "again" not in resumed.output_text()
-
-    @pytest.mark.parametrize("zero3", [False, True])
-    def test_two_processes_equal_one(self, alone, tiny_flux, tmp_path, zero3):
-        run = Run(fork_context(), tiny_flux, tmp_path / "out", processes=2, zero3=zero3, **self.SETTINGS)
-        one, two = alone.state(), run.state()
-        for name in ("rewards/panel_redness/mean", "eval_reward_baseline"):
-            values = [[entry[name] for entry in state["history"] if name in entry] for state in (one, two)]
-            assert values[0][0] == pytest.approx(values[1][0], rel=1e-5) and len(values[0]) == len(values[1])
-        assert relative_difference(one["adapter"], two["adapter"]) < 0.05
-
-
-@pytest.mark.slow
 class TestAnchoredRuns(TestRuns):
     # Two sets have five of seven images: those of no set are a first panel and another
     SETTINGS = TestRuns.SETTINGS | {

@@ -178,32 +178,40 @@ class TestTrainer:
             PaCoGRPOConfig(**usual | settings)
 
 
-@pytest.fixture(scope="module")
-def alone(tiny_flux, tmp_path_factory) -> Run:
-    run = Run(fork_context(), tiny_flux, tmp_path_factory.mktemp("alone") / "out", **TestRuns.SETTINGS)
-    assert run.state()["global_step"] == 4
-    return run
-
-
 @pytest.mark.slow
-class TestRuns:
-    """Runs of both options in processes of their own, each of two rounds of two optimizer steps."""
+class RunsOfOptions:
+    """Runs with some options in processes of their own, each of two rounds of two optimizer steps."""
 
-    SETTINGS = {
-        "branch_size": 2, "per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "tail_steps": 2,
-        "num_inference_steps": 6, "max_steps": 4,
-        "reward_funcs": redness_reward, "eval_strategy": "no",
-        "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize",
-    }  # fmt: skip
+    SETTINGS: dict
+    COMPARED: tuple[str, ...] = ()  # logged values whose first is the same on two processes
+
+    @pytest.fixture(scope="class")
+    def alone(self, tiny_flux, tmp_path_factory) -> Run:
+        run = Run(fork_context(), tiny_flux, tmp_path_factory.mktemp("alone") / "out", **self.SETTINGS)
+        assert run.state()["global_step"] == 4
+        return run
 
     def test_resuming_in_the_middle_of_a_round_is_exact(self, alone, tiny_flux, tmp_path):
         assert (alone.output / "checkpoint-3" / "rollout_0.pt").exists()
         output = copy_run(alone.output, tmp_path / "out", [3])
         resumed = Run(fork_context(), tiny_flux, output, resume=True, **self.SETTINGS)
         assert not different(alone.state(), resumed.state())
+        assert "again" not in resumed.output_text()
 
     @pytest.mark.parametrize("zero3", [False, True])
     def test_two_processes_equal_one(self, alone, tiny_flux, tmp_path, zero3):
         run = Run(fork_context(), tiny_flux, tmp_path / "out", processes=2, zero3=zero3, **self.SETTINGS)
-        one, two = alone.state()["adapter"], run.state()["adapter"]
-        assert relative_difference(one, two) < 0.05
+        one, two = alone.state(), run.state()
+        for name in self.COMPARED:
+            values = [[entry[name] for entry in state["history"] if name in entry] for state in (one, two)]
+            assert values[0][0] == pytest.approx(values[1][0], rel=1e-5) and len(values[0]) == len(values[1])
+        assert relative_difference(one["adapter"], two["adapter"]) < 0.05
+
+
+class TestRuns(RunsOfOptions):
+    SETTINGS = {
+        "branch_size": 2, "per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "tail_steps": 2,
+        "num_inference_steps": 6, "max_steps": 4,
+        "reward_funcs": redness_reward, "eval_strategy": "no",
+        "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize",
+    }  # fmt: skip

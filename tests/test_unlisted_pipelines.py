@@ -23,6 +23,7 @@ import test_families
 from paco_trl.rollout import SDESettings, family_of, keyed_generator
 from paco_trl.rollout.families import FluxFamily, UnlistedFamily
 from paco_trl.tiny.flux import build_vae, enlarge, train_clip_and_t5_tokenizers
+from testing_utils import count_images
 
 
 NUM_STEPS, SIZE = 4, 32
@@ -49,17 +50,10 @@ def with_common_parts(tokenizer, **components):
 def build_chroma(tokenizer):
     """One call a step; with guidance two. Its `encode_prompt` returns position ids without batch dimension, and None."""
     transformer = ChromaTransformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        axes_dims_rope=(4, 4, 8),
-        approximator_num_channels=16,
-        approximator_hidden_dim=16,
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, axes_dims_rope=(4, 4, 8), approximator_num_channels=16, approximator_hidden_dim=16,
         approximator_layers=1,
-    )
+    )  # fmt: skip
     enlarge(transformer, "attn.to_v.weight", "attn.to_out.0.weight", "proj_out.weight", "context_embedder.weight")
     text_encoder = T5EncoderModel(T5Config(vocab_size=len(tokenizer), **T5))
     return ChromaPipeline(**with_common_parts(tokenizer, text_encoder=text_encoder, transformer=transformer))
@@ -68,17 +62,10 @@ def build_chroma(tokenizer):
 def build_aura_flow(tokenizer):
     """One call a step; with guidance one of a doubled batch."""
     transformer = AuraFlowTransformer2DModel(
-        sample_size=16,
-        in_channels=4,
-        num_mmdit_layers=1,
-        num_single_dit_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        caption_projection_dim=32,
-        out_channels=4,
+        sample_size=16, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=32, out_channels=4,
         pos_embed_max_size=256,
-    )
+    )  # fmt: skip
     layers = ("to_v.weight", "add_v_proj.weight", "to_out.0.weight", "norm1.linear.weight", "context_embedder.weight")
     enlarge(transformer, *layers)
     enlarge(transformer, *layers)
@@ -129,12 +116,6 @@ def generate_plainly(pipeline, prompt, **arguments):
     return np.asarray(image, dtype=np.int16)
 
 
-def count_calls(module):
-    calls = []
-    module.register_forward_hook(lambda *_: calls.append(1))
-    return calls
-
-
 @pytest.mark.parametrize("name", ["chroma", "aura_flow"])
 class TestGeneration:
     def test_without_noise_it_is_the_pipelines_own_image(self, built, prompts, name):
@@ -150,8 +131,8 @@ class TestGeneration:
 
     def test_the_text_encoder_runs_once_for_a_prompt(self, built, name):
         policy = build_policy(built[name])
-        encoder_calls = count_calls(policy.pipeline.text_encoder)
-        transformer_calls = count_calls(policy.model)
+        encoder_calls = count_images(policy.pipeline.text_encoder)
+        transformer_calls = count_images(policy.model)
         state = torch.get_rng_state()
         encoded = encode(policy, "a red fox")
         assert len(encoder_calls) == 1 and len(transformer_calls) == 0
@@ -215,17 +196,13 @@ class TestEncoding:
 
 class TestRefusedAtTheFirstRollout:
     @pytest.mark.parametrize(
-        ("name", "guidance_scale", "seen"),
-        [
-            ("chroma", 3.5, r"\[\(1, 64, 16\), \(1, 64, 16\)\].*`guidance_scale` = 3.5"),
-            ("aura_flow", 3.5, r"\[\(2, 4, 16, 16\)\].*`guidance_scale` = 3.5"),
-        ],
+        ("name", "seen"), [("chroma", r"\[\(1, 64, 16\), \(1, 64, 16\)\]"), ("aura_flow", r"\[\(2, 4, 16, 16\)\]")]
     )
-    def test_what_was_seen_and_what_a_class_would_say(self, built, name, guidance_scale, seen):
-        policy = build_policy(built[name], guidance_scale)
+    def test_what_was_seen_and_what_a_class_would_say(self, built, name, seen):
+        policy = build_policy(built[name], 3.5)
         encoded = encode(policy, "a red fox")
-        with pytest.raises((ValueError, RuntimeError), match=seen):
-            generate(policy, encoded, 0.7, guidance_scale)
+        with pytest.raises((ValueError, RuntimeError), match=f"{seen}.*`guidance_scale` = 3.5"):
+            generate(policy, encoded, 0.7, 3.5)
 
 
 class TestRefusedByTheClass:
@@ -256,23 +233,17 @@ class TestTraining:
         if name == "aura_flow":
             model = DiffusionPipeline.from_pretrained(Path(model))
             assert isinstance(model.name_or_path, Path)  # which JSON cannot hold
+        settings = {
+            "per_device_train_batch_size": 1, "guidance_scale": 1.0, "num_generations": 2, "height": 32, "width": 32,
+            "num_prompts_per_generation": 2, "max_steps": 4, "learning_rate": 0.2, "epsilon": 0.1,
+        }  # fmt: skip
+        adapter = LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian")
         trainer = make_trainer(
-            model=model,
-            gradient_checkpointing=gradient_checkpointing,
-            train_dataset=prompts.select(range(2)),
-            peft_config=LoraConfig(r=4, lora_alpha=32, init_lora_weights="gaussian"),
-            per_device_train_batch_size=1,
-            guidance_scale=1.0,
-            num_generations=2,
-            num_prompts_per_generation=2,
-            height=32,
-            width=32,
-            max_steps=4,
-            learning_rate=0.2,
-            epsilon=0.1,
-        )
-        encoder_calls = count_calls(trainer.pipeline.text_encoder)
-        transformer_calls = count_calls(trainer.model)
+            model=model, train_dataset=prompts.select(range(2)), peft_config=adapter,
+            gradient_checkpointing=gradient_checkpointing, **settings,
+        )  # fmt: skip
+        encoder_calls = count_images(trainer.pipeline.text_encoder)
+        transformer_calls = count_images(trainer.model)
         trainer.train()
         assert len(encoder_calls) == 2  # two rounds of the same two prompts
         assert len(transformer_calls) > 2 * 4 * NUM_STEPS  # both rounds were generated

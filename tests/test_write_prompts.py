@@ -110,38 +110,12 @@ def test_a_key_is_taken_from_the_variable_that_is_named(server, monkeypatch):
             server.endpoint(api_key_variable="OTHER_KEY")
 
 
-def test_a_key_that_the_server_says_back_is_not_shown(server, monkeypatch):
-    monkeypatch.setenv("OTHER_KEY", KEY)
-    endpoint = server.endpoint(api_key_variable="OTHER_KEY")
-    server.models = [f"a model of {KEY}"]
-    server.fault = lambda number: None
-    server.models_reply = json.dumps({"error": f"what is {KEY}?"}).encode()
-    with pytest.raises(EndpointUnavailableError) as error:
-        endpoint.check()
-    text = "".join(map(str, [error.value, error.value.__cause__]))
-    assert server.url in text and KEY not in text and KEY not in repr(endpoint)
-    server.models, server.models_reply = ["writer"], None
-    server.say = lambda body: (400, f"what is {KEY}?")
-    assert "what is ***?" in ask(endpoint).problem
-    server.say = lambda body: (500, f"what is {KEY}?")
-    with pytest.raises(EndpointUnavailableError, match=r"what is \*\*\*\?"):
-        ask(endpoint)
-
-
 def test_an_endpoint_that_cannot_be_reached(server):
     address = f"http://127.0.0.1:{free_port()}/v1"
-    down = ChatEndpoint(address, "writer", max_retries=0)
-    for call in (down.check, lambda: ask(down)):
-        with pytest.raises(EndpointUnavailableError, match=f"{address} does not answer.*no connection"):
-            call()
-    unknown = ChatEndpoint(server.url, "another", max_retries=0)
-    for call in (unknown.check, lambda: ask(unknown)):
-        with pytest.raises(EndpointUnavailableError, match="no model 'another'"):
-            call()
+    with pytest.raises(EndpointUnavailableError, match=f"{address} does not answer.*no connection"):
+        ChatEndpoint(address, "writer", max_retries=0).check()
     with pytest.raises(EndpointUnavailableError, match="Correct"):
         ChatEndpoint(server.url + "/nowhere", "writer", max_retries=0).check()
-    with pytest.raises(ValueError, match="127.0.0.1:8000"):
-        ChatEndpoint("127.0.0.1:8000", "writer")
     with pytest.raises(ValueError, match="user name") as error:
         ChatEndpoint(f"http://me:{KEY}@127.0.0.1:8000/v1", "writer")
     assert KEY not in str(error.value)

@@ -201,8 +201,7 @@ REWARDS = [
     ),
     *_mutants(
         "utils/chat.py",
-        f"test_write_prompts.py::test_a_key_is_taken_from_the_variable_that_is_named "
-        f"test_write_prompts.py::test_a_key_that_the_server_says_back_is_not_shown {_SERVED}TestKey "
+        f"test_write_prompts.py::test_a_key_is_taken_from_the_variable_that_is_named {_SERVED}TestKey "
         "test_write_prompts.py::test_a_question",
         ("text.replace(self._key, '***')", "text"),
         ('dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.Omit())', "{}"),
