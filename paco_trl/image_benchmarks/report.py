@@ -5,8 +5,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,9 @@ from .image_sets import load_image_file
 _SIDE = 480
 # ... and not wider than this
 _MAX_WIDTH = 1280
-# Fewer than this make no interval to rely on
-_FEW_PROMPTS = 10
 # Kinds of rows in bold
 MEANS = ("group", "average")
-LEGEND = (
-    "In brackets: 95 % bootstrap intervals over prompts. A difference is paired: the second system minus the first, over "
-    "what both have a value of. n: number of values of each system, and of both; n/a: no value, see the notes."
-)
+PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")
 
 
 def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_shown: int = 12) -> dict[str, Path]:
@@ -91,37 +86,35 @@ def print_report(results: dict[str, Any], console: Console) -> None:
         console (`rich.console.Console`):
             Console to print to.
     """
-    shown = [body for title, body in report_sections(results) if title in ("Results", "Images", "Notes")]
-    console.print(Markdown("\n\n".join([bullet_list(results["alerts"], bold=True), *shown])))
+    parts = _parts(results)
+    shown = [parts.sections[title] for title in ("Results", "Images", "Notes")]
+    console.print(Markdown("\n".join([parts.alerts, *shown])))
 
 
 def markdown_report(results: dict[str, Any]) -> str:
     """Write the report as Markdown."""
-    head = [f"# {markdown_text(report_title(results))}", bullet_list(results["alerts"], bold=True)]
-    parts = [f"## {title}\n\n{body}" for title, body in report_sections(results)]
-    return "\n\n".join(filter(None, [*head, bullet_list(facts(results)), *parts])) + "\n"
+    return str(_parts(results))
 
 
-def report_sections(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Write everything below the head of a report, except images: title and Markdown of each section."""
+def _parts(results: dict[str, Any]) -> Any:
+    """Render a report as Markdown: a text, with the attributes `alerts`, `facts`, `sections` and `card`."""
     systems = results["systems"]
     names, is_paired = list(map(system_name, systems)), len(systems) > 1
-    counts = dict.fromkeys(name for system in systems for name in system["counts"])
-    settings = []
-    for name in dict.fromkeys(name for system in systems for name in system["settings"]):
+    counted, known = ({name: None for one in systems for name in one[part]} for part in ("counts", "settings"))
+    settings = [["setting", *names, *[""] * is_paired]]
+    for name in known:
         values = [system["settings"].get(name, "not given") for system in systems]
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
         settings.append([name, *texts, *["differs" if values[0] != values[-1] else ""] * is_paired])
-    sections = {
-        "Results": "\n\n".join([*(metric_table(table, names) for table in results["tables"]), legend(results)]),
-        "Breakdowns": "\n\n".join(metric_table(table, names) for table in results["breakdowns"]),
-        "Images": markdown_table(
-            ["", *names], [[name, *(s["counts"].get(name, "n/a") for s in systems)] for name in counts]
-        ),
-        "Settings": markdown_table(["setting", *names, *[""] * is_paired], settings),
-        "Notes": bullet_list(results["notes"]),
-    }
-    return [(title, body) for title, body in sections.items() if body]
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    table, grid = partial(metric_table, names=names), lambda rows: markdown_table(rows[0], rows[1:])
+    environment.filters |= {"line": markdown_text, "table": table, "grid": grid}
+    template = environment.from_string(read_template("generation_report.md.jinja"))
+    return template.make_module({
+        "results": results, "settings": settings, "title": report_title(results),
+        "images": [["", *names], *([name, *(one["counts"].get(name, "n/a") for one in systems)] for name in counted)],
+        "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
+    })  # fmt: skip
 
 
 def metric_table(table: dict[str, Any], names: Sequence[str]) -> str:
@@ -138,12 +131,6 @@ def metric_table(table: dict[str, Any], names: Sequence[str]) -> str:
     return f"### {markdown_text(table['title'])}\n\n{markdown_table(columns, rows)}"
 
 
-def bullet_list(lines: Iterable[str], bold: bool = False) -> str:
-    """Write a list."""
-    mark = "**" if bold else ""
-    return "\n".join(f"- {mark}{markdown_text(line)}{mark}" for line in lines)
-
-
 def report_title(results: dict[str, Any]) -> str:
     """Write the title of a report: the benchmark and the systems."""
     return f"{benchmark_name(results)}: {' and '.join(map(system_name, results['systems']))}"
@@ -153,30 +140,6 @@ def benchmark_name(results: dict[str, Any]) -> str:
     """Name the benchmark, and its protocol unless it is the default; own prompts have the name of the dataset."""
     is_published = results.get("protocol") == "published"
     return (results["benchmark"] or results["dataset"]) + ", published protocol" * is_published
-
-
-def facts(results: dict[str, Any]) -> list[str]:
-    """List what was measured, and by what."""
-    prompts = f"prompts: {results['num_prompts']}; sets of each system: {len(results['sets'])}"
-    versions = ", ".join(
-        f"{name} {version(name)}" for name in ("paco_trl", "torch", "transformers", "diffusers", "peft")
-    )
-    if results["benchmark"] is None:
-        return [prompts, versions]
-    scorers = [f"{kind}: {' and '.join(names) or 'none'}" for kind, names in results["scorers"].items()]
-    return [
-        f"dataset: {results['dataset'] or 'without a name'}, fingerprint {results['dataset_fingerprint']}",
-        f"protocol: {results['protocol']}",
-        f"{prompts}; seeds: {', '.join(map(str, results['seeds']))}",
-        f"scorers: {'; '.join(scorers)}",
-        versions,
-    ]
-
-
-def legend(results: dict[str, Any]) -> str:
-    """Explain the tables of metrics, and warn of few prompts."""
-    few = f" An interval over so few prompts ({results['num_prompts']}) is too narrow: it says little."
-    return LEGEND + few * (results["num_prompts"] < _FEW_PROMPTS)
 
 
 def cell_text(cell: dict[str, Any], signed: bool = False) -> str:
@@ -220,14 +183,13 @@ def _report_page(results: dict[str, Any], num_shown: int) -> str:
         name: [_shown_set(results, results["sets"][number], labels, load) for number in numbers]
         for name, numbers in choose_sets(results, num_shown).items()
     }
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment, parts = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True), _parts(results)
     environment.filters |= {"html": _html, "number": number_text}
     return environment.from_string(read_template("generation_report.html.jinja")).render(
         title=report_title(results),
         systems=results["systems"],
-        alerts=bullet_list(results["alerts"]),
-        facts=bullet_list(facts(results)),
-        sections=report_sections(results),
+        parts=parts,
+        alerts=results["alerts"],
         headline=results["headline"],
         labels=labels,
         galleries=galleries,
@@ -324,7 +286,7 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
         trained = load_settings(card_path.parent)
         card.data.model_name = trained.title if trained else card_path.absolute().parent.name
     begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
-    section = "\n\n".join([begin, f"## {name}", *_section(results), end])
+    section = f"{begin}\n\n## {name}\n\n{_parts(results).card()}\n{end}"
     before, was_there, rest = card.text.partition(begin)
     if was_there:
         card.text = before + section + rest.partition(end)[2]
@@ -365,15 +327,3 @@ def _eval_results(results: dict[str, Any], place: int, task_type: str) -> list[E
             metric_name=f"{row['label']}, {scorer}",
         )
     return list(entries.values())
-
-
-def _section(results: dict[str, Any]) -> list[str]:
-    (tuned,) = (system for system in results["systems"] if system["role"] == "tuned")
-    lines = [*facts(results), "; ".join(f"{name}: {count}" for name, count in tuned["counts"].items())]
-    if (fraction := tuned["settings"].get("adapter_fraction")) is not None:
-        lines.append(f"The adapter made the first {fraction:.0%} of the denoising steps, the base model the rest.")
-    names = list(map(system_name, results["systems"]))
-    tables = [metric_table(table, names) for table in results["tables"]]
-    alerts = bullet_list(results["alerts"], bold=True)
-    lists = "\n".join(filter(None, (alerts, bullet_list([*lines, *results["notes"]]))))
-    return [*tables, legend(results), lists]
