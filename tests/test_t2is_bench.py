@@ -314,7 +314,7 @@ class TestFolders:
             (lambda f: panel(1).save(f / "0003_0002.png"), "0003_0002.png, but '0003' .* has 2 panels"),
             (lambda f: panel(1).save(f / "0003_0001.jpg"), "0003_0001.jpg and 0003_0001.png .* in two formats"),
             (lambda f: panel(1).save(f / "0003.png"), "0003.png, but '0003' is one grid"),
-            (lambda f: (f / "0003_0001.png").write_bytes(b"GIF"), "0003_0001.png is not a readable image"),
+            (lambda f: (f / "0003_0001.png").write_bytes(b"GIF"), "0003_0001.png cannot be read"),
         ],
     )
     def test_wrong_files(self, bench, tmp_path, change, message):

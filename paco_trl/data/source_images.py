@@ -3,14 +3,13 @@
 
 import hashlib
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from ..utils.addresses import refuse_address
+from ..utils.files import reading
 
 
 if TYPE_CHECKING:
@@ -103,28 +102,30 @@ class SourceImages:
     def _images(self, row: int) -> list[tuple[str, Any]]:
         """Return the images of a row as they are stored, each with its name for errors."""
         (value,) = self._table[row][self.column].to_pylist()
+        named = (
+            {"": value} if self.column == "image" else {f" {index}": each for index, each in enumerate(value or [])}
+        )
         name = f"Row {row} of {self.where}: its {self._kind}"
-        if self.column == "image":
-            return [(name, value)]
-        return [(f"{name} {index} (counted from 0)", image) for index, image in enumerate(value or [])]
+        files = {place: f" ({each['path'] or 'embedded'})" for place, each in named.items() if each is not None}
+        return [(f"{name}{place}{files.get(place, '')}", each) for place, each in named.items()]
 
     def _read_size(self, name: str, image: dict[str, Any] | None) -> tuple[int, int]:
         if image is None:
             raise ValueError(f"{name} is None. Give an image, or leave the row out.")
-        with _named_errors(name, image):
+        with reading(name):
             if image["bytes"] is None:
                 refuse_address(image["path"])
             with _open_stream(image) as stream:
                 return _decoded_size(stream)
 
     def _digest(self, name: str, image: dict[str, Any]) -> str:
-        with _named_errors(name, image), _open_stream(image) as stream:
+        with reading(name), _open_stream(image) as stream:
             return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
     def _decode(self, name: str, image: dict[str, Any], size: tuple[int, int], in_rgb: bool) -> "Image.Image":
         from ..utils.images import to_rgb
 
-        with _named_errors(name, image):
+        with reading(name):
             decoded = self._feature.decode_example(image)
             decoded = to_rgb(decoded, "The image") if in_rgb else decoded
         if decoded.size != size:
@@ -134,15 +135,6 @@ class SourceImages:
                 f"{name} has {decoded.width} x {decoded.height} pixels (wide and high), but {before}. {cure}."
             )
         return decoded
-
-
-@contextmanager
-def _named_errors(name: str, image: dict[str, Any]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # Pillow raises half a dozen kinds
-        problem = f"{type(error).__name__}: {error}. Replace the file, or leave the row out."
-        raise ValueError(f"{name} ({image['path'] or 'embedded'}) cannot be read: {problem}") from error
 
 
 def _open_stream(image: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from ..data.columns import by_id, column_types, criteria_list, typed_dataset
 from ..data.grids import pixels_sha256, split_grid
 from ..data.rankings import ranking_features
-from ..utils.files import digest, file_name, to_png, write_atomically
+from ..utils.files import digest, file_name, reading, to_png, write_atomically
 from ..utils.stage_folder import StageFolder
 
 
@@ -77,15 +77,11 @@ def _cut(grid: Mapping[str, Any], paths: list[str]) -> list[str]:
     """Cut and save the panels of one grid; return their digests."""
     from PIL import Image
 
-    try:
-        with Image.open(grid["image"]["path"]) as image:
-            image.load()
-            # The pixels of a palette image say nothing without the palette
-            panels = split_grid(image.convert() if image.mode == "P" else image, grid["rows"], grid["cols"])
-    except (AttributeError, OSError, SyntaxError, ValueError) as error:  # what Pillow raises, and `split_grid`
-        raise ValueError(
-            f"The grid {grid['id']!r} ({grid['image']['path']}) cannot be cut: {error}. Rerun the stage `grids`."
-        ) from error
+    path = grid["image"]["path"]
+    with reading(f"The grid {grid['id']!r} ({path})", "Rerun the stage `grids`"), Image.open(path) as image:
+        image.load()
+        # The pixels of a palette image say nothing without the palette
+        panels = split_grid(image.convert() if image.mode == "P" else image, grid["rows"], grid["cols"])
     for panel, path in zip(panels, paths, strict=True):
         write_atomically(path, to_png(panel))
     return [pixels_sha256(panel) for panel in panels]

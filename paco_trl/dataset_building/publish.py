@@ -12,6 +12,7 @@ from ..data.pairs import check_pair_columns
 from ..data.rankings import check_ranking_columns
 from ..generation.sample_sheet import pairs_sheet, rankings_sheet
 from ..hub.licenses import License, read_license
+from ..utils.files import reading
 from .dataset_card import dataset_card, describe_pairs, describe_rankings
 
 
@@ -149,16 +150,12 @@ def _image_digests(dataset: "Dataset", name: str) -> set[str]:
     tables = dataset.with_format("arrow").select_columns(columns).iter(batch_size=64)
     for row, values in enumerate(values for table in tables for values in table.to_pylist()):
         for image in (image for value in values.values() for image in (value if isinstance(value, list) else [value])):
-            try:
+            with reading(f"An image in row {row} of `{name}`", "Rerun its stage, or leave the row out"):
                 if image["bytes"] is not None or image["path"] not in digests:
                     content = image["bytes"] or Path(image["path"]).read_bytes()
                     Image.open(BytesIO(content)).close()
                     key = hashlib.sha256(content).hexdigest()
                     digests[key if image["bytes"] is not None else image["path"]] = key
-            # An image or a path that is None, and what Pillow raises
-            except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:
-                problem = f"An image in row {row} of `{name}` cannot be read ({type(error).__name__}: {error})."
-                raise ValueError(f"{problem} Rerun its stage, or leave the row out.") from error
     return set(digests.values())
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from ..rewards import yes_probability
+from ..utils.files import reading
 from ..utils.images import open_image, to_rgb
 from ..utils.journals import Journal
 from ..utils.statistics import bootstrap_interval
@@ -52,14 +53,10 @@ class RowImages:
                 stored.append((f"`{column}`", row[column]))
         images = []
         for name, source in stored:
-            try:
+            with reading(f"{name} of row {index} ({source and source['path'] or 'embedded'})"):
                 image = open_image(source)
                 image.load()  # closes the file, and finds one that is cut off
                 images.append(self.convert(image, "the image"))
-            except Exception as error:  # Pillow raises half a dozen kinds, requests others
-                file = source and source["path"] or "embedded"
-                message = f"{name} of row {index} ({file}) cannot be read: {type(error).__name__}: {error}."
-                raise ValueError(message) from error
         return images
 
 

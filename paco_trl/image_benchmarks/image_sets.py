@@ -5,24 +5,25 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import PIL.Image
+from PIL.Image import Image
+
 from ..data.grids import panel_size, split_grid
 from ..data.image_sets import SEPARATE
 from ..generation.edits import edit_keys
-from ..utils.files import file_name, to_png, write_atomically
+from ..utils.files import file_name, reading, to_png, write_atomically
 from ..utils.images import to_rgb
 from ..utils.text import some_of
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from PIL.Image import Image
 
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class ImageSet:
         files = self.files * (self.rows * self.cols if len(self.files) == 1 else 1)
         return [number for number, file in enumerate(files) if file is None]
 
-    def panels(self) -> list["Image | None"]:
+    def panels(self) -> list[Image | None]:
         """Read the panels in RGB, row by row; `None` for a missing one."""
         if len(self.files) > 1:
             return [None if file is None else load_image_file(file) for file in self.files]
@@ -269,26 +270,15 @@ def _checked(
     return FoundImages(sets)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator["Image"]:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            yield image
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises all three
-        raise ValueError(f"{path} is not a readable image ({error}). Replace it. Finished scores are kept.") from error
-
-
 def image_file_size(path: Path) -> tuple[int, int]:
     """Read the size of an image from its header."""
-    with _opened(path) as image:
+    with reading(str(path), "Replace it"), PIL.Image.open(path) as image:
         return image.height, image.width
 
 
-def load_image_file(path: Path, convert: Callable[["Image"], "Image"] | None = None) -> "Image":
+def load_image_file(path: Path, convert: Callable[[Image], Image] | None = None) -> Image:
     """Read an image to its end, in RGB or as `convert` makes it."""
-    with _opened(path) as image:
+    with reading(str(path), "Replace it. Finished scores are kept"), PIL.Image.open(path) as image:
         image.load()
         return to_rgb(image, str(path)) if convert is None else convert(image)
 

@@ -146,6 +146,15 @@ def read_template(name: str) -> str:
     return (files("paco_trl") / "templates" / name).read_text(encoding="utf-8")
 
 
+@contextlib.contextmanager
+def reading(image: str, cure: str = "Replace the file, or leave the row out") -> Iterator[None]:
+    """Name an image in whatever its decoder raises: Pillow alone has half a dozen kinds of errors."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{image} cannot be read: {type(error).__name__}: {error}. {cure}.") from error
+
+
 def to_png(image: "Image") -> bytes:
     """Encode an image."""
     buffer = io.BytesIO()

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from .addresses import refuse_address
+from .files import reading
 
 
 if TYPE_CHECKING:
@@ -63,15 +64,11 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
     from qwen_vl_utils import process_vision_info
 
     name = image.get("path") if isinstance(image, dict) else image if isinstance(image, str | Path) else None
-    try:
+    with reading(f"{where} ({name})" if name else where):
         # Not opened by the library, which would convert it differently
         opened = to_rgb(open_image(image), "The image")
         message = {"role": "user", "content": [{"type": "image", "image": opened}]}
         images, _ = process_vision_info([message], image_patch_size=patch_size)
-    except Exception as error:  # Pillow raises half a dozen kinds
-        what = f"{where} cannot be read{f' ({name})' if name else ''}"
-        problem = f"{type(error).__name__}: {error}. Replace the file, or leave it out."
-        raise ValueError(f"{what}: {problem}") from error
     return images[0]
 
 
