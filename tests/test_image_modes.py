@@ -113,7 +113,7 @@ class TestLoadImage:
         values = np.linspace(0, 65535, 56 * 56).astype(np.uint16).reshape(56, 56)
         loaded = np.asarray(load_image(Image.fromarray(values), 14, ""))
         assert np.array_equal(loaded[..., 0], np.rint(values / 257))
-        with pytest.raises(ValueError, match="Here cannot be read .nothing.png"):
+        with pytest.raises(ValueError, match="Here .nothing.png. cannot be read"):
             load_image("nothing.png", 14, "Here")
 
     @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "CMYK"])

@@ -12,6 +12,9 @@ import zlib
 from functools import cached_property
 from pathlib import Path, PurePath
 
+from datasets import config
+from huggingface_hub.utils import WeakFileLock
+
 from ..utils.addresses import refuse_address
 from .dataset_files import image_file
 
@@ -51,9 +54,6 @@ def _extract_into(archive: Path, folder: Path) -> None:
 
 def _extract(archive: Path) -> Path:
     """Extract an archive into the cache of `datasets`, unless it is there, and return its directory."""
-    from datasets import config
-    from huggingface_hub.utils import WeakFileLock
-
     stat = archive.stat()  # an archive that replaces another one gets a new directory
     key = hashlib.sha256(f"{archive} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     folder = Path(config.EXTRACTED_DATASETS_PATH) / key

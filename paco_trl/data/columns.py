@@ -2,14 +2,13 @@
 """Check the columns of datasets: types, lists of images, lengths."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, Features, Image, LargeList, List, Value
 
 from ..utils.text import shorten
-
-
-if TYPE_CHECKING:
-    import numpy as np
-    from datasets import Dataset, Features
 
 
 # What of an image the output is to keep, in the terms of the paper and of T2IS-Bench
@@ -17,9 +16,8 @@ REFERENCE_ROLES = ("identity", "style", "logic")
 CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 
 
-def column_types(**kinds: Any) -> "Features":
+def column_types(**kinds: Any) -> Features:
     """Return the types of columns: by the names of Arrow or `"image"`, a list of one for a list, or a dictionary."""
-    from datasets import Features, Image, List, Value
 
     def feature_type(kind: Any) -> Any:
         if isinstance(kind, list):
@@ -33,8 +31,6 @@ def column_types(**kinds: Any) -> "Features":
 
 def check_is_dataset(dataset: Any, name: str, needed: Sequence[str] = ()) -> None:
     """Check that an object is a loaded dataset with rows and the needed columns."""
-    from datasets import Dataset
-
     if not isinstance(dataset, Dataset):
         kind = type(dataset).__name__
         raise TypeError(f"`{name}` is a `{kind}`. Pass a `datasets.Dataset`: one split, without `streaming=True`.")
@@ -44,12 +40,8 @@ def check_is_dataset(dataset: Any, name: str, needed: Sequence[str] = ()) -> Non
         raise ValueError(f"`{name}` needs the columns {missing}, but has only {dataset.column_names}.")
 
 
-def check_image_column(
-    dataset: "Dataset", column: str, name: str, decoded: bool = True, is_list: bool = False
-) -> None:
+def check_image_column(dataset: Dataset, column: str, name: str, decoded: bool = True, is_list: bool = False) -> None:
     """Check that a column holds images, or lists of them, decoded when they are read unless `decoded` is `False`."""
-    from datasets import Image, LargeList, List
-
     feature = inner = dataset.features[column]
     kind, call = "an image", "datasets.Image()"
     if is_list:
@@ -60,15 +52,13 @@ def check_image_column(
         raise ValueError(f'{problem}: `dataset.cast_column("{column}", {call})`.')
 
 
-def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> "Dataset":
+def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> Dataset:
     """Build a dataset of rows; `kinds` are its columns, see [`column_types`]."""
-    from datasets import Dataset
-
     columns = dict(zip(kinds, map(list, zip(*rows, strict=True)), strict=True))
     return Dataset.from_dict(columns, features=column_types(**kinds))
 
 
-def check_values(dataset: "Dataset", name: str, column: str, is_valid: Callable[[Any], bool], expected: str) -> None:
+def check_values(dataset: Dataset, name: str, column: str, is_valid: Callable[[Any], bool], expected: str) -> None:
     """Check the values of a column, where there is one."""
     for row, value in enumerate(dataset.with_format(None)[column] if column in dataset.column_names else ()):
         if not is_valid(value):
@@ -80,7 +70,7 @@ def is_size(value: Any) -> bool:
     return value is None or type(value) is int and value > 0
 
 
-def check_references(dataset: "Dataset", name: str = "the dataset") -> "Dataset":
+def check_references(dataset: Dataset, name: str = "the dataset") -> Dataset:
     """Check the references of prompts, if there are any, and their roles; no image is opened."""
     if "references" not in dataset.column_names:
         return dataset
@@ -138,20 +128,16 @@ def criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
     ]
 
 
-def by_id(dataset: "Dataset", column: str) -> dict[Any, Any]:
+def by_id(dataset: Dataset, column: str) -> dict[Any, Any]:
     """Read a column by the `id` of the rows; images are not decoded."""
-    from datasets import Image
-
     if isinstance(dataset.features[column], Image):
         dataset = dataset.cast_column(column, Image(decode=False))
     columns = dataset.with_format(None).select_columns(["id", column])[:]
     return dict(zip(columns["id"], columns[column], strict=True))
 
 
-def list_lengths(dataset: "Dataset", column: str) -> "np.ndarray":
+def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
     """Compute the lengths of the lists in a column without reading what is in them."""
-    import pyarrow.compute as pc
-
     # Arrow stores the lengths apart from the values: the bytes of the images are not touched
     lengths = pc.fill_null(pc.list_value_length(dataset.data.column(column)), -1).to_numpy()
     # `select`, `shuffle` and `filter` leave the table alone and keep the numbers of the chosen rows

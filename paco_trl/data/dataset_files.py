@@ -6,18 +6,19 @@ import logging
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, Image, List, Value, config, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from ..utils.addresses import refuse_address
 from ..utils.names import is_local
 from ..utils.stage_folder import is_saved
 from ..utils.text import is_text
 from .columns import criteria_list
-
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from datasets import Dataset
 
 
 logger = logging.getLogger(__name__)
@@ -35,17 +36,13 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
         return folder.absolute()
     if isinstance(path, Path) or is_local(path):
         raise FileNotFoundError(f"There is no directory {str(path)!r}. Check the path, or give a Hub id.")
-    from huggingface_hub import snapshot_download
-
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
 
 
 def load_split(
     path: str | Path, split: str, images: Sequence[str] = (), image_folder: str | Path | None = None
-) -> "Dataset":
+) -> Dataset:
     """Load a split, also of a file or of a saved dataset. The columns `images` become images, see [`image_file`]."""
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
     folder = Path(path).expanduser().absolute()
     folders = [folder] if folder.is_dir() else []
     if folder.is_file():
@@ -76,9 +73,7 @@ def load_split(
     return _with_image_files(dataset, named, folders)
 
 
-def _load_file(path: Path) -> "Dataset":
-    from datasets import load_dataset
-
+def _load_file(path: Path) -> Dataset:
     suffix = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
     if suffix in _JSON:
         return dataset_of_rows(read_rows(path))
@@ -112,10 +107,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def dataset_of_rows(rows: list[dict[str, Any]]) -> "Dataset":
+def dataset_of_rows(rows: list[dict[str, Any]]) -> Dataset:
     """Build a dataset with the keys of all rows (`Dataset.from_list`: of the first)."""
-    from datasets import Dataset
-
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) for row in rows] for name in names}
     if "criteria" in columns:
@@ -123,10 +116,8 @@ def dataset_of_rows(rows: list[dict[str, Any]]) -> "Dataset":
     return Dataset.from_dict(columns)
 
 
-def with_image_types(dataset: "Dataset", columns: Sequence[str]) -> "Dataset":
+def with_image_types(dataset: Dataset, columns: Sequence[str]) -> Dataset:
     """Let columns of paths, or of lists of them, be images."""
-    from datasets import Image, List, Value
-
     for name in dataset.column_names:
         feature = dataset.features[name]
         if name in columns and feature in (Value("string"), Value("large_string"), List(Value("string"))):
@@ -134,11 +125,8 @@ def with_image_types(dataset: "Dataset", columns: Sequence[str]) -> "Dataset":
     return dataset
 
 
-def named_images(dataset: "Dataset") -> dict[str, list[str]]:
+def named_images(dataset: Dataset) -> dict[str, list[str]]:
     """Return the paths of the images that are not embedded, by column; of the full table, also if rows are selected."""
-    import pyarrow.compute as pc
-    from datasets import Image
-
     named = {}
     for column, feature in dataset.features.items():
         inner = getattr(feature, "feature", feature)
@@ -150,7 +138,7 @@ def named_images(dataset: "Dataset") -> dict[str, list[str]]:
     return named
 
 
-def _with_image_files(dataset: "Dataset", named: dict[str, list[str]], folders: list[Path]) -> "Dataset":
+def _with_image_files(dataset: Dataset, named: dict[str, list[str]], folders: list[Path]) -> Dataset:
     """Check the images that rows name, and name their files. No image is opened."""
     for column, names in named.items():
         try:
@@ -167,9 +155,7 @@ def _with_image_files(dataset: "Dataset", named: dict[str, list[str]], folders: 
     return dataset
 
 
-def _rename_images(batch: "pa.Table", column: str, files: dict[str, str]) -> "pa.Table":
-    import pyarrow as pa
-
+def _rename_images(batch: pa.Table, column: str, files: dict[str, str]) -> pa.Table:
     def rename(image: Any) -> Any:
         if isinstance(image, list):
             return [rename(part) for part in image]
@@ -182,9 +168,6 @@ def _rename_images(batch: "pa.Table", column: str, files: dict[str, str]) -> "pa
 
 def image_file(name: Any, folders: Sequence[Path]) -> Path:
     """Find the file that a row names in the first of the folders. It may leave them, or follow a link, into caches only."""
-    from datasets import config
-    from huggingface_hub.constants import HF_HUB_CACHE
-
     if not is_text(name):
         raise ValueError(f"an image is {name!r}, but it must be a path relative to the directory.")
     refuse_address(name)

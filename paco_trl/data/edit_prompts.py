@@ -10,8 +10,8 @@ Columns: `prompt` (the instruction), `image` (the source) or `images` (a list of
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from datasets import Dataset, Value
 from tqdm.auto import tqdm
 
 from ..utils.text import is_text
@@ -22,16 +22,12 @@ from .image_sets import GRID_COLUMNS, SEPARATE, check_row
 from .source_images import MANY_ROWS, SourceImages
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-
 logger = logging.getLogger(__name__)
 
 _IMAGES = ("image", "images", "references", "input_image")
 
 
-def check_edit_columns(dataset: "Dataset", name: str = "dataset") -> None:
+def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
     """
     Check that a dataset has the format of editing prompts, without opening its images ([`SourceImages`] does that). Raises
     `ValueError` if it has no rows, a column is missing or of the wrong type, there are both `image` and `images`, or a row
@@ -68,9 +64,7 @@ def _is_gedit(names: Iterable[str]) -> bool:
     return "instruction" in names and ("input_image_raw" in names or "input_image" in names)
 
 
-def convert_gedit_bench(
-    dataset: "Dataset", language: str | None = None, source_column: str | None = None
-) -> "Dataset":
+def convert_gedit_bench(dataset: Dataset, language: str | None = None, source_column: str | None = None) -> Dataset:
     """
     Convert raw rows of GEdit-Bench (https://huggingface.co/papers/2504.17761) to editing prompts. No image is decoded.
 
@@ -93,8 +87,6 @@ def convert_gedit_bench(
     Raises:
         ValueError: If a column is missing, an instruction is empty, or no row is in this language.
     """
-    from datasets import Value
-
     source = source_column or ("input_image_raw" if "input_image_raw" in dataset.column_names else "input_image")
     renamed = {"key": "id", "instruction": "prompt", source: "image", "instruction_language": "language"}
     renamed |= {"Intersection_exist": "intersection"} if "Intersection_exist" in dataset.column_names else {}
@@ -111,10 +103,10 @@ def load_edit_prompts(
     name_or_path: str | Path,
     split: str = "train",
     image_folder: str | Path | None = None,
-    exclude: "Dataset | None" = None,
+    exclude: Dataset | None = None,
     max_images: int | None = None,
     source_column: str | None = None,
-) -> "Dataset":
+) -> Dataset:
     """
     Load editing prompts from the Hub or from disk, and check their columns. Images are not decoded.
 
@@ -155,7 +147,7 @@ def load_edit_prompts(
     return dataset if exclude is None else disjoint_from(dataset, exclude)
 
 
-def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
+def disjoint_from(dataset: Dataset, benchmark: Dataset) -> Dataset:
     """
     Leave out the editing prompts whose source images a benchmark has: a model would train on what it measures.
 
@@ -180,7 +172,7 @@ def disjoint_from(dataset: "Dataset", benchmark: "Dataset") -> "Dataset":
     return _keep(dataset, rows_left, "a source image of the benchmark")
 
 
-def _keep(dataset: "Dataset", rows: Sequence[int], problem: str) -> "Dataset":
+def _keep(dataset: Dataset, rows: Sequence[int], problem: str) -> Dataset:
     left_out = len(dataset) - len(rows)
     level = logging.WARNING if left_out else logging.INFO
     logger.log(level, f"Left out {left_out} of {len(dataset)} rows that have {problem}.")

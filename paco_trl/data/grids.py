@@ -3,11 +3,8 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from PIL import Image
 
 
 def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]:
@@ -20,7 +17,7 @@ def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]
     return height // rows, width // cols
 
 
-def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:
+def split_grid(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
     """Split a grid image into its `rows * cols` panels, row by row from the upper left."""
     height, width = panel_size(image.height, image.width, rows, cols)
     return [
@@ -30,10 +27,8 @@ def split_grid(image: "Image", rows: int, cols: int) -> list["Image"]:
     ]
 
 
-def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
+def join_grid(panels: Sequence[Image.Image], rows: int, cols: int) -> Image.Image:
     """Join panels, all of one size and mode, into one grid image: the inverse of [`split_grid`]."""
-    from PIL import Image
-
     if not panels or len(panels) != rows * cols:
         raise ValueError(f"A {rows}x{cols} grid (rows x cols) has {rows * cols} panels, got {len(panels)} images.")
     kinds = sorted({(panel.height, panel.width, panel.mode) for panel in panels})
@@ -47,7 +42,7 @@ def join_grid(panels: Sequence["Image"], rows: int, cols: int) -> "Image":
     return image
 
 
-def pixels_sha256(image: "Image") -> str:
+def pixels_sha256(image: Image.Image) -> str:
     """Digest what an image shows, whatever file it is in."""
     head = f"{image.width}x{image.height} {image.mode}\n".encode()
     return hashlib.sha256(head + image.tobytes()).hexdigest()

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from datasets import Dataset, Value
 
 from ..utils.text import is_text, shorten
 from .columns import check_references, is_size
@@ -27,10 +29,6 @@ from .grid_prompts import (
     usual_grid,
 )
 from .t2is import convert_t2is
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 # Layout of a set whose panels are images of their own
@@ -52,14 +50,12 @@ _GRID_INTRODUCTION = re.compile(
 _GRID_PHRASE = re.compile(GRID.pattern + r"[\s-]+grid\b", re.IGNORECASE)
 
 
-def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, Any]]") -> None:
+def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any]]) -> None:
     """
     Check that a dataset, of which only the needed columns are read, or its rows are image-set prompts. Raises `ValueError`
     if there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty prompt, an empty panel,
     another number of panels than its grid, another grid than its prompt names, or a size that is not in pixels.
     """
-    from datasets import Dataset
-
     is_dataset = isinstance(dataset_or_rows, Dataset)
     rows = list(_columns_of(dataset_or_rows) if is_dataset else dataset_or_rows)
     if not rows:
@@ -85,7 +81,7 @@ def check_image_set_columns(dataset_or_rows: "Dataset | Iterable[Mapping[str, An
             raise ValueError(f"Row {index} has {sizes}. They must be numbers of pixels, such as 1024.")
 
 
-def _columns_of(dataset: "Dataset") -> "Dataset":
+def _columns_of(dataset: Dataset) -> Dataset:
     """Select the columns that are read here: no images are."""
     return dataset.with_format(None).select_columns([name for name in _COLUMNS if name in dataset.column_names])
 
@@ -117,10 +113,8 @@ def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None
         raise ValueError(f"Row {index} has rows={rows} and cols={cols}, but {asked}.")
 
 
-def complete_image_sets(dataset: "Dataset") -> "Dataset":
+def complete_image_sets(dataset: Dataset) -> Dataset:
     """Complete image-set prompts as [`load_image_set_prompts`] does, and check them. The given dataset is not changed."""
-    from datasets import Value
-
     for name in _SIZE_COLUMNS:  # pandas has no integers next to missing values
         if dataset.features.get(name) in (Value("float32"), Value("float64")):
             dataset = dataset.cast_column(name, Value("int64"))
@@ -155,7 +149,7 @@ def _complete_row(index: int, row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **{name: part for name, part in parts.items() if row.get(name) is None}}
 
 
-def _with_columns(dataset: "Dataset", before: list[dict[str, Any]], after: list[dict[str, Any]]) -> "Dataset":
+def _with_columns(dataset: Dataset, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Dataset:
     """Replace the columns of a dataset that differ between its rows and new ones."""
     for name in _COLUMNS:
         column = [row.get(name) for row in after]
@@ -186,7 +180,7 @@ def prompts_of_row(row: Mapping[str, Any], panel_template: str) -> list[str]:
     return [panel_template.format(theme=row["theme"], panel=panel).strip() for panel in row["panels"]]
 
 
-def prompt_texts(dataset: "Dataset") -> list[str]:
+def prompt_texts(dataset: Dataset) -> list[str]:
     """Return the prompts of image sets as `paco-trl space` shows them: of separate images the theme, and a line for each panel."""
     return [
         "\n".join(" ".join(text.split()) for text in [row["theme"], *row["panels"]])
@@ -196,7 +190,7 @@ def prompt_texts(dataset: "Dataset") -> list[str]:
     ]
 
 
-def arrange_sets(dataset: "Dataset", layout: str | None) -> "Dataset":
+def arrange_sets(dataset: Dataset, layout: str | None) -> Dataset:
     """
     Let all sets of completed prompts be separate images, or grids as T2IS has them; `None` leaves them as they are.
 
@@ -232,7 +226,7 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
     return {**row, **own_sizes, "layout": None, "prompt": prompt, "rows": rows, "cols": cols}
 
 
-def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dataset":
+def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> Dataset:
     """
     Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
@@ -254,7 +248,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> "Dat
     """
     dataset = load_split(path_or_id, split, ["references"])
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
-        dataset = cast("Dataset", convert_t2is(dataset))
+        dataset = cast(Dataset, convert_t2is(dataset))
     if dataset.column_names == ["text"]:  # text files
         dataset = dataset.rename_column("text", "prompt").filter(is_text, input_columns="prompt")
     return complete_image_sets(dataset)

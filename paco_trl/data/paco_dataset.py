@@ -4,16 +4,14 @@
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset, Features
 
 from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import column_types
 from .dataset_files import find_dataset_folder, image_file, read_rows, report_broken
 from .pairs import check_pair_texts, pair_features
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 # What the paper trains on; `consistency_reward_cot_test` is its evaluation set
@@ -55,7 +53,7 @@ def _read_pair(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
     }
 
 
-def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_broken: bool = False) -> "Dataset":
+def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_broken: bool = False) -> Dataset:
     """
     Load the published PaCo-Dataset as pairs.
 
@@ -84,8 +82,6 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
         ValueError: If a file is not a list of records, or a record is broken.
         shutil.ReadError: If an archive is damaged, and an image is not in the directory itself.
     """
-    from datasets import Dataset, Features
-
     folder = find_dataset_folder(path, _PATTERNS)
     finder = ImageFinder(folder)
     info_path = folder / "dataset_info.json"  # LLaMA-Factory's: name -> file

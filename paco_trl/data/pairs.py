@@ -17,17 +17,16 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets import Dataset, Features, Image, concatenate_datasets
 
 from ..utils.addresses import refuse_address
 from ..utils.text import is_text, shorten
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import named_images, report_broken
-
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from datasets import Dataset, Features, Image
 
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ def make_pair(
     }
 
 
-def pair_features() -> "Features":
+def pair_features() -> Features:
     """Return the column types of the pair format."""
     turns = [{"role": "string", "content": "string"}]
     return column_types(images=["image"], prompt=turns, completion=turns)
@@ -139,7 +138,7 @@ def check_pair_texts(prompt: Any, completion: Any) -> None:
     decision_of(completion)
 
 
-def _find_problems(dataset: "Dataset") -> Iterator[tuple[int, str]]:
+def _find_problems(dataset: Dataset) -> Iterator[tuple[int, str]]:
     """Find the rows that are not valid pairs, without reading images."""
     lengths = list_lengths(dataset, "images")
     for row, prompt, completion in iter_texts(dataset):
@@ -160,7 +159,7 @@ def _check_columns(dataset: Any, name: str) -> None:
     check_image_column(dataset, "images", name, is_list=True)
 
 
-def iter_texts(dataset: "Dataset") -> Iterator[tuple[int, Any, Any]]:
+def iter_texts(dataset: Dataset) -> Iterator[tuple[int, Any, Any]]:
     """Iterate over the texts of pairs, with the number of the row; their images are not read."""
     row = 0
     for batch in dataset.with_format(None).select_columns(["prompt", "completion"]).iter(batch_size=1000):
@@ -169,7 +168,7 @@ def iter_texts(dataset: "Dataset") -> Iterator[tuple[int, Any, Any]]:
             row += 1
 
 
-def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
+def check_pair_columns(dataset: Dataset, name: str = "train_dataset") -> None:
     """
     Check that a dataset has the pair format, without reading its images; [`validate_pairs`] also decodes them. Raises
     `ValueError` if it has no rows, a column is missing or of the wrong type, or a row does not have two images, one
@@ -180,7 +179,7 @@ def check_pair_columns(dataset: "Dataset", name: str = "train_dataset") -> None:
         raise ValueError(f"Row {row} of `{name}`: {problem} Use `validate_pairs(dataset, skip_broken=True)`.")
 
 
-def _image_problem(image: Mapping[str, Any] | None, feature: "Image") -> str | None:
+def _image_problem(image: Mapping[str, Any] | None, feature: Image) -> str | None:
     """Describe why an image cannot be decoded, or None."""
     if image is None:
         return "is missing (None)"
@@ -195,7 +194,7 @@ def _image_problem(image: Mapping[str, Any] | None, feature: "Image") -> str | N
     return None
 
 
-def _decode_images(dataset: "Dataset", num_proc: int | None) -> dict[str, str]:
+def _decode_images(dataset: Dataset, num_proc: int | None) -> dict[str, str]:
     """Describe which images of the rows cannot be decoded. An image that occurs in many rows is decoded once."""
 
     def key_of(image: Mapping[str, Any] | None) -> Any:
@@ -219,10 +218,8 @@ def _decode_images(dataset: "Dataset", num_proc: int | None) -> dict[str, str]:
     return {row: text for row, text in problems.items() if text}
 
 
-def _cache_file(dataset: "Dataset") -> Path:
+def _cache_file(dataset: Dataset) -> Path:
     """Name the cached result of [`_decode_images`] by the dataset, and by the sizes and times of its image files."""
-    import datasets
-
     # Another version of Pillow may decode more, or less
     digest = hashlib.sha256(f"{dataset._fingerprint} Pillow {version('pillow')}\n".encode())
     for path in named_images(dataset)["images"]:
@@ -231,7 +228,7 @@ def _cache_file(dataset: "Dataset") -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "paco_trl" / f"images-{digest.hexdigest()}.json"
 
 
-def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken: bool = False) -> "Dataset":
+def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: bool = False) -> Dataset:
     """
     Check everything that [`check_pair_columns`] does, and decode every image, before a run ends at a damaged one. Returns
     the valid rows.
@@ -250,8 +247,6 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
     Raises:
         ValueError: If the columns are not those of pairs, or a row is broken.
     """
-    import datasets
-
     from ..utils.files import write_atomically
 
     _check_columns(dataset, "dataset")
@@ -268,7 +263,7 @@ def validate_pairs(dataset: "Dataset", num_proc: int | None = None, skip_broken:
     return dataset.select([row for row in range(len(dataset)) if row not in problems]) if problems else dataset
 
 
-def swap_pairs(dataset: "Dataset") -> "Dataset":
+def swap_pairs(dataset: Dataset) -> Dataset:
     """
     Add each pair in the other order, (B, A) after (A, B), so that the judge does not learn it. Not in the paper.
 
@@ -276,8 +271,6 @@ def swap_pairs(dataset: "Dataset") -> "Dataset":
     an image by its place, such as "the second image", "on the left", "Image A" or "the latter". The count is logged.
     Images are not decoded.
     """
-    from datasets import concatenate_datasets
-
     free = [row for row, *texts in iter_texts(dataset) if not any(map(_names_a_position, texts))]
     logger.info(f"Swapped {len(free)} of {len(dataset)} pairs: the others depend on the order of their images.")
     swapped = dataset.with_format("arrow").select(free).map(_swap_images, batched=True, batch_size=100)
@@ -290,9 +283,7 @@ def _names_a_position(turns: Any) -> bool:
     return any(_POSITION.search(_ANSWER_FIRST.sub("", text)) for text in turns)
 
 
-def _swap_images(batch: "pa.Table") -> "pa.Table":
-    import pyarrow as pa
-
+def _swap_images(batch: pa.Table) -> pa.Table:
     images = batch["images"]
     swapped = pa.array([pair[::-1] for pair in images.to_pylist()], type=images.type)
     return batch.set_column(batch.column_names.index("images"), "images", swapped)

@@ -8,7 +8,10 @@ Columns: `reference` (image), `candidates` (list of images), `ranking` (indices 
 
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, Features
 
 from ..utils.text import is_text
 from .archives import ARCHIVE_PATTERNS, ImageFinder
@@ -27,17 +30,12 @@ from .pairs import make_pair, pair_features
 from .questions import theme_question
 
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from datasets import Dataset, Features
-
-
 _COLUMNS = ["reference", "candidates", "ranking", "prompt"]
 RANK_FILE = "consistency_full_rank.jsonl"
 _PROMPT_FILE = "prompt_data.jsonl"
 
 
-def check_ranking_columns(dataset: "Dataset", name: str = "dataset") -> None:
+def check_ranking_columns(dataset: Dataset, name: str = "dataset") -> None:
     """
     Check that a dataset has the rankings format, without reading its images. Raises `ValueError` if it has no rows, a column
     is missing or of the wrong type, or a row has fewer than two candidates, an empty prompt, or a `ranking` that does not
@@ -62,7 +60,7 @@ def is_order(ranking: Any, count: int) -> bool:
     return is_list and sorted(ranking) == list(range(count))
 
 
-def ranking_features() -> "Features":
+def ranking_features() -> Features:
     """Return the column types of rankings."""
     texts = {"id": "string", "group": "string", "prompt": "string", "criteria": CRITERIA_TYPE}
     return column_types(**texts, reference="image", candidates=["image"], ranking=["int64"])
@@ -82,7 +80,7 @@ def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
 
 
-def load_consistency_rank(path: str | Path) -> "Dataset":
+def load_consistency_rank(path: str | Path) -> Dataset:
     """
     Load the published ConsistencyRank benchmark as rankings.
 
@@ -102,8 +100,6 @@ def load_consistency_rank(path: str | Path) -> "Dataset":
         ValueError: If a file is not of JSON objects, or a record is broken.
         shutil.ReadError: If `images.zip` is damaged.
     """
-    from datasets import Dataset
-
     folder = find_dataset_folder(path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
     finder = ImageFinder(folder)
     prompts = {str(row["idx"]): row for row in read_rows(folder / _PROMPT_FILE)}
@@ -140,7 +136,7 @@ def default_question(row: Mapping[str, Any]) -> str:
 
 
 def _make_pairs(
-    batch: "pa.Table", rows: list[int], num_positives: int, num_negatives: int, questions: list[str], names: list[str]
+    batch: pa.Table, rows: list[int], num_positives: int, num_negatives: int, questions: list[str], names: list[str]
 ) -> dict[str, list[Any]]:
     pairs = []
     for number, row in zip(rows, batch.to_pylist(), strict=True):
@@ -151,11 +147,11 @@ def _make_pairs(
 
 
 def rankings_to_pairs(
-    dataset: "Dataset",
+    dataset: Dataset,
     num_positives: int = 1,
     num_negatives: int = 1,
     question: Callable[[dict[str, Any]], str] | None = None,
-) -> "Dataset":
+) -> Dataset:
     """
     Convert rankings to pairs: the reference is consistent with its best candidates, inconsistent with its worst ones.
 
@@ -176,8 +172,6 @@ def rankings_to_pairs(
     Raises:
         ValueError: If it does not have the rankings format, or a row has too few candidates.
     """
-    from datasets import Features
-
     check_ranking_columns(dataset)
     numbers = {"num_positives": num_positives, "num_negatives": num_negatives}
     if min(numbers.values()) < 1:

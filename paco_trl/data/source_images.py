@@ -4,17 +4,15 @@
 import hashlib
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from PIL import ExifTags, Image
 from tqdm.auto import tqdm
 
 from ..utils.addresses import refuse_address
 from ..utils.files import reading
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from PIL import Image
 
 
 # Number of rows above which a pass over them shows a progress bar
@@ -24,7 +22,7 @@ MANY_ROWS = 1000
 _TURNED_SIDEWAYS = (5, 6, 7, 8)
 
 
-def has_source_images(dataset: "Dataset") -> bool:
+def has_source_images(dataset: Dataset) -> bool:
     """Tell whether rows have source images, in a column `image` or `images`, and so are editing prompts."""
     return "image" in dataset.column_names or "images" in dataset.column_names
 
@@ -43,9 +41,7 @@ class SourceImages:
         max_count (`int`), row_with_most (`int`): Largest number of images in a row, and the first row with so many.
     """
 
-    def __init__(self, dataset: "Dataset", where: str, column: str | None = None):
-        from datasets import Image as ImageFeature
-
+    def __init__(self, dataset: Dataset, where: str, column: str | None = None):
         self.where = where
         self.column = column or ("image" if "image" in dataset.column_names else "images")
         self._kind = "source image" if column is None else "reference"
@@ -94,7 +90,7 @@ class SourceImages:
         """Return the stored paths of the images of a row; `None` for an embedded image."""
         return [Path(image["path"]) if image["bytes"] is None else None for _, image in self._images(row)]
 
-    def load(self, row: int, in_rgb: bool = True) -> list["Image.Image"]:
+    def load(self, row: int, in_rgb: bool = True) -> list[Image.Image]:
         """Decode the images of a row, in RGB or in their own modes; raise `ValueError` for damaged or changed ones."""
         images = zip(self._images(row), self._sizes[row], strict=True)
         return [self._decode(*image, size, in_rgb) for image, size in images]
@@ -122,7 +118,7 @@ class SourceImages:
         with reading(name), _open_stream(image) as stream:
             return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
-    def _decode(self, name: str, image: dict[str, Any], size: tuple[int, int], in_rgb: bool) -> "Image.Image":
+    def _decode(self, name: str, image: dict[str, Any], size: tuple[int, int], in_rgb: bool) -> Image.Image:
         from ..utils.images import to_rgb
 
         with reading(name):
@@ -143,8 +139,6 @@ def _open_stream(image: dict[str, Any]) -> Any:
 
 def _decoded_size(stream: Any) -> tuple[int, int]:
     """Read from its header the size that an image has when `datasets` decodes it."""
-    from PIL import ExifTags, Image
-
     image: Any = Image.open(stream)
     width, height = image.size
     if image.format == "TIFF":

@@ -3,13 +3,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset
 
 from .dataset_files import dataset_of_rows, find_dataset_folder, with_image_types
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 # What a shot shows, in the order of the benchmark's own prompts; characters and scene follow
@@ -18,7 +16,7 @@ _SCENE, _APPEARING = "Setting Description", "Characters Appearing"
 _IMAGES = (".png", ".jpg", ".jpeg")
 
 
-def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language: str = "en") -> "Dataset":
+def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language: str = "en") -> Dataset:
     """
     Load the stories of [ViStoryBench](https://huggingface.co/papers/2505.24862) as sets of separate images.
 

@@ -4,7 +4,9 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset, Features
 
 from .columns import CRITERIA_TYPE, column_types, criteria_list
 from .dataset_files import find_dataset_folder
@@ -12,15 +14,11 @@ from .grid_prompts import GRID, GRID_LAYOUT, ImageSetPrompt, parse_image_set_pro
 from .grids import panel_size
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset, Features
-
-
 _BENCH, _CRITERIA = "T2IS-Bench.json", "prompt_consistency.json"
 _PANEL = 512  # pixels, in the README of the benchmark's code
 
 
-def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, Any] | Dataset":
+def convert_t2is(row_or_dataset: Mapping[str, Any] | Dataset) -> dict[str, Any] | Dataset:
     """
     Convert raw rows of T2IS-Bench (https://huggingface.co/papers/2506.23275) to image-set prompts.
 
@@ -34,8 +32,6 @@ def convert_t2is(row_or_dataset: "Mapping[str, Any] | Dataset") -> "dict[str, An
             One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
             `theme`, `criteria`, `category`, `task_name` and `original_idx`.
     """
-    from datasets import Dataset
-
     if not isinstance(row_or_dataset, Dataset):
         return _convert_row(row_or_dataset)
     names = row_or_dataset.column_names
@@ -59,7 +55,7 @@ def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return columns | {"theme": row.get("theme") or parsed.theme}
 
 
-def _features() -> "Features":
+def _features() -> Features:
     """Return the types of the columns, which the first rows may not show."""
     texts = ("id", "prompt", "theme", "category", "subcategory", "case_id")
     numbers = ("rows", "cols", "height", "width")
@@ -76,10 +72,8 @@ def find_t2is_bench(path_or_id: str | Path) -> Path | None:
     return find_dataset_folder(path_or_id, ["*.json"]) if path_or_id == "ChengyouJia/T2IS-Bench" else None
 
 
-def read_t2is_bench(folder: Path) -> "Dataset":
+def read_t2is_bench(folder: Path) -> Dataset:
     """Read T2IS-Bench's own files as [`convert_t2is`] does raw rows; a case without a grid prompt has no `panels`."""
-    from datasets import Dataset
-
     cases, criteria = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (_BENCH, _CRITERIA))
     rows = []
     for name, case in cases.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from datasets import Dataset
 from filelock import FileLock
 
 from ..data.columns import by_id
@@ -33,7 +34,6 @@ from .prompts import DIMENSIONS
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from gradio import Blocks
     from starlette.requests import Request
     from starlette.responses import Response
@@ -74,9 +74,9 @@ class AnnotationWork:
 
     def __init__(
         self,
-        instances: "Dataset",
-        panels: "Dataset",
-        prompts: "Dataset",
+        instances: Dataset,
+        panels: Dataset,
+        prompts: Dataset,
         folder: Path,
         annotations_per_instance: int = 3,
     ):

@@ -15,16 +15,14 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from datasets import Dataset
 
 from ..data.columns import by_id
 from ..data.rankings import is_order
 from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 # The annotator that stands for the construction
@@ -76,7 +74,7 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
     return tuple(ranks)
 
 
-def read_annotations(paths: Iterable[str | Path], instances: "Dataset") -> list[Annotation]:
+def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[Annotation]:
     """
     Read annotations, and check each of them.
 

@@ -5,7 +5,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset
+from huggingface_hub import DatasetCard, DatasetCardData
 
 from ..data.columns import list_lengths
 from ..data.pairs import decision_of, is_label_only
@@ -15,15 +18,10 @@ from ..utils.paper import PAPER
 from ..utils.text import markdown_table, markdown_text
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from huggingface_hub import DatasetCard
-
-
 TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
 
 
-def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
+def describe_pairs(pairs: Dataset, num_images: int) -> dict[str, Any]:
     """Count the contents of a split of pairs."""
     columns = pairs.with_format(None)
     completions = columns["completion"][:]
@@ -38,13 +36,13 @@ def describe_pairs(pairs: "Dataset", num_images: int) -> dict[str, Any]:
     }
 
 
-def describe_rankings(rankings: "Dataset", num_images: int) -> dict[str, Any]:
+def describe_rankings(rankings: Dataset, num_images: int) -> dict[str, Any]:
     """Count the contents of rankings."""
     counts = list_lengths(rankings, "candidates")
     return _describe(rankings, num_images) | {"fewest": int(counts.min()), "most": int(counts.max())}
 
 
-def _describe(dataset: "Dataset", num_images: int) -> dict[str, Any]:
+def _describe(dataset: Dataset, num_images: int) -> dict[str, Any]:
     prompts = len(set(dataset.with_format(None)["group"][:])) if "group" in dataset.column_names else None
     return {"rows": len(dataset), "columns": dataset.column_names, "images": num_images, "prompts": prompts}
 
@@ -57,10 +55,8 @@ def dataset_card(
     license: License,
     generator: str | None = None,
     is_generators_license: bool = False,
-) -> "DatasetCard":
+) -> DatasetCard:
     """Render the card, without the metadata that `push_to_hub` writes; sections appear only when they have content."""
-    from huggingface_hub import DatasetCard, DatasetCardData
-
     report = {stage: dict(values) for stage, values in report.items() if values}
     ranking, prompts = report.get("ranking", {}), report.get("prompts", {})
     title = repo_id.split("/")[-1]

@@ -5,15 +5,13 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from datasets import Dataset
 
 from ..data.image_sets import check_image_set_columns
 from ..utils.names import check_model_name
-
-
-if TYPE_CHECKING:
-    import numpy as np
-    from datasets import Dataset
 
 
 logger = logging.getLogger(__name__)
@@ -29,22 +27,20 @@ _COVERAGE_THRESHOLD = 0.8
 class Diversified(NamedTuple):
     """Selected rows, and how well they represent the rest."""
 
-    indices: "np.ndarray"  # in the order of selection: the first m are the selection of m
+    indices: np.ndarray  # in the order of selection: the first m are the selection of m
     coverage: float  # fraction of all rows with a selected one at `coverage_threshold` or more
     coverage_of_random: float  # the same for as many random rows, from a fixed seed
     num_duplicates: int  # rows left out because a selected one is at `duplicate_threshold` or more
 
 
 def diversify(
-    embeddings: "np.ndarray",
+    embeddings: np.ndarray,
     num_selected: int,
     duplicate_threshold: float = 0.95,
     num_neighbors: int = 32,
     coverage_threshold: float = _COVERAGE_THRESHOLD,
 ) -> Diversified:
     """Select rows of unit vectors (n, d) that cover all others, no two near-duplicates; (n, n) numbers are in memory."""
-    import numpy as np
-
     total = len(embeddings)
     if not 1 <= num_selected <= total:
         raise ValueError(f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}.")
@@ -70,7 +66,7 @@ def diversify(
         for links, old, new in zip(gains[changed], before[changed], nearest[changed], strict=True):
             added -= np.maximum(links - max(old, 0), 0) - np.maximum(links - new, 0)
 
-    def coverage(nearest: "np.ndarray") -> float:
+    def coverage(nearest: np.ndarray) -> float:
         return float((nearest >= _threshold(coverage_threshold)).mean())
 
     random_rows = np.random.default_rng(_RANDOM_SEED).permutation(total)[:num_selected]
@@ -86,19 +82,15 @@ def _threshold(similarity: float) -> int:
     return math.ceil(similarity * _SCALE - 1e-6)
 
 
-def _similarities(embeddings: "np.ndarray", rows: "Sequence[int] | np.ndarray") -> "np.ndarray":
+def _similarities(embeddings: np.ndarray, rows: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return the similarities (n, len(rows)) of all rows to some."""
-    import numpy as np
-
     similarities = np.rint(embeddings @ embeddings[rows].T * np.float32(_SCALE)).astype(np.int16)
     similarities[rows, np.arange(len(rows))] = _SCALE
     return similarities
 
 
-def _linked(similarities: "np.ndarray", num_neighbors: int) -> "np.ndarray":
+def _linked(similarities: np.ndarray, num_neighbors: int) -> np.ndarray:
     """Return the positive similarities of rows of which one is among the nearest of the other, else 0."""
-    import numpy as np
-
     is_linked = np.eye(len(similarities), dtype=bool)  # (n, n)
     for row, similar in enumerate(similarities):
         order = np.argsort(-similar, kind="stable")  # ties by row
@@ -106,9 +98,8 @@ def _linked(similarities: "np.ndarray", num_neighbors: int) -> "np.ndarray":
     return np.where(is_linked | is_linked.T, np.maximum(similarities, 0), 0).astype(np.int16)
 
 
-def embed_texts(model: str | Path, texts: list[str]) -> "np.ndarray":
+def embed_texts(model: str | Path, texts: list[str]) -> np.ndarray:
     """Embed texts as unit vectors (len(texts), D), float32."""
-    import numpy as np
     from accelerate import PartialState
 
     try:
@@ -129,8 +120,8 @@ def embed_texts(model: str | Path, texts: list[str]) -> "np.ndarray":
 
 
 def diversify_prompts(
-    dataset: "Dataset", model: str | Path, num_selected: int, duplicate_threshold: float = 0.95
-) -> "tuple[Dataset, dict[str, Any]]":
+    dataset: Dataset, model: str | Path, num_selected: int, duplicate_threshold: float = 0.95
+) -> tuple[Dataset, dict[str, Any]]:
     """
     Select image-set prompts that cover all others, no two of them near-duplicates, by greedy facility location.
 

@@ -7,8 +7,9 @@ The paper (Sec. 3.1 of https://arxiv.org/abs/2512.04784) says "clear positives a
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from datasets import Dataset, DatasetDict, Features
 from tqdm.auto import tqdm
 
 from ..data.columns import by_id, column_types
@@ -18,10 +19,6 @@ from ..utils.text import normalized
 from .agreement import Vote, majority_vote
 from .annotations import Annotation, keyed_hash
 from .panels import instances_to_rankings
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict, Features
 
 
 class Decision(NamedTuple):
@@ -68,19 +65,15 @@ def decide_pairs(
     return list(decisions.values())
 
 
-def built_pair_features() -> "Features":
+def built_pair_features() -> Features:
     """Return the column types of built pairs."""
-    from datasets import Features
-
     lists = {"dimensions": ["string"], "panels": ["string"], "sha256": ["string"]}
     columns = column_types(group="string", category="string", **lists, votes={"yes": "int64", "no": "int64"})
     return Features({**column_types(id="string"), **pair_features(), **columns})
 
 
-def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Dataset") -> "Dataset":
+def pairs_dataset(decisions: Sequence[Decision], panels: Dataset, prompts: Dataset) -> Dataset:
     """Build the pairs of decisions; those with as many votes for Yes as for No are left out."""
-    from datasets import Dataset
-
     images, hashes = by_id(panels, "image"), by_id(panels, "sha256")
     decided = [decision for decision in decisions if decision.yes != decision.no]
     rows = {row["id"]: row for row in prompts.with_format(None)}
@@ -105,15 +98,15 @@ def pairs_dataset(decisions: Sequence[Decision], panels: "Dataset", prompts: "Da
 
 
 def build_pairs(
-    instances: "Dataset",
-    panels: "Dataset",
-    prompts: "Dataset",
+    instances: Dataset,
+    panels: Dataset,
+    prompts: Dataset,
     annotations: Sequence[Annotation],
     num_negatives: int = 1,
     test_size: float = 0.1,
     max_rankings: int | None = 3136,
     seed: int = 0,
-) -> tuple["DatasetDict", "Dataset | None", dict[str, Any]]:
+) -> tuple[DatasetDict, Dataset | None, dict[str, Any]]:
     """
     Build pairs from annotated instances, split them by prompt, and hold out rankings as a benchmark.
 
@@ -139,8 +132,6 @@ def build_pairs(
         - dropped pairs: `contradictions` (as many votes for Yes as for No), `same_image_twice`;
         - `splits` (each with `pairs`, `consistent` and `prompts`) and `held_out_rankings`.
     """
-    from datasets import DatasetDict
-
     rows = list(instances.with_format(None))
     votes = vote_on_instances(annotations)
     ordered = {name: vote.ranking for name, vote in votes.items() if vote.ranking is not None}

@@ -5,8 +5,11 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from datasets import Dataset, Features
+from datasets import Image as ImageFeature
+from PIL import Image
 from tqdm.auto import tqdm
 
 from ..data.columns import by_id, column_types, criteria_list, typed_dataset
@@ -16,11 +19,7 @@ from ..utils.files import digest, file_name, reading, to_png, write_atomically
 from ..utils.stage_folder import StageFolder
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-
-def cut_panels(grids: "Dataset", folder: StageFolder) -> "Dataset":
+def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
     """
     Cut grids into their panels, and save each of them once. Interrupted runs resume automatically.
 
@@ -36,9 +35,7 @@ def cut_panels(grids: "Dataset", folder: StageFolder) -> "Dataset":
         id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a
         path.
     """
-    from datasets import Image
-
-    rows = list(grids.with_format(None).cast_column("image", Image(decode=False)))
+    rows = list(grids.with_format(None).cast_column("image", ImageFeature(decode=False)))
     journal = folder.journal("panels")
     hashes = {record["grid"]: record["sha256"] for record in journal.records}
     paths = {
@@ -75,8 +72,6 @@ def cut_panels(grids: "Dataset", folder: StageFolder) -> "Dataset":
 
 def _cut(grid: Mapping[str, Any], paths: list[str]) -> list[str]:
     """Cut and save the panels of one grid; return their digests."""
-    from PIL import Image
-
     path = grid["image"]["path"]
     with reading(f"The grid {grid['id']!r} ({path})", "Rerun the stage `grids`"), Image.open(path) as image:
         image.load()
@@ -87,7 +82,7 @@ def _cut(grid: Mapping[str, Any], paths: list[str]) -> list[str]:
     return [pixels_sha256(panel) for panel in panels]
 
 
-def make_instances(panels: "Dataset") -> "Dataset":
+def make_instances(panels: Dataset) -> Dataset:
     """
     Combine panels into ranking instances.
 
@@ -128,11 +123,9 @@ def make_instances(panels: "Dataset") -> "Dataset":
 
 
 def instances_to_rankings(
-    instances: "Dataset", panels: "Dataset", prompts: "Dataset", rankings: Mapping[str, Sequence[int]]
-) -> "Dataset":
+    instances: Dataset, panels: Dataset, prompts: Dataset, rankings: Mapping[str, Sequence[int]]
+) -> Dataset:
     """Convert ranked instances (id -> candidates, best first) to the rankings format; no image is copied."""
-    from datasets import Dataset, Features
-
     paths = by_id(panels, "image")
     names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
     prompt_rows = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}

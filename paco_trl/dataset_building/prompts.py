@@ -5,7 +5,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from datasets import Dataset
 
 from ..data.grid_prompts import ends_sentence, format_image_set_prompt
 from ..utils.chat import ChatEndpoint, Reply
@@ -13,10 +15,6 @@ from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
 from ..utils.text import normalized
 from .answers import TEMPLATES, ask_in_rounds, cause_of
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 class Category(NamedTuple):
@@ -68,7 +66,7 @@ def write_prompts(
     layouts: Sequence[tuple[int, int]] = ((2, 2),),
     seed: int = 0,
     max_attempts: int = 3,
-) -> "Dataset":
+) -> Dataset:
     """
     Write image-set prompts with a language model, the same number for each category and layout (give or take one).
 
@@ -99,8 +97,6 @@ def write_prompts(
         ValueError: If no answer can be used; the error has an example.
         EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are saved.
     """
-    from datasets import Dataset
-
     if folder.is_done:
         return folder.load()
     if num_prompts < 1 or max_attempts < 1:

@@ -6,7 +6,12 @@ import tempfile
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset, DatasetDict
+from huggingface_hub import CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
+from huggingface_hub.utils import get_session, hf_raise_for_status
+from PIL import Image
 
 from ..data.pairs import check_pair_columns
 from ..data.rankings import check_ranking_columns
@@ -16,14 +21,9 @@ from ..utils.files import reading
 from .dataset_card import dataset_card, describe_pairs, describe_rankings
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
-    from huggingface_hub import DatasetCard, HfApi
-
-
 def publish_dataset(
-    pairs: "DatasetDict",
-    rankings: "Dataset | None",
+    pairs: DatasetDict,
+    rankings: Dataset | None,
     repo_id: str,
     report: Mapping[str, Mapping[str, Any]],
     *,
@@ -67,10 +67,6 @@ def publish_dataset(
         ValueError, PermissionError: Before anything is sent: data, `repo_id`, token or license cannot be used.
         ConnectionError: If the Hub cannot be reached, or an upload fails.
     """
-    from datasets import DatasetDict
-    from huggingface_hub import CommitOperationAdd, DatasetCardData, HfApi
-    from huggingface_hub.utils import get_session, hf_raise_for_status
-
     from ..hub.account import find_repository, hub_errors
 
     if not pairs or not set(pairs) <= {"train", "test"}:
@@ -133,17 +129,13 @@ def publish_dataset(
     return f"{api.endpoint}/datasets/{repo_id}"
 
 
-def _load_card(api: "HfApi", repo_id: str) -> "DatasetCard":
-    from huggingface_hub import DatasetCard
-
+def _load_card(api: HfApi, repo_id: str) -> DatasetCard:
     # Forced: clients fall back to the cache when the Hub is down
     return DatasetCard.load(api.hf_hub_download(repo_id, "README.md", repo_type="dataset", force_download=True))
 
 
-def _image_digests(dataset: "Dataset", name: str) -> set[str]:
+def _image_digests(dataset: Dataset, name: str) -> set[str]:
     """Check that all images of a split open, and return the digests of their files."""
-    from PIL import Image
-
     digests: dict[str | None, str] = {}
     columns = [column for column in ("images", "reference", "candidates") if column in dataset.column_names]
     # As Arrow tables, which have the images as stored, paths or bytes
@@ -159,7 +151,7 @@ def _image_digests(dataset: "Dataset", name: str) -> set[str]:
     return set(digests.values())
 
 
-def _check_held_out(parts: Mapping[str, "Dataset"], digests: Mapping[str, set[str]]) -> None:
+def _check_held_out(parts: Mapping[str, Dataset], digests: Mapping[str, set[str]]) -> None:
     """Check that held-out splits share no prompt and no image with the training pairs."""
     train = "pairs/train"
     for name in [part for part in parts if part != train] if train in parts else []:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from datasets import Dataset
 from tqdm.auto import tqdm
 
 from ..data.columns import by_id
@@ -19,15 +20,13 @@ from .annotations import AUTOMATIC, annotation_files, append_annotation, check_a
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from ..rewards import Judge
 
 
 logger = logging.getLogger(__name__)
 
 
-def rank_automatically(instances: "Dataset", panels: "Dataset", folder: str | Path) -> int:
+def rank_automatically(instances: Dataset, panels: Dataset, folder: str | Path) -> int:
     """
     Rank all instances by construction: a candidate of the reference's grid is more consistent with it than any other.
 
@@ -57,7 +56,7 @@ def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None)
 
 
 def rank_with_judge(
-    instances: "Dataset", panels: "Dataset", prompts: "Dataset", judge: "Judge", annotator: str, folder: str | Path
+    instances: Dataset, panels: Dataset, prompts: Dataset, judge: "Judge", annotator: str, folder: str | Path
 ) -> dict[str, int]:
     """
     Rank the instances with a judge: by P(Yes) that the reference and the candidate are consistent.

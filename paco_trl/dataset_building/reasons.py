@@ -5,7 +5,9 @@ import functools
 import json
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset
 
 from ..data.pairs import check_pair_columns, content_text, decision_of, pair_features
 from ..utils.chat import ChatEndpoint, Reply
@@ -13,10 +15,6 @@ from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
 from .answers import TEMPLATES, ask_in_rounds, cause_of
 from .prompts import DIMENSIONS
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 # Visible attributes, by kind. Reasons that name none of them could be those of any pair
@@ -43,14 +41,14 @@ _NUM_KEPT = 64
 
 
 def write_reasons(
-    pairs: "Dataset",
+    pairs: Dataset,
     endpoint: ChatEndpoint,
     folder: StageFolder,
     max_attempts: int = 3,
     min_words: int = 15,
     max_words: int = 200,
     seed: int = 0,
-) -> "Dataset":
+) -> Dataset:
     """
     Write the reasons for the label of each pair with a vision-language model.
 

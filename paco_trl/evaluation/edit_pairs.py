@@ -4,9 +4,11 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
+from datasets import Dataset, concatenate_datasets
+from datasets import Image as ImageFeature
 from PIL import Image
 
 from ..data.columns import typed_dataset
@@ -15,10 +17,6 @@ from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest
 from ..utils.images import data_url
 from ..utils.names import public_name
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 # Columns that the benchmarks' own scripts read: instruction, verdict, kind; and images
@@ -37,7 +35,7 @@ _MAX_SIDE, _MAX_TOKENS, _ATTEMPTS = 1024, 2048, 4
 _WINNER = re.compile(r'"winner":\s*"(?:image[ _])?(a|b|tie)"', re.IGNORECASE)
 
 
-def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train") -> "Dataset":
+def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train") -> Dataset:
     """
     Load VCReward-Bench (`"vc_reward"`) or EditReward-Compass (`"editreward_compass"`) for [`evaluate_edit_reward`].
 
@@ -47,15 +45,13 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train") -> "
     `VQ` are left out: how natural an image looks is no question about a pair. A column that is missing or another verdict
     raises `ValueError`.
     """
-    from datasets import Image, concatenate_datasets
-
     has_files, verdicts, (texts, images) = benchmark == "editreward_compass", VERDICTS[benchmark], LAYOUTS[benchmark]
     dataset = load_split(path, split, images).with_format(None)
     if missing := [name for name in texts + images if name not in dataset.column_names]:
         raise ValueError(f"'{path}' has no columns {missing}, only {dataset.column_names}. Check `benchmark`.")
     if has_files:
         for name in images:
-            dataset = dataset.cast_column(name, Image(decode=False))
+            dataset = dataset.cast_column(name, ImageFeature(decode=False))
         dataset = dataset.filter(lambda dimension: dimension != "VQ", input_columns="dimension")
     rows: list[tuple[Any, ...]] = []
     for number, row in enumerate(dataset.select_columns(texts + images * has_files)):

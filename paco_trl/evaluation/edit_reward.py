@@ -10,9 +10,10 @@ from collections.abc import Hashable, Sequence
 from itertools import compress
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
@@ -24,10 +25,6 @@ from ..data.questions import (
     edit_reward_bench_following_question,
 )
 from . import runs
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 # Dimension of a row -> questions that its scores are made of
@@ -54,7 +51,7 @@ TIE = 1e-5
 
 def evaluate_edit_reward(
     scorer: Any,
-    dataset: "Dataset",
+    dataset: Dataset,
     output_path: str | Path | None = None,
     batch_size: int = 16,
     protocol: str = "default",

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure whether an image shows the grid of its latent patches."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from PIL.Image import Image
 
 from ..data.grids import panel_size
 
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 # ITU-R BT.601, the weights of PIL's mode "L", which would round to whole gray levels
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -18,7 +14,7 @@ LUMINANCE = (0.299, 0.587, 0.114)
 BORDER = 2
 
 
-def grid_artifact_score(image: "Image", period: int, rows: int = 1, cols: int = 1) -> float:
+def grid_artifact_score(image: Image, period: int, rows: int = 1, cols: int = 1) -> float:
     """
     Measure how much more neighboring pixels differ across the lines of the patch grid than elsewhere.
 

@@ -4,7 +4,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset
 
 from ..data.columns import criteria_dict
 from ..data.questions import criterion_question, plain_question
@@ -12,10 +14,6 @@ from ..data.rankings import check_ranking_columns, default_question
 from ..utils.statistics import without_nan
 from . import runs
 from .metrics import list_order_metrics, ranking_metrics
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 TEMPLATES = ("theme", "criteria", "plain")
@@ -35,7 +33,7 @@ def _questions(row: Mapping[str, Any], template: str) -> list[list[str]]:
 
 def evaluate_rankings(
     scorer: Any,
-    dataset: "Dataset",
+    dataset: Dataset,
     template: str | None = None,
     output_path: str | Path | None = None,
     batch_size: int = 16,

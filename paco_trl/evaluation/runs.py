@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from datasets import Dataset
 from PIL import Image
 from tqdm.auto import tqdm
 
@@ -18,10 +19,6 @@ from ..utils.files import reading
 from ..utils.images import open_image, to_rgb
 from ..utils.journals import Journal
 from ..utils.statistics import bootstrap_interval
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 PROTOCOLS = ("default", "published")
@@ -38,7 +35,7 @@ def _without_alpha(image: Image.Image, where: str) -> Image.Image:
 class RowImages:
     """Images of a dataset's rows in the order of their columns, with the pixels that a judge sees."""
 
-    def __init__(self, dataset: "Dataset", columns: Sequence[str], protocol: str = "default"):
+    def __init__(self, dataset: Dataset, columns: Sequence[str], protocol: str = "default"):
         self.dataset = dataset.select_columns(list(columns)).with_format("arrow")
         self.columns = columns
         self.convert = _without_alpha if protocol == "published" else to_rgb
@@ -77,7 +74,7 @@ class Part(NamedTuple):
 def score_parts(
     settings: dict[str, Any],
     scorer: Any,
-    dataset: "Dataset",
+    dataset: Dataset,
     columns: Sequence[str],
     image_columns: Sequence[str],
     output_path: str | Path | None,
@@ -143,7 +140,7 @@ def _score(
     return scores
 
 
-def dataset_fingerprint(dataset: "Dataset", text_columns: Sequence[str], image_columns: Sequence[str]) -> str:
+def dataset_fingerprint(dataset: Dataset, text_columns: Sequence[str], image_columns: Sequence[str]) -> str:
     """Digest all texts and labels of a dataset, in order, and the images of its first row."""
     # Not the fingerprint of `datasets`, which depends on how the dataset was made. All images would have to be decoded
     digest = hashlib.sha256()

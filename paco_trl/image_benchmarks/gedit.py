@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+from datasets import Dataset
 from tqdm.auto import tqdm
 
 from ..data.source_images import SourceImages
@@ -21,10 +22,6 @@ from .image_sets import FoundImages, load_image_file
 from .leakage import leakage_text
 from .score_store import ScoreStore, open_scores, read_scores
 from .statistics import NOTES, Line, System, Unit, breakdowns, check_systems, system_alerts, table
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 logger = logging.getLogger(__name__)
@@ -49,7 +46,7 @@ class EditScore(NamedTuple):
 
 def score_edits(
     endpoint: ChatEndpoint,
-    prompts: "Dataset",
+    prompts: Dataset,
     edits: FoundImages,
     folder: str | Path,
     max_attempts: int | None = None,
@@ -133,14 +130,14 @@ def score_edits(
     return scores
 
 
-def check_gedit_prompts(prompts: "Dataset") -> None:
+def check_gedit_prompts(prompts: Dataset) -> None:
     """Refuse prompts whose edits could be generated, but not scored and reported."""
     _sources_of(prompts)
     if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
         raise ValueError("GEdit-Bench averages over task types: all prompts need a `task_type`.")
 
 
-def _sources_of(prompts: "Dataset") -> SourceImages:
+def _sources_of(prompts: Dataset) -> SourceImages:
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
         row = f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images"
@@ -183,7 +180,7 @@ def _query(
             names = unreadable
 
 
-def _digests(prompts: "Dataset", sources: SourceImages, edits: FoundImages) -> dict[str, str]:
+def _digests(prompts: Dataset, sources: SourceImages, edits: FoundImages) -> dict[str, str]:
     """Digest what each question (`"semantic/<key>"`, `"quality/<key>"`) is about; missing edits have none."""
     instructions, seen = prompts.with_format(None)["prompt"][:], {}
     for row, key in enumerate(edit_keys(prompts)):
@@ -204,7 +201,7 @@ def _edit_scores(records: Mapping[str, Mapping[str, Any]]) -> dict[str, EditScor
 
 
 def gedit_results(
-    prompts: "Dataset",
+    prompts: Dataset,
     systems: Sequence[System],
     missing: str = "error",
     dataset_name: str | None = None,

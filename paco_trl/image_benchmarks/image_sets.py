@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import PIL.Image
+from datasets import Dataset
 from PIL.Image import Image
 
 from ..data.grids import panel_size, split_grid
@@ -20,10 +21,6 @@ from ..generation.edits import edit_keys
 from ..utils.files import file_name, reading, to_png, write_atomically
 from ..utils.images import to_rgb
 from ..utils.text import some_of
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 logger = logging.getLogger(__name__)
@@ -94,7 +91,7 @@ class FoundImages:
 
 
 def find_generated_sets(
-    folder: str | Path, benchmark: "Dataset", seeds: list[int], height: int | None = None, width: int | None = None
+    folder: str | Path, benchmark: Dataset, seeds: list[int], height: int | None = None, width: int | None = None
 ) -> FoundImages:
     """Find the grids that [`~paco_trl.dataset_building.generate_grids`] generated, of the rows' size or of the given one."""
     sets = {}
@@ -105,7 +102,7 @@ def find_generated_sets(
     return _checked(sets, benchmark, height, width)
 
 
-def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
+def find_image_sets(folder: str | Path, benchmark: Dataset) -> FoundImages:
     """
     Find images that were generated elsewhere: `<name>.png` is a grid, `<name>_<number>.png` a panel.
 
@@ -149,7 +146,7 @@ def find_image_sets(folder: str | Path, benchmark: "Dataset") -> FoundImages:
     return _checked(sets, benchmark)
 
 
-def find_edits(folder: str | Path, prompts: "Dataset") -> FoundImages:
+def find_edits(folder: str | Path, prompts: Dataset) -> FoundImages:
     """
     Find the edited image of each prompt, by its id.
 
@@ -222,7 +219,7 @@ def _warn_of_unknown(names: list[str], folder: Path) -> None:
         _warn(f"{folder}: {len(names)} images belong to no prompt: {some_of(names)}.")
 
 
-def _layouts(benchmark: "Dataset") -> list[dict]:
+def _layouts(benchmark: Dataset) -> list[dict]:
     names = ("id", "case_id", "rows", "cols", "height", "width", "layout", "shots")
     plain = benchmark.with_format(None)
     return list(plain.select_columns([name for name in names if name in benchmark.column_names]))
@@ -244,7 +241,7 @@ def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, 
 
 
 def _checked(
-    sets: dict[str, ImageSet], benchmark: "Dataset", height: int | None = None, width: int | None = None
+    sets: dict[str, ImageSet], benchmark: Dataset, height: int | None = None, width: int | None = None
 ) -> FoundImages:
     """Check the sizes in the headers: a wrong file is found before hours of scoring."""
     rows: Mapping[str, dict[str, Any]] = {row["id"]: row for row in _layouts(benchmark)}
@@ -283,7 +280,7 @@ def load_image_file(path: Path, convert: Callable[[Image], Image] | None = None)
         return to_rgb(image, str(path)) if convert is None else convert(image)
 
 
-def write_panel_files(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> list[Path]:
+def write_panel_files(found: FoundImages, benchmark: Dataset, folder: str | Path) -> list[Path]:
     """
     Write each panel under the name that the benchmark's own script expects: `<case id or id>_<number>.png`, or, of stories,
     `<id>/shots/shot_<number>.png` below what ViStoryBench asks for: method, mode, language and time.

@@ -12,8 +12,9 @@ from itertools import combinations, islice
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from datasets import Dataset
 from PIL import Image
 from tqdm.auto import tqdm
 
@@ -29,10 +30,6 @@ from ..utils.names import public_name
 from ..utils.text import some_of
 from .image_sets import FoundImages
 from .score_store import open_scores
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 logger = logging.getLogger(__name__)
@@ -66,7 +63,7 @@ Asking = Generator[Any, Iterator, None]
 
 def load_t2is_bench(
     name_or_path: str | Path, split: str = "train", alignment_file: str | Path | None = None
-) -> "Dataset":
+) -> Dataset:
     """
     Load the prompts of T2IS-Bench with their criteria: the benchmark's own files, or a copy such as the one published
     with the PaCo-RL code.
@@ -139,7 +136,7 @@ def dimension_score(
     return fmean(sum(cast(Any, pairs)) / num_pairs for pairs in scores)
 
 
-def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
+def _with_alignment(dataset: Dataset, path: Path) -> Dataset:
     cases = json.loads(path.read_text(encoding="utf-8"))
     known = dataset["case_id"][:] if "case_id" in dataset.column_names else [None] * len(dataset)
     column, lacking = list[list](), []
@@ -165,7 +162,7 @@ def _with_alignment(dataset: "Dataset", path: Path) -> "Dataset":
 
 
 def score_consistency(
-    judge: Any, found: FoundImages, benchmark: "Dataset", folder: str | Path, batch_size: int = 64
+    judge: Any, found: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
     Score visual consistency: query a judge about each criterion of identity, style and logic, for all unordered pairs of
@@ -215,7 +212,7 @@ def score_consistency(
 
 
 def score_alignment(
-    judge: Any, found: FoundImages, benchmark: "Dataset", folder: str | Path, batch_size: int = 64
+    judge: Any, found: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
     Score prompt alignment: query a model whether each panel shows each of its texts, of entity, attribute and relation.
@@ -259,7 +256,7 @@ def score_alignment(
 
 
 def score_aesthetics(
-    scorer: Any, found: FoundImages, benchmark: "Dataset", folder: str | Path, batch_size: int = 64
+    scorer: Any, found: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
     Score the aesthetics of each panel, with any scorer. Which one the benchmark uses is not published.
@@ -282,7 +279,7 @@ def score_aesthetics(
     return _score("aesthetics", scorer, {}, ask, scorer.score_images, found, benchmark, folder, batch_size)
 
 
-def score_duplicates(found: FoundImages, benchmark: "Dataset", folder: str | Path) -> dict[str, Record]:
+def score_duplicates(found: FoundImages, benchmark: Dataset, folder: str | Path) -> dict[str, Record]:
     """
     Score the similarity of all pairs of panels, without a model: copies have the highest consistency.
 
@@ -314,7 +311,7 @@ def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
 
 def _score(
     kind: str, scorer: Any, settings: dict, ask: Callable[[list[Image.Image | None], dict], Asking],
-    query: Callable[..., list], found: FoundImages, benchmark: "Dataset", folder: str | Path,
+    query: Callable[..., list], found: FoundImages, benchmark: Dataset, folder: str | Path,
     batch_size: int,
 ) -> dict[str, Record]:  # fmt: skip
     """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""

@@ -4,7 +4,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from datasets import Dataset
 
 from ..evaluation.runs import dataset_fingerprint
 from . import t2is_bench as bench
@@ -14,16 +16,12 @@ from .score_store import Scores, read_scores
 from .statistics import NOTES, Line, System, Unit, breakdowns, check_systems, system_alerts, table
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-
 # Metric -> unit -> value, NaN where undefined
 _Metrics = dict[str, dict[Unit, float]]
 
 
 def t2is_results(
-    benchmark: "Dataset",
+    benchmark: Dataset,
     systems: Sequence[System],
     missing: str = "error",
     dataset_name: str | None = None,
@@ -120,7 +118,7 @@ def t2is_results(
     }
 
 
-def _read(system: System, benchmark: "Dataset") -> list[Scores]:
+def _read(system: System, benchmark: Dataset) -> list[Scores]:
     scores = read_scores(system.folder, system.found.digests)
     kinds = [one.settings["kind"] for one in scores]
     for one in scores:

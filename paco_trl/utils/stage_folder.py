@@ -6,15 +6,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset, DatasetDict, load_from_disk
+from datasets.arrow_writer import ArrowWriter
 
 from .files import scratch_folder, write_atomically
 from .journals import Journal
 from .text import shorten
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
 
 
 _SETTINGS = "settings.json"
@@ -26,12 +25,9 @@ def is_saved(path: str | Path) -> bool:
     return any((Path(path).expanduser() / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
 
 
-def save_with_paths(dataset: "Dataset | DatasetDict", path: str | Path) -> None:
+def save_with_paths(dataset: Dataset | DatasetDict, path: str | Path) -> None:
     """Save a dataset as `save_to_disk` does, but with images that are given by path left as paths."""
     # `save_to_disk` would copy the file of an image into each row that has it, and a panel is in dozens of rows
-    from datasets import DatasetDict
-    from datasets.arrow_writer import ArrowWriter
-
     path = Path(path)
     if isinstance(dataset, DatasetDict):
         empty = DatasetDict({name: split.select([]) for name, split in dataset.items()})
@@ -103,7 +99,7 @@ class StageFolder:
         """Open the journal `name`.jsonl of this stage."""
         return Journal(self.path / f"{name}.jsonl")
 
-    def finish(self, dataset: "Dataset | DatasetDict", report: Mapping[str, Any]) -> None:
+    def finish(self, dataset: Dataset | DatasetDict, report: Mapping[str, Any]) -> None:
         """Save the result of the stage, in place of an earlier one, and its report. Images given by path stay paths."""
         with scratch_folder(self.path / "dataset.saving") as staged:
             save_with_paths(dataset, staged)
@@ -119,10 +115,8 @@ class StageFolder:
         shutil.rmtree(self._dataset, ignore_errors=True)
         (self.path / _REPORT).unlink(missing_ok=True)
 
-    def load(self) -> "Dataset | DatasetDict":
+    def load(self) -> Dataset | DatasetDict:
         """Load the result; raise a `FileNotFoundError` if the stage is not finished."""
-        from datasets import load_from_disk
-
         if not self.is_done:
             raise FileNotFoundError(f"No result in {self.path}: stage {self.path.name!r} is not finished. Run it.")
         return load_from_disk(str(self._dataset))
