@@ -16,6 +16,7 @@ from chat_server import ChatServer, answer
 from judge_server import LoopClock
 from launching import free_port
 from paco_trl.data import check_image_set_columns, format_image_set_prompt, parse_image_set_prompt
+from paco_trl.dataset_building.answers import SAME_PROMPT
 from paco_trl.dataset_building.prompts import CATEGORIES, write_prompts
 from paco_trl.utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError, Reply
 from paco_trl.utils.stage_folder import StageFolder
@@ -282,7 +283,7 @@ BAD_ANSWERS = {
     "too few": (changed(lambda prompts: prompts[1:]), module.TOO_FEW, 1),
     "the same in other letters": (
         changed(lambda prompts: [{**prompts[-1], "theme": prompts[-1]["theme"].upper() + "!"}, *prompts[1:]]),
-        module.SAME_PROMPT,
+        SAME_PROMPT,
         1,
     ),
 }
@@ -328,7 +329,7 @@ def test_which_of_two_equal_prompts_is_left_out_does_not_depend_on_the_time(serv
         server.forget_requests()
         folder = StageFolder(tmp_path / str(concurrency))
         found.append(write_prompts(server.endpoint(max_concurrency=concurrency), folder, 16, ["multi-pose"]))
-        assert folder.report["rejected"][module.SAME_PROMPT] >= 8
+        assert folder.report["rejected"][SAME_PROMPT] >= 8
     assert plain(found[0]) == plain(found[1]) and 4 <= len(found[0]) < 16
 
 

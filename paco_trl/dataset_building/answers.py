@@ -4,7 +4,7 @@
 import logging
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 TEMPLATES = Environment(loader=PackageLoader("paco_trl"))
 
+SAME_PROMPT = "the same as an earlier prompt"
 # Answers after which it is clear that there will be no usable one
 _TRIED_ENOUGH = 24
 
@@ -30,29 +31,35 @@ def ask_in_rounds(
     purpose: str,
     seed: int,
     max_attempts: int,
-    names: Sequence[Any],
-    is_open: Callable[[Any], bool],
-    request: Callable[[Any], tuple[Any, int]],
-    read: Callable[[Any, Reply], tuple[Any, Counter[str]]],
-    use: Callable[[Any, Any], Counter[str]],
-) -> dict[str, Any]:
-    """Send the open questions of `names`, at most `max_attempts` times, each with another seed; report on the replies."""
+    wanted: Mapping[Any, int],
+    request: Callable[[Any, int], tuple[Any, int]],
+    read: Callable[[Any, Reply, int], tuple[list, Counter[str]]],
+    key_of: Callable[[Any, Any], str],
+) -> tuple[dict[Any, list], dict[str, Any]]:
+    """
+    Ask for the `wanted` number of texts of each name, at most `max_attempts` times, each with another seed. Returns the
+    texts, and a report on the replies.
+    """
     # `request` gives the content of a question and the length of its answer, `read` what is usable in a reply and why the
-    # rest is not, and `use` takes the former and may find it unusable too. Replies are saved as they come, and used in
-    # the order of `names`: the result does not depend on which came first
+    # rest is not, both for the number of texts that are still lacking; of those with one key the first is taken. Replies are
+    # saved as they come, and used in the order of `wanted`: the result does not depend on which came first
     replies: dict[Any, list[Reply]] = defaultdict(list)
     for record in journal.records:
         replies[record["name"]].append(Reply(*record["reply"]))
-    has_usable = any(read(name, reply)[0] for name in names for reply in replies[name][:max_attempts])
+    has_usable = any(
+        read(name, each, count)[0] for name, count in wanted.items() for each in replies[name][:max_attempts]
+    )
 
-    def sampled(name: Any, attempt: int) -> ChatRequest:
-        content, max_tokens = request(name)
+    def sampled(name: Any, attempt: int, count: int) -> ChatRequest:
+        content, max_tokens = request(name, count)
         key = random.Random(f"{seed}/{name}/{attempt}").getrandbits(31)
         return ChatRequest([{"role": "user", "content": content}], key, max_tokens, temperature=1.0)
 
     def none_usable() -> ValueError:
-        causes = sum((read(name, reply)[1] for name in names for reply in replies[name]), Counter())
-        name = next(name for name in names if replies[name])
+        causes = sum(
+            (read(name, each, count)[1] for name, count in wanted.items() for each in replies[name]), Counter()
+        )
+        name = next(name for name in wanted if replies[name])
         text, problem = replies[name][0]
         return ValueError(
             f"None of {sum(map(len, replies.values()))} answers of {endpoint.name} can be used as {purpose} "
@@ -60,36 +67,42 @@ def ask_in_rounds(
             f"instructions, without thinking aloud; then delete {journal.path}, or choose another directory."
         )
 
-    used, rejected, dropped = 0, Counter[str](), Counter[str]()
+    found: dict[Any, list] = {name: [] for name in wanted}
+    used, rejected, dropped, seen = 0, Counter[str](), Counter[str](), set[str]()
     for attempt in range(max_attempts):
-        asked = [name for name in names if is_open(name)]
+        asked = {name: count - len(found[name]) for name, count in wanted.items() if count > len(found[name])}
         unsent = [name for name in asked if len(replies[name]) <= attempt]
         if unsent:
             endpoint.check()
             progress = {"total": len(unsent), "desc": f"Writing {purpose} (attempt {attempt + 1} of {max_attempts})"}
-            requests = (sampled(name, attempt) for name in unsent)
+            requests = (sampled(name, attempt, asked[name]) for name in unsent)
             with closing(endpoint.ask_all(requests)) as answers, tqdm(**progress) as bar:
                 for number, reply in answers:
                     name = unsent[number]
                     journal.append({"name": name, "reply": list(reply)})
                     replies[name].append(reply)
                     bar.update()
-                    has_usable = has_usable or bool(read(name, reply)[0])
+                    has_usable = has_usable or bool(read(name, reply, asked[name])[0])
                     if not has_usable and sum(map(len, replies.values())) >= _TRIED_ENOUGH:
                         raise none_usable()
         dropped = Counter()
-        for name in asked:
-            usable, causes = read(name, replies[name][attempt])
+        for name, count in asked.items():
+            usable, causes = read(name, replies[name][attempt], count)
             dropped += causes
-            if usable:
-                dropped += use(name, usable)
+            for text in usable:
+                if (key := key_of(name, text)) in seen:
+                    dropped[SAME_PROMPT] += 1
+                else:
+                    found[name].append(text)
+                    seen.add(key)
         used += len(asked)
         rejected += dropped
     if not has_usable:
         raise none_usable()
     if dropped:
         logger.warning(f"Some {purpose} could not be written and are left out: {_listed(dropped)}.")
-    return {"requests": used, "rejected": dict(rejected.most_common()), "left out": dict(dropped.most_common())}
+    counts = {"rejected": dict(rejected.most_common()), "left out": dict(dropped.most_common())}
+    return found, {"requests": used, **counts}
 
 
 def _listed(causes: Counter[str]) -> str:

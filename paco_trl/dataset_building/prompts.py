@@ -46,7 +46,6 @@ PANEL_COUNT = "another number of panels"
 EMPTY = "an empty text"
 SAME_PANEL = "the same panel twice"
 MARKERS = "a panel marker or a layout inside a text"
-SAME_PROMPT = "the same as an earlier prompt"
 
 
 class _Batch(NamedTuple):
@@ -108,30 +107,29 @@ def write_prompts(
     if not layouts or any(rows < 1 or rows * cols < 2 for rows, cols in layouts):
         raise ValueError(f"`layouts` is {layouts}, but each must have two panels or more, such as (2, 2).")
     batches = _plan(num_prompts, [known[name] for name in names], list(layouts))
-    rows: dict[int, dict[str, Any]] = {}  # by slot
-    seen: set[str] = set()
 
-    def lacking(number: int) -> list[int]:
-        return [slot for slot in batches[number].slots if slot not in rows]
-
-    def request(number: int) -> tuple[str, int]:
-        batch, count = batches[number], len(lacking(number))
+    def request(number: int, count: int) -> tuple[str, int]:
+        batch = batches[number]
         panels = batch.rows * batch.cols
         text = TEMPLATES.get_template("write_prompts.txt.jinja").render(
             count=count, panels=panels, category=batch.category, meanings=DIMENSIONS
         )
         return text, count * (panels * _TOKENS_PER_PANEL + _TOKENS_PER_THEME)
 
-    def use(number: int, prompts: list[tuple[str, list[str]]]) -> Counter[str]:
-        category, layout_rows, layout_cols, _ = batches[number]
-        repeated: Counter[str] = Counter()
-        for theme, panels in prompts:
-            key = normalized(" ".join([theme, *panels]))
-            if key in seen:
-                repeated[SAME_PROMPT] += 1
-                continue
-            seen.add(key)
-            slot = lacking(number)[0]
+    found, report = ask_in_rounds(
+        endpoint,
+        folder.journal("prompts"),
+        "image-set prompts",
+        seed,
+        max_attempts,
+        {number: len(batch.slots) for number, batch in enumerate(batches)},
+        request,
+        lambda number, reply, count: _read(reply, batches[number], count),
+        lambda _, prompt: normalized(" ".join([prompt[0], *prompt[1]])),
+    )
+    rows: dict[int, dict[str, Any]] = {}  # by slot
+    for (category, layout_rows, layout_cols, slots), prompts in zip(batches, found.values(), strict=True):
+        for slot, (theme, panels) in zip(slots, prompts, strict=False):
             rows[slot] = {
                 "id": f"{category.name.lower().replace(' ', '-')}-{slot:05d}",
                 "prompt": format_image_set_prompt(theme, layout_rows, layout_cols, panels),
@@ -142,20 +140,6 @@ def write_prompts(
                 "category": category.name,
                 "dimensions": list(category.dimensions),
             }
-        return repeated
-
-    report = ask_in_rounds(
-        endpoint,
-        folder.journal("prompts"),
-        "image-set prompts",
-        seed,
-        max_attempts,
-        range(len(batches)),
-        is_open=lambda number: bool(lacking(number)),
-        request=request,
-        read=lambda number, reply: _read(reply, batches[number], len(lacking(number))),
-        use=use,
-    )
     of_category = dict(Counter(row["category"] for row in rows.values()))
     report = {"asked for": num_prompts, "written": len(rows), **report, "of each category": of_category}
     folder.finish(Dataset.from_list([rows[slot] for slot in sorted(rows)]), report)

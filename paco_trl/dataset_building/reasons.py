@@ -100,9 +100,8 @@ def write_reasons(
     numbers = {name: number for number, name in enumerate(ids)}
     stored = pairs.with_format("arrow").select_columns(["images"])  # as they are stored: paths, or bytes
     encode = functools.lru_cache(_NUM_KEPT)(_encode)  # an image is in many pairs
-    texts: dict[str, str] = {}
 
-    def request(name: str) -> tuple[list[dict[str, Any]], int]:
+    def request(name: str, _: int) -> tuple[list[dict[str, Any]], int]:
         images = stored[numbers[name]]["images"][0].as_py()
         urls = [encode(image["path"], image["bytes"]) for image in images]
         text = TEMPLATES.get_template("write_reasons.txt.jinja").render(
@@ -115,29 +114,18 @@ def write_reasons(
         shown: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         return [*shown, {"type": "text", "text": text}], _TOKENS_PER_WORD * max_words
 
-    def read(name: str, reply: Reply) -> tuple[str, Counter[str]]:
+    def read(name: str, reply: Reply, _: int) -> tuple[list[str], Counter[str]]:
         if reply.text is None:
             problem: str | None = cause_of(reply)
         else:
             problem = check_reasons(reply.text, rows[name]["label"], min_words, max_words)
-        return ("", Counter([problem])) if problem else (str(reply.text).strip(), Counter())
+        return ([], Counter([problem])) if problem else ([str(reply.text).strip()], Counter())
 
-    def use(name: str, text: str) -> Counter[str]:
-        texts[name] = text
-        return Counter()
-
-    report = ask_in_rounds(
-        endpoint,
-        folder.journal("reasons"),
-        "reasons",
-        seed,
-        max_attempts,
-        ids,
-        is_open=lambda name: name not in texts,
-        request=request,
-        read=read,
-        use=use,
+    journal, wanted = folder.journal("reasons"), dict.fromkeys(ids, 1)
+    found, report = ask_in_rounds(
+        endpoint, journal, "reasons", seed, max_attempts, wanted, request, read, lambda name, _: name
     )
+    texts = {name: text for name, of_pair in found.items() for text in of_pair}
     completions = [[{"role": "assistant", "content": texts[name]}] for name in ids if name in texts]
     # Images are neither decoded nor, if given by path, read
     reasoned = pairs.with_format(None).select([row for row, name in enumerate(ids) if name in texts])
