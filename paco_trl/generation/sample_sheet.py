@@ -4,16 +4,13 @@
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from datasets import Dataset
+from PIL import Image
 
 from ..data.columns import by_id
 from ..data.pairs import content_text, decision_of
 from ..data.questions import theme_question
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from PIL import Image
 
 
 # Images of a row at most, without the reference
@@ -26,7 +23,7 @@ def _evenly_spaced(items: Sequence[int], chosen: int) -> list[int]:
     return [items[place * len(items) // chosen] for place in range(chosen)]
 
 
-def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prompts: int = 6) -> None:
+def grids_sheet(grids: Dataset, prompts: Dataset, path: str | Path, max_prompts: int = 6) -> None:
     """Show some prompts with their grids, a row each with the first eight seeds."""
     rows_by_prompt: dict[str, list[int]] = {}
     for row, prompt_id in enumerate(grids["prompt_id"][:]):
@@ -39,7 +36,7 @@ def grids_sheet(grids: "Dataset", prompts: "Dataset", path: str | Path, max_prom
     _save(rows, path)
 
 
-def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> None:
+def pairs_sheet(pairs: Dataset, path: str | Path, max_rows: int = 5) -> None:
     """Show some pairs: consistent ones at the left, inconsistent ones at the right."""
     labels = [decision_of(completion) for completion in pairs.with_format(None)["completion"][:]]
     by_label = ([row for row, own in enumerate(labels) if own == label] for label in ("Yes", "No"))
@@ -56,7 +53,7 @@ def pairs_sheet(pairs: "Dataset", path: str | Path, max_rows: int = 5) -> None:
     _save(rows, path)
 
 
-def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> None:
+def rankings_sheet(rankings: Dataset, path: str | Path, max_rows: int = 4) -> None:
     """Show some rankings: the reference at the left, then the candidates, the most consistent first."""
     rows = []
     for number in _evenly_spaced(range(len(rankings)), max_rows):
@@ -67,7 +64,7 @@ def rankings_sheet(rankings: "Dataset", path: str | Path, max_rows: int = 4) -> 
     _save(rows, path)
 
 
-def _save(rows: list[tuple[str, list[list[tuple["Image.Image", str]]]]], path: str | Path) -> None:
+def _save(rows: list[tuple[str, list[list[tuple[Image.Image, str]]]]], path: str | Path) -> None:
     from ..plots.contact_sheet import render_sheet
 
     render_sheet(rows).save(path)
