@@ -76,14 +76,8 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
 
 def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[Annotation]:
     """
-    Read annotations, and check each of them.
-
-    Args:
-        paths (`Iterable[str | Path]`), instances ([`~datasets.Dataset`]):
-            Files of annotations; the ranking instances, with `id`, `candidates` and `digest`.
-
-    Returns:
-        `list[Annotation]`: the last one of each annotator and instance, ordered by annotator and instance.
+    Read files of annotations, and check each against the ranking instances (`id`, `candidates` and `digest`). Returns the
+    last annotation of each annotator and instance, ordered by annotator and instance.
     """
     counts = {name: len(candidates) for name, candidates in by_id(instances, "candidates").items()}
     digests = by_id(instances, "digest")
