@@ -16,7 +16,8 @@ from ..utils.files import read_template
 _QUESTIONS: dict[str, str] = yaml.safe_load(read_template("questions.yaml"))
 
 
-def _question(kind: str, **texts: str) -> str:
+def question(kind: str, **texts: str) -> str:
+    """Fill texts in the question of a kind, a key of questions.yaml."""
     for name, text in texts.items():
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"`{name}` is {text!r}, which makes no question. Give a text that is not empty.")
@@ -25,12 +26,12 @@ def _question(kind: str, **texts: str) -> str:
 
 def theme_question(theme: str) -> str:
     """Ask whether two panels of an image set with this theme are consistent: the published reward's default."""
-    return _question("theme", theme=theme)
+    return question("theme", theme=theme)
 
 
 def criterion_question(criterion: str) -> str:
     """Ask whether two images meet a criterion, such as those of T2IS-Bench: the published reward's question."""
-    return _question("criterion", criterion=criterion)
+    return question("criterion", criterion=criterion)
 
 
 def reference_question(role: str) -> str:
@@ -40,34 +41,24 @@ def reference_question(role: str) -> str:
 
 def edit_consistency_question(instruction: str) -> str:
     """Ask whether an edit (second image) keeps all that its instruction does not name: the published reward's."""
-    return _question("edit_consistency", instruction=instruction)
+    return question("edit_consistency", instruction=instruction)
 
 
 def edit_following_question(instruction: str) -> str:
     """Ask whether an edit (second image) follows its instruction: the published reward's question."""
-    return _question("edit_following", instruction=instruction)
+    return question("edit_following", instruction=instruction)
 
 
 def plain_question() -> str:
     """Ask whether two images are consistent, without a theme: the published ConsistencyRank evaluation's default."""
-    return _question("plain")
+    return question("plain")
 
 
 def t2is_bench_question(criterion: str) -> str:
     """Ask whether two images meet a criterion, in the words of T2IS-Bench's own evaluation, without reasons."""
-    return _question("t2is_bench", criterion=criterion)
-
-
-def edit_reward_bench_following_question(instruction: str) -> str:
-    """Ask whether an edit follows its instruction, in the words of the published evaluation on EditReward-Bench."""
-    return _question("edit_reward_bench_following", instruction=instruction)
-
-
-def edit_reward_bench_consistency_question(instruction: str) -> str:
-    """Ask whether an edit is consistent with its source, as in the published evaluation on EditReward-Bench."""
-    return _question("edit_reward_bench_consistency", instruction=instruction)
+    return question("t2is_bench", criterion=criterion)
 
 
 def shows_question(text: str) -> str:
     """Ask whether one image shows a text: the default of [VQAScore](https://huggingface.co/papers/2404.01291)."""
-    return _question("shows", text=text)
+    return question("shows", text=text)

@@ -19,16 +19,14 @@ from ..data.columns import by_id
 from ..data.rankings import theme_of
 from ..utils.addresses import is_loopback
 from ..utils.files import read_template, take_lock
-from ..utils.journals import read_lines
 from ..utils.text import shorten
 from .annotations import (
     AUTOMATIC,
     append_annotation,
     check_annotator,
+    checked_annotations,
     keyed_hash,
     ranks_of_ranking,
-    ranks_of_record,
-    read_annotations,
 )
 from .prompts import DIMENSIONS
 
@@ -94,15 +92,10 @@ class AnnotationWork:
         # Of each annotator, by instance, in the order in which they were first ranked: this is the way back
         self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
         self._not_people = {AUTOMATIC}
-        paths = sorted(self.folder.glob("*.jsonl"))
-        read_annotations(paths, instances)  # checks them
-        for path in paths:
-            for _, record in read_lines(path):
-                annotator, instance = record["annotator"], record["instance"]
-                count = len(self._rows[instance]["candidates"])
-                self._done.setdefault(annotator, {})[instance] = ranks_of_record(record, count)
-                if "scores" in record:
-                    self._not_people.add(annotator)
+        for one, has_scores in checked_annotations(sorted(self.folder.glob("*.jsonl")), instances):
+            self._done.setdefault(one.annotator, {})[one.instance] = one.ranks
+            if has_scores:
+                self._not_people.add(one.annotator)
 
     def _check_name(self, annotator: Any) -> str:
         if check_annotator(annotator) in self._not_people:

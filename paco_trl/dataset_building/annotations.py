@@ -13,7 +13,7 @@ A record may have the `digest` of the instance's images: a ranking of other imag
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,14 +74,10 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
     return tuple(ranks)
 
 
-def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[Annotation]:
-    """
-    Read files of annotations, and check each against the ranking instances (`id`, `candidates` and `digest`). Returns the
-    last annotation of each annotator and instance, ordered by annotator and instance.
-    """
+def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iterator[tuple[Annotation, bool]]:
+    """Read annotations in the order of the files, and check each; the second value tells whether it has scores."""
     counts = {name: len(candidates) for name, candidates in by_id(instances, "candidates").items()}
     digests = by_id(instances, "digest")
-    annotations: dict[tuple[str, str], Annotation] = {}
     for path in paths:
         for number, record in read_lines(path):
             try:
@@ -93,9 +89,17 @@ def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[An
                 ranks = ranks_of_record(record, counts[instance])
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {number}: {error} Correct or delete it.") from error
-            annotations[annotator, instance] = Annotation(annotator, instance, ranks)
-    order = {name: number for number, name in enumerate(counts)}
-    return sorted(annotations.values(), key=lambda annotation: (annotation.annotator, order[annotation.instance]))
+            yield Annotation(annotator, instance, ranks), "scores" in record
+
+
+def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[Annotation]:
+    """
+    Read files of annotations, and check each against the ranking instances (`id`, `candidates` and `digest`). Returns the
+    last annotation of each annotator and instance, ordered by annotator and instance.
+    """
+    last = {(each.annotator, each.instance): each for each, _ in checked_annotations(paths, instances)}
+    order = {name: number for number, name in enumerate(instances.with_format(None)["id"][:])}
+    return sorted(last.values(), key=lambda annotation: (annotation.annotator, order[annotation.instance]))
 
 
 def append_annotation(folder: str | Path, record: Mapping[str, Any]) -> None:

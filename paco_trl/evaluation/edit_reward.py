@@ -18,12 +18,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..data.columns import list_lengths
-from ..data.questions import (
-    edit_consistency_question,
-    edit_following_question,
-    edit_reward_bench_consistency_question,
-    edit_reward_bench_following_question,
-)
+from ..data.questions import question
 from . import runs
 
 
@@ -33,12 +28,10 @@ QUESTIONS_OF = {
     "consistency": ("consistency",),
     "overall": ("prompt_following", "consistency"),
 }
+# Kinds of these questions: of the editing reward, and of the published evaluation
 QUESTIONS = {
-    "default": {"prompt_following": edit_following_question, "consistency": edit_consistency_question},
-    "published": {
-        "prompt_following": edit_reward_bench_following_question,
-        "consistency": edit_reward_bench_consistency_question,
-    },
+    "default": {"prompt_following": "edit_following", "consistency": "edit_consistency"},
+    "published": {"prompt_following": "edit_reward_bench_following", "consistency": "edit_reward_bench_consistency"},
 }
 # Tokens of each answer in the published script
 PUBLISHED_YES = ("yes", "Yes", "YES", "y", "Y")
@@ -158,7 +151,8 @@ def _parts(rows: list[dict[str, Any]], protocol: str) -> tuple[list[runs.Part], 
     parts, asked = [], {}
     for key, (index, place) in first.items():
         asked[key] = [name for name in QUESTIONS[protocol] if name in needed[key]]
-        texts = (QUESTIONS[protocol][name](rows[index]["instruction"]) for name in asked[key])
+        kinds = [QUESTIONS[protocol][name] for name in asked[key]]
+        texts = (question(kind, instruction=rows[index]["instruction"]) for kind in kinds)
         parts.append(runs.Part(key, index, [((place,), text) for text in texts]))
     return parts, asked
 
