@@ -273,7 +273,7 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
         trained = load_settings(card_path.parent)
         card.data.model_name = trained.title if trained else card_path.absolute().parent.name
     begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
-    section = f"{begin}\n\n## {name}\n\n{_parts(results).card()}\n{end}"
+    section = f"{begin}\n\n## {name}\n\n{_parts(results).card()}{end}"
     before, was_there, rest = card.text.partition(begin)
     if was_there:
         card.text = before + section + rest.partition(end)[2]
