@@ -98,12 +98,11 @@ class SourceImages:
     def _images(self, row: int) -> list[tuple[str, Any]]:
         """Return the images of a row as they are stored, each with its name for errors."""
         (value,) = self._table[row][self.column].to_pylist()
-        named = (
-            {"": value} if self.column == "image" else {f" {index}": each for index, each in enumerate(value or [])}
-        )
         name = f"Row {row} of {self.where}: its {self._kind}"
-        files = {place: f" ({each['path'] or 'embedded'})" for place, each in named.items() if each is not None}
-        return [(f"{name}{place}{files.get(place, '')}", each) for place, each in named.items()]
+        named = [(name, value)]
+        if self.column != "image":
+            named = [(f"{name} {index} (counted from 0)", image) for index, image in enumerate(value or [])]
+        return [(f"{name} ({image['path'] or 'embedded'})" if image else name, image) for name, image in named]
 
     def _read_size(self, name: str, image: dict[str, Any] | None) -> tuple[int, int]:
         if image is None:
