@@ -88,9 +88,7 @@ def roles_of(count: int, roles: Any, where: str) -> list[str]:
         raise ValueError(f"`references` of {where} has no image. Add one, or leave the row out.")
     roles = [None] * count if roles is None else roles
     if not isinstance(roles, list) or len(roles) != count:
-        raise ValueError(
-            f"`reference_roles` of {where} is {roles!r}. It must be a list of {count}, one per reference."
-        )
+        raise ValueError(f"`reference_roles` of {where} is {roles!r}. It must list {count}, one per reference.")
     roles = [REFERENCE_ROLES[0] if role is None else role for role in roles]
     if unknown := [role for role in roles if role not in REFERENCE_ROLES]:
         raise ValueError(f"`reference_roles` of {where} has {unknown[0]!r}. A role is {', '.join(REFERENCE_ROLES)}.")
@@ -161,6 +159,7 @@ def panels_of(panel_images: list[list] | None, count: int, reward: str) -> list[
     panel_images = column_of(panel_images, "panel_images", count, reward)
     for index, panels in enumerate(panel_images):
         if len(panels) < 2:
-            cure = "Use prompts with more `rows` or `cols`, or leave this reward out"
-            raise ValueError(f"Image {index} has {len(panels)} panel, but {reward} compares at least two. {cure}.")
+            raise ValueError(
+                f"Image {index} has {len(panels)} panel, but {reward} compares two or more: leave it out."
+            )
     return panel_images

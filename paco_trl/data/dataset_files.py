@@ -178,9 +178,7 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(allowed))) for allowed in [*folders, *caches]):
         cure = "Put the images there, or name their real directory (`image_folder`) where a loader takes one"
-        raise ValueError(
-            f"the path {name!r} is absolute or leaves the directory of the dataset, perhaps by a link. {cure}."
-        )
+        raise ValueError(f"the path {name!r} is absolute or leaves (by a link?) the dataset's directory. {cure}.")
     return path
 
 

@@ -54,8 +54,7 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
     for number, row in enumerate(dataset.with_format(None).select_columns(known)):
         height, width = map(row.get, size)
         if (height is None) != (width is None):
-            problem = f"{height} x {width} pixels high and wide"
-            raise ValueError(f"Row {number} of `{name}` is {problem}. Give both, or neither.")
+            raise ValueError(f"Row {number} of `{name}` is {height} x {width} pixels. Give both, or neither.")
         if any(row.get(column) is not None for column in GRID_COLUMNS):
             check_row(number, *map(row.get, needed))
 

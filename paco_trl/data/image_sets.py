@@ -71,11 +71,11 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
         if row.get("layout") != SEPARATE:
             _check_grid_of_prompt(index, row["prompt"], row["rows"], row["cols"])
         elif row["rows"] != 1:
-            problem = f"Row {index} has rows={row['rows']}, but its images are separate, and shown side by side"
-            raise ValueError(f"{problem}. Leave `rows` and `cols` out.")
+            raise ValueError(f"Row {index} has rows={row['rows']}, but separate images. Leave `rows` and `cols` out.")
         elif not is_text(row.get("theme")):
-            needs = "A set of separate images needs a text of what all of them show."
-            raise ValueError(f"`theme` of row {index} is {shorten(row.get('theme'))}. {needs}")
+            raise ValueError(
+                f"`theme` of row {index} is {shorten(row.get('theme'))}. Separate images need a text of all."
+            )
         if not all(is_size(row.get(name)) for name in _SIZE_COLUMNS):
             sizes = {name: row.get(name) for name in _SIZE_COLUMNS}
             raise ValueError(f"Row {index} has {sizes}. They must be numbers of pixels, such as 1024.")
@@ -169,8 +169,7 @@ def check_panel_options(panel_template: str, panel_generation: str) -> None:
         needs = "a text with `{panel}`, and `{theme}` where the text of the set belongs, and no other field"
         raise ValueError(f"`panel_template` is {panel_template!r}; it must be {needs}.")
     if panel_generation not in PANEL_GENERATIONS:
-        choices = ", ".join(map(repr, PANEL_GENERATIONS))
-        raise ValueError(f"`panel_generation` is {panel_generation!r}; it must be one of {choices}.")
+        raise ValueError(f"`panel_generation` is {panel_generation!r}, but must be one of {PANEL_GENERATIONS}.")
 
 
 def prompts_of_row(row: Mapping[str, Any], panel_template: str) -> list[str]:

@@ -50,8 +50,7 @@ def check_ranking_columns(dataset: Dataset, name: str = "dataset") -> None:
         if count < 2:
             raise ValueError(f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2.")
         if not is_order(ranking, count):
-            where = f"`ranking` of row {row} of `{name}`"
-            raise ValueError(f"{where} is {ranking}, but it must name 0 to {count - 1} exactly once.")
+            raise ValueError(f"`ranking` of row {row} of `{name}` is {ranking}, not 0 to {count - 1} exactly once.")
 
 
 def is_order(ranking: Any, count: int) -> bool:

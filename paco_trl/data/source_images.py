@@ -124,11 +124,8 @@ class SourceImages:
             decoded = self._feature.decode_example(image)
             decoded = to_rgb(decoded, "The image") if in_rgb else decoded
         if decoded.size != size:
-            before = f"its header reported {size[0]} x {size[1]} when the run began"
-            cure = "Do not change files during a run; save a PNG turned at its end again"
-            raise ValueError(
-                f"{name} has {decoded.width} x {decoded.height} pixels (wide and high), but {before}. {cure}."
-            )
+            pixels = f"{decoded.width} x {decoded.height} pixels (wide and high), but its header {size[0]} x {size[1]}"
+            raise ValueError(f"{name} has {pixels}. It has changed during the run, or must be saved again.")
         return decoded
 
 

@@ -41,8 +41,7 @@ def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
         parsed = parse_image_set_prompt(row["prompt"])
         layout = GRID.fullmatch(row["layout"].strip())
         if layout is None or (int(layout[1]), int(layout[2])) != (parsed.rows, parsed.cols):
-            asked = f"{parsed.rows}x{parsed.cols}"
-            raise ValueError(f"`layout` is {row['layout']!r}, but the prompt asks for a {asked} grid layout.")
+            raise ValueError(f"`layout` is {row['layout']!r}, but the prompt has {parsed.rows}x{parsed.cols} panels.")
         panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
     except ValueError as error:
         raise ValueError(f"T2IS row with idx {row['idx']!r}: {error}") from error

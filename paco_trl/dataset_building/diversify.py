@@ -54,9 +54,7 @@ def diversify(
     selected: list[int] = []
     while len(selected) < num_selected:
         if not is_open.any():
-            raise ValueError(
-                f"After {len(selected)} of {num_selected} rows all {total} are near-duplicates. Select fewer."
-            )
+            raise ValueError(f"After {len(selected)} of {num_selected} rows all are near-duplicates. Select fewer.")
         row = int(np.where(is_open, added, -1).argmax())  # ties by row
         selected.append(row)
         similar = _similarities(embeddings, [row])[:, 0]  # (n,)

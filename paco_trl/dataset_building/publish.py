@@ -82,9 +82,7 @@ def publish_dataset(
     expected = {".gitattributes", "README.md", "assets", *configs}
     files = [] if earlier is None else [file.rfilename for file in earlier.siblings]
     if others := sorted(name for name in files if name.split("/")[0] not in expected):
-        raise ValueError(
-            f"{repo_id} has {len(others)} files of something else, such as {others[0]!r}. Choose another `repo_id`."
-        )
+        raise ValueError(f"{repo_id} has {len(others)} other files, such as {others[0]!r}. Choose another `repo_id`.")
     if license is None and generator is None:
         raise ValueError("Neither `license` nor `generator` is given, so the license is not known. Give one.")
     card = dataset_card(
@@ -155,7 +153,5 @@ def _check_held_out(parts: Mapping[str, Dataset], digests: Mapping[str, set[str]
         prompts = [set(parts[part].with_format(None)["group"][:]) for part in (train, name)]
         for kind, shared in (("prompts", prompts[0] & prompts[1]), ("images", digests[train] & digests[name])):
             if shared:
-                raise ValueError(
-                    f"{len(shared)} {kind} are both in `{train}` and in `{name}`, such as {min(shared)!r}: a judge "
-                    "would be evaluated on what it was trained on. Split again."
-                )
+                both = f"{len(shared)} {kind} are both in `{train}` and in `{name}`, such as {min(shared)!r}"
+                raise ValueError(f"{both}: a judge would be evaluated on what it was trained on. Split again.")

@@ -81,7 +81,7 @@ def write_reasons(
         return folder.load()
     if max_attempts < 1 or not 1 <= min_words <= max_words:
         raise ValueError(
-            f"`max_attempts` is {max_attempts}, the words are {min_words} to {max_words}: not in order from 1."
+            f"`max_attempts` is {max_attempts}, the words {min_words} to {max_words}: not in order from 1."
         )
     check_pair_columns(pairs, "pairs")
     ids = pairs.with_format(None)["id"][:]

@@ -132,8 +132,9 @@ def _check_rows(rows: list[dict[str, Any]], counts: list[int]) -> None:
     for index, row in enumerate(rows):
         keys = row["key"]
         if row["dimension"] not in QUESTIONS_OF:
-            names = ", ".join(QUESTIONS_OF)
-            raise ValueError(f"`dimension` of row {index} is {row['dimension']!r}, not one of {names}.")
+            raise ValueError(
+                f"`dimension` of row {index} is {row['dimension']!r}, not one of {', '.join(QUESTIONS_OF)}."
+            )
         if len(keys) != 2 or keys[0] == keys[1] or counts[index] != 2:
             raise ValueError(f"Row {index} must have two edited images, with different names in `key`: {keys!r}.")
         if any(instruction_of.setdefault(key, row["instruction"]) != row["instruction"] for key in keys):

@@ -66,9 +66,7 @@ def _direction_score(luminance: np.ndarray, period: int, panel: int, name: str) 
     starts = [line - 1 - middle for line in range(period, width, period)]
     starts = [s for s in starts if s >= 0 and s + period <= width - 1 and usable[s : s + period].all()]
     if not starts:
-        raise ValueError(
-            f"No grid line (every {period} pixels) is far from borders of panels (every {panel} {name}s)."
-        )
+        raise ValueError(f"No grid line (every {period} pixels) is far from borders (every {panel} {name}s).")
     stretches = np.stack([differences[s : s + period] for s in starts])  # (lines, period)
     means = stretches.mean(axis=1, keepdims=True)  # (lines, 1)
     has_detail = means[:, 0] > 0  # a flat stretch has no differences to compare

@@ -86,7 +86,7 @@ class FoundImages:
         if self.missing:
             lacking = f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}"
             raise ValueError(
-                f"{lacking}, and a mean over the rest would flatter. Add them, or count 0 (`missing='zero'`)."
+                f"{lacking}: a mean over the rest would flatter. Add them, or count 0 (`missing='zero'`)."
             )
 
 
@@ -255,9 +255,8 @@ def _checked(
             expected[1] *= row["cols"] if row.get("layout") == SEPARATE else 1
             aspect = (size[1] / size[0]) / (expected[1] / expected[0])
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
-                shape = f"the {one.rows}x{one.cols} grid of {one.prompt_id!r} is {expected[0]}x{expected[1]}"
-                pixels = f"{size[0]}x{size[1]} pixels (height x width)"
-                raise ValueError(f"{file} has {pixels}, but {shape}: the shape differs. Is it another prompt's?")
+                shape = f"the shape differs from the {expected[0]}x{expected[1]} (height x width) of {one.prompt_id!r}"
+                raise ValueError(f"{file} has {size[0]}x{size[1]} pixels: {shape}. Is it another prompt's?")
     return FoundImages(sets)
 
 
