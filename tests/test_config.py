@@ -207,7 +207,7 @@ class TestValues:
             ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
             ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "takes no options"),
             ({"epsilon": math.nan}, "epsilon"),
-            ({"learning_rate": math.inf}, "`learning_rate` is inf; it must be a finite number"),
+            *(({name: math.inf}, f"`{name}` is inf; it must be a finite") for name in ("learning_rate", "num_train_epochs")),
             *(({name: -0.1}, f"`{name}` is -0.1.*at least 0") for name in ("beta", "norm_penalty", "guidance_scale")),
             *(({name: 0.0}, f"`{name}` is 0.0.*above 0") for name in ("advantage_clip", "ratio_tolerance")),
             ({"resolution_scale": 1.5}, "`resolution_scale` is 1.5"),
@@ -236,6 +236,7 @@ class TestValues:
             {"log_tame_threshold": "mean", "max_steps": 1, "num_train_epochs": 0, "adapter_fraction": 0.05},
             {"max_steps": -1, "num_train_epochs": 0.01, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
             {"ratio_tolerance": math.inf, "max_grad_norm": math.inf},  # no limit
+            {"max_steps": 1, "num_train_epochs": math.inf},
         ],
         ids=str,
     )

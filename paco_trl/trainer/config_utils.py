@@ -125,8 +125,9 @@ def check_arguments(args: Any) -> None:
         raise ValueError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
     if "torch_dtype" in (args.model_init_kwargs or {}):
         raise ValueError("`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`.")
+    limits = (*_LIMITS, "num_train_epochs") if args.max_steps >= 1 else _LIMITS
     for name, value in vars(args).items():
-        if isinstance(value, float) and not math.isfinite(value) and (name not in _LIMITS or math.isnan(value)):
+        if isinstance(value, float) and not math.isfinite(value) and (name not in limits or math.isnan(value)):
             raise ValueError(f"`{name}` is {value}; it must be a finite number.")
     if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
         steps = f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}"

@@ -276,6 +276,7 @@ class PaCoGRPOConfig(GRPOConfig):
     """
 
     loss_types = ("grpo", "grpo_guard", "flow_dppo")  # of this trainer
+    _other_losses = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`"
     _ranges, _choices = RANGES, CHOICES
 
     height: int = 1024
@@ -436,6 +437,9 @@ class PaCoGRPOConfig(GRPOConfig):
         )  # fmt: skip
 
     def _refuse_fields(self) -> None:
+        if self.loss_type not in self.loss_types:
+            choices = f"{', '.join(map(repr, self.loss_types))} ({self._other_losses})"
+            raise ValueError(f"`loss_type` is {self.loss_type!r}; it must be one of {choices}.")
         refuse_fields(self, GRPOConfig, REFUSED_GRPO_FIELDS)
 
     def _check_launcher(self) -> None:
@@ -533,9 +537,6 @@ class PaCoGRPOConfig(GRPOConfig):
             )
         if self.sde_type == "cps" and self.noise_level > 1:
             raise ValueError(f"`noise_level` is {self.noise_level}; it must be at most 1 for 'cps'.")
-        if self.loss_type not in self.loss_types:
-            choices = f"{', '.join(map(repr, self.loss_types))} ('nft' and 'awm' have a trainer, `PaCoNFTTrainer`)"
-            raise ValueError(f"`loss_type` is {self.loss_type!r}; it must be one of {choices}.")
         is_dppo = self.loss_type == "flow_dppo"
         for name in ("epsilon", "epsilon_high") if is_dppo else ("divergence_threshold",):
             if (value := getattr(self, name)) != getattr(PaCoGRPOConfig, name):

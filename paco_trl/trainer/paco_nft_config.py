@@ -63,6 +63,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
     """
 
     loss_types = ("nft", "awm")  # type: ignore[assignment]  # two instead of three
+    _other_losses = "those of stochastic steps have `PaCoGRPOTrainer`"
     _ranges = (
         *RANGES,
         (("nft_beta",), lambda v: v > 0, "above 0 (the published code: 1 and 0.1)"),
@@ -70,7 +71,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
         (("old_policy_max_decay",), lambda v: 0 <= v < 1, "from 0 to below 1"),
         (("advantage_clip",), lambda v: v is not None, "a number, by which advantages are divided (the paper uses 5)"),
     )
-    _choices = CHOICES | {"loss_type": loss_types, "awm_weighting": ("ghuber", "t")}
+    _choices = CHOICES | {"awm_weighting": ("ghuber", "t")}
 
     loss_type: str = "nft"
     nft_beta: float = 1.0
@@ -98,7 +99,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
 
     def _refuse_fields(self) -> None:
         super()._refuse_fields()
-        unused = (*UNUSED_FIELDS, *UNUSED_WITH.get(self.loss_type, ()))  # another loss is refused as a choice
+        unused = (*UNUSED_FIELDS, *UNUSED_WITH[self.loss_type])
         if not self.keeps_old_policy:
             unused += ("old_policy_decay_rate", "old_policy_max_decay")
         refuse_fields(self, PaCoNFTConfig, unused, _INSTEAD)
