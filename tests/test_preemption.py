@@ -166,6 +166,13 @@ class TestInOneProcess:
         saved = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
         assert saved == ([] if code is None else ["checkpoint-2"])
 
+    def test_workers_that_are_left_do_not_hold_up_the_exit(self):
+        code = "from torch.utils.data import DataLoader\nfrom paco_trl.utils.stopping import leave_stop\n"
+        code += "leave_stop(loader := DataLoader(range(99), num_workers=1), ['SIGTERM'])\n"
+        code += "batches = iter(loader)\nprint(next(batches))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert (done.returncode, done.stdout) == (0, "tensor([0])\n"), done.stderr
+
     def test_after_the_last_exchange_the_command_ends(self):
         with pytest.raises(Stopped) as end, stop_signals():
             defer_stop()

@@ -44,7 +44,7 @@ from ..utils.images import limit_pixels, pixel_limit, tower_arguments
 from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
-from ..utils.stopping import Stopped, agree, ignore_stop
+from ..utils.stopping import Stopped, agree, leave_stop
 from .checks import check_pairs
 from .config_utils import check_best_metric, copy_config, end_explained
 from .data_collator import PairCollator, PairRows, PairSampler
@@ -361,7 +361,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         dataloader = super()._get_dataloader(*args, **kwargs)
         if self.args.enable_jit_checkpoint:
             base = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's own takes it from there
-            base.worker_init_fn = partial(ignore_stop, self.args.jit_checkpoint_signals, base.worker_init_fn)
+            leave_stop(base, self.args.jit_checkpoint_signals)
         return dataloader
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> torch.utils.data.Sampler:

@@ -7,11 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import active_children
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.utils.data import DataLoader
 
 # "Try again" in sysexits.h: neither an error (1) nor a process that was killed (128 + signal), which has saved nothing
 EXIT_CODE = os.EX_TEMPFAIL  # 75
@@ -66,8 +70,22 @@ def defer_stop() -> None:
     _is_deferred = True
 
 
-def ignore_stop(names: Sequence[str], initialize: Callable[[int], None] | None, worker: int) -> None:
-    """Initialize a worker process of a dataloader, which ignores the signals: its training process stops it."""
+def leave_stop(dataloader: "DataLoader", names: Sequence[str]) -> None:
+    """Let the worker processes of a dataloader ignore the signals: this process stops them."""
+    dataloader.worker_init_fn = partial(_ignore_stop, names, dataloader.worker_init_fn)
+    # At exit multiprocessing ends those that are left by SIGTERM, and would wait forever for ones that ignore it
+    Finalize(None, _end_workers, exitpriority=0)
+
+
+def _end_workers() -> None:
+    for worker in active_children():
+        if worker.daemon:
+            worker.terminate()
+            worker.join(1)
+            worker.kill()
+
+
+def _ignore_stop(names: Sequence[str], initialize: Callable[[int], None] | None, worker: int) -> None:
     for name in names:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     if initialize is not None:
