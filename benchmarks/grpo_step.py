@@ -319,10 +319,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
 
         def timed(*args, **kwargs):
             with self.watch.section(section):
-                result = function(*args, **kwargs)
-                if section.split(": ")[1] in FIGURES:  # made on a thread whose processor time counts as well
-                    self.figure_thread.wait()
-                return result
+                return function(*args, **kwargs)
 
         setattr(owner, method, timed)
 
@@ -394,7 +391,6 @@ class MeasuredTrainer(PaCoGRPOTrainer):
     def _save_sheet(self, *args, **kwargs) -> None:
         with self.watch.section("scoring: contact sheet"):
             super()._save_sheet(*args, **kwargs)
-            self.figure_thread.wait()
 
     def training_step(self, *args, **kwargs):
         with self.watch.section("training: loss, statistics"):

@@ -21,8 +21,6 @@ NAMEDTUPLE = {"_asdict", "_fields", "_make", "_replace"}
 # Private names of other libraries, and why there is no public way
 OTHERS = {
     "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "torch has no public way to leave some out",
-    "callback._init_summary_writer": "transformers opens TensorBoard's writer here, when training begins",
-    "callback._initialized": "transformers' trackers have no public sign that they run",
     "dataset._fingerprint": "datasets has no public identity of a dataset",
     "dataset._indices": "datasets has no public list of the rows that `select` and `shuffle` keep",
     "hf_deepspeed._hf_deepspeed_config_weak_ref": "transformers has no getter for the configuration object",

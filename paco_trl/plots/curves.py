@@ -2,7 +2,6 @@
 """Write what a run logged as a table, and plot rewards, clipping and time over the optimizer steps."""
 
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 _MAX_LABEL = 30  # letters that fit next to the panels
 _COLORS = ("#1f77b4", "#e8710a", "#2a9d3a", "#8e5fc4", "#c2185b", "#6d4c41", "#00838f", "#9e9d24")
 _EVAL_COLORS = ("0.1", "#d62728", "#7b1fa2", "#00695c", "#ad6800")
-_PHASES = {"encode": "#b0bec5", "rollout": "#1f77b4", "reward": "#e8710a", "train": "#2a9d3a"}
+_PHASES = ("rollout", "reward", "train")  # the first round encodes all prompts, which would flatten the rest
 _CLIPPED = {"region": "both", "low": "below the range", "high": "above the range"}
 _DEVIATIONS = {"": "after an update", "_on_policy": "on policy"}
 
@@ -40,9 +39,9 @@ def history_table(log_history: list[dict]) -> pd.DataFrame:
     return table[[*(name for name in ("step", "epoch") if name in table), *sorted(set(table) - {"step", "epoch"})]]
 
 
-def plot_curves(table: pd.DataFrame, path: str | Path, steps_per_round: int = 1) -> bool:
+def plot_curves(table: pd.DataFrame, path: str | Path) -> bool:
     """Plot the metrics of a run in panels, one below the other. Without any, return `False` and write nothing."""
-    panels = list(_panels(table, steps_per_round))
+    panels = list(_panels(table))
     if not panels:
         return False
     # On a model card, about 700 pixels wide, letters of a wider figure are too small
@@ -63,24 +62,22 @@ def plot_curves(table: pd.DataFrame, path: str | Path, steps_per_round: int = 1)
 
 
 class CurvesCallback(TrainerCallback):
-    """Write `curves.csv` and `curves.png` (`plot`) at checkpoints and at the end; `submit` may plot on another thread."""
+    """Write `curves.csv` and `curves.png` (`plot`) at checkpoints and at the end."""
 
     # From `state.log_history`, which checkpoints hold: after a resume they equal those of an uninterrupted run
 
-    def __init__(self, plot: bool = True, submit: Callable[[Callable[[], object]], object] = lambda make: make()):
-        self._plot, self._submit = plot, submit
+    def __init__(self, plot: bool = True):
+        self._plot = plot
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         # Before the first step they would replace those of an earlier run
         if not state.is_world_process_zero or not any(entry["step"] for entry in state.log_history):
             return
         table, folder = history_table(state.log_history), Path(args.output_dir)
-        # Only `PaCoGRPOConfig` has rounds
-        per_round = getattr(args, "optimizer_steps_per_generation", 1) * getattr(args, "num_iterations", 1)
         text = table.to_csv(index=False, lineterminator="\n")
         _unless_full(lambda: write_atomically(folder / "curves.csv", text, durable=False))
         if self._plot:
-            self._submit(lambda: _unless_full(lambda: plot_curves(table, folder / "curves.png", per_round)))
+            _unless_full(lambda: plot_curves(table, folder / "curves.png"))
 
     on_train_end = on_save
 
@@ -93,36 +90,38 @@ def _unless_full(write: Callable[[], object]) -> None:
         logger.warning(f"The curves could not be written: {error}. Training continues. Free some space.")
 
 
-def _panels(table: pd.DataFrame, steps_per_round: int) -> Iterator[tuple[str, Callable[[Axes], None]]]:
+def _panels(table: pd.DataFrame) -> Iterator[tuple[str, Callable[[Axes], None]]]:
     """Yield the title of each panel, and the function that plots it."""
     means = [match for name in table if (match := re.fullmatch(r"(?:(eval(?:_.+?)?)_)?rewards/(.+)/mean", name))]
     prefixes = sorted({match[1] for match in means if match[1]})
     colors = dict(zip(sorted({match[2] for match in means}), cycle(_COLORS), strict=False))
     for reward, color in colors.items():  # a panel each, because their ranges differ, some by a factor of a hundred
         yield f"{_label(reward).strip()}: mean", partial(_plot_reward, table, reward, color, prefixes)
-    spread = {f"rewards/{reward}/h": (_label(reward), color) for reward, color in colors.items()}
-    clipped = {
-        f"clip_ratio/{part}_mean": (text, color)
-        for (part, text), color in zip(_CLIPPED.items(), _COLORS, strict=False)
+    deviations = [match for name in table if (match := re.fullmatch(r"ratio_deviation(_on_policy|)/step_(\d+)", name))]
+    groups = {
+        "Spread of each reward over a round: std / mean (h)": {f"rewards/{name}/h": _label(name) for name in colors},
+        "Clip fraction": {f"clip_ratio/{part}_mean": text for part, text in _CLIPPED.items()},
+        "|ratio - 1| by denoising step, before the first update of a round (on policy) and after": {
+            match[0]: f"step {match[2]}, {_DEVIATIONS[match[1]]}" for match in deviations
+        },
+        "Seconds to generate and score a round, and to train an optimizer step": {
+            f"time/{phase}": phase for phase in _PHASES
+        },
     }
-    for title, lines in (("Spread of each reward over a round: std / mean (h)", spread), ("Clip fraction", clipped)):
-        if lines.keys() & set(table):
+    for title, labels in groups.items():
+        if labels.keys() & set(table):
+            lines = {
+                name: (label, color) for (name, label), color in zip(labels.items(), cycle(_COLORS), strict=False)
+            }
             yield title, partial(_plot_lines, table, lines)
-    if any(name.startswith("ratio_deviation") for name in table):
-        title = "|ratio - 1| by denoising step, before the first update of a round (on policy) and after"
-        yield title, partial(_plot_deviations, table)
-    if f"time/{next(iter(_PHASES))}" in table:
-        share = " (with its share of a round's encoding, generation and scoring)" if steps_per_round > 1 else ""
-        yield f"Seconds per optimizer step{share}", partial(_plot_time, table, steps_per_round)
 
 
-def _plot_lines(table: pd.DataFrame, lines: dict[str, tuple[str, str]], axes: Axes, linestyle: str = "-") -> None:
+def _plot_lines(table: pd.DataFrame, lines: dict[str, tuple[str, str]], axes: Axes) -> None:
     for name, (label, color) in lines.items():
         if name in table and (known := table[name].notna()).any():
             size = 4 if len(table) <= 50 else 2
             axes.plot(
-                table["step"][known], table[name][known], linestyle, marker=".", markersize=size, color=color, label=label,
-                linewidth=1.3,
+                table["step"][known], table[name][known], marker=".", markersize=size, color=color, label=label, linewidth=1.3
             )  # fmt: skip
 
 
@@ -140,32 +139,6 @@ def _plot_reward(table: pd.DataFrame, reward: str, color: str, prefixes: list[st
         for last in baseline.dropna()[-1:]:
             label = _label(f"baseline{name}")
             axes.axhline(last, color=eval_color, linestyle="--", linewidth=0.9, zorder=2, label=label)
-
-
-def _plot_deviations(table: pd.DataFrame, axes: Axes) -> None:
-    found = [match for name in table if (match := re.fullmatch(r"ratio_deviation(_on_policy|)/step_(\d+)", name))]
-    colors = dict(zip(sorted({int(match[2]) for match in found}), cycle(_COLORS), strict=False))
-    for match in found:
-        label = f"step {match[2]}, {_DEVIATIONS[match[1]]}"
-        line = {match[0]: (label, colors[int(match[2])])}
-        _plot_lines(table, line, axes, linestyle=":" if match[1] else "-")
-    values = table[[match[0] for match in found]].to_numpy()
-    if (values > 0).any():
-        # On policy, float32 on one device gives 0, which a logarithmic axis does not have
-        axes.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(values[values > 0].min())), linscale=0.5)
-    axes.set_ylim(bottom=0)
-
-
-def _plot_time(table: pd.DataFrame, steps_per_round: int, axes: Axes) -> None:
-    phases = [phase for phase in _PHASES if f"time/{phase}" in table]
-    known = table[["step", *(f"time/{phase}" for phase in phases)]].dropna()
-    seconds = [known[f"time/{phase}"] / (1 if phase == "train" else steps_per_round) for phase in phases]
-    axes.stackplot(known["step"], seconds, labels=phases, colors=[_PHASES[phase] for phase in phases])
-    totals = sum(seconds)
-    # The first round encodes all prompts of a run, which would flatten the rest
-    if totals.max() > 4 * totals.median() > 0:
-        axes.set_ylim(0, 2.5 * totals.median())
-        axes.set_title(f"(cut off: up to {totals.max():.3g} s)", fontsize=7.5, loc="right", pad=4)
 
 
 def _label(name: str) -> str:

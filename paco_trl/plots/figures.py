@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make figures without pyplot, which keeps global state and open figures, and next to training on one thread."""
+"""Make figures without pyplot, which keeps global state and open figures."""
 
 import io
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -51,34 +49,3 @@ def png_bytes(figure: Figure) -> bytes:
             buffer, format="png", pil_kwargs={"compress_level": 4}
         )  # 6 takes three times as long for 4 % less
     return buffer.getvalue()
-
-
-class FigureThread:
-    """Make figures and contact sheets during training, one at a time, because matplotlib is not thread-safe."""
-
-    def __init__(self):
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="figures")
-        self._pending: tuple[Future, Callable[[Any], object]] | None = None
-
-    def submit(self, make: Callable[[], Any], then: Callable[[Any], object] = lambda result: None) -> None:
-        """Wait for the last one and start the next; `then` gets its result later, on the caller's thread."""
-        self.wait()
-        self._pending = self._executor.submit(make), then
-
-    def wait(self) -> None:
-        """Wait for the pending one; raise what it raised."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            made, then = pending
-            then(made.result())
-
-    def __enter__(self) -> "FigureThread":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        try:
-            self.wait()
-        except Exception as problem:
-            if error is None:
-                raise
-            error.add_note(f"A contact sheet or figure failed as well: {type(problem).__name__}: {problem}")

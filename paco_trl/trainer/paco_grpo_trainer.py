@@ -52,8 +52,7 @@ from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..hub.settings import ImageModelCard
 from ..plots.contact_sheet import MAX_PROMPTS, ScoredImages, save_scored_sheet
 from ..plots.curves import CurvesCallback
-from ..plots.figures import FigureThread
-from ..plots.trackers import send_to_trackers, start_trackers
+from ..plots.trackers import send_to_trackers
 from ..rewards.image_statistics import DriftAlarm, describe_drift, measure_image, statistics_of_prompts
 from ..rewards.runner import RewardError, RewardRunner, Scores
 from ..rollout import Family, RecordedStep, SDESettings, UnlistedFamily, family_of, predict
@@ -357,11 +356,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self._prepare_hub(args)
 
     def _add_callbacks(self) -> None:
-        self.figure_thread = FigureThread()
-        # The trackers, which get the sheets, close when training ends
-        events = {"on_train_begin": self._begin_run, "on_epoch_end": self.figure_thread.wait}
-        self.add_callback(RunCallback(on_optimizer_step=self._update_averages, **events))
-        self.add_callback(CurvesCallback(self.args.plot_curves, self.figure_thread.submit))
+        self.add_callback(RunCallback(on_optimizer_step=self._update_averages, on_train_begin=self._begin_run))
+        self.add_callback(CurvesCallback(self.args.plot_curves))
 
     @property
     def _is_zero3(self) -> bool:
@@ -411,8 +407,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         with self._resumable(checkpoint):
             try:
-                with self.figure_thread:
-                    return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+                return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
             except RewardError as error:
                 # `RewardRunner` raises it on every process
                 folder = self._save_before_stop()
@@ -701,17 +696,15 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         before: ScoredImages | None = None,
         tracker_name: str = "contact_sheet",
     ) -> None:
-        """Save images and scores of the first prompts, and send the contact sheet to the trackers, during training."""
+        """Save images and scores of the first prompts, and send the contact sheet to the trackers."""
         if self.accelerator.is_main_process:
             folder, step = Path(self.args.output_dir) / "contact_sheets", self.state.global_step
             prompts = [rows.prompts[number] for number in numbers]
             sources = None
             if rows.sources is not None:
                 sources = {place: rows.images(number) for place, number in enumerate(numbers[:MAX_PROMPTS])}
-            self.figure_thread.submit(
-                lambda: save_scored_sheet(folder, name, title, prompts, shown, before, sources),
-                lambda sheet: send_to_trackers(sheet, tracker_name, step, self.callback_handler.callbacks),
-            )
+            sheet = save_scored_sheet(folder, name, title, prompts, shown, before, sources)
+            send_to_trackers(sheet, tracker_name, step, self.callback_handler.callbacks)
 
     # ---- Loss ----
 
@@ -869,15 +862,13 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                     after = evaluator.evaluate(rows, "Evaluating", self.state, self.args.adapter_fraction)
             metrics = evaluation_metrics(evaluator.rewards.names, self.args.num_generations_eval, after, before)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-            start_trackers(self.callback_handler.callbacks, self.args, self.state, self.model)
+            self.log(dict(metrics))  # starts the trackers, which then get the sheet
             if self.args.log_completions:
                 self._save_sheet(
                     f"{metric_key_prefix}_step_{step:06d}", f"Evaluation, step {step}", rows, list(range(len(rows))),
                     evaluator.shown(after), None if before is None or before is after else evaluator.shown(before),
                     f"{metric_key_prefix}_contact_sheet",
                 )  # fmt: skip
-                self.figure_thread.wait()
-            self.log(dict(metrics))
         finally:
             self.model.train(was_training)
         self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -1000,7 +991,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
         """Return the card's images; no single ones of separate images, which no prompt generates side by side."""
-        self.figure_thread.wait()
         pictures = latest_pictures(self.args, self._card_step, use_ema)
         has_separate = self.train_rows.has_separate
         return {name: path for name, path in pictures.items() if not (has_separate and name.startswith("images/"))}
