@@ -94,6 +94,14 @@ def test_the_directory_of_another_run(tmp_path):
             check_output_folder(tmp_path, identity, settings)
 
 
+def test_the_directory_of_a_judge(tmp_path):
+    staged = tmp_path / ".saving" / "checkpoint-1"
+    staged.mkdir(parents=True)
+    publish(staged, tmp_path, {"num_processes": 1, "is_deepspeed": False})
+    with pytest.raises(ValueError, match="'checkpoint-1', which is not a complete checkpoint of PaCoGRPOTrainer"):
+        check_output_folder(tmp_path, {"r": 4}, {"seed": 1})
+
+
 def test_the_best_and_the_complete_ones_are_kept(tmp_path):
     paths = [make(tmp_path, step) for step in (1, 2, 3, 4)]
     (paths[3] / "weights").unlink()

@@ -537,6 +537,24 @@ def test_another_adapter_cannot_be_resumed(make_reward_trainer):
         assert resumed.state.global_step == (0 if change else 2)
 
 
+def test_other_pairs_and_a_missing_optimizer_cannot_be_resumed(make_reward_trainer, tmp_path):
+    make_reward_trainer(save_strategy="steps", save_steps=1, max_steps=1).train()
+    other = make_reward_trainer(train_dataset=mixed(12), max_steps=2)
+    with pytest.raises(ValueError, match="cannot be resumed: it was trained on other pairs"):
+        other.train(resume_from_checkpoint="auto")
+    same = make_reward_trainer(max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True)
+    same.train(resume_from_checkpoint="auto")
+    assert same.state.global_step == 2
+    with pytest.raises(ValueError, match="checkpoint-2' cannot be resumed: it has no state of the optimizer"):
+        make_reward_trainer(max_steps=3).train(resume_from_checkpoint="auto")
+
+
+def test_an_evaluation_needs_pairs(make_reward_trainer):
+    for settings in ({"eval_on_start": True}, {"eval_strategy": "epoch"}):
+        with pytest.raises(ValueError, match="there is no `eval_dataset`"):
+            make_reward_trainer(NOWHERE, **settings)
+
+
 @pytest.mark.slow
 def test_workers_train_and_evaluate_as_the_process_itself(make_reward_trainer):
     adapters, metrics = [], []

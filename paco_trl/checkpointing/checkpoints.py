@@ -178,7 +178,7 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
     """Refuse to start in the directory of another run: `resume_from_checkpoint=True` would take its checkpoints."""
     found = checkpoints_of(output_dir)
     for checkpoint in found:
-        if not (saved := read_run(checkpoint)):
+        if "identity" not in (saved := read_run(checkpoint)):  # or one of a judge
             if settings is None:  # it is skipped when the run is resumed
                 continue
             raise ValueError(

@@ -47,15 +47,20 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
     return rows
 
 
+def check_has_evaluation(args: Any, has_dataset: bool) -> None:
+    """Check that there is a dataset for the evaluations that are asked for."""
+    if not has_dataset and (args.eval_strategy != "no" or args.eval_on_start):
+        problem = f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}"
+        raise ValueError(f"{problem}, but there is no `eval_dataset`. Pass one, or switch them off.")
+
+
 def check_eval_datasets(
     eval_dataset: Dataset | dict[str, Dataset] | None, args: PaCoGRPOConfig, rewards: RewardRunner
 ) -> list[PromptRows]:
     """Read the evaluation prompts, and check them against the evaluation settings."""
     datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
     datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
-    if not datasets and (args.eval_strategy != "no" or args.eval_on_start):
-        problem = f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}"
-        raise ValueError(f"{problem}, but there is no `eval_dataset`. Pass one, or switch them off.")
+    check_has_evaluation(args, bool(datasets))
     if datasets:
         names, logged = metric_names(rewards.names), tuple(f"{name}/" for name in rewards.names)  # `log_metric`
         check_best_metric(args, names, eval_dataset if isinstance(eval_dataset, dict) else (), logged)

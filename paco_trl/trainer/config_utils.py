@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import re
+import signal
 import socket
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -121,6 +122,8 @@ def check_arguments(args: Any) -> None:
     available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers lists not all
     for name in {*trackers} & {*INTEGRATION_TO_CALLBACK} - available:
         raise ValueError(f"`report_to` is {args.report_to!r}, but {name} is not installed.")
+    for name in {*args.jit_checkpoint_signals} - {*signal.Signals.__members__}:
+        raise ValueError(f"`jit_checkpoint_signals` has {name!r}, which is no signal, such as 'SIGTERM'.")
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         raise ValueError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
     if "torch_dtype" in (args.model_init_kwargs or {}):

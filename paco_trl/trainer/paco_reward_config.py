@@ -110,6 +110,9 @@ class PaCoRewardConfig(SFTConfig):
         for name in ("max_pixels", "max_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1, or None.")
+        for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"`{name}` is {value}; it must be at least 1.")
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
             self.greater_is_better: bool | None = False

@@ -24,12 +24,14 @@ from transformers import (
     ProcessorMixin,
     TrainerCallback,
 )
+from transformers.trainer import OPTIMIZER_NAME
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
-from ..checkpointing.checkpoints import find_checkpoint
+from ..checkpointing.checkpoints import find_checkpoint, read_run
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
 from ..data import check_pair_columns
+from ..data.pairs import iter_texts
 from ..evaluation import auroc, expected_calibration_error
 from ..hub.cards import save_card
 from ..hub.files import JUDGE_ADAPTER
@@ -39,13 +41,13 @@ from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
 from ..rollout.loading import adapter_digest, check_lora_alpha, check_target_modules
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import sole_writer
+from ..utils.files import digest, sole_writer
 from ..utils.images import limit_pixels, pixel_limit, tower_arguments
 from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, leave_stop
-from .checks import check_pairs
+from .checks import check_has_evaluation, check_pairs
 from .config_utils import check_best_metric, copy_config, end_explained
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
@@ -255,7 +257,9 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         datasets += [(key, dataset) for key, dataset in named.items() if dataset is not None]
         for key, dataset in datasets:
             check_pair_columns(dataset, key)
+        check_has_evaluation(args, len(datasets) > 1)
         check_best_metric(args, METRICS, eval_dataset if isinstance(eval_dataset, dict) else ())
+        self._pairs = digest([digest(texts) for _, *texts in iter_texts(cast(Any, train_dataset))])[:16]
         with sole_writer(args.output_dir, "checkpoints", is_inside=True):
             pass  # a run that is training refuses this one before its model is loaded
         self._base_model_source = name
@@ -519,10 +523,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
             checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
             if checkpoint is not None:
-                # PEFT only warns of missing layers, and the optimizer's states are in order, without names
-                saved = adapter_digest(PeftConfig.from_pretrained(str(checkpoint)))
-                if saved != (now := adapter_digest(self.model.peft_config[self.model.active_adapter])):
-                    raise ValueError(f"'{checkpoint}' cannot be resumed: its adapter is {saved}, now {now}.")
+                self._check_resumed_run(checkpoint)
             with self._resumable(checkpoint):
                 output = super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
                 # The callback has evaluated the last model, which may not be the best
@@ -532,6 +533,24 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
                 ):
                     self.evaluate()
         return output
+
+    def _check_resumed_run(self, checkpoint: Path) -> None:
+        """Check that a checkpoint has the optimizer's state, this adapter and these pairs."""
+        problem = f"'{checkpoint}' cannot be resumed:"
+        if self.args.deepspeed_plugin is None and not (checkpoint / OPTIMIZER_NAME).is_file():
+            reason = "it has no state of the optimizer (`save_only_model`)"
+            cure = "Load its adapter with `is_trainable=True` and pass it as `model`, with another `output_dir`"
+            raise ValueError(f"{problem} {reason}. {cure}.")
+        # PEFT only warns of missing layers, and the optimizer's states are in order, without names
+        saved = adapter_digest(PeftConfig.from_pretrained(str(checkpoint)))
+        if saved != (now := adapter_digest(self.model.peft_config[self.model.active_adapter])):
+            raise ValueError(f"{problem} its adapter is {saved}, now {now}.")
+        if read_run(checkpoint).get("pairs", self._pairs) != self._pairs:
+            cure = "Give this run the same ones, or another `output_dir`"
+            raise ValueError(f"{problem} it was trained on other pairs. {cure}.")
+
+    def _run_record(self) -> dict[str, Any]:
+        return super()._run_record() | {"pairs": self._pairs}
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's adapter."""
