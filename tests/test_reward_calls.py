@@ -14,7 +14,7 @@ from datasets import Dataset
 from PIL import Image
 from torch import nn
 
-from paco_trl.rewards import ClipTReward, DuplicateReward, redness_reward
+from paco_trl.rewards import ClipTReward, DuplicateReward, PickScoreReward, redness_reward
 from paco_trl.rewards.runner import RewardError, RewardRunner, check_columns, check_required
 
 
@@ -180,6 +180,7 @@ class TestNeededColumns:
         check_columns(rewards, self.dataset(panels=[["a"] * 4, ["b"] * 3]), "the dataset")
         with pytest.raises(ValueError, match="'clip_t' requires the column `panels`"):
             check_columns(rewards, self.dataset(), "the dataset")  # as of edits
+        check_columns(PickScoreReward(tiny_clip, tiny_clip), self.dataset(), "the dataset")  # takes the whole image
         with pytest.raises(ValueError, match="'no_duplicates' compares at least 2 panels, but row 1 .*1 x 1"):
             check_columns(rewards, Dataset.from_dict({"rows": [2, 1], "cols": [1, 1]}), "the dataset")
 

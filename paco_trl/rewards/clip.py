@@ -147,8 +147,7 @@ class ClipTReward(ClipEmbedder):
     """
 
     __name__ = "clip_t"  # names TRL's metrics, `rewards/clip_t/mean`
-    needed_columns = ("panels",)  # the trainer checks them before it loads a model
-    needs_panels = True
+    needed_columns: tuple[str, ...] = ("panels",)  # the trainer checks them before it loads a model
     scale = 1.0
 
     def __call__(
@@ -161,7 +160,7 @@ class ClipTReward(ClipEmbedder):
         **kwargs,
     ) -> list[float]:
         """Return one score per completion, the mean over its `panel_images`, each with its text in `panels`."""
-        if panels is None and not self.needs_panels:
+        if panels is None and not self.needed_columns:
             panels, panel_images = [[prompt] for prompt in prompts], [[image] for image in completions]
         panels = column_of(panels, "panels", len(completions), f"`{type(self).__name__}`")
         panel_images = column_of(panel_images, "panel_images", len(completions), f"`{type(self).__name__}`")
@@ -209,7 +208,7 @@ class PickScoreReward(ClipTReward):
     """
 
     __name__ = "pick_score"  # names TRL's metrics, `rewards/pick_score/mean`
-    needs_panels = False  # without the column it takes the whole image
+    needed_columns = ()  # without `panels` it takes the whole image
 
     def __init__(
         self,
