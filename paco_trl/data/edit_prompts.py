@@ -71,8 +71,10 @@ def convert_gedit_bench(dataset: Dataset, language: str | None = None, source_co
     `instruction_language`, `input_image`, `input_image_raw` and `Intersection_exist`. Not compared with the Hub.
 
     Args:
-        dataset ([`~datasets.Dataset`]), language (`str`, *optional*):
-            The raw rows; language of the instructions to keep, `"en"` or `"cn"`: all if `None`.
+        dataset ([`~datasets.Dataset`]):
+            The raw rows.
+        language (`str`, *optional*):
+            Language of the instructions to keep, `"en"` or `"cn"`; all if `None`.
         source_column (`str`, *optional*):
             Column that becomes `image`. If `None`, `input_image_raw`, in its own size, or else `input_image`, which
             the benchmark's own script shows its judge.
@@ -81,6 +83,8 @@ def convert_gedit_bench(dataset: Dataset, language: str | None = None, source_co
         [`~datasets.Dataset`]: the columns `id` (the key), `prompt`, `image`, `task_type`, `language` and, if the rows
         have `Intersection_exist`, `intersection` (bool): whether all models of the authors answered the row.
 
+    Raises:
+        ValueError: If a column is missing, an instruction is empty, or no row is in this language.
     """
     source = source_column or ("input_image_raw" if "input_image_raw" in dataset.column_names else "input_image")
     renamed = {"key": "id", "instruction": "prompt", source: "image", "instruction_language": "language"}
@@ -122,6 +126,9 @@ def load_edit_prompts(
             Largest number of source images of a row; rows with more are left out, and counted. No limit if `None`.
         source_column (`str`, *optional*):
             Column of raw GEdit-Bench rows that becomes `image`, see [`convert_gedit_bench`]. Other rows are an error.
+
+    Raises:
+        ValueError: If there is no such split, the rows are not editing prompts, or no row is left.
     """
     dataset = load_split(name_or_path, split, _IMAGES, image_folder)
     names = dataset.column_names

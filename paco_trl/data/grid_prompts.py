@@ -105,8 +105,7 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
 
 def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str]) -> str:
     """
-    Format an image-set prompt in the T2IS format, the inverse of [`parse_image_set_prompt`]. Raises `ValueError` if the
-    prompt would be parsed into other texts.
+    Format an image-set prompt in the T2IS format, the inverse of [`parse_image_set_prompt`].
 
     Panels are marked by position (`[TOP]-[LEFT]:`) if all positions of the layout have names, else `PANEL-1:` ...
 
@@ -114,9 +113,16 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
         theme (`str`):
             Subject and what all panels share. `"FOUR-PANEL Images with a 2x2 grid layout: "` (with the number and the
             layout) is put in front unless the theme names its layout.
-        rows (`int`), cols (`int`), panels (`list[str]`):
-            Layout of the grid; texts of the panels, row by row. The theme and all panels but the last must end with a
-            sentence.
+        rows (`int`), cols (`int`):
+            Layout of the grid.
+        panels (`list[str]`):
+            Texts of the panels, row by row. The theme and all panels but the last must end with a sentence.
+
+    Returns:
+        `str`: the prompt, which parses into the same layout, panels and theme (with the layout in front).
+
+    Raises:
+        ValueError: If the prompt would be parsed into other texts.
     """
     if len(panels) != rows * cols:
         raise ValueError(f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Give {rows * cols}.")

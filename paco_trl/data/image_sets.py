@@ -241,6 +241,9 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> Data
             reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
+
+    Raises:
+        ValueError: If there is no such split, or the rows are not image-set prompts.
     """
     dataset = load_split(path_or_id, split, ["references"])
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:

@@ -58,9 +58,10 @@ def make_pair(
     Args:
         first, second (`PIL.Image.Image`, `str` or anything else that [`~datasets.Image`] stores):
             The two images; in editing, the original and the edited one.
-        question (`str`), decision (`str` or `bool`):
-            The question, such as [`theme_question`]; `"Yes"` or `True` for a consistent pair, `"No"` or `False` for an
-            inconsistent one.
+        question (`str`):
+            The question, such as [`theme_question`].
+        decision (`str` or `bool`):
+            `"Yes"` or `True` for a consistent pair, `"No"` or `False` for an inconsistent one.
         reasons (`str`, *optional*):
             Reasons, which follow the decision: `"Yes. <reasons>"`. If `None`, the pair is label-only: `"Yes"`.
     """
@@ -236,10 +237,15 @@ def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: b
     again only after one has changed. Not with caching disabled. An image behind a URL is broken.
 
     Args:
-        dataset ([`~datasets.Dataset`]), num_proc (`int`, *optional*):
-            The pairs; number of threads that decode, one per core if `None`.
+        dataset ([`~datasets.Dataset`]):
+            The pairs.
+        num_proc (`int`, *optional*):
+            Number of threads that decode; one per core if `None`.
         skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave broken rows out, with one warning that lists them, instead of raising a `ValueError`.
+            Leave broken rows out, with one warning that lists them, instead of raising an error.
+
+    Raises:
+        ValueError: If the columns are not those of pairs, or a row is broken.
     """
     from ..utils.files import write_atomically
 

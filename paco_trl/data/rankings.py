@@ -87,8 +87,13 @@ def load_consistency_rank(path: str | Path) -> Dataset:
     `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the directory), `prompt` and `criteria`,
     and the images in `images/<folder>/`: or in `images.zip`, extracted once into the cache of `datasets`.
 
-    `path` is the directory, or the Hub id of a dataset. Returns the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting
-    the records of a reference), `group` (the directory), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
+    Args:
+        path (`str` or `Path`):
+            The directory, or the Hub id of a dataset.
+
+    Returns:
+        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a
+        reference), `group` (the directory), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
         ValueError: If a file is not of JSON objects, or a record is broken.
@@ -162,6 +167,9 @@ def rankings_to_pairs(
 
     Returns:
         [`~datasets.Dataset`]: the pairs, the reference as the first image, and `group` if the rankings have it.
+
+    Raises:
+        ValueError: If it does not have the rankings format, or a row has too few candidates.
     """
     check_ranking_columns(dataset)
     numbers = {"num_positives": num_positives, "num_negatives": num_negatives}

@@ -21,8 +21,9 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
     Load the stories of [ViStoryBench](https://huggingface.co/papers/2505.24862) as sets of separate images.
 
     Args:
-        path_or_id (`str` or `Path`), language (`str`):
-            Directory of the stories (`01/story.json`, `01/image/<character>/`, ...), or one that has it, or their Hub id;
+        path_or_id (`str` or `Path`, *optional*, defaults to `"ViStoryBench/ViStoryBench"`):
+            Directory of the stories (`01/story.json`, `01/image/<character>/`, ...), or one that has it; or their Hub id.
+        language (`str`, *optional*, defaults to `"en"`):
             `"en"` or `"ch"`.
 
     Returns:

@@ -27,8 +27,10 @@ def convert_t2is(row_or_dataset: Mapping[str, Any] | Dataset) -> dict[str, Any] 
     `{"dimension", "name", "text"}`: a column of the raw dictionaries would give every row the names of all rows.
     Inverse: [`criteria_dict`].
 
-    One raw row, or a dataset of them, has `idx`, `prompt`, `layout`, `height`, `width` and, optionally, `theme`, `criteria`,
-    `category`, `task_name` and `original_idx`.
+    Args:
+        row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
+            One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
+            `theme`, `criteria`, `category`, `task_name` and `original_idx`.
     """
     if not isinstance(row_or_dataset, Dataset):
         return _convert_row(row_or_dataset)

@@ -65,10 +65,15 @@ def agreement_report(annotations: Sequence[Annotation]) -> dict[str, Any]:
     """
     Measure the agreement of annotators.
 
-    Returns a dictionary with `instances` and `instances_of_several` (ranked by two annotators or more); `kendalls_w`, its
-    mean over the latter; `pairwise_agreement`, the fraction of the pairs of candidates that two annotators put in the same
-    order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped` and `agreement_with_others` (with the majority
-    of the others). What cannot be computed is `None`.
+    Args:
+        annotations (`Sequence[Annotation]`):
+            Their annotations.
+
+    Returns:
+        `dict`: `instances` and `instances_of_several` (ranked by two annotators or more); `kendalls_w`, its mean over
+        the latter; `pairwise_agreement`, the fraction of the pairs of candidates that two annotators put in the same
+        order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped` and `agreement_with_others` (with the
+        majority of the others). What cannot be computed is `None`.
     """
     by_instance: dict[str, dict[str, tuple[int, ...]]] = {}  # ranks by instance and annotator
     for annotation in annotations:

@@ -94,8 +94,14 @@ def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iter
 
 def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[Annotation]:
     """
-    Read files of annotations, and check each against the ranking instances (`id`, `candidates` and `digest`). Returns the
-    last annotation of each annotator and instance, ordered by annotator and instance.
+    Read annotations, and check each of them.
+
+    Args:
+        paths (`Iterable[str | Path]`), instances ([`~datasets.Dataset`]):
+            Files of annotations; the ranking instances, with `id`, `candidates` and `digest`.
+
+    Returns:
+        `list[Annotation]`: the last one of each annotator and instance, ordered by annotator and instance.
     """
     last = {(each.annotator, each.instance): each for each, _ in checked_annotations(paths, instances)}
     order = {name: number for number, name in enumerate(instances.with_format(None)["id"][:])}

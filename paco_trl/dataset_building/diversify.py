@@ -128,9 +128,10 @@ def diversify_prompts(
     Args:
         dataset ([`~datasets.Dataset`]):
             Image-set prompts.
-        model (`str` or `Path`), num_selected (`int`):
-            Hub id or directory of a model that sentence-transformers loads (the extra `embeddings`); number of prompts to
-            select.
+        model (`str` or `Path`):
+            Hub id or directory of a model that sentence-transformers loads (the extra `embeddings`).
+        num_selected (`int`):
+            Number of prompts to select.
         duplicate_threshold (`float`, *optional*, defaults to `0.95`):
             Cosine similarity from which two prompts are near-duplicates, in (0, 1].
 

@@ -111,8 +111,10 @@ def build_pairs(
     Build pairs from annotated instances, split them by prompt, and hold out rankings as a benchmark.
 
     Args:
-        instances, panels, prompts ([`~datasets.Dataset`]), annotations (`Sequence[Annotation]`):
-            Results of the earlier stages; the annotations of one or several annotators.
+        instances, panels, prompts ([`~datasets.Dataset`]):
+            Results of the earlier stages.
+        annotations (`Sequence[Annotation]`):
+            The annotations of one or several annotators.
         num_negatives (`int`, *optional*, defaults to `1`):
             Largest number of inconsistent pairs of an instance, where several candidates are tied at the bottom.
         test_size (`float`, *optional*, defaults to `0.1`):

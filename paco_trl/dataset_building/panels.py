@@ -31,8 +31,9 @@ def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
             Directory of the stage. Its settings should have a digest of the grids.
 
     Returns:
-        [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt id>/<seed>/<position>"`),
-        `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a path.
+        [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt
+        id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a
+        path.
     """
     rows = list(grids.with_format(None).cast_column("image", ImageFeature(decode=False)))
     journal = folder.journal("panels")
@@ -86,11 +87,17 @@ def make_instances(panels: Dataset) -> Dataset:
     Combine panels into ranking instances.
 
     The reference is any panel; its candidates are the panels at one other position, of all grids of the prompt. A
-    prompt with `P` panels and `S` seeds has `S * P * (P - 1)` instances with `S` candidates: 48 for 4 panels and seeds.
+    prompt with `P` panels and `S` seeds has `S * P * (P - 1)` instances with `S` candidates: 48 for 4 panels and
+    seeds.
 
-    Takes the panels (`id`, `prompt_id`, `seed`, `position`, `sha256`; images are not read). Returns, by prompt, seed,
-    position and other position: `id` (`"<prompt id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of
-    a panel), `candidates` (ids, by seed) and `digest` (of their images).
+    Args:
+        panels ([`~datasets.Dataset`]):
+            The panels: `id`, `prompt_id`, `seed`, `position`, `sha256`. Images are not read.
+
+    Returns:
+        [`~datasets.Dataset`]: by prompt, seed, position and other position: `id` (`"<prompt
+        id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, by
+        seed) and `digest` (of their images).
     """
     columns = panels.with_format(None).select_columns(["id", "prompt_id", "seed", "position", "sha256"])[:]
     digests = dict(zip(columns["id"], columns.pop("sha256"), strict=True))

@@ -74,14 +74,20 @@ def write_prompts(
     resume automatically; the result does not depend on the order of the answers.
 
     Args:
-        endpoint ([`ChatEndpoint`]), folder ([`StageFolder`]):
-            The model; directory of the stage, whose settings name the model and the other arguments.
-        num_prompts (`int`), categories (`Sequence[str]`, *optional*):
-            Number of prompts; names of the categories, see `CATEGORIES`: all if `None`.
+        endpoint ([`ChatEndpoint`]):
+            The model.
+        folder ([`StageFolder`]):
+            Directory of the stage. Its settings name the model and the other arguments.
+        num_prompts (`int`):
+            Number of prompts.
+        categories (`Sequence[str]`, *optional*):
+            Names of the categories, see `CATEGORIES`; all if `None`.
         layouts (`Sequence[tuple[int, int]]`, *optional*, defaults to `((2, 2),)`):
             Rows and columns of the grids.
-        seed (`int`, *optional*, defaults to `0`), max_attempts (`int`, *optional*, defaults to `3`):
-            Seed of the requests; how often a prompt is requested.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the requests.
+        max_attempts (`int`, *optional*, defaults to `3`):
+            How often a prompt is requested.
 
     Returns:
         [`~datasets.Dataset`]: image-set prompts with `category` and `dimensions`, also saved in `folder`.

@@ -49,11 +49,14 @@ def publish_dataset(
         report (`Mapping[str, Mapping]`):
             Reports of the stages `prompts`, `grids`, `ranking`, `pairs` and `reasons`, as `paco-trl build` makes them;
             the card lists every value.
-        private (`bool`, *optional*, defaults to `True`), token (`str`, *optional*):
-            Whether the repository is private; token that may write to it, that of `hf auth login` if `None`.
-        license (`str`, *optional*), generator (`str`, *optional*):
-            License, as the Hub names it (`"apache-2.0"`, `"other"`, ...): if `None`, that on the card of `generator`, the
+        private (`bool`, *optional*, defaults to `True`):
+            Whether the repository is private.
+        license (`str`, *optional*):
+            License, as the Hub names it (`"apache-2.0"`, `"other"`, ...). If `None`, that on the card of `generator`.
+        generator (`str`, *optional*):
             Hub id or directory of the model that generated the images.
+        token (`str`, *optional*):
+            Token that may write to the repository; that of `hf auth login` if `None`.
         max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
             Size of a Parquet file.
 

@@ -70,8 +70,10 @@ def rank_with_judge(
             Results of the earlier stages. The judge is given the theme of the prompts.
         judge ([`~paco_trl.rewards.Judge`]):
             [`~paco_trl.PaCoReward`] in the process, or [`~paco_trl.rewards.ServedJudge`] on a server.
-        annotator (`str`), folder (`str` or `Path`):
-            Name under which it annotates; directory of the annotations.
+        annotator (`str`):
+            Name under which it annotates.
+        folder (`str` or `Path`):
+            Directory of the annotations.
 
     Returns:
         `dict[str, int]`: `ranked` (now), `found` (by an earlier run), `unanswered`.

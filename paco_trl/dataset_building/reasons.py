@@ -62,12 +62,16 @@ def write_reasons(
     Args:
         pairs ([`~datasets.Dataset`]):
             Pairs with a column `id` and, where known, `dimensions` (all of them otherwise). Reasons are replaced.
-        endpoint ([`ChatEndpoint`]), folder ([`StageFolder`]):
-            The model; directory of the stage, whose settings name the model, the pairs and the other arguments.
-        max_attempts (`int`, *optional*, defaults to `3`), seed (`int`, *optional*, defaults to `0`):
-            How often the reasons of a pair are requested; seed of the requests.
+        endpoint ([`ChatEndpoint`]):
+            The model.
+        folder ([`StageFolder`]):
+            Directory of the stage. Its settings name the model, the pairs and the other arguments.
+        max_attempts (`int`, *optional*, defaults to `3`):
+            How often the reasons of a pair are requested.
         min_words (`int`, *optional*, defaults to `15`), max_words (`int`, *optional*, defaults to `200`):
             Range of the number of words of the reasons.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the requests.
 
     Returns:
         [`~datasets.Dataset`]: the pairs that have reasons, in their order, with the same columns and completions

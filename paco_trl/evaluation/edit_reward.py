@@ -82,8 +82,8 @@ def evaluate_edit_reward(
     Returns:
         `dict[str, Any]`: `settings`, `num_instances` and `num_unanswered` as in [`evaluate_rankings`]; `num_keys`, the
         number of distinct edited images; `num_groups` for the intervals (rows that share an image, also through others,
-        are one; with another `benchmark` those of one instruction); and `dimensions`: of each dimension in the dataset
-        `strict` and `geq` (`mean` and `interval`), `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of rows whose preferred image scores higher,
+        are one; with another `benchmark` those of one instruction); and `dimensions`: of each dimension in the dataset `strict` and `geq` (`mean` and `interval`),
+        `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of rows whose preferred image scores higher,
         averaged over the task types; with `geq` a tie counts too.
 
     Raises:

@@ -63,6 +63,10 @@ def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) ->
     item's index were a quantity: of about half of all pairs of orders of four items this differs from the correlation of
     ranks, and of about a quarter it has the other sign. Ties are broken by index, the later item first, so that nothing
     is NaN. (The published script's order of ties depends on the processor.)
+
+    Args:
+        scores (`Sequence[float]`), human_ranking (`Sequence[int]`):
+            As in [`ranking_metrics`], as is what is returned.
     """
     scores, human_ranking = _ranking_arrays(scores, human_ranking)
     predicted_order = np.argsort(scores, kind="stable")[::-1]  # (n,)
@@ -82,8 +86,15 @@ def _top1_bottom1(predicted_ranks: np.ndarray, human_ranking: np.ndarray) -> flo
 
 def auroc(scores: Sequence[float], labels: Sequence[int]) -> float:
     """
-    Compute the area under the ROC curve: the probability that a consistent pair (label 1) scores above an inconsistent one
-    (label 0), where a tie counts one half. It is in [0, 1], 0.5 for chance, and NaN without pairs of both classes.
+    Compute the area under the ROC curve: the probability that a consistent pair scores above an inconsistent one, where a
+    tie counts one half.
+
+    Args:
+        scores (`Sequence[float]`), labels (`Sequence[int]`):
+            Scores, higher = more consistent; 1 for a consistent pair, 0 for an inconsistent one.
+
+    Returns:
+        `float`: the area, in [0, 1], 0.5 for chance; NaN without pairs of both classes.
     """
     scores, labels = _binary_arrays(scores, labels)
     positives, negatives = scores[labels], scores[~labels]
@@ -122,8 +133,14 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
 
 def expected_calibration_error(scores: Sequence[float], labels: Sequence[int], num_bins: int = 10) -> float:
     """
-    Compute sum_b (n_b / N) |mean score - fraction of consistent pairs| over the bins b of [`calibration_bins`], which has
-    the same arguments: in [0, 1]; NaN without any pair.
+    Compute sum_b (n_b / N) |mean score - fraction of consistent pairs| over the bins b of [`calibration_bins`].
+
+    Args:
+        scores (`Sequence[float]`), labels (`Sequence[int]`), num_bins (`int`, *optional*, defaults to `10`):
+            As in [`calibration_bins`].
+
+    Returns:
+        `float`: the error, in [0, 1]; NaN without any pair.
     """
     bins = calibration_bins(scores, labels, num_bins)
     count = np.array(bins["count"])  # (num_bins,)

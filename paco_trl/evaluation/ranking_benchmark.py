@@ -65,9 +65,10 @@ def evaluate_rankings(
               another one the full text). The question of the published judge.
             - `"criteria"`: whether the pair meets each criterion; the mean of each dimension, then over dimensions.
             - `"plain"`: the question without the theme.
-        output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`):
-            File for the finished rows, JSON lines (if `None`, nothing is saved); approximate number of pairs in a call of
-            the scorer: rows are not split.
+        output_path (`str` or `Path`, *optional*):
+            File for the finished rows, JSON lines. If `None`, nothing is saved.
+        batch_size (`int`, *optional*, defaults to `16`):
+            Approximate number of pairs in a call of the scorer: rows are not split.
         protocol (`str`, *optional*, defaults to `"default"`):
             `"default"` or `"published"`. The latter requires a scorer with `top_logprobs` ([`~paco_trl.PaCoReward`],
             [`~paco_trl.rewards.ServedJudge`]), or one that reads no questions.

@@ -50,7 +50,9 @@ class PublishedTable(NamedTuple):
 
 
 def published_tables(benchmark: str) -> list[PublishedTable]:
-    """Look up the figures of `"ConsistencyRank"`, `"EditReward-Bench"`, `"T2IS-Bench"` or `"GEdit-Bench"`."""
+    """
+    Look up the published figures of `"ConsistencyRank"`, `"EditReward-Bench"`, `"T2IS-Bench"` or `"GEdit-Bench"`.
+    """
     content = json.loads((files("paco_trl") / "evaluation" / "published.json").read_text(encoding="utf-8"))
     return [PublishedTable(**table) for table in content if table["benchmark"] == benchmark]
 
@@ -107,9 +109,11 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     of the packages that made them; NaN is `null` there.
 
     Args:
-        results (`dict[str, Any]`), folder (`str` or `Path`):
-            What [`evaluate_rankings`] or [`evaluate_edit_reward`] gave, and the directory to write to. More may be added
-            to the `settings`, such as the dtype; `settings["dataset"]`, a name, is shown in the table.
+        results (`dict[str, Any]`):
+            What [`evaluate_rankings`] or [`evaluate_edit_reward`] gave. More may be added to its `settings`, such as
+            the dtype; `settings["dataset"]`, a name, is shown in the table.
+        folder (`str` or `Path`):
+            Directory to write to.
 
     Returns:
         `list[dict[str, Any]]`: all results that are now in the directory, for [`report_tables`].

@@ -71,15 +71,20 @@ def score_edits(
     > published tables, nor do those of the published protocol by another judge than that of the table.
 
     Args:
-        endpoint ([`~paco_trl.dataset_building.ChatEndpoint`]), prompts ([`~datasets.Dataset`]):
-            The judge; editing prompts with `id` and one source each.
-        edits ([`FoundImages`]), folder (`str` or `Path`):
-            The edited images, from [`find_edits`] (prompts without one are skipped); and the directory of the system: the
-            answers go to `scores` in it.
+        endpoint ([`~paco_trl.dataset_building.ChatEndpoint`]):
+            The judge.
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id` and one source each.
+        edits ([`FoundImages`]):
+            The edited images, from [`find_edits`]. Prompts without one are skipped.
+        folder (`str` or `Path`):
+            Directory of the system; the answers go to `scores` in it.
         max_attempts (`int`, *optional*):
             How often a question is asked in one run. If `None`, 3, or with the published protocol 2, as its script does.
-        protocol (`str`, *optional*, defaults to `"default"`), gedit_repo (`str` or `Path`, *optional*):
-            `"default"`, or `"published"` with a clone of `stepfun-ai/Step1X-Edit`, from which its prompts are read.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            `"default"` or `"published"`.
+        gedit_repo (`str` or `Path`, *optional*):
+            Clone of `stepfun-ai/Step1X-Edit`, from which the published prompts are read.
 
     Returns:
         `dict[str, EditScore | None]`: key (`"<language>/<id>"`, or the id without the column `language`) -> scores; `None`
@@ -222,10 +227,12 @@ def gedit_results(
             and `folder` the scores of [`score_edits`].
         missing (`str`, *optional*, defaults to `"error"`), dataset_name (`str`, *optional*), leakage (`dict[str, Any]`, *optional*):
             As in [`t2is_results`].
-        seed (`int`, *optional*, defaults to `0`), protocol (`str`, *optional*, defaults to `"default"`):
-            Seed that the edits were generated with; protocol whose scores are taken, `"default"` or `"published"`.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed that the edits were generated with.
         source_folder (`str` or `Path`, *optional*):
             Directory for copies of the sources, as PNG. If `None`, the results name no file of them.
+        protocol (`str`, *optional*, defaults to `"default"`):
+            Protocol whose scores are taken: `"default"` or `"published"`.
 
     Returns:
         `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.

@@ -111,8 +111,13 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> FoundImages:
     panels begin with 0 or 1, the same in the full directory.
 
     Args:
-        folder (`str` or `Path`), benchmark ([`~datasets.Dataset`]):
-            Directory of `.png`, `.jpg`, `.jpeg` or `.webp` files; image-set prompts with `id` and, where known, `case_id`.
+        folder (`str` or `Path`):
+            Directory of `.png`, `.jpg`, `.jpeg` or `.webp` files.
+        benchmark ([`~datasets.Dataset`]):
+            Image-set prompts with `id` and, where known, `case_id`.
+
+    Returns:
+        [`FoundImages`].
     """
     files, rows = _image_files(Path(folder)), _layouts(benchmark)
     columns = [name for name in ("id", "case_id") if name in benchmark.column_names]
@@ -151,9 +156,10 @@ def find_edits(folder: str | Path, prompts: Dataset) -> FoundImages:
     are skipped.
 
     Args:
-        folder (`str` or `Path`), prompts ([`~datasets.Dataset`]):
-            Directory of such files as in [`find_image_sets`]; editing prompts with `id` and, where known, `language` and
-            `task_type`.
+        folder (`str` or `Path`):
+            Directory of `.png`, `.jpg`, `.jpeg` or `.webp` files.
+        prompts ([`~datasets.Dataset`]):
+            Editing prompts with `id` and, where known, `language` and `task_type`.
 
     Returns:
         [`FoundImages`], each edit a set of one panel. Prompts without an image, and images without a prompt, are logged.

@@ -45,8 +45,10 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     the name remains.
 
     Args:
-        results (`dict`), output_dir (`str` or `Path`):
-            Results of [`t2is_results`] or [`gedit_results`]; directory to write to.
+        results (`dict`):
+            Results of [`t2is_results`] or [`gedit_results`].
+        output_dir (`str` or `Path`):
+            Directory to write to.
         num_shown (`int`, *optional*, defaults to `12`):
             Number of sets on the page: those of the largest gain and loss, or with one system of the highest and the
             lowest score.
@@ -75,7 +77,15 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
-    """Print alerts, tables of metrics and counts, and notes of [`t2is_results`] or [`gedit_results`]."""
+    """
+    Print the alerts of an evaluation, the tables of metrics and counts, and the notes.
+
+    Args:
+        results (`dict`):
+            Results of [`t2is_results`] or [`gedit_results`].
+        console (`rich.console.Console`):
+            Console to print to.
+    """
     parts = _parts(results)
     shown = [parts.sections[title] for title in ("Results", "Images", "Notes")]
     console.print(Markdown("\n".join([parts.alerts, *shown])))
@@ -255,9 +265,12 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
 
     Args:
         card_path (`str` or `Path`):
-            `README.md` of the tuned model, or its directory. It is returned.
+            `README.md` of the tuned model, or its directory.
         results (`dict`):
             Results of [`t2is_results`] or [`gedit_results`], in which one system has the role `"tuned"`.
+
+    Returns:
+        `Path`: the card.
     """
     card_path, results = check_card(card_path), public_results(results)
     roles = [system["role"] for system in results["systems"]]

@@ -69,11 +69,16 @@ def load_t2is_bench(
     with the PaCo-RL code.
 
     Args:
-        name_or_path (`str` or `Path`), split (`str`, *optional*, defaults to `"train"`):
-            Raw T2IS rows or image-set prompts with `id` and `criteria`, as [`~paco_trl.data.load_image_set_prompts`] takes
-            them; or the directory of the benchmark's own files, `T2IS-Bench.json` and `prompt_consistency.json`, or
-            `"ChengyouJia/T2IS-Bench"`. There the case id is the `id`, and the prompt of a case its text that describes a
-            grid; a case with only an instruction has no `panels`: images of it can be scored, but not generated.
+        name_or_path (`str` or `Path`):
+            One of:
+
+            - the directory of the benchmark's own files, `T2IS-Bench.json` and `prompt_consistency.json`, or
+              `"ChengyouJia/T2IS-Bench"`. The case id is the `id`. The prompt of a case is its text that describes a
+              grid. A case with only an instruction has no `panels`: images of it can be scored, but not generated;
+            - raw T2IS rows or image-set prompts with `id` and `criteria`, as
+              [`~paco_trl.data.load_image_set_prompts`] takes them.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split to load.
         alignment_file (`str` or `Path`, *optional*):
             `prompt_alignment.json` of the benchmark: case id -> panel (in order) -> `Entity`, `Attribute`, `Relation` ->
             texts. If `None`, prompt alignment cannot be scored, unless the rows have a column `alignment`.
@@ -168,15 +173,21 @@ def score_consistency(
         judge (`Any`):
             [`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`] or an object with `name` and `score(images,
             prompts)`, which gives P(Yes) of each pair, or `None`.
-        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`):
-            The images; the benchmark, from [`load_t2is_bench`]; and the directory of the system, for the scores. Images
-            that have changed since they were scored are scored again.
+        found ([`FoundImages`]):
+            The images.
+        benchmark ([`~datasets.Dataset`]):
+            From [`load_t2is_bench`].
+        folder (`str` or `Path`):
+            Directory of the system, for the scores. Images that have changed since they were scored are scored again.
         batch_size (`int`, *optional*, defaults to `64`):
             Approximate number of questions in a call of the judge: sets are not split. Scores are saved after each call.
 
     Returns:
         `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`: dimension -> P(Yes) of
         each pair for each criterion. `None` where there is no answer; the next run queries the judge about it again.
+
+    Raises:
+        ValueError: If the scores in the directory were made in another way.
     """
     # The benchmark's side, rounded to a multiple of the judge's merged patches, as `qwen_vl_utils` does
     processor = getattr(judge, "processor", None)
@@ -270,9 +281,15 @@ def score_aesthetics(
 
 def score_duplicates(found: FoundImages, benchmark: Dataset, folder: str | Path) -> dict[str, Record]:
     """
-    Score the similarity of all pairs of panels, without a model: copies have the highest consistency. The arguments are
-    those of [`score_consistency`]; the records have `pairs` (of the panels that exist) and `scores`, the
-    [`panel_similarity`] of each.
+    Score the similarity of all pairs of panels, without a model: copies have the highest consistency.
+
+    Args:
+        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`):
+            As in [`score_consistency`].
+
+    Returns:
+        `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`, the [`panel_similarity`]
+        of each.
     """
 
     def ask(panels: list[Image.Image | None], row: dict) -> Asking:

@@ -36,14 +36,17 @@ def t2is_results(
     unanswered question is left out and counted, and missing images are an error or count 0.
 
     Args:
-        benchmark ([`~datasets.Dataset`]), systems (`Sequence[System]`):
-            From [`load_t2is_bench`]; one system, or two, of which the second is compared with the first.
+        benchmark ([`~datasets.Dataset`]):
+            From [`load_t2is_bench`].
+        systems (`Sequence[System]`):
+            One system, or two, of which the second is compared with the first.
         missing (`str`, *optional*, defaults to `"error"`):
             `"error"`, or `"zero"`: a score of 0 for each missing image, and for each pair with one. With `"zero"`, the
             published protocol leaves them out.
-        dataset_name (`str`, *optional*), leakage (`dict[str, Any]`, *optional*):
-            Name of the benchmark's data, for the report; from [`find_leaks`]: if `None`, the report says that it was not
-            checked.
+        dataset_name (`str`, *optional*):
+            Name of the benchmark's data, for the report.
+        leakage (`dict[str, Any]`, *optional*):
+            From [`find_leaks`]. If `None`, the report says that it was not checked.
         protocol (`str`, *optional*, defaults to `"default"`):
             `"published"` for the arithmetic of the benchmark's own script, from the same scores: a mean is over the sets
             above 0, scored on the pairs that exist, and over the images that exist, so that missing images, sets of one
