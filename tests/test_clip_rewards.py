@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP-T, PickScore and CLIP-I on a tiny CLIP, and the embeddings that they share."""
+"""CLIP-T, PickScore, CLIP-I and an aesthetic predictor on a tiny CLIP."""
 
 import inspect
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import CLIPModel, CLIPProcessor
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from paco_trl.evaluation import AestheticScorer
 from paco_trl.rewards import ClipIReward, ClipTReward, PickScoreReward
 from paco_trl.rewards.clip import ClipEmbedder
 from testing_utils import noise, plain
@@ -107,11 +110,6 @@ class TestPickScoreReward:
         assert truncated(["a " * 76, "a " * 76, "a cat"]) == {"pick_score/truncated_texts": 0.5}
         assert truncated([]) == {}
 
-    def test_long_texts_are_cut(self, pick_score):
-        scores = pick_score(["a " * 200, "a " * 75, "a " * 70], [noise(0)] * 3)
-        assert scores[0] == pytest.approx(scores[1], abs=1e-6)
-        assert abs(scores[0] - scores[2]) > 1e-5
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
@@ -139,7 +137,11 @@ class TestPickScoreReward:
         half = PickScoreReward(tiny_clip, tiny_clip, device="cpu", dtype=torch.bfloat16)
         assert half.model.dtype == torch.bfloat16
         half.model.save_pretrained(tmp_path)
-        assert PickScoreReward(tmp_path, tiny_clip).model.dtype == torch.float32  # whatever the file has
+        # Whatever the file has. As on the Hub, the processor is in another repository
+        assert PickScoreReward(tmp_path, tiny_clip).model.dtype == torch.float32
+        defaults = {name: value.default for name, value in inspect.signature(PickScoreReward).parameters.items()}
+        assert defaults["model"] == "yuvalkirstain/PickScore_v1"
+        assert defaults["processor"] == "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
         full_scores, half_scores = (reward(TEXTS, [noise(0)] * 3) for reward in (pick_score, half))
         assert half_scores != full_scores and half_scores == pytest.approx(full_scores, abs=0.1)
 
@@ -148,33 +150,8 @@ class TestPickScoreReward:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert pick_score(TEXTS, [noise(0)] * 3) == scores
 
-    def test_the_processor_is_loaded_from_its_own_place(self, tiny_clip, tmp_path):
-        # As on the Hub: weights in one repository, processor in another
-        CLIPModel.from_pretrained(tiny_clip).save_pretrained(tmp_path / "weights")
-        CLIPProcessor.from_pretrained(tiny_clip).save_pretrained(tmp_path / "processor")
-        apart = PickScoreReward(tmp_path / "weights", tmp_path / "processor", device="cpu")
-        together = PickScoreReward(tiny_clip, tiny_clip, device="cpu")
-        assert apart(TEXTS, [noise(0)] * 3) == together(TEXTS, [noise(0)] * 3)
-        defaults = {name: value.default for name, value in inspect.signature(PickScoreReward).parameters.items()}
-        assert defaults["model"] == "yuvalkirstain/PickScore_v1"
-        assert defaults["processor"] == "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-
 
 class TestClipEmbedder:
-    def test_gives_unit_vectors_of_clip_in_the_order_of_the_list(self, tiny_clip, outputs_of):
-        embedder = ClipEmbedder(tiny_clip, device="cpu", batch_size=2)
-        images, names = [noise(seed) for seed in range(3)], ["a", "b", "c"]
-        image_embeds, text_embeds = embedder.embed(images, names, TEXTS)
-        outputs = outputs_of(images, TEXTS)
-        torch.testing.assert_close(image_embeds, outputs.image_embeds, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(text_embeds, outputs.text_embeds, atol=1e-5, rtol=1e-5)
-        assert image_embeds.dtype == text_embeds.dtype == torch.float32
-        torch.testing.assert_close(image_embeds.norm(dim=-1), torch.ones(3))
-        torch.testing.assert_close(
-            embedder.embed_images(images[::-1], names), image_embeds.flip(0), atol=1e-6, rtol=1e-5
-        )
-        assert embedder.embed_images([], []).shape == (0, 16)
-
     def test_weights_that_are_not_finite_are_an_error(self, tiny_clip):
         embedder = ClipEmbedder(tiny_clip, device="cpu")
         with torch.no_grad():
@@ -207,3 +184,60 @@ class TestClipI:
         with pytest.raises(ValueError, match="Image 1"):
             self.call(reward, [copies, copies[:1]])
         assert self.call(reward, []) == []
+
+
+# ---- The aesthetic predictor: linear layers on a CLIP ----
+
+
+def layers(width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    # Eleven layers would be sorted wrongly as text: 10 comes before 2
+    return {
+        "mlp.2.weight": torch.randn(6, width, generator=generator),
+        "mlp.2.bias": torch.randn(6, generator=generator),
+        "mlp.10.weight": torch.randn(1, 6, generator=generator),
+        "mlp.10.bias": torch.tensor([5.0]),
+    }
+
+
+def test_a_score_is_a_tenth_of_the_rating(tiny_clip, tmp_path):
+    model, processor = CLIPModel.from_pretrained(tiny_clip), CLIPProcessor.from_pretrained(tiny_clip)
+    images = [noise(seed) for seed in range(5)]
+    weights = layers(model.config.projection_dim)
+    save_file(weights, tmp_path / "head.safetensors")
+    scorer = AestheticScorer(tmp_path / "head.safetensors", tiny_clip, device="cpu", batch_size=2)
+    with torch.no_grad():
+        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+        embeds = model.get_image_features(pixel_values=pixels).pooler_output
+        hidden = embeds / embeds.norm(dim=-1, keepdim=True) @ weights["mlp.2.weight"].T + weights["mlp.2.bias"]
+        ratings = (hidden @ weights["mlp.10.weight"].T + weights["mlp.10.bias"]).squeeze(-1)
+    scores = scorer.score_images(images)
+    assert scores == pytest.approx((ratings / 10).tolist(), abs=1e-5)
+    assert np.std(scores) > 1e-3  # pictures differ
+    assert scorer.name == "head.safetensors on tiny-clip"
+    assert scorer.score_images([]) == []
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda weights: weights.update({"mlp.2.weight": torch.ones(6, 3)}), "takes 3 numbers, but"),
+        (
+            lambda weights: weights.update({"mlp.10.weight": torch.ones(2, 6), "mlp.10.bias": torch.ones(2)}),
+            "end in 2",
+        ),
+        (lambda weights: weights.clear() or weights.update(bias=torch.ones(1)), "there are none"),
+    ],
+)
+def test_a_head_that_does_not_fit(tiny_clip, tmp_path, change, message):
+    weights = layers(CLIPModel.from_pretrained(tiny_clip).config.projection_dim)
+    change(weights)
+    save_file(weights, tmp_path / "head.safetensors")
+    with pytest.raises(ValueError, match=message):
+        AestheticScorer(tmp_path / "head.safetensors", tiny_clip)
+
+
+def test_pickles_are_refused(tiny_clip, tmp_path):
+    torch.save(layers(8), tmp_path / "head.pth")
+    with pytest.raises(ValueError, match=r"head\.pth' is not a safetensors file"):
+        AestheticScorer(tmp_path / "head.pth", tiny_clip)

@@ -3,9 +3,7 @@
 
 import json
 import shutil
-from itertools import combinations
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from chat_server import ChatServer
 from judge_server import pictures_of
 from paco_trl import PaCoReward
 from paco_trl.commands import evaluate as script
-from paco_trl.data import demo_prompts_path, split_grid, t2is_bench_question
+from paco_trl.data import demo_prompts_path
 from paco_trl.hub.settings import ImageModelCard, save_settings
 from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
 from paco_trl.utils.chat import EndpointUnavailableError
@@ -107,41 +105,14 @@ def means(results, system=0):
 
 
 class TestT2IS:
-    @pytest.mark.slow
-    def test_the_adapter_draws_something_else_from_the_same_noise(self, evaluated, workspace):
-        for path in sorted((workspace / "base" / "images").rglob("*.png")):
-            other = workspace / "tuned" / "images" / path.relative_to(workspace / "base" / "images")
-            assert not np.array_equal(Image.open(path), Image.open(other))
-        assert [one["name"] for one in evaluated["systems"]] == ["tiny-flux", "adapter"]
-        assert evaluated["systems"][1]["settings"]["adapter"] == "adapter"
-
-    def test_the_figures_are_those_of_asking_one_by_one(self, evaluated, workspace, tiny_qwen):
-        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", batch_size=1)
-        rows = [json.loads(line) for line in (workspace / "bench.jsonl").read_text().splitlines()]
-        for system, folder in enumerate(("base", "tuned")):
-            scores = {"identity": [], "style": [], "logic": []}
-            for row in rows:
-                (path,) = (workspace / folder / "images" / row["id"]).glob("0.png")
-                # As the benchmark's script: each picture to 504 x 504, one question at a time
-                panels = [panel.resize((504, 504)) for panel in split_grid(Image.open(path), row["rows"], row["cols"])]
-                for dimension, texts in row["criteria"].items():
-                    asked = [
-                        judge.score([pair], t2is_bench_question(text))[0]
-                        for text in texts.values()
-                        for pair in combinations(panels, 2)
-                    ]
-                    scores[dimension.lower()].append(fmean(asked))
-            for dimension, of_sets in scores.items():
-                assert means(evaluated, system)[dimension] == pytest.approx(fmean(of_sets), abs=1e-5)
-        (identity,) = [row for row in evaluated["tables"][0]["rows"] if row["metric"] == "identity"]
-        assert identity["cells"][0]["count"] == 2  # one prompt has no identity
-
     def test_everything_is_in_the_report(self, evaluated, workspace):
         assert [row["metric"] for row in evaluated["tables"][0]["rows"]] == [
             *("aesthetics", "entity", "attribute", "relation", "alignment"),
             *("identity", "style", "logic", "consistency", "average", "duplicates"),
         ]
         assert all(row["difference"]["mean"] is not None for row in evaluated["tables"][0]["rows"])
+        assert [one["name"] for one in evaluated["systems"]] == ["tiny-flux", "adapter"]
+        assert evaluated["systems"][1]["settings"]["adapter"] == "adapter"
         # The prompts that were trained on are those of the benchmark
         assert len(evaluated["leakage"]["exact"]) == evaluated["num_prompts"] == 3
         page = (workspace / "report" / "report.html").read_text()
@@ -239,9 +210,9 @@ class TestT2IS:
 
     def test_the_directory_of_another_adapter_is_found_before(self, evaluated, workspace, options, tmp_path):
         shutil.copytree(workspace / "tuned", tmp_path / "tuned")
-        make_adapter(tmp_path / "other", options["generate"][3], 1)
-        words = ["images", "t2is", *options["generate"], *options["score"][2:], "--adapter", str(tmp_path / "other")]
-        with pytest.raises(ValueError, match="begun with other settings: `adapter`"):
+        other = make_adapter(tmp_path / "adapter", options["generate"][3], 1)  # of the same name
+        words = ["images", "t2is", *options["generate"], *options["score"][2:], "--adapter", str(other)]
+        with pytest.raises(ValueError, match="begun with other settings: `adapter_weights`"):
             script.main([*words, "--output_dir", str(tmp_path)])
         assert not list((tmp_path / "base").rglob("*.png"))
 
@@ -267,19 +238,6 @@ class TestT2IS:
         assert "adapter_fraction" not in json.loads((workspace / "tuned" / "settings.json").read_text())
         with pytest.raises(ValueError, match="begun with other settings: `adapter_fraction`"):
             script.main([*words, "--adapter_fraction", "1.0"])
-
-    @pytest.mark.slow
-    def test_an_adapter_that_has_changed(self, evaluated, workspace, options):
-        words = ["generate", *options["generate"], "--output_dir", str(workspace / "tuned"), "--adapter"]
-        script.main([*words, str(workspace / "adapter")])
-        weights = workspace / "adapter" / "adapter_model.safetensors"
-        before = weights.read_bytes()
-        try:
-            weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-            with pytest.raises(ValueError, match="begun with other settings: `adapter_weights`"):
-                script.main([*words, str(workspace / "adapter")])
-        finally:
-            weights.write_bytes(before)
 
     def test_other_prompts_than_were_drawn(self, evaluated, workspace, options, tmp_path):
         rows = [json.loads(line) for line in (workspace / "bench.jsonl").read_text().splitlines()]
@@ -405,25 +363,15 @@ class TestOptions:
 
 @pytest.mark.slow
 def test_two_processes_are_one(evaluated, workspace, options, tmp_path):
-    """Two processes draw and score what one does, and one goes on where two were."""
+    """Two processes draw and score what one does."""
     words = ["t2is", *options["generate"], *options["score"][2:], "--output_dir", tmp_path]
     command = ["-m", "paco_trl.commands.main", "evaluate", "images", *words, "--adapter", workspace / "adapter"]
     launching.check_run(command, config=launching.CPU_DDP, cwd=tmp_path)
-    folder, report = tmp_path / "base", tmp_path / "report"
-    parts = sorted(path.name for path in (folder / "scores").glob("consistency*.jsonl"))
-    assert len(parts) == 2  # both worked
-    results = json.loads((report / "results.json").read_text())
+    folder = tmp_path / "base"
+    assert len(list((folder / "scores").glob("consistency*.jsonl"))) == 2  # both worked
+    results = json.loads((tmp_path / "report" / "results.json").read_text())
     for system in range(2):
         assert means(results, system) == pytest.approx(means(evaluated, system), abs=1e-3)
-    # One goes on where two were: what the second had as its last is asked again
-    part = folder / "scores" / parts[1]
-    part.write_text("".join(line + "\n" for line in part.read_text().splitlines()[:-1]))
-    with pytest.raises(ValueError, match="1 of 3 .* have no scores"):
-        script.main(["report", *options["report"], "--base", str(folder), "--output_dir", str(report)])
-    script.main(["score", *options["score"], "--output_dir", str(folder)])
-    script.main(["report", *options["report"], "--base", str(folder), "--output_dir", str(report)])
-    again = json.loads((report / "results.json").read_text())
-    assert means(again) == pytest.approx(means(results), abs=1e-6)
     for path in sorted((workspace / "base" / "images").rglob("*.png")):
         other = folder / "images" / path.relative_to(workspace / "base" / "images")
         # Another process may round a product differently, which moves a pixel by 1

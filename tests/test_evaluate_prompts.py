@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import launching
 from paco_trl.commands import evaluate as script
-from paco_trl.data import demo_prompts_path, split_grid
+from paco_trl.data import demo_prompts_path
 from paco_trl.data.image_sets import PANEL_OPTIONS
 from paco_trl.hub.settings import ImageModelCard, save_settings
 from paco_trl.tiny import build_tiny_flux2_klein, build_tiny_flux_kontext
@@ -96,23 +96,6 @@ class TestSingles:
         assert sorted(keys, key=lambda key: page.index(f"<h3>{key} ")) == keys
         (markdown,) = [path.read_text() for path in singles[0].glob("*moved/results.md")]
         assert "redness_reward" in markdown
-
-    @pytest.mark.slow
-    def test_a_stopped_evaluation_resumes_to_the_same_results(self, singles, files, adapters, tiny_flux, tmp_path):
-        """Half of the images and a part of the scores are there."""
-        words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
-        words += ["--adapter", adapters["moved"]]
-        evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
-        written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
-        gone = sorted(path for path in written if "moved" in str(path))[2:]
-        for path in gone:
-            path.unlink()
-        (journal,) = (tmp_path / "out").glob("*moved/scores/*.jsonl")
-        journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:3]) + b'{"key": "1/')
-        resumed = evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
-        assert directory_of(resumed, "moved")["sets"] == directory_of(singles[1], "moved")["sets"]
-        again = {path: path.stat().st_mtime_ns for path in written}
-        assert {path for path in written if again[path] != written[path]} == set(gone)
 
 
 class TestRewards:
@@ -231,16 +214,3 @@ def test_sets_are_generated_as_in_the_training_run(adapters, files, tiny_flux, t
     with pytest.raises(ValueError, match="lines of a grid"):
         evaluate(*words, model=tiny_flux, folder=tmp_path / "refused", rewards=["layout"])
     assert not (tmp_path / "refused").exists()
-
-
-def test_the_first_image_of_a_set_is_the_source_of_the_others(tmp_path):
-    row = {"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs."]}
-    (tmp_path / "sets.jsonl").write_text(json.dumps(row))
-    words, model = ["--dataset_name", tmp_path / "sets.jsonl", "--height", 64, "--width", 64], tmp_path / "model"
-    build_tiny_flux2_klein(model)
-    sets = []
-    for way in ("independent", "anchored"):
-        evaluate(*words, "--panel_generation", way, model=model, folder=tmp_path / way)
-        with Image.open(tmp_path / way / "base/images/0/0.png") as image:
-            sets.append(split_grid(image, 1, 2))
-    assert [first.tobytes() == second.tobytes() for first, second in zip(*sets, strict=True)] == [True, False]

@@ -314,25 +314,18 @@ class TestEvaluateRankings:
         set_prompt = (
             "TWO-PANEL Images with a 1x2 grid layout a fox travels. All in ink. [LEFT]:It leaves. [RIGHT]:It arrives."
         )
-        dataset = rankings(2, prompt=[set_prompt, "A fox."])
+        dataset = rankings(3, prompt=[set_prompt, "A fox.", "A dog."]).add_column("theme", [None, None, "Ink."])
         asked = {}
         for template in ("theme", "plain", "criteria"):
             scorer = ColorScorer()
             evaluate_rankings(scorer, dataset, template=template)
             asked[template] = [prompt for _, prompts in scorer.calls for prompt in prompts]
         theme = "TWO-PANEL Images with a 1x2 grid layout a fox travels. All in ink."
-        assert asked["theme"] == [theme_question(theme)] * 4 + [theme_question("A fox.")] * 4
-        assert asked["plain"] == [plain_question()] * 8
-        texts = [[f"Ink in {index}.", f"Lines in {index}.", f"One fox in {index}."] for index in range(2)]
+        assert asked["theme"] == [theme_question(text) for text in (theme, "A fox.", "Ink.") for _ in range(4)]
+        assert [pair["prompt"][0]["content"] for pair in rankings_to_pairs(dataset)][::2] == asked["theme"][::4]
+        assert asked["plain"] == [plain_question()] * 12
+        texts = [[f"Ink in {index}.", f"Lines in {index}.", f"One fox in {index}."] for index in range(3)]
         assert asked["criteria"] == [criterion_question(text) for of_row in texts for _ in range(4) for text in of_row]
-
-    def test_a_theme_of_its_own_is_asked_about(self):
-        dataset = rankings(2).add_column("theme", ["Ink.", None])
-        scorer = ColorScorer()
-        evaluate_rankings(scorer, dataset)
-        asked = [prompt for _, prompts in scorer.calls for prompt in prompts]
-        assert asked == [theme_question("Ink.")] * 4 + [theme_question("A fox, number 0.")] * 4
-        assert [pair["prompt"][0]["content"] for pair in rankings_to_pairs(dataset)][::2] == asked[::4]
 
     def test_rows_that_are_no_ranking(self):
         scorer = ColorScorer()
@@ -580,30 +573,19 @@ class TestImagesOfRows:
             assert path.exists() == (len(scorer.calls) > 0) == (row > 0)
 
     def test_pixels_are_those_that_the_judge_sees(self, tmp_path, evaluate, make_scorer, dataset, columns):
-        rng = np.random.default_rng(1)
-        blocks = rng.integers(0, 256, (7, 7, 4), dtype=np.uint8).repeat(8, axis=0).repeat(8, axis=1)  # 56 x 56
-        grey = (blocks[..., 0].astype(np.uint16) << 8) + 7
-        turned = PILImage.fromarray(blocks[..., :3])
+        grey = np.random.default_rng(1).integers(0, 2**16, (56, 56), dtype=np.uint16)
+        turned = PILImage.fromarray(grey)
         exif = turned.getexif()
         exif[0x0112] = 6  # turned by a quarter
         turned.save(tmp_path / "turned.png", exif=exif)
-        for image in (
-            stored(PILImage.fromarray(blocks)),
-            stored(PILImage.fromarray(blocks).quantize(), tmp_path),
-            stored(PILImage.fromarray(grey), tmp_path, "16.png"),
-            stored(PILImage.fromarray(blocks[..., 0])),
-            {"bytes": None, "path": str(tmp_path / "turned.png")},
-        ):
+        for image in (stored(noise(1, mode="RGBA")), {"bytes": None, "path": str(tmp_path / "turned.png")}):
             scorer = make_scorer()
             evaluate(scorer, with_image(dataset, columns, image))
             seen = scorer.calls[-1][0][-1][0]
             # 56 x 56 pixels are full patches: the judge does not resize them
             expected = load_image(image, 14, "The image")
-            assert seen.mode == "RGB"
-            assert np.array_equal(np.asarray(seen), np.asarray(expected))
-            decoded = Image().decode_example(image)
-            differs = not np.array_equal(np.asarray(decoded.convert("RGB")), np.asarray(expected))
-            assert differs == (decoded.mode != "L")
+            assert seen.mode == "RGB" and np.array_equal(np.asarray(seen), np.asarray(expected))
+            assert not np.array_equal(np.asarray(Image().decode_example(image).convert("RGB")), np.asarray(expected))
 
 
 # A copy of this process, which has imported everything already
@@ -631,7 +613,9 @@ class TestResume:
         path = tmp_path / "scores.jsonl"
         process = FORK.Process(target=evaluate_rankings, args=(ColorScorer(delay=0.2), dataset, None, path, 8))
         process.start()
-        wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= 5 or not process.is_alive())
+        wait_until(
+            lambda: path.exists() and path.read_bytes().count(b"\n") >= 5 or not process.is_alive(), seconds=300
+        )
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL

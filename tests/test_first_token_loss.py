@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from paco_trl.trainer import first_token_weighted_loss
-from paco_trl.trainer.first_token_loss import first_token_weights, token_weights
+from paco_trl.trainer.first_token_loss import first_token_weights
 from testing_utils import closed_form
 
 
@@ -49,22 +49,6 @@ def test_closed_forms(starts, a, variant):
         others.append(closed_form([row[::-1] for row in rows], a, variant))
     for other in others:
         assert loss != pytest.approx(other, rel=1e-3)
-
-
-@pytest.mark.parametrize(("variant", "ratio"), [("paper", 11.0), ("released", 0.11)])
-def test_what_the_decision_weighs_beside_a_token_of_the_reasons(variant, ratio):
-    """n = 100, a = 0.1, from the gradients and from the weights."""
-    log_probs, mask = batch_of([100], [3], width=105)
-    log_probs.requires_grad_()
-    first_token_weighted_loss(log_probs, mask, 0.1, variant).backward()
-    gradient = -log_probs.grad[0]
-    assert (gradient[3] / gradient[4]).item() == pytest.approx(ratio, rel=1e-5)
-    assert gradient[4:103].tolist() == pytest.approx([gradient[4].item()] * 99)
-    assert gradient.count_nonzero() == 100
-    # The decision's share of one response's loss: a in the paper's, a / n in the released one
-    assert gradient[3].item() == pytest.approx(0.1 if variant == "paper" else 0.001, rel=1e-6)
-    first, others = token_weights(torch.tensor(100), 0.1, variant)
-    assert (first / others).item() == pytest.approx(ratio, rel=1e-5)
 
 
 @pytest.mark.parametrize("a", [0.1, None])

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from paco_trl.image_benchmarks.gedit_protocols import (
     read_published_answer,
     read_published_prompts,
 )
-from paco_trl.utils.chat import ChatEndpoint, EndpointUnavailableError
+from paco_trl.utils.chat import ChatEndpoint
 from paco_trl.utils.files import file_name
 from paco_trl.utils.stage_folder import StageFolder
 from test_generate_grids import Calls
@@ -274,21 +273,6 @@ class TestScoring:
         (only,), text = pictures_of(quality)
         assert only.tobytes() == second.tobytes() and text == QUALITY
 
-    def test_resuming_asks_only_what_is_left(self, server, prompts, tmp_path):
-        found = find_edits(plant(tmp_path), prompts)
-        server.fault = lambda number: "500" if number >= 9 else None
-        with pytest.raises(EndpointUnavailableError, match=server.url):
-            score_edits(server.endpoint(max_concurrency=1), prompts, found, tmp_path)
-        before = list(map(asked, server.requests))
-        assert len(before) == 10
-        server.fault = lambda number: None
-        scores = score_edits(server.endpoint(), prompts, found, tmp_path)
-        after = Counter(map(asked, server.requests[10:]))
-        assert len(after) == 15 and max(after.values()) == 1 and not after.keys() & set(before[:9])
-        assert all(scores[f"en/k{n}"] == pytest.approx(by_hand(n)) for n in range(6))
-        server.stop()  # nothing is left to ask
-        assert score_edits(server.endpoint(), prompts, found, tmp_path) == scores
-
     def test_an_edit_that_was_changed_after_scoring_is_scored_again(self, server, prompts, tmp_path):
         found = find_edits(plant(tmp_path), prompts)
         before = score_edits(server.endpoint(), prompts, found, tmp_path)
@@ -431,10 +415,6 @@ class TestResults:
         first, second = tables["By task type, Chinese: overall (judge writer)"]
         assert first["cells"][0]["mean"] == expected("overall", "cn", range(3))
         assert second["cells"][0]["count"] == second["difference"]["count"] == 2
-        first, _ = tables["By task type, English: semantic consistency (judge writer)"]
-        assert first["difference"]["mean"] == pytest.approx(
-            (1 + (0 - by_hand(1).semantic_consistency) + (by_hand(2, change=better)[0] - by_hand(2)[0])) / 3
-        )
 
     def test_missing_edits(self, prompts, systems, results):
         with pytest.raises(ValueError, match="1 of 12 sets lack images: en/k1"):
@@ -612,8 +592,3 @@ class TestPublishedProtocol:
         # Scores of the one protocol are none of the other
         with pytest.raises(ValueError, match="under the protocol 'default'"):
             gedit_results(prompts, [system], missing="zero")
-        server.say = say
-        score_edits(server.endpoint(), prompts, found, tmp_path)
-        ours = gedit_results(prompts, [system], missing="zero")
-        assert ours["protocol"] == "default" and ours["tables"][0]["rows"][2]["cells"][0]["count"] == 6
-        assert gedit_results(prompts, [system], missing="zero", protocol="published") == results

@@ -5,26 +5,22 @@ import subprocess
 import threading
 import time
 from operator import attrgetter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from PIL import Image, ImageStat
 from safetensors.torch import load_file
 
 import launching
 from judge_server import JudgeServer, LoopClock
-from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.data import make_pair, theme_question
-from paco_trl.rewards import ConsistencyReward
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.rewards import ConsistencyReward, redness_reward
 from paco_trl.rewards.runner import RewardError
-from paco_trl.rollout.prompt_rows import Completions
-from testing_utils import are_equal, logs_with, weights_of
+from paco_trl.utils.processes import end_training
+from testing_utils import LORA, SMALL_RUN, are_equal, logs_with, square_prompts, weights_of
 
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = {"num_inference_steps": 2, "sde_steps": [0], "gradient_checkpointing": False, "max_steps": 4}
 # A question that is asked again is counted, so that a busy machine must not be a reason
 PATIENT = {"timeout": 30.0, "time_budget": 120.0}
@@ -34,25 +30,6 @@ def redness(first: Image.Image, second: Image.Image, question: str) -> float:
     """Log-odds that are high for red images."""
     red, green, blue = np.mean([ImageStat.Stat(image.convert("RGB")).mean for image in (first, second)], axis=0)
     return (red - (green + blue) / 2) / 20
-
-
-def trainer_images(trainer) -> list[Image.Image]:
-    """Images of another round, drawn with the trained weights."""
-    drawn, draw = [], trainer.policy.generate
-
-    def keep(*args, **kwargs):
-        images, records = draw(*args, **kwargs)
-        drawn.extend(images)
-        return images, records
-
-    trainer.policy.generate = keep
-    trainer.rewards.add = lambda *args: None  # nothing is scored
-    fetched = trainer.prompt_encoder.fetch(trainer.train_rows, range(6), trainer.args.resolution_scale)
-    micro_batches = np.arange(48).reshape(6, 8)
-    completions = Completions(trainer.train_rows, list(range(6)), 8)
-    trainer._generate_round(99, micro_batches, completions, fetched, trainer.schedule.sde(99))
-    trainer.policy.generate = draw
-    return drawn
 
 
 @pytest.fixture
@@ -65,65 +42,20 @@ def consistency(server: JudgeServer, max_pairs: int = 1) -> ConsistencyReward:
     return ConsistencyReward(base_url=server.url, model="judge", max_pairs=max_pairs, **PATIENT)
 
 
-class TestLearning:
-    @pytest.fixture
-    def judge(self, tiny_qwen, tmp_path_factory) -> PaCoReward:
-        """A tiny judge that was trained to find red pictures consistent, and others not."""
-        rng, rows = np.random.default_rng(0), []
-        for index in range(320):
-            is_red = bool(index % 2)
-            tint = rng.uniform(10, 40) if is_red else rng.uniform(-30, 0)
-            images = []
-            for _ in range(2):
-                grey = rng.uniform(90, 160) + rng.normal(0, 12, (16, 16, 1))
-                colours = grey + np.array([tint, 0, -tint]) + rng.normal(0, 4, (16, 16, 3))
-                images.append(Image.fromarray(colours.clip(0, 255).astype(np.uint8)))
-            rows.append(make_pair(*images, theme_question("a theme"), is_red, None))
-        args = PaCoRewardConfig(
-            str(tmp_path_factory.mktemp("judge")), first_token_weight=None, learning_rate=5e-3, num_train_epochs=2,
-            per_device_train_batch_size=16, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
-            disable_tqdm=True,
-        )  # fmt: skip
-        trainer = PaCoRewardTrainer(str(tiny_qwen), args, Dataset.from_list(rows))
-        trainer.train()
-        judge = PaCoReward(trainer.model, trainer.processing_class)
-        red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("#96826e", "#6e8296"))
-        (yes, no) = judge.score([(red, red), (blue, blue)], theme_question("a theme"))
-        assert yes > 0.7 > 0.3 > no
-        return judge
-
-    @pytest.mark.slow
-    def test_a_trained_judge_through_http_is_learned_from(self, make_trainer, judge):
-        lock, question = threading.Lock(), theme_question("a theme")
-        rises = {}
-        for sign in (1, -1):  # the twin: a judge that says the opposite
-
-            def log_odds(first, second, question, sign=sign):
-                with lock:
-                    (probability,) = judge.score([(first, second)], question)
-                return sign * float(np.log(probability) - np.log1p(-probability))
-
-            with JudgeServer(log_odds) as server:
-                trainer = make_trainer(
-                    reward_funcs=consistency(server), max_steps=20, num_generations=8, num_prompts_per_generation=6,
-                    per_device_train_batch_size=8, gradient_checkpointing=False, epsilon=1e-3,
-                )  # fmt: skip
-                trainer.train()
-            assert set(logs_with(trainer, "rewards/consistency/failure_rate")) == {0.0}
-            assert len(server.requests) == 10 * 48 + 1  # one question for each image, and that of the check
-            after = trainer_images(trainer)
-            with trainer.model.disable_adapter():
-                before = trainer_images(trainer)  # of the same noise
-            scores = [
-                judge.score([(image.crop((0, 0, 16, 16)), image.crop((16, 16, 32, 32))) for image in images], question)
-                for images in (before, after)
-            ]
-            assert 0.1 < np.mean(scores[0]) < 0.9  # not saturated: there is something to learn
-            rises[sign] = np.subtract(*scores[::-1])
-        for sign, rise in rises.items():
-            assert len(rise) == 48
-            assert sign * rise.mean() > 0.1
-            assert sign * rise.mean() > 3 * rise.std() / 48**0.5
+@pytest.mark.slow
+def test_the_images_follow_a_judge_over_http(make_trainer):
+    settings = {"max_steps": 32, "num_generations": 8, "num_prompts_per_generation": 6, "epsilon": 1e-3}
+    settings |= {"per_device_train_batch_size": 8, "gradient_checkpointing": False, "learning_rate": 2e-2}
+    for sign in (1, -1):  # the twin: a judge that says the opposite
+        with JudgeServer(lambda *asked, sign=sign: sign * redness(*asked)) as server:
+            trainer = make_trainer(
+                reward_funcs=[consistency(server), redness_reward], reward_weights=[1.0, 0.0], **settings
+            )
+            trainer.train()
+        assert set(logs_with(trainer, "rewards/consistency/failure_rate")) == {0.0}
+        assert len(server.requests) == 16 * 48 + 1  # one question for each image, and that of the check
+        means = logs_with(trainer, "rewards/redness_reward/mean")
+        assert sign * (means[-1] - means[0]) > 3 * logs_with(trainer, "rewards/redness_reward/std")[0] > 0
 
 
 class TestOverlap:
@@ -255,41 +187,23 @@ def test_images_that_are_no_numbers(make_trainer, layer, value, message):
         trainer.train()
 
 
-SCRIPT = """
-import sys
-from peft import LoraConfig
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
-from paco_trl.data import demo_prompts_path, load_image_set_prompts
-from paco_trl.rewards import ConsistencyReward
-from paco_trl.utils.processes import end_training
-
-model, url, output_dir, resume = sys.argv[1:]
-prompts = load_image_set_prompts(demo_prompts_path()).filter(lambda row: row["rows"] == row["cols"] == 2)
-trainer = PaCoGRPOTrainer(
-    model=model,
-    reward_funcs=ConsistencyReward(base_url=url, model="judge", timeout=1.0, time_budget=3.0),
-    args=PaCoGRPOConfig(
-        output_dir, use_cpu=True, bf16=False, height=64, width=64, num_generations=4, num_prompts_per_generation=4,
-        per_device_train_batch_size=2, num_inference_steps=4, max_steps=4, learning_rate=1e-2, report_to="none",
-        save_strategy="no", log_completions=False, plot_curves=False, disable_tqdm=True, gradient_checkpointing=False, ddp_backend="gloo",
-    ),
-    train_dataset=prompts.remove_columns(["height", "width"]),
-    peft_config=LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
-)
-trainer.train(resume_from_checkpoint=resume == "resume")
-end_training(trainer.accelerator)
-"""
+def train(model: str, url: str, output_dir: str, resume: str) -> None:
+    """In a process of its own."""
+    settings = {**SMALL_RUN, "max_steps": 4, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
+    reward = ConsistencyReward(base_url=url, model="judge", timeout=1.0, time_budget=3.0)
+    args = PaCoGRPOConfig(output_dir, ddp_backend="gloo", **settings)
+    trainer = PaCoGRPOTrainer(model, reward, args, square_prompts(), peft_config=LORA)
+    trainer.train(resume_from_checkpoint=resume == "resume")
+    end_training(trainer.accelerator)
 
 
 @pytest.mark.slow
 class TestTwoProcesses:
     def test_both_stop_and_both_go_on(self, tiny_flux, server, tmp_path):
-        (tmp_path / "script.py").write_text(SCRIPT)
-        config = launching.CPU_DDP
-
         def run(*options: str) -> subprocess.CompletedProcess:
-            command = [tmp_path / "script.py", tiny_flux, server.url, tmp_path / "out", *options]
-            return launching.run(command, config=config)
+            code = "import sys; from test_judge_training import train; train(*sys.argv[1:])"
+            command = ["-c", code, tiny_flux, server.url, tmp_path / "out", *options]
+            return launching.run(command, config=launching.CPU_DDP)
 
         # One process is refused in the second round, by one question that gets no answer; the other is served
         refused = []

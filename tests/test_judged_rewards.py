@@ -11,14 +11,13 @@ import pytest
 from PIL import Image
 
 from judge_server import JudgeServer, pictures_of
-from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, edit_following_question, theme_question
 from paco_trl.data.columns import criteria_list
 from paco_trl.data.questions import edit_consistency_question, reference_question
 from paco_trl.rewards import ConsistencyReward, EditReward, ReferenceReward, ServedJudge
 from paco_trl.rewards.judge_rewards import chosen_pairs
 from paco_trl.rewards.runner import RewardRunner
-from testing_utils import noise, plain
+from testing_utils import plain
 
 
 # In a theme: the judge has no answer
@@ -55,15 +54,6 @@ class FormulaJudge:
         ]
 
 
-class LeastConsistent(ConsistencyReward):
-    """A user's own: the worst pair counts."""
-
-    __name__ = "least_consistent"
-
-    def _combine(self, questions, scores):
-        return min(scores)
-
-
 SETS = [[plain(10), plain(200)], [plain(40), plain(90), plain(5), plain(140)], [plain(70), plain(30), plain(77)]]
 THEMES = [THEME, "a cat in the rain", "three ships"]
 PROMPTS = ["first", "second", "third"]
@@ -95,11 +85,6 @@ def close(expected):
     return pytest.approx(expected, abs=1e-9)
 
 
-@pytest.fixture(scope="module")
-def tiny_judge(tiny_qwen):
-    return PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32")
-
-
 @pytest.fixture
 def judge():
     return FormulaJudge()
@@ -125,23 +110,10 @@ def any_judge(request, judge):
 
 
 class TestConsistency:
-    def test_is_the_mean_over_the_pairs(self, tiny_judge):
-        sets = [[noise(seed, (56 + 28 * (seed % 3), 56)) for seed in seeds] for seeds in ((0, 1), (2, 3, 4, 5))]
-        questions = [theme_question(theme) for theme in THEMES[:2]]
-        pairs = [tiny_judge.score(list(combinations(s, 2)), q) for s, q in zip(sets, questions, strict=True)]
-        assert [len(scores) for scores in pairs] == [1, 6] and np.std(pairs[1]) > 1e-3
-        rewards = call(ConsistencyReward(tiny_judge), sets)
-        assert rewards == pytest.approx([np.mean(scores) for scores in pairs], abs=1e-6)
-        # Twin: the order of the panels, and the theme
-        assert rewards != pytest.approx(call(ConsistencyReward(tiny_judge), [s[::-1] for s in sets]), abs=1e-4)
-        assert rewards != pytest.approx(call(ConsistencyReward(tiny_judge), sets, theme=THEMES[1:]), abs=1e-4)
-
-    def test_symmetric(self, tiny_judge):
-        panels = [noise(seed) for seed in range(3)]
-        there, back = (tiny_judge.score_sets([order], theme_question(THEME))[0] for order in (panels, panels[::-1]))
-        assert abs(there - back) > 1e-4
-        reward = ConsistencyReward(tiny_judge, symmetric=True)
-        assert call(reward, [panels], theme=[THEME]) == pytest.approx([(there + back) / 2], abs=1e-6)
+    def test_symmetric(self, judge):
+        there, back = (mean_over_pairs(score_of, order, theme_question(THEME)) for order in (SETS[1], SETS[1][::-1]))
+        assert abs(there - back) > 1e-3
+        assert call(ConsistencyReward(judge, symmetric=True), [SETS[1]], theme=[THEME]) == close([(there + back) / 2])
 
     def test_any_judge(self, any_judge):
         rewards = call(ConsistencyReward(any_judge))
@@ -185,18 +157,17 @@ class TestConsistency:
         assert None not in alone
 
 
-class TestServed:
-    @pytest.mark.parametrize("reward_class", [ConsistencyReward, LeastConsistent, EditReward])
-    def test_is_a_coroutine_function_and_the_other_is_not(self, server, judge, served_judge, reward_class):
-        by_url = reward_class(base_url=server.url, model="judge")
-        assert len(server.requests) == 1  # it was checked
-        by_judge = reward_class(served_judge)
-        inner = reward_class(judge)
-        for reward, is_async in ((by_url, True), (by_judge, True), (inner, False)):
-            rewards = RewardRunner(reward)
-            assert rewards.is_async == [is_async] and type(reward) is reward_class
-            assert rewards.names == [reward_class.__dict__["__name__"]]
-        by_url.judge.close()
+def test_a_served_judge_makes_a_reward_asynchronous(server, judge, served_judge):
+    by_url = ConsistencyReward(base_url=server.url, model="judge")
+    assert len(server.requests) == 1  # it was checked
+    for reward, is_async in (
+        (by_url, True),
+        (ConsistencyReward(served_judge), True),
+        (ConsistencyReward(judge), False),
+    ):
+        rewards = RewardRunner(reward)
+        assert rewards.is_async == [is_async] and rewards.names == ["consistency"]
+    by_url.judge.close()
 
 
 class TestEdit:

@@ -117,30 +117,26 @@ def expected(reference, pairs, questions):
 
 
 class TestScore:
-    def test_is_that_of_the_usage_example(self, judge, pairs, questions, expected, reference):
-        scores = judge.score(pairs, questions)
-        assert judge._takes_encoded_images
-        assert scores == close(expected)
-        assert all(isinstance(score, float) and 0 < score < 1 for score in scores)
-        # Twin: the question is seen
-        assert judge.score(pairs, questions[::-1]) != close(expected, 1e-3)
-
     def test_a_batch_has_questions(self, judge):
         for batch_size in (0, -1):
             with pytest.raises(ValueError, match=f"`batch_size` is {batch_size}; it must be at least 1"):
                 PaCoReward(judge.model, judge.processor, batch_size=batch_size)
 
     @pytest.mark.parametrize(("batch_size", "encoded"), [(1, True), (8, True), (3, False)])
-    def test_does_not_depend_on_batch_mates(self, judge, pairs, questions, expected, batch_size, encoded, monkeypatch):
+    def test_is_that_of_the_usage_example(self, judge, pairs, questions, expected, batch_size, encoded, monkeypatch):
         other = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+        assert other._takes_encoded_images
         monkeypatch.setattr(other, "_takes_encoded_images", encoded)
         with calls_of(judge.model) as calls:
-            assert other.score(pairs, questions) == close(expected)
+            scores = other.score(pairs, questions)
+        assert scores == close(expected) and all(isinstance(score, float) for score in scores)
         assert all(("pixel_values" in kwargs) != encoded for kwargs in calls)
         rows = [len(kwargs["input_ids"]) for kwargs in calls]
         assert sum(rows) == 7 and len(rows) == -(-7 // batch_size) and max(rows) == min(batch_size, 7)
-        # The mates did have an effect to be kept out: rows are padded
+        # Batch mates did have an effect to be kept out: rows are padded
         assert batch_size == 1 or any(not kwargs["attention_mask"].all() for kwargs in calls)
+        # Twin: the question is seen
+        assert other.score(pairs, questions[::-1]) != close(expected, 1e-3)
 
     def test_surrounding_autocast_does_not_change_the_scores(self, judge, pairs, questions):
         scores = judge.score(pairs, questions)
@@ -177,25 +173,6 @@ def single():
     images = [noise(seed, size, mode) for seed, (size, mode) in enumerate(zip(sizes, modes, strict=True))]
     texts = ["a fox", "a red fox in deep snow, in the style of a woodcut", "snow"]
     return [images[index % 4] for index in range(9)], [shows_question(texts[index % 3]) for index in range(9)]
-
-
-class TestScoreImages:
-    """Questions about one image each."""
-
-    @pytest.fixture(scope="class")
-    def expected_single(self, reference, single):
-        scores = usages(*reference, [(image,) for image in single[0]], single[1])
-        assert spread(scores) > 1e-4 and max(scores) - min(scores) > 0.02
-        return scores
-
-    @pytest.mark.parametrize(("batch_size", "encoded"), [(2, True), (16, True), (4, False)])
-    def test_is_that_of_the_usage_example(self, judge, single, expected_single, batch_size, encoded, monkeypatch):
-        other = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
-        monkeypatch.setattr(other, "_takes_encoded_images", encoded)
-        images, questions = single
-        scores = other.score_images(images, questions)
-        assert scores == close(expected_single) and all(isinstance(score, float) for score in scores)
-        assert other.score_images(images[::-1], questions[::-1]) == close(expected_single[::-1])
 
 
 class TestImagesOfACall:
@@ -478,23 +455,16 @@ class TestFromPretrained:
     @pytest.mark.parametrize(
         ("rename", "config", "message"),
         [
-            (lambda name: name.replace("layers.1.", "layers.7."), {}, "does not fit.*missing"),
             (lambda name: name.replace("lora_B", "lora_C"), {}, "does not fit.*missing"),
             # Layers of the file that the configuration does not name: no adapter of anybody's
             (str, {"target_modules": r".*language_model.*\.q_proj"}, "does not fit"),
             (str, {"base_model_name_or_path": None}, "base_model_name_or_path"),
         ],
-        ids=["a layer", "a matrix", "no place", "no base"],
+        ids=["a matrix", "no place", "no base"],
     )
     def test_an_adapter_that_does_not_fit(self, edited, rename, config, message):
         with pytest.raises(ValueError, match=message):
             PaCoReward.from_pretrained(edited(rename, **config), device="cpu")
-
-    def test_an_adapter_with_the_layers_names_of_older_versions(self, edited, pairs, questions, expected_adapted):
-        """Before transformers 4.52 the language model's layers were `model.layers`."""
-        folder = edited(lambda name: name.replace("model.language_model.layers", "model.layers"))
-        judge = PaCoReward.from_pretrained(folder, device="cpu")
-        assert judge.score(pairs, questions) == close(expected_adapted)
 
     @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
     def test_is_complete_while_a_zero3_config_is_live(
@@ -571,9 +541,9 @@ def test_code_is_run_only_when_asked_for(tiny_qwen, tmp_path, monkeypatch, pairs
 
 
 class TestOtherModels:
-    @pytest.mark.parametrize("name", [*OTHER_JUDGES, INDEPENDENT_JUDGE])
+    @pytest.mark.parametrize("name", ["qwen2.5", *OTHER_JUDGES, INDEPENDENT_JUDGE])
     def test_scores_are_those_of_the_usage_example(self, reference, pairs, questions, shared, single, name):
-        model, processor = build_other_judge(name, reference[1])
+        model, processor = reference if name == "qwen2.5" else build_other_judge(name, reference[1])
         judge = PaCoReward(model, processor, name=name, batch_size=3)
         expected = usages(model, processor, pairs, questions)
         assert max(expected) - min(expected) > 0.05

@@ -14,7 +14,6 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from peft import LoraConfig, PeftModel, get_peft_model
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -175,11 +174,7 @@ class TestJudge:
             PaCoReward.from_pretrained(folder, device="cpu")
 
 
-FAMILIES = {
-    "flux": tiny.build_tiny_flux,
-    "kontext": tiny.build_tiny_flux_kontext,
-    "qwen-image-edit": tiny.build_tiny_qwen_image_edit,
-}
+FAMILIES = {"flux": tiny.build_tiny_flux, "qwen-image-edit": tiny.build_tiny_qwen_image_edit}
 
 
 @torch.no_grad()
@@ -197,8 +192,6 @@ def generate(pipeline, family: str) -> np.ndarray:
         ).sample
         return (1000 * output).round().numpy()
     arguments = {"height": 32, "width": 32, "num_inference_steps": 2, "generator": generator}
-    if family == "kontext":
-        arguments |= {"image": Image.new("RGB", (64, 64), "#fa961e"), "max_area": 32 * 32, "_auto_resize": False}
     image = pipeline(prompt="a red fox", max_sequence_length=32, **arguments).images[0]
     return np.asarray(image, dtype=np.int16)
 

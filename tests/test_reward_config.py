@@ -5,7 +5,7 @@ import dataclasses
 import math
 
 import pytest
-from trl import SFTConfig, TrlParser
+from trl import SFTConfig
 
 from paco_trl import PaCoRewardConfig
 from paco_trl.trainer.config_utils import REFUSED_SFT_FIELDS
@@ -80,22 +80,6 @@ class TestRefusedFields:
             make(**{name: value})
         # Twin: TRL's default passes when it is set
         make(**{name: default_of(FIELDS[name])})
-
-
-def test_values_of_the_command_line(tmp_path):
-    options = (
-        "--first_token_weight 0.3 --loss_variant released --max_pixels 1000 --max_length 77 "
-        "--learning_rate 1e-3 --lr_scheduler_type linear --warmup_steps 3 --num_train_epochs 1.5 "
-        "--per_device_train_batch_size 2 --dataloader_num_workers 3 --ddp_find_unused_parameters true "
-        "--enable_jit_checkpoint false --jit_checkpoint_signals SIGUSR2"
-    ).split()
-    words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", *options]
-    (config,) = TrlParser(PaCoRewardConfig).parse_args_and_config(words)
-    assert (config.first_token_weight, config.max_length, config.warmup_steps) == (0.3, 77, 3)
-    assert config.dataloader_num_workers == 3 and config.ddp_find_unused_parameters is True
-    assert all(getattr(config, name) != default_of(FIELDS[name]) for name in OWN_FIELDS)
-    with pytest.raises(ValueError, match="`packing` is set to True"):
-        TrlParser(PaCoRewardConfig).parse_args_and_config([*words, "--packing"])
 
 
 @pytest.mark.parametrize(

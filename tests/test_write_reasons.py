@@ -234,11 +234,6 @@ def test_a_server_that_goes_down_loses_nothing(server, pairs, tmp_path):
     server.fault = lambda number: None
     resumed = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "cut"), max_attempts=2)
     assert plain(resumed) == plain(whole) and len(server.requests) == total - kept
-    # What is settled needs no server
-    server.stop()
-    folder = StageFolder(tmp_path / "cut")
-    folder.clear()
-    assert plain(write_reasons(pairs, server.endpoint(), folder, max_attempts=2)) == plain(whole)
 
 
 def test_pairs_that_cannot_be_used(server, pairs, tmp_path):

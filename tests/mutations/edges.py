@@ -139,11 +139,11 @@ REWARDS = [
         ),
         ("sorted(weights.keys() ^ expected.keys()):", "sorted(expected.keys() - weights.keys()):"),
         ("sorted(weights.keys() ^ expected.keys()):", "sorted(weights.keys() - expected.keys()):"),
-        ('_OLD_LAYERS = {r"^model\\.(?=layers|norm|embed_tokens)": "model.language_model.", ', "_OLD_LAYERS = {"),
     ),
     *_mutants(
         "rewards/paco_reward.py",
-        "test_published_layouts.py::TestJudge::test_merged_model_with_a_weight_missing",
+        "test_published_layouts.py::TestJudge",
+        ('_OLD_LAYERS = {r"^model\\.(?=layers|norm|embed_tokens)": "model.language_model.", ', "_OLD_LAYERS = {"),
         ("            _check_loading(base, info)\n", ""),
         ('for kind in ("missing", "unexpected", "mismatched")}', 'for kind in ("unexpected", "mismatched")}'),
     ),
@@ -608,7 +608,7 @@ EVALUATION = [
     ),
     *_mutants(
         "evaluation/aesthetics.py",
-        "test_aesthetics.py",
+        "test_clip_rewards.py::test_a_score_is_a_tenth_of_the_rating test_clip_rewards.py::test_pickles_are_refused",
         (".squeeze(-1) / 10)", ".squeeze(-1))"),
         ('if path.suffix != ".safetensors":', "if False:"),
         ("torch.zeros(rows) if bias is None else bias.float()", "torch.zeros(rows)"),
