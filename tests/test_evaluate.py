@@ -192,17 +192,13 @@ class TestHybridInference:
 
 
 class TestMetrics:
-    @pytest.fixture
-    def evaluated(self, make, tmp_path):
-        """Metrics of a trained model with two rewards, two images of each of three prompts; and what is in the file."""
+    def test_means_and_intervals_are_those_of_the_images(self, make, tmp_path):
+        """Of a trained model with two rewards, two images of each of three prompts."""
         rewards = [redness_reward, panel_similarity_reward]
         trainer = make(eval_reward_funcs=rewards, num_generations_eval=2, log_completions=True, learning_rate=0.1)
         trainer.train()
         metrics = trainer.evaluate()
-        return metrics, jsonl(tmp_path / "out" / "contact_sheets" / "eval_step_000002.jsonl")
-
-    def test_means_and_intervals_are_those_of_the_images(self, evaluated):
-        metrics, entries = evaluated
+        entries = jsonl(tmp_path / "out" / "contact_sheets" / "eval_step_000002.jsonl")
         assert len(entries) == 6
         groups = [entry["prompt"] for entry in entries]
         assert len(set(groups)) == 3

@@ -208,12 +208,26 @@ class TestT2IS:
             script.main([*words, "--output_dir", str(tmp_path), *changed])
         assert not list(tmp_path.rglob("*.png"))
 
-    def test_the_directory_of_another_adapter_is_found_before(self, evaluated, workspace, options, tmp_path):
+    def test_the_directory_of_an_adapter_that_has_changed_is_found_before(
+        self, evaluated, workspace, options, tmp_path
+    ):
         shutil.copytree(workspace / "tuned", tmp_path / "tuned")
-        other = make_adapter(tmp_path / "adapter", options["generate"][3], 1)  # of the same name
-        words = ["images", "t2is", *options["generate"], *options["score"][2:], "--adapter", str(other)]
-        with pytest.raises(ValueError, match="begun with other settings: `adapter_weights`"):
-            script.main([*words, "--output_dir", str(tmp_path)])
+        words = [
+            "images",
+            "t2is",
+            *options["generate"],
+            *options["score"][2:],
+            "--adapter",
+            str(workspace / "adapter"),
+        ]
+        weights = workspace / "adapter" / "adapter_model.safetensors"
+        before = weights.read_bytes()
+        try:
+            weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+            with pytest.raises(ValueError, match="begun with other settings: `adapter_weights`"):
+                script.main([*words, "--output_dir", str(tmp_path)])
+        finally:
+            weights.write_bytes(before)
         assert not list((tmp_path / "base").rglob("*.png"))
 
     def test_the_wrong_way_around(self, evaluated, workspace, options, tmp_path):

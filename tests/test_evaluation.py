@@ -532,55 +532,40 @@ class TestEvaluateEditReward:
         assert scorer.calls == []
 
 
-def stored(image, folder=None, name="a.png", content=None):
-    """An image as a dataset stores it, in a file of the folder or embedded; `content` takes the place of its bytes."""
-    content = png(image) if content is None else content
-    if folder is None:
-        return {"bytes": content, "path": name}
-    (folder / name).write_bytes(content)
-    return {"bytes": None, "path": str(folder / name)}
-
-
-def with_image(dataset, columns, image, row=2, place=None):
-    """The dataset with one of its images replaced: that of the first column, or one of the second's."""
-    single, several = columns
-    rows = list(dataset)
+def with_image(image, row=2, place=None):
+    """Edits with one of the images replaced: the input of a row, or one of its outputs."""
+    rows = list(edits(EDIT_ROWS[:3]))
     if place is None:
-        rows[row][single] = image
+        rows[row]["input_image"] = image
     else:
-        rows[row][several][place] = image
-    return Dataset.from_list(rows, features=dataset.features)
+        rows[row]["output_images"][place] = image
+    return Dataset.from_list(rows, features=EDIT_FEATURES)
 
 
-PNG = png(noise(0))
-EVALUATIONS = [
-    (evaluate_rankings, ColorScorer, rankings(3), ("reference", "candidates")),
-    (evaluate_edit_reward, EditScorer, edits(EDIT_ROWS[:3]), ("input_image", "output_images")),
-]
-
-
-@pytest.mark.parametrize(("evaluate", "make_scorer", "dataset", "columns"), EVALUATIONS, ids=["rankings", "edits"])
 class TestImagesOfRows:
-    def test_one_that_cannot_be_read_is_named(self, tmp_path, evaluate, make_scorer, dataset, columns):
+    def test_one_that_cannot_be_read_is_named(self, tmp_path):
+        file = tmp_path / "an image.png"
+        file.write_bytes(png(noise(0))[:-100])
         # The first row is also read for the fingerprint
-        for row, place, folder, content in ((0, None, tmp_path, PNG[:-100]), (2, 1, None, b"<html>")):
-            path, scorer = tmp_path / f"{row}.jsonl", make_scorer()
-            name = columns[0] if place is None else rf"{columns[1]}\[1\]"
-            broken = with_image(dataset, columns, stored(noise(0), folder, "an image.png", content), row, place)
+        for row, place, name, image in (
+            (0, None, "input_image", {"bytes": None, "path": str(file)}),
+            (2, 1, r"output_images\[1\]", {"bytes": b"<html>", "path": "an image.png"}),
+        ):
+            path, scorer = tmp_path / f"{row}.jsonl", EditScorer()
             with pytest.raises(ValueError, match=rf"^`{name}` of row {row} \(.*an image.png\).*Error"):
-                evaluate(scorer, broken, output_path=path, batch_size=4)
+                evaluate_edit_reward(scorer, with_image(image, row, place), output_path=path, batch_size=4)
             # What came before is kept
             assert path.exists() == (len(scorer.calls) > 0) == (row > 0)
 
-    def test_pixels_are_those_that_the_judge_sees(self, tmp_path, evaluate, make_scorer, dataset, columns):
-        grey = np.random.default_rng(1).integers(0, 2**16, (56, 56), dtype=np.uint16)
-        turned = PILImage.fromarray(grey)
+    def test_pixels_are_those_that_the_judge_sees(self, tmp_path):
+        turned = PILImage.fromarray(np.random.default_rng(1).integers(0, 2**16, (56, 56), dtype=np.uint16))
         exif = turned.getexif()
         exif[0x0112] = 6  # turned by a quarter
         turned.save(tmp_path / "turned.png", exif=exif)
-        for image in (stored(noise(1, mode="RGBA")), {"bytes": None, "path": str(tmp_path / "turned.png")}):
-            scorer = make_scorer()
-            evaluate(scorer, with_image(dataset, columns, image))
+        transparent = png(noise(1, mode="RGBA"))
+        for image in ({"bytes": transparent, "path": None}, {"bytes": None, "path": str(tmp_path / "turned.png")}):
+            scorer = EditScorer()
+            evaluate_edit_reward(scorer, with_image(image))
             seen = scorer.calls[-1][0][-1][0]
             # 56 x 56 pixels are full patches: the judge does not resize them
             expected = load_image(image, 14, "The image")

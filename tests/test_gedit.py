@@ -36,6 +36,7 @@ from paco_trl.utils.chat import ChatEndpoint
 from paco_trl.utils.files import file_name
 from paco_trl.utils.stage_folder import StageFolder
 from test_generate_grids import Calls
+from testing_utils import noise
 
 
 # ---- Reading answers ----
@@ -67,11 +68,6 @@ def test_answers(text, scores):
 # ---- Generation ----
 
 
-def noise_image(width: int, height: int, seed: int) -> Image.Image:
-    coarse = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-
-
 def edits_of(rows: list[dict], **features) -> Dataset:
     kinds = {"id": Value("string"), "prompt": Value("string"), "image": ImageFeature(), "language": Value("string")}
     kinds |= {"task_type": Value("string"), "intersection": Value("bool"), **features}
@@ -79,9 +75,9 @@ def edits_of(rows: list[dict], **features) -> Dataset:
 
 
 EDITS = [
-    {"id": "a/1", "prompt": "Add a red hat.", "language": "en", "image": noise_image(96, 64, 0)},
-    {"id": "a/1", "prompt": "加一顶红帽子。", "language": "cn", "image": noise_image(96, 64, 0)},
-    {"id": "b", "prompt": "Make it night.", "language": "en", "image": noise_image(64, 96, 1)},
+    {"id": "a/1", "prompt": "Add a red hat.", "language": "en", "image": noise(0, (96, 64))},
+    {"id": "a/1", "prompt": "加一顶红帽子。", "language": "cn", "image": noise(0, (96, 64))},
+    {"id": "b", "prompt": "Make it night.", "language": "en", "image": noise(1, (64, 96))},
 ]
 
 
@@ -510,7 +506,7 @@ class TestPublishedProtocol:
             read_published_prompts(tmp_path)
 
     def test_what_the_judge_is_sent(self, server, gedit_repo, tmp_path):
-        source, edited = noise_image(90, 30, 0), noise_image(50, 100, 1).convert("RGBA")
+        source, edited = noise(0, (90, 30)), noise(1, (50, 100)).convert("RGBA")
         edited.putalpha(100)
         edited.save(tmp_path / "k.png")
         prompts = edits_of([{"id": "k", "prompt": "Do {it}.", "image": source}])

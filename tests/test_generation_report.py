@@ -320,8 +320,6 @@ def card(tmp_path) -> Path:
     """A card with results on another dataset, and a place for results."""
     text = """---
 base_model: black-forest-labs/FLUX.1-dev
-license: other
-pipeline_tag: text-to-image
 model-index:
 - name: fox-lora
   results:
@@ -342,10 +340,6 @@ tags: [lora]
 # fox-lora
 
 <!-- results -->
-
-## Training
-
-Long ago.
 """
     path = tmp_path / "fox-lora" / "README.md"
     path.parent.mkdir()

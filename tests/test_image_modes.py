@@ -109,11 +109,8 @@ class TestSixteenBits:
 
 
 class TestLoadImage:
-    def test_sixteen_bits_are_no_longer_white(self):
-        values = np.linspace(0, 65535, 56 * 56).astype(np.uint16).reshape(56, 56)
-        loaded = np.asarray(load_image(Image.fromarray(values), 14, ""))
-        assert np.array_equal(loaded[..., 0], np.rint(values / 257))
-        with pytest.raises(ValueError, match="Here .nothing.png. cannot be read"):
+    def test_a_file_that_is_not_there_is_named(self):
+        with pytest.raises(ValueError, match="Here cannot be read .nothing.png"):
             load_image("nothing.png", 14, "Here")
 
     @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "CMYK"])

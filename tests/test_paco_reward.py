@@ -217,15 +217,6 @@ def shared():
 class TestSharedBeginnings:
     """Pairs of a batch with the same first image: the language model reads what they begin with once."""
 
-    @pytest.fixture(scope="class")
-    def all_questions(self, reference, shared):
-        """Each pair with each question, and the scores of the usage example."""
-        pairs = [pair for pair in shared[0] for _ in QUESTIONS]
-        questions = QUESTIONS * len(shared[0])
-        expected = usages(*reference, pairs, questions)
-        assert spread(expected) > 1e-5
-        return pairs, questions, expected
-
     def test_of_several_questions_about_each_pair(self, judge, reference):
         """Two levels: the first image, and both. Tokens in closed form."""
         panels = [noise(seed) for seed in range(4)]
@@ -248,17 +239,21 @@ class TestSharedBeginnings:
         (whole,) = {length for _, length in rows_of_copies}
         assert rows == [(3, first), (6, second), (18, whole - first - second)]
 
-    @pytest.mark.parametrize("batch_size", [5, 40])
-    def test_of_questions_and_images_of_different_sizes(self, judge, all_questions, batch_size):
-        pairs, questions, expected = all_questions
-        judge = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+    def test_of_questions_and_images_of_different_sizes(self, judge, reference, shared):
+        """Each pair with each question, in any order."""
+        pairs = [pair for pair in shared[0] for _ in QUESTIONS]
+        questions = QUESTIONS * len(shared[0])
+        expected = usages(*reference, pairs, questions)
+        assert spread(expected) > 1e-5
         order = np.random.default_rng(0).permutation(len(pairs)).tolist()
-        with calls_of(judge.model) as calls:
-            scores = judge.score([pairs[index] for index in order], [questions[index] for index in order])
-        assert scores == close([expected[index] for index in order])
-        # What is not shared comes behind a cache, with padding that the mask leaves out
-        assert all("past_key_values" in kwargs for kwargs in calls) and len(calls) == -(-24 // batch_size)
-        assert any(not kwargs["attention_mask"].all() for kwargs in calls)
+        for batch_size in (5, 40):
+            other = PaCoReward(judge.model, judge.processor, batch_size=batch_size)
+            with calls_of(judge.model) as calls:
+                scores = other.score([pairs[index] for index in order], [questions[index] for index in order])
+            assert scores == close([expected[index] for index in order])
+            # What is not shared comes behind a cache, with padding that the mask leaves out
+            assert all("past_key_values" in kwargs for kwargs in calls) and len(calls) == -(-24 // batch_size)
+            assert any(not kwargs["attention_mask"].all() for kwargs in calls)
 
 
 class TestOrderForSharing:
@@ -368,15 +363,10 @@ def adapter(tiny_qwen, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def peft_model(tiny_qwen, adapter):
-    """The adapter as PEFT loads it."""
+def expected_adapted(tiny_qwen, adapter, reference, pairs, questions, expected):
+    """Scores of the adapter as PEFT loads it."""
     model = AutoModelForImageTextToText.from_pretrained(tiny_qwen, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, adapter).eval()
-
-
-@pytest.fixture(scope="module")
-def expected_adapted(peft_model, reference, pairs, questions, expected):
-    scores = usages(peft_model, reference[1], pairs, questions)
+    scores = usages(PeftModel.from_pretrained(model, adapter).eval(), reference[1], pairs, questions)
     assert min(abs(a - b) for a, b in zip(scores, expected, strict=True)) > 1e-3  # the adapter has an effect
     return scores
 

@@ -404,7 +404,7 @@ class TestAdapter:
         assert trainer.processing_class.tokenizer.pad_token == "<|im_end|>"
         assert processor.tokenizer.pad_token is None
 
-    def test_an_adapter_is_trained_on(self, make_reward_trainer, continued, adapter, reference, tmp_path):
+    def test_an_adapter_is_trained_on(self, make_reward_trainer, continued, adapter, reference):
         model = continued()
         trainer = make_reward_trainer(model, per_device_train_batch_size=11)
         before = weights_of(trainer)
@@ -416,9 +416,6 @@ class TestAdapter:
         after = weights_of(trainer)
         assert len(after) == 28
         assert all(not torch.equal(value, before[name]) for name, value in after.items())
-        trainer.save_model(tmp_path / "saved")
-        saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
-        assert all(torch.equal(saved[name.replace(".default", "")], value) for name, value in after.items())
 
     def test_a_trained_head_is_read_as_it_is(self, make_reward_trainer, tiny_qwen):
         """P(Yes) follows a head that is trained with the adapter."""

@@ -126,15 +126,13 @@ class TestMetrics:
         assert [metrics[f"rewards/{name}/tamed"] for name in ("redness_reward", "tasty")] == [1.0, 1.0]
 
 
-class TestRequired:
-    NAMES, WEIGHTS = ["consistency", "ocr"], torch.tensor([1.0, 0.5])
-
-    def test_errors(self):
-        with pytest.raises(ValueError, match="`reward_required` is .*2 rewards"):
-            check_required([True], self.NAMES, self.WEIGHTS)
-        for required, weights in (([False, False], [1.0, 1.0]), ([True, False], [0.0, 1.0])):
-            with pytest.raises(ValueError, match="no reward of nonzero weight is required"):
-                check_required(required, self.NAMES, torch.tensor(weights))
+def test_which_rewards_are_required():
+    names = ["consistency", "ocr"]
+    with pytest.raises(ValueError, match="`reward_required` is .*2 rewards"):
+        check_required([True], names, torch.ones(2))
+    for required, weights in (([False, False], [1.0, 1.0]), ([True, False], [0.0, 1.0])):
+        with pytest.raises(ValueError, match="no reward of nonzero weight is required"):
+            check_required(required, names, torch.tensor(weights))
 
 
 class TestNeededColumns:
