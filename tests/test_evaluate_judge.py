@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from testing_utils import jsonl, noise
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """A folder with six rankings, two comparisons of edits, and a benchmark in the published layout."""
+    """A folder with six rankings and two comparisons of edits."""
     folder = tmp_path_factory.mktemp("evaluate")
     rng = np.random.default_rng(0)
     rows = [
@@ -39,17 +38,6 @@ def workspace(tmp_path_factory):
     types = {"key": ["string"], "instruction": "string", "input_image": "image", "output_images": ["image"]}
     edits = typed_dataset(rows, **types, task_type="string", dimension="string")
     edits.to_parquet(folder / "edits" / "train.parquet")
-    published = folder / "published"  # as it is downloaded, the images in an archive
-    (folder / "images" / "7").mkdir(parents=True)
-    published.mkdir()
-    names = [f"{first}_{second}.png" for first in range(2) for second in range(2)]
-    for seed, name in enumerate(names):
-        noise(seed).save(folder / "images" / "7" / name)
-    shutil.make_archive(published / "images", "zip", folder, "images")
-    record = {"folder": "7", "ref_image": names[0], "comp_images": names[1:], "rank_images": names[:0:-1]}
-    (published / "consistency_full_rank.jsonl").write_text(json.dumps(record) + "\n")
-    prompts = {"idx": "7", "prompt": "A fox.", "criteria": {"style": {"ink": "Both are drawn in ink."}}}
-    (published / "prompt_data.jsonl").write_text(json.dumps(prompts) + "\n")
     return folder
 
 
@@ -100,8 +88,7 @@ def test_datasets_of_other_kinds(workspace, arguments, tmp_path, monkeypatch):
         return results_in(tmp_path / name)[0]
 
     assert results_of("splits", dataset_split="test")["num_instances"] == 4
-    published = results_of("published", template="criteria", dtype="bfloat16")
-    assert published["num_instances"] == 1 and published["settings"]["dtype"] == "bfloat16"
+    assert results_of("rankings", dtype="bfloat16")["settings"]["dtype"] == "bfloat16"
     for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
         assert script.load_scorer(arguments(tmp_path, dtype=dtype)).model.dtype == expected
     # Without a name, that of the benchmark: here a directory with the name of the repository

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL import Image, ImageDraw
 
 from paco_trl.data import join_grid
@@ -318,29 +318,12 @@ def test_results_json_has_no_paths_of_the_machine(results, planted, tmp_path):
 @pytest.fixture
 def card(tmp_path) -> Path:
     """A card with results on another dataset, and a place for results."""
-    text = """---
-base_model: black-forest-labs/FLUX.1-dev
-model-index:
-- name: fox-lora
-  results:
-  - task:
-      type: text-to-image
-    dataset:
-      name: T2IS-Bench
-      type: ChengyouJia/T2IS-Bench
-    metrics:
-    - type: average
-      value: 0.576
-    source:
-      name: Published figures
-      url: https://huggingface.co/papers/2512.04784
-tags: [lora]
----
-
-# fox-lora
-
-<!-- results -->
-"""
+    published = EvalResult(
+        task_type="text-to-image", dataset_type="ChengyouJia/T2IS-Bench", dataset_name="T2IS-Bench", metric_type="average",
+        metric_value=0.576, source_name="Published figures", source_url="https://huggingface.co/papers/2512.04784",
+    )  # fmt: skip
+    data = ModelCardData(tags=["lora"], model_name="fox-lora", eval_results=[published])
+    text = f"---\n{data.to_yaml()}\n---\n\n# fox-lora\n\n<!-- results -->\n"
     path = tmp_path / "fox-lora" / "README.md"
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")

@@ -58,23 +58,22 @@ def test_the_images_follow_a_judge_over_http(make_trainer):
         assert sign * (means[-1] - means[0]) > 3 * logs_with(trainer, "rewards/redness_reward/std")[0] > 0
 
 
-class TestOverlap:
-    def test_images_are_scored_as_soon_as_they_are_generated(self, make_trainer, server):
-        trainer = make_trainer(reward_funcs=consistency(server), **{**SETTINGS, "max_steps": 1})
-        seen_while_drawing, draw = [], trainer.policy.generate
+def test_images_are_scored_as_soon_as_they_are_generated(make_trainer, server):
+    trainer = make_trainer(reward_funcs=consistency(server), **{**SETTINGS, "max_steps": 1})
+    seen_while_drawing, draw = [], trainer.policy.generate
 
-        def watch(*args, **kwargs):
-            until = time.monotonic() + 10
-            # Each micro-batch but the first finds the four before it scored, or waits for them
-            while len(server.requests) - 1 < 4 * len(seen_while_drawing) and time.monotonic() < until:
-                time.sleep(0.005)
-            seen_while_drawing.append(len(server.requests) - 1)
-            return draw(*args, **kwargs)
+    def watch(*args, **kwargs):
+        until = time.monotonic() + 10
+        # Each micro-batch but the first finds the four before it scored, or waits for them
+        while len(server.requests) - 1 < 4 * len(seen_while_drawing) and time.monotonic() < until:
+            time.sleep(0.005)
+        seen_while_drawing.append(len(server.requests) - 1)
+        return draw(*args, **kwargs)
 
-        trainer.policy.generate = watch
-        trainer.train()
-        assert seen_while_drawing == [0, 4, 8, 12]
-        assert len(server.requests) - 1 == 16
+    trainer.policy.generate = watch
+    trainer.train()
+    assert seen_while_drawing == [0, 4, 8, 12]
+    assert len(server.requests) - 1 == 16
 
 
 class TestOutage:

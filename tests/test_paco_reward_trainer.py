@@ -717,27 +717,26 @@ class TestOtherFamilies:
         assert collator.lengths(dataset, "dataset") == lengths
 
 
-class TestSameScores:
-    """P(Yes) in the evaluation is the score of the judge that the saved folder is."""
-
-    @pytest.mark.parametrize("max_pixels", [None, 28 * 28 * 5])
-    def test_as_the_judge(self, make_reward_trainer, continued, reference, tmp_path, max_pixels):
-        dataset = mixed()
-        assert {image.mode for row in dataset for image in row["images"]} == {"RGB", "RGBA", "L"}
-        assert all(side % 28 for image in dataset[0]["images"] for side in image.size)
-        trainer = make_reward_trainer(
-            continued(), eval_dataset=dataset, max_pixels=max_pixels, per_device_eval_batch_size=4
-        )
-        seen = spy_on_decisions(trainer)
-        trainer.evaluate()
-        trainer.save_model(tmp_path / "saved")
-        ((rows, p_yes),) = seen
-        assert rows.tolist() == list(range(11))
-        scores = PaCoReward.from_pretrained(tmp_path / "saved", device="cpu").score(*asked(dataset))
-        assert p_yes.tolist() == pytest.approx(scores, abs=1e-5)
-        # ... and of the plain model with the plain adapter, unless its processor would see larger images
-        difference = max(abs(score - row.p_yes) for score, row in zip(scores, reference, strict=True))
-        assert difference < 1e-5 if max_pixels is None else difference > 1e-3
+@pytest.mark.parametrize("max_pixels", [None, 28 * 28 * 5])
+def test_p_yes_of_an_evaluation_is_the_score_of_the_saved_judge(
+    make_reward_trainer, continued, reference, tmp_path, max_pixels
+):
+    dataset = mixed()
+    assert {image.mode for row in dataset for image in row["images"]} == {"RGB", "RGBA", "L"}
+    assert all(side % 28 for image in dataset[0]["images"] for side in image.size)
+    trainer = make_reward_trainer(
+        continued(), eval_dataset=dataset, max_pixels=max_pixels, per_device_eval_batch_size=4
+    )
+    seen = spy_on_decisions(trainer)
+    trainer.evaluate()
+    trainer.save_model(tmp_path / "saved")
+    ((rows, p_yes),) = seen
+    assert rows.tolist() == list(range(11))
+    scores = PaCoReward.from_pretrained(tmp_path / "saved", device="cpu").score(*asked(dataset))
+    assert p_yes.tolist() == pytest.approx(scores, abs=1e-5)
+    # ... and of the plain model with the plain adapter, unless its processor would see larger images
+    difference = max(abs(score - row.p_yes) for score, row in zip(scores, reference, strict=True))
+    assert difference < 1e-5 if max_pixels is None else difference > 1e-3
 
 
 class TestPictures:

@@ -55,37 +55,36 @@ def test_rows_with_their_numbers(pairs):
     assert row == {"prompt": pairs[1]["prompt"], "completion": pairs[1]["completion"], "row": 1}
 
 
-class TestBatch:
-    def test_is_what_the_processor_makes_of_each_row_alone(self, processor, pairs):
-        batch = collator(processor)(rows_of(pairs, 2, 0, 1))
-        assert batch["rows"].tolist() == [2, 0, 1]
-        image, vision = processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|vision_start|>"])
-        lengths = []
-        for place, number in enumerate((2, 0, 1)):
-            slots = "".join(f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in TOKENS[number])
-            prompt = (
-                "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-                f"<|im_start|>user\n{slots}{QUESTIONS[number]}<|im_end|>\n<|im_start|>assistant\n"
-            )
-            prompt_ids = processor.tokenizer(prompt).input_ids
-            # The terminators belong to the completion
-            answer_ids = processor.tokenizer(f"{ANSWERS[number]}<|im_end|>\n").input_ids
-            assert answer_ids[0] in decision_token_ids(processor.tokenizer) and len(answer_ids) > 2
-            lengths.append(length := len(prompt_ids) + len(answer_ids))
-            padding = batch["input_ids"].shape[1] - length
-            # Padding is on the right
-            assert batch["input_ids"][place, :length].tolist() == prompt_ids + answer_ids
-            assert batch["attention_mask"][place].tolist() == [1] * length + [0] * padding
-            assert batch["labels"][place].tolist() == [-100] * len(prompt_ids) + answer_ids + [-100] * padding
-            is_image = (batch["input_ids"][place] == image).int()
-            assert is_image.sum() == sum(TOKENS[number])
-            assert torch.equal(batch["mm_token_type_ids"][place].int(), is_image)
-            assert (batch["input_ids"][place] == vision).sum() == 2
-        assert len(set(lengths)) == 3 and batch["input_ids"].shape == (3, max(lengths))
-        pixels = [collator(processor)(rows_of(pairs, number))["pixel_values"] for number in (2, 0, 1)]
-        assert torch.equal(batch["pixel_values"], torch.cat(pixels))
-        grids = batch["image_grid_thw"]
-        assert (grids.prod(dim=1) // 4).tolist() == [*TOKENS[2], *TOKENS[0], *TOKENS[1]]
+def test_a_batch_is_what_the_processor_makes_of_each_row_alone(processor, pairs):
+    batch = collator(processor)(rows_of(pairs, 2, 0, 1))
+    assert batch["rows"].tolist() == [2, 0, 1]
+    image, vision = processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|vision_start|>"])
+    lengths = []
+    for place, number in enumerate((2, 0, 1)):
+        slots = "".join(f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in TOKENS[number])
+        prompt = (
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+            f"<|im_start|>user\n{slots}{QUESTIONS[number]}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        prompt_ids = processor.tokenizer(prompt).input_ids
+        # The terminators belong to the completion
+        answer_ids = processor.tokenizer(f"{ANSWERS[number]}<|im_end|>\n").input_ids
+        assert answer_ids[0] in decision_token_ids(processor.tokenizer) and len(answer_ids) > 2
+        lengths.append(length := len(prompt_ids) + len(answer_ids))
+        padding = batch["input_ids"].shape[1] - length
+        # Padding is on the right
+        assert batch["input_ids"][place, :length].tolist() == prompt_ids + answer_ids
+        assert batch["attention_mask"][place].tolist() == [1] * length + [0] * padding
+        assert batch["labels"][place].tolist() == [-100] * len(prompt_ids) + answer_ids + [-100] * padding
+        is_image = (batch["input_ids"][place] == image).int()
+        assert is_image.sum() == sum(TOKENS[number])
+        assert torch.equal(batch["mm_token_type_ids"][place].int(), is_image)
+        assert (batch["input_ids"][place] == vision).sum() == 2
+    assert len(set(lengths)) == 3 and batch["input_ids"].shape == (3, max(lengths))
+    pixels = [collator(processor)(rows_of(pairs, number))["pixel_values"] for number in (2, 0, 1)]
+    assert torch.equal(batch["pixel_values"], torch.cat(pixels))
+    grids = batch["image_grid_thw"]
+    assert (grids.prod(dim=1) // 4).tolist() == [*TOKENS[2], *TOKENS[0], *TOKENS[1]]
 
 
 def test_reasons_are_cut_from_the_end(processor, pairs):

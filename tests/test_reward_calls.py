@@ -112,18 +112,17 @@ class TestFunctions:
             rewards.call(0, prompts=PROMPTS, completions=IMAGES)
 
 
-class TestMetrics:
-    def test_missing_values_are_not_in_the_means(self):
-        rewards = torch.tensor([[1.0, math.nan], [3.0, 4.0], [2.0, 8.0], [math.nan, math.nan]])
-        other = returning([], False)
-        runner = RewardRunner([redness_reward, other], [1.0, 0.5], method="log_tamed", threshold=0.3)
-        _, details = runner.aggregate(rewards, 2)
-        metrics = runner.metrics(rewards, runner.total(rewards, 2), details)
-        means = [metrics[f"rewards/{name}/mean"] for name in ("redness_reward", "tasty")]
-        assert means == [2.0, 6.0] and metrics["rewards/tasty/ratio"] == 3.0
-        assert metrics["rewards/redness_reward/std"] == 1.0 and metrics["rewards/tasty/failure_rate"] == 0.5
-        assert metrics["reward"] == 5.5 and metrics["reward_std"] == pytest.approx(0.5**0.5)  # of 5 and 6
-        assert [metrics[f"rewards/{name}/tamed"] for name in ("redness_reward", "tasty")] == [1.0, 1.0]
+def test_missing_values_are_not_in_the_means():
+    rewards = torch.tensor([[1.0, math.nan], [3.0, 4.0], [2.0, 8.0], [math.nan, math.nan]])
+    other = returning([], False)
+    runner = RewardRunner([redness_reward, other], [1.0, 0.5], method="log_tamed", threshold=0.3)
+    _, details = runner.aggregate(rewards, 2)
+    metrics = runner.metrics(rewards, runner.total(rewards, 2), details)
+    means = [metrics[f"rewards/{name}/mean"] for name in ("redness_reward", "tasty")]
+    assert means == [2.0, 6.0] and metrics["rewards/tasty/ratio"] == 3.0
+    assert metrics["rewards/redness_reward/std"] == 1.0 and metrics["rewards/tasty/failure_rate"] == 0.5
+    assert metrics["reward"] == 5.5 and metrics["reward_std"] == pytest.approx(0.5**0.5)  # of 5 and 6
+    assert [metrics[f"rewards/{name}/tamed"] for name in ("redness_reward", "tasty")] == [1.0, 1.0]
 
 
 def test_which_rewards_are_required():

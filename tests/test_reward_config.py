@@ -70,16 +70,15 @@ def test_exactly_the_own_fields_are_documented_in_their_order():
         assert default is None or eval(documented) == default, name
 
 
-class TestRefusedFields:
-    @pytest.mark.parametrize(
-        ("name", "value"), [("loss_type", "dft"), ("assistant_only_loss", True), ("completion_only_loss", False)]
-    )
-    def test_is_refused(self, make, name, value):
-        assert name in REFUSED_SFT_FIELDS and name not in OWN_FIELDS
-        with pytest.raises(ValueError, match=f"`{name}`"):
-            make(**{name: value})
-        # Twin: TRL's default passes when it is set
-        make(**{name: default_of(FIELDS[name])})
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss_type", "dft"), ("assistant_only_loss", True), ("completion_only_loss", False)]
+)
+def test_fields_of_sft_that_are_refused(make, name, value):
+    assert name in REFUSED_SFT_FIELDS and name not in OWN_FIELDS
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        make(**{name: value})
+    # Twin: TRL's default passes when it is set
+    make(**{name: default_of(FIELDS[name])})
 
 
 @pytest.mark.parametrize(

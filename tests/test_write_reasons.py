@@ -15,7 +15,6 @@ from paco_trl.data import check_pair_columns, criterion_question, decision_of, t
 from paco_trl.data.pairs import make_pair, pair_features
 from paco_trl.dataset_building.prompts import DIMENSIONS
 from paco_trl.dataset_building.reasons import check_reasons, write_reasons
-from paco_trl.utils.chat import EndpointUnavailableError
 from paco_trl.utils.stage_folder import StageFolder
 
 
@@ -41,7 +40,6 @@ LONG = (
         ("No. Nothing is alike: one shows an apple, and the other one a pear which is twice as large and blue.", "No", None),
         (f"No. {LONG}", "Yes", module.NO_LABEL),
         (f"yes. {LONG}", "Yes", module.NO_LABEL),
-        (f"Yes.{LONG}", "Yes", module.NO_LABEL),
         (f"Yes. No. {LONG}", "Yes", module.TWO_LABELS),
         ("Yes. The same colour.", "Yes", module.LENGTH),
         (f"Yes. {LONG * 20}", "Yes", module.LENGTH),
@@ -49,7 +47,6 @@ LONG = (
         ("Yes. These two lightly informative scenes unreadably interline, and nobody unfaced would ever misshape or reformat "
          "them at all.", "Yes", module.NOTHING_VISIBLE),
         (f"Yes. {LONG} This agrees with the label.", "Yes", module.GIVEN),
-        (f"Yes. As given, {LONG}", "Yes", module.GIVEN),
         (f"Yes. {LONG} I was told so.", "Yes", module.GIVEN),
         (f"Yes. {LONG}<|im_end|>", "Yes", module.CONTROL_TOKEN),
     ],
@@ -195,45 +192,6 @@ def test_images_stay_paths_and_are_encoded_once(server, pairs, tmp_path, monkeyp
 
 def paths_of(dataset):
     return [[image["path"] for image in row["images"]] for row in plain(dataset)]
-
-
-def test_a_bad_answer_is_requested_again(server, pairs, tmp_path):
-    times = Counter()
-
-    def bad_at_first(body):
-        number = asked(body)[1]
-        times[number] += 1
-        text = say(body)
-        return f"{text[: text.index('.')]}. {text}" if number % 5 == 0 and times[number] <= 2 else text
-
-    server.say = bad_at_first
-    few = pairs.select(range(10))
-    dataset = write_reasons(few, server.endpoint(), StageFolder(tmp_path / "a"))
-    assert dataset["id"][:] == few["id"][:]
-    report = StageFolder(tmp_path / "a").report
-    assert report["rejected"] == {module.TWO_LABELS: 4} and report["requests"] == 14 and report["left out"] == {}
-    assert len({(asked(body)[1], body["seed"]) for body in server.requests}) == 14  # each time with another seed
-    times.clear()
-    dataset = write_reasons(few, server.endpoint(), StageFolder(tmp_path / "b"), max_attempts=2)
-    assert dataset["id"][:] == [f"p/{number}" for number in range(10) if number % 5]
-    assert StageFolder(tmp_path / "b").report["left out"] == {module.TWO_LABELS: 2}
-
-
-def test_a_server_that_goes_down_loses_nothing(server, pairs, tmp_path):
-    server.say = lambda body: "No idea." if random.Random(body["seed"]).random() < 0.4 else say(body)
-    whole = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "whole"), max_attempts=2)
-    total = len(server.requests)
-    assert 0 < len(whole) < 30 < total
-    server.forget_requests()
-    server.fault = lambda number: "503" if number >= total - 1 else None
-    with pytest.raises(EndpointUnavailableError, match=server.url):
-        write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "cut"), max_attempts=2)
-    kept = len(StageFolder(tmp_path / "cut").journal("reasons").records)
-    assert kept >= total - 9
-    server.forget_requests()
-    server.fault = lambda number: None
-    resumed = write_reasons(pairs, server.endpoint(), StageFolder(tmp_path / "cut"), max_attempts=2)
-    assert plain(resumed) == plain(whole) and len(server.requests) == total - kept
 
 
 def test_pairs_that_cannot_be_used(server, pairs, tmp_path):
