@@ -151,14 +151,13 @@ class TestPickScoreReward:
             assert pick_score(TEXTS, [noise(0)] * 3) == scores
 
 
-class TestClipEmbedder:
-    def test_weights_that_are_not_finite_are_an_error(self, tiny_clip):
-        embedder = ClipEmbedder(tiny_clip, device="cpu")
-        with torch.no_grad():
-            embedder.model.text_projection.weight[0, 0] = float("inf")
-        assert embedder.embed_images([noise(0)], ["a"]).isfinite().all()
-        with pytest.raises(ValueError, match="not finite"):
-            embedder.embed([], [], TEXTS)
+def test_clip_weights_that_are_not_finite_are_an_error(tiny_clip):
+    embedder = ClipEmbedder(tiny_clip, device="cpu")
+    with torch.no_grad():
+        embedder.model.text_projection.weight[0, 0] = float("inf")
+    assert embedder.embed_images([noise(0)], ["a"]).isfinite().all()
+    with pytest.raises(ValueError, match="not finite"):
+        embedder.embed([], [], TEXTS)
 
 
 class TestClipI:

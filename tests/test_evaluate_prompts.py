@@ -98,34 +98,33 @@ class TestSingles:
         assert "redness_reward" in markdown
 
 
-class TestRewards:
-    @pytest.mark.slow
-    def test_failures_are_left_out_and_counted(self, files, adapters, tiny_flux, tmp_path, monkeypatch):
-        """An own, asynchronous reward gives nothing for one prompt; another run asks only about those again."""
-        first = json.loads((files / "sets.jsonl").read_text().splitlines()[0])["prompt"]
-        (tmp_path / "flaky_reward.py").write_text(
-            "calls = []\nasync def brightness(prompts, completions, panel_images, **kwargs):\n"
-            "    assert all(len(panels) == 4 for panels in panel_images)\n"
-            "    calls.append(len(prompts))\n"
-            "    means = [sum(image.convert('L').resize((1, 1)).getpixel((0, 0)) for _ in '1') for image in completions]\n"
-            f"    return [None if prompt == {first!r} else mean / 255 for prompt, mean in zip(prompts, means)]\n"
-        )
-        monkeypatch.syspath_prepend(str(tmp_path))
-        words = ["--dataset_name", files / "sets.jsonl", "--adapter", adapters["moved"]]
-        rewards = ["flaky_reward.brightness", "redness"]
-        results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
-        results = directory_of(results, "moved")
-        assert [each["count"] for each in row(results, "brightness")["cells"]] == [2, 2]
-        assert row(results, "brightness")["difference"]["count"] == row(results, "sum")["difference"]["count"] == 2
-        assert row(results, "redness_reward")["difference"]["count"] == 3
-        assert results["sets"][0]["scores"][0]["brightness"] is None
-        assert results["systems"][1]["counts"]["images without brightness"] == 1
-        assert len(results["alerts"]) == 2
-        import flaky_reward
+@pytest.mark.slow
+def test_failures_of_rewards_are_left_out_and_counted(files, adapters, tiny_flux, tmp_path, monkeypatch):
+    """An own, asynchronous reward gives nothing for one prompt; another run asks only about those again."""
+    first = json.loads((files / "sets.jsonl").read_text().splitlines()[0])["prompt"]
+    (tmp_path / "flaky_reward.py").write_text(
+        "calls = []\nasync def brightness(prompts, completions, panel_images, **kwargs):\n"
+        "    assert all(len(panels) == 4 for panels in panel_images)\n"
+        "    calls.append(len(prompts))\n"
+        "    means = [sum(image.convert('L').resize((1, 1)).getpixel((0, 0)) for _ in '1') for image in completions]\n"
+        f"    return [None if prompt == {first!r} else mean / 255 for prompt, mean in zip(prompts, means)]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["--dataset_name", files / "sets.jsonl", "--adapter", adapters["moved"]]
+    rewards = ["flaky_reward.brightness", "redness"]
+    results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
+    results = directory_of(results, "moved")
+    assert [each["count"] for each in row(results, "brightness")["cells"]] == [2, 2]
+    assert row(results, "brightness")["difference"]["count"] == row(results, "sum")["difference"]["count"] == 2
+    assert row(results, "redness_reward")["difference"]["count"] == 3
+    assert results["sets"][0]["scores"][0]["brightness"] is None
+    assert results["systems"][1]["counts"]["images without brightness"] == 1
+    assert len(results["alerts"]) == 2
+    import flaky_reward
 
-        assert flaky_reward.calls == [3, 3]
-        evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
-        assert flaky_reward.calls == [3, 3, 1, 1]
+    assert flaky_reward.calls == [3, 3]
+    evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
+    assert flaky_reward.calls == [3, 3, 1, 1]
 
 
 @pytest.mark.slow
@@ -140,40 +139,38 @@ def test_two_processes_are_one(singles, files, adapters, tiny_flux, tmp_path):
         assert scores(results, system) == pytest.approx(scores(singles[1]["moved"], system), abs=1e-3)
 
 
-class TestEdits:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("column", ["image", "references"])
-    def test_edits_are_shown_with_their_sources(self, tmp_path, column):
-        is_edit = column == "image"
-        model = (build_tiny_flux_kontext if is_edit else build_tiny_flux2_klein)(tmp_path / "model")
-        adapter = make_adapter(tmp_path / "adapter", str(model), 0)
-        for number in range(2):
-            Image.new("RGB", (64, 64), (80 * number, 120, 60)).save(tmp_path / f"{number}.png")
-        shown = [f"{number}.png" if is_edit else [f"{number}.png"] for number in range(2)]
-        rows = [{"prompt": f"Make it red {number}.", column: file} for number, file in enumerate(shown)]
-        (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = ["--dataset_name", tmp_path / "edits.jsonl", "--edits", is_edit, "--adapter", adapter]
-        for _ in range(2):  # then with the images of before
-            results = directory_of(evaluate(*words, model=model, folder=tmp_path / "out"), "adapter")
-        assert abs(row(results, "redness_reward")["difference"]["mean"]) > 1e-4
-        (page,) = [path.read_text() for path in (tmp_path / "out").glob("*adapter/report.html")]
-        assert page.count("<img") == 6
-        assert page.count("<figcaption>source") == 2
+@pytest.mark.slow
+@pytest.mark.parametrize("column", ["image", "references"])
+def test_edits_are_shown_with_their_sources(tmp_path, column):
+    is_edit = column == "image"
+    model = (build_tiny_flux_kontext if is_edit else build_tiny_flux2_klein)(tmp_path / "model")
+    adapter = make_adapter(tmp_path / "adapter", str(model), 0)
+    for number in range(2):
+        Image.new("RGB", (64, 64), (80 * number, 120, 60)).save(tmp_path / f"{number}.png")
+    shown = [f"{number}.png" if is_edit else [f"{number}.png"] for number in range(2)]
+    rows = [{"prompt": f"Make it red {number}.", column: file} for number, file in enumerate(shown)]
+    (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--dataset_name", tmp_path / "edits.jsonl", "--edits", is_edit, "--adapter", adapter]
+    for _ in range(2):  # then with the images of before
+        results = directory_of(evaluate(*words, model=model, folder=tmp_path / "out"), "adapter")
+    assert abs(row(results, "redness_reward")["difference"]["mean"]) > 1e-4
+    (page,) = [path.read_text() for path in (tmp_path / "out").glob("*adapter/report.html")]
+    assert page.count("<img") == 6
+    assert page.count("<figcaption>source") == 2
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        "words, error",
-        [
-            (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
-            (["--adapter", "a", "a"], "of its last name"),
-            *(([name, 0], name) for name in ("--num_shown", "--num_generations", "--num_inference_steps")),
-        ],
-    )
-    def test_what_cannot_work(self, words, error, files, tiny_flux, tmp_path):
-        with pytest.raises(ValueError, match=error):
-            evaluate("--dataset_name", files / "single.txt", *words, model=tiny_flux, folder=tmp_path / "out")
-        assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
+        (["--adapter", "a", "a"], "of its last name"),
+        *(([name, 0], name) for name in ("--num_shown", "--num_generations", "--num_inference_steps")),
+    ],
+)
+def test_what_is_refused(words, error, files, tiny_flux, tmp_path):
+    with pytest.raises(ValueError, match=error):
+        evaluate("--dataset_name", files / "single.txt", *words, model=tiny_flux, folder=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, tiny_flux, tmp_path, monkeypatch):

@@ -184,30 +184,29 @@ def train(model: str, url: str, output_dir: str, resume: str) -> None:
 
 
 @pytest.mark.slow
-class TestTwoProcesses:
-    def test_both_stop_and_both_go_on(self, tiny_flux, server, tmp_path):
-        def run(*options: str) -> subprocess.CompletedProcess:
-            code = "import sys; from test_judge_training import train; train(*sys.argv[1:])"
-            command = ["-c", code, tiny_flux, server.url, tmp_path / "out", *options]
-            return launching.run(command, config=launching.CPU_DDP)
+def test_two_processes_both_stop_and_both_go_on(tiny_flux, server, tmp_path):
+    def run(*options: str) -> subprocess.CompletedProcess:
+        code = "import sys; from test_judge_training import train; train(*sys.argv[1:])"
+        command = ["-c", code, tiny_flux, server.url, tmp_path / "out", *options]
+        return launching.run(command, config=launching.CPU_DDP)
 
-        # One process is refused in the second round, by one question that gets no answer; the other is served
-        refused = []
+    # One process is refused in the second round, by one question that gets no answer; the other is served
+    refused = []
 
-        def fault(number: int):
-            if number >= 2 + 96 + 20 and not refused:
-                refused.append(number)
-            return "500" if refused else None
+    def fault(number: int):
+        if number >= 2 + 96 + 20 and not refused:
+            refused.append(number)
+        return "500" if refused else None
 
-        server.fault = fault
-        stopped = run("new")
-        assert stopped.returncode != 0
-        assert refused
-        assert "JudgeUnavailableError" in stopped.stderr and server.url in stopped.stderr
-        assert "The 2 steps before it are in" in stopped.stderr
-        assert (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").is_file()
+    server.fault = fault
+    stopped = run("new")
+    assert stopped.returncode != 0
+    assert refused
+    assert "JudgeUnavailableError" in stopped.stderr and server.url in stopped.stderr
+    assert "The 2 steps before it are in" in stopped.stderr
+    assert (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").is_file()
 
-        refused.append(None)
-        server.fault = lambda number: None
-        resumed = run("resume")
-        assert resumed.returncode == 0, resumed.stderr[-3000:]
+    refused.append(None)
+    server.fault = lambda number: None
+    resumed = run("resume")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]

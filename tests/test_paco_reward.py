@@ -256,21 +256,18 @@ class TestSharedBeginnings:
             assert any(not kwargs["attention_mask"].all() for kwargs in calls)
 
 
-class TestOrderForSharing:
-    """The order in which questions are put into batches."""
-
-    def test_questions_about_the_same_images_are_neighbours(self):
-        draws = np.random.default_rng(0)
-        images = [pair for pair in combinations("abcdef", 2) for _ in range(4)]
-        images = [images[index] for index in draws.permutation(len(images))]
-        prompts = ["?" * int(draws.integers(1, 99)) for _ in images]
-        order = order_for_sharing(images, prompts)
-        assert sorted(order) == list(range(60)) != order
-        for count, num_groups in ((2, 15), (1, 5)):  # by both images, and by the first
-            assert len(list(groupby(order, key=lambda index: images[index][:count]))) == num_groups
-        # Within a pair by length
-        lengths = [len(prompts[index]) for index in order]
-        assert all(lengths[start : start + 4] == sorted(lengths[start : start + 4]) for start in range(0, 60, 4))
+def test_questions_about_the_same_images_are_neighbours():
+    draws = np.random.default_rng(0)
+    images = [pair for pair in combinations("abcdef", 2) for _ in range(4)]
+    images = [images[index] for index in draws.permutation(len(images))]
+    prompts = ["?" * int(draws.integers(1, 99)) for _ in images]
+    order = order_for_sharing(images, prompts)
+    assert sorted(order) == list(range(60)) != order
+    for count, num_groups in ((2, 15), (1, 5)):  # by both images, and by the first
+        assert len(list(groupby(order, key=lambda index: images[index][:count]))) == num_groups
+    # Within a pair by length
+    lengths = [len(prompts[index]) for index in order]
+    assert all(lengths[start : start + 4] == sorted(lengths[start : start + 4]) for start in range(0, 60, 4))
 
 
 def greedy(model, processor, first, second, question, count):
@@ -530,20 +527,19 @@ def test_code_is_run_only_when_asked_for(tiny_qwen, tmp_path, monkeypatch, pairs
     assert sorted(path.name for path in tmp_path.glob("own_*")) == ["own_model", "own_processor"]
 
 
-class TestOtherModels:
-    @pytest.mark.parametrize("name", ["qwen2.5", *OTHER_JUDGES, INDEPENDENT_JUDGE])
-    def test_scores_are_those_of_the_usage_example(self, reference, pairs, questions, shared, single, name):
-        model, processor = reference if name == "qwen2.5" else build_other_judge(name, reference[1])
-        judge = PaCoReward(model, processor, name=name, batch_size=3)
-        expected = usages(model, processor, pairs, questions)
-        assert max(expected) - min(expected) > 0.05
-        assert judge.score(pairs, questions) == close(expected)
-        assert judge.score(*shared) == close(usages(model, processor, *shared))
-        images, prompts = single
-        of_images = usages(model, processor, [(image,) for image in images], prompts)
-        assert judge.score_images(images, prompts) == close(of_images)
-        assert judge.score_images(images[::-1], prompts) != close(of_images, 1e-3)
-        assert all(isinstance(text, str) for text in judge.explain(pairs[:2], questions[:2], max_new_tokens=2))
+@pytest.mark.parametrize("name", ["qwen2.5", *OTHER_JUDGES, INDEPENDENT_JUDGE])
+def test_scores_of_each_family_are_those_of_the_usage_example(reference, pairs, questions, shared, single, name):
+    model, processor = reference if name == "qwen2.5" else build_other_judge(name, reference[1])
+    judge = PaCoReward(model, processor, name=name, batch_size=3)
+    expected = usages(model, processor, pairs, questions)
+    assert max(expected) - min(expected) > 0.05
+    assert judge.score(pairs, questions) == close(expected)
+    assert judge.score(*shared) == close(usages(model, processor, *shared))
+    images, prompts = single
+    of_images = usages(model, processor, [(image,) for image in images], prompts)
+    assert judge.score_images(images, prompts) == close(of_images)
+    assert judge.score_images(images[::-1], prompts) != close(of_images, 1e-3)
+    assert all(isinstance(text, str) for text in judge.explain(pairs[:2], questions[:2], max_new_tokens=2))
 
 
 class TestIdentity:

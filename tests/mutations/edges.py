@@ -149,7 +149,7 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/prefix_sharing.py",
-        f"{_JUDGE}TestSharedBeginnings {_JUDGE}TestOrderForSharing",
+        f"{_JUDGE}TestSharedBeginnings {_JUDGE}test_questions_about_the_same_images_are_neighbours",
         ("[places[total - 1] + 1 for", "[places[total - 1] for"),
         ("torch.cat([past_mask[selected], part", "torch.cat([past_mask[: len(rows)], part"),
         ("[distinct[label] for label in labels]", "[distinct[label] * 0 for label in labels]"),
