@@ -59,9 +59,9 @@ def count_rows(model):
 
 class TestPickScoreReward:
     def test_is_the_logit_of_clip_divided_by_26(self, logit, pick_score):
-        images = [noise(seed) for seed in range(3)]
-        expected = [logit(image, text) / 26 for image, text in zip(images, TEXTS, strict=True)]
-        scores = pick_score(TEXTS, images)
+        images, texts = [noise(seed) for seed in range(3)], [*TEXTS[:2], TEXTS[0]]  # one text twice
+        expected = [logit(image, text) / 26 for image, text in zip(images, texts, strict=True)]
+        scores = pick_score(texts, images)
         assert scores == pytest.approx(expected, abs=1e-5)
         assert all(isinstance(score, float) for score in scores)
         assert len({round(score, 3) for score in scores}) == 3

@@ -110,14 +110,9 @@ def test_a_judge_on_a_server(workspace, tmp_path):
 
     with JudgeServer(log_odds, fault=fault, key="secret") as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE_KEY", "secret")
-        served = script.JudgeArguments(
-            judge_model="judge",
-            judge_url=server.url,
-            api_key_variable="JUDGE_KEY",
-            dataset_name=str(workspace / "rankings"),
-            output_dir=str(tmp_path),
-            batch_size=4,  # a row at a time
-        )
+        options = {"dataset_name": str(workspace / "rankings"), "batch_size": 4}  # a row at a time
+        options |= {"judge_model": "judge", "judge_url": server.url, "api_key_variable": "JUDGE_KEY"}
+        served = script.JudgeArguments(output_dir=str(tmp_path), **options)
         script.evaluate(served)
         (results,) = results_in(tmp_path)
         assert len(server.requests) == 1 + 24  # the first one is the check

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from paco_trl.data import join_grid
 from paco_trl.image_benchmarks.report import (
@@ -52,15 +52,9 @@ ROWS = [
 ]
 
 
-def panel(number: int, place: int, size: tuple[int, int] = (96, 96)) -> Image.Image:
-    """An image that differs by set and place."""
-    width, height = size
-    image = Image.new("RGB", size, COLORS[number % len(COLORS)])
-    draw = ImageDraw.Draw(image)
-    left = 6 + 11 * place % max(width - 40, 1)
-    draw.ellipse((left, height // 3, left + width // 3, height // 3 + width // 3), fill="#40342c")
-    draw.rectangle((0, height * 3 // 4, width, height), fill="#3d5a3d")
-    return image
+def panel(number: int) -> Image.Image:
+    """An image that differs by set."""
+    return Image.new("RGB", (96, 96), COLORS[number % len(COLORS)])
 
 
 def cell(mean: float | None, half: float | None = 0.02, count: int = 10) -> dict[str, Any]:
@@ -93,9 +87,7 @@ def save_set(folder: Path, role: str, number: int, per_panel: bool) -> list[str 
         return [None]
     images = folder / "images" / role
     images.mkdir(parents=True, exist_ok=True)
-    # Panels of copies are the same, and those of a system of another place
-    moved = 0 if role == "tuned" and COPIES[number] == 1 else 1
-    panels = [panel(number + (role == "tuned"), place * moved) for place in range(4)]
+    panels = [panel(number + (role == "tuned"))] * 4
     if not per_panel:
         join_grid(panels, 2, 2).save(images / f"{number:04d}.png")
         return [str(images / f"{number:04d}.png")]
@@ -258,7 +250,7 @@ def test_page_shows_the_planted_sets(tmp_path, per_panel):
     for number, shown in ((3, base), (4, tuned)):
         # At (20, 8) of the first of the panels, of which a grid has two in a row
         left, top = (round(place * shown.width / (96 if per_panel else 192)) for place in (20, 8))
-        expected = panel(number, 0).getpixel((20, 8))
+        expected = panel(number).getpixel((20, 8))
         assert max(abs(a - b) for a, b in zip(shown.getpixel((left, top)), expected, strict=True)) < 12
     text = text_of(sections["sets"])
     assert "Consistency 0.250 0.950 +0.700" in text and "Number 3." in text
@@ -267,7 +259,7 @@ def test_page_shows_the_planted_sets(tmp_path, per_panel):
 
 
 def test_page_of_edits_shows_the_sources(results, tmp_path):
-    panel(0, 0).save(source := tmp_path / "source.png")
+    panel(0).save(source := tmp_path / "source.png")
     results["num_prompts"] = 4
     results["sets"] = [one | {"source": str(source), "panels": [1, 1]} for one in results["sets"][:4]]
     for one in results["sets"]:
@@ -296,7 +288,7 @@ def test_results_json_has_no_paths_of_the_machine(results, planted, tmp_path):
     world, _ = planted
     elsewhere = tmp_path / "elsewhere" / "0000.png"
     elsewhere.parent.mkdir()
-    panel(0, 0).save(elsewhere)
+    panel(0).save(elsewhere)
     results["sets"][0]["pictures"][0] = [str(elsewhere)]
     paths = save_generation_report(results, world / "report")
     assert {path.name for path in (world / "report").iterdir()} == {"results.json", "results.md", "report.html"}

@@ -30,15 +30,9 @@ JUDGE_BASE = "Qwen/Qwen2.5-VL-7B-Instruct"
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # adapter_config.json as the published code's LLaMA-Factory writes it with a PEFT of its time
 LLAMA_FACTORY_CONFIG = {
-    "base_model_name_or_path": JUDGE_BASE,
-    "init_lora_weights": True,
-    "lora_alpha": 16,
-    "megatron_core": "megatron.core",
-    "peft_type": "LORA",
-    "r": 4,
-    "task_type": "CAUSAL_LM",
-    "a_setting_of_another_version": 1,
-}
+    "base_model_name_or_path": JUDGE_BASE, "init_lora_weights": True, "lora_alpha": 16, "megatron_core": "megatron.core",
+    "peft_type": "LORA", "r": 4, "task_type": "CAUSAL_LM", "a_setting_of_another_version": 1,
+}  # fmt: skip
 
 
 def old_name(name: str) -> str:

@@ -33,15 +33,9 @@ class TestDefaults:
     def test_are_the_papers(self, make):
         """Part 2 of the paper, training of the judge."""
         papers = {
-            "first_token_weight": 0.1,
-            "loss_variant": "paper",
-            "max_pixels": 2_097_152,
-            "learning_rate": 2e-4,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 0.1,
-            "num_train_epochs": 2.0,
-            "per_device_train_batch_size": 8,
-        }
+            "first_token_weight": 0.1, "loss_variant": "paper", "max_pixels": 2_097_152, "learning_rate": 2e-4,
+            "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "num_train_epochs": 2.0, "per_device_train_batch_size": 8,
+        }  # fmt: skip
         # From its published code, or chosen
         others = {"max_length": 16384, "dataloader_num_workers": 0, "ddp_find_unused_parameters": False}
         others |= {"enable_jit_checkpoint": True, "jit_checkpoint_signals": ["SIGTERM", "SIGUSR1"]}

@@ -88,14 +88,14 @@ def write_bench(folder, prompts=PROMPTS):
             "theme": "A fox.",
             "rows": layout[0],
             "cols": layout[1],
-            "panels": [f"Place {place}" for place in range(math.prod(layout))],
-            "criteria": {title: {f"c{n}": text for n, text in enumerate(texts)} for title, texts in criteria.items()},
             "height": SIZE * layout[0],
             "width": SIZE * layout[1],
+            "panels": [f"Place {place}" for place in range(math.prod(layout))],
+            "criteria": {title: {f"c{n}": text for n, text in enumerate(texts)} for title, texts in criteria.items()},
             "category": "Story" if name == "0001" else "Process",
             "subcategory": name,
             "case_id": f"0009_{name}",
-        }
+        }  # fmt: skip
         for name, (layout, criteria) in prompts.items()
     ]
     folder.mkdir(parents=True, exist_ok=True)
