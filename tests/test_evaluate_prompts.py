@@ -87,13 +87,9 @@ class TestSingles:
         assert gain["interval"][0] < gain["mean"] < gain["interval"][1]
         assert gain["count"] == 6
 
-    def test_the_page_shows_both_systems_by_gain(self, singles):
+    def test_the_page_shows_both_systems(self, singles):
         (page,) = [path.read_text() for path in singles[0].glob("*moved/report.html")]
         assert page.count("<img") == 12
-        results = directory_of(singles[1], "moved")
-        gains = np.subtract(scores(results, 1), scores(results, 0))
-        keys = [results["sets"][number]["key"] for number in np.argsort(-gains)]
-        assert sorted(keys, key=lambda key: page.index(f"<h3>{key} ")) == keys
         (markdown,) = [path.read_text() for path in singles[0].glob("*moved/results.md")]
         assert "redness_reward" in markdown
 

@@ -234,22 +234,21 @@ class TestLayout:
         assert scores[0] > 0.8 > 0.3 > max(scores[1:])
 
 
-class TestReadability:
-    @pytest.mark.parametrize(
-        ("text", "recognised", "expected"),
-        [
-            ("Open today", "OPEN\n to day", 1.0),
-            ("Open", "", 0.0),
-            ("Open", "Opan", 0.75),  # one letter is another
-            ("Open", "Opn", 0.75),  # one is missing
-            ("Open", "Opexn", 0.75),  # one too many
-            ("Open", "the bakery is open now", 1.0),  # other text around it
-            ("ab", "a and b", 0.5),  # other text within
-            ("Café １２", "café 12", 1.0),  # wide digits
-        ],
-    )
-    def test_closed_cases(self, text, recognised, expected):
-        assert readability(text, recognised) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("text", "recognised", "expected"),
+    [
+        ("Open today", "OPEN\n to day", 1.0),
+        ("Open", "", 0.0),
+        ("Open", "Opan", 0.75),  # one letter is another
+        ("Open", "Opn", 0.75),  # one is missing
+        ("Open", "Opexn", 0.75),  # one too many
+        ("Open", "the bakery is open now", 1.0),  # other text around it
+        ("ab", "a and b", 0.5),  # other text within
+        ("Café １２", "café 12", 1.0),  # wide digits
+    ],
+)
+def test_readability(text, recognised, expected):
+    assert readability(text, recognised) == pytest.approx(expected)
 
 
 def sign(text, size=(320, 160), background="white", color="black", at=(20, 30), height=36):
@@ -259,25 +258,24 @@ def sign(text, size=(320, 160), background="white", color="black", at=(20, 30), 
 
 
 @pytest.mark.slow
-class TestOcrReward:
-    def test_words_in_images(self, capfd):
-        pytest.importorskip("rapidocr")
-        images = {
-            "read": sign("Open Today"),
-            "light on dark, small": sign("open today", background="navy", color="yellow", height=26),
-            "two lines": sign("OPEN\nTODAY"),
-            "with other text": sign("Bakery\nOpen Today\nfresh bread", height=28),
-            "misspelt": sign("Opan Tudoy"),
-            "other": sign("Warehouse exit"),
-            "none": sign(""),
-        }
-        scores = OcrReward()(["p"] * 7, list(images.values()), text=["Open Today"] * 7, rows=[1] * 7)
-        scores = dict(zip(images, scores, strict=True))
-        assert all(scores[name] > 0.9 for name in ("read", "light on dark, small", "two lines", "with other text"))
-        assert 0.5 < scores["misspelt"] < 0.9
-        assert scores["other"] < 0.5 and scores["none"] == 0
-        output = capfd.readouterr()
-        assert output.out == output.err == ""  # an image without text is not worth a line
+def test_ocr_reward_reads_words_in_images(capfd):
+    pytest.importorskip("rapidocr")
+    images = {
+        "read": sign("Open Today"),
+        "light on dark, small": sign("open today", background="navy", color="yellow", height=26),
+        "two lines": sign("OPEN\nTODAY"),
+        "with other text": sign("Bakery\nOpen Today\nfresh bread", height=28),
+        "misspelt": sign("Opan Tudoy"),
+        "other": sign("Warehouse exit"),
+        "none": sign(""),
+    }
+    scores = OcrReward()(["p"] * 7, list(images.values()), text=["Open Today"] * 7, rows=[1] * 7)
+    scores = dict(zip(images, scores, strict=True))
+    assert all(scores[name] > 0.9 for name in ("read", "light on dark, small", "two lines", "with other text"))
+    assert 0.5 < scores["misspelt"] < 0.9
+    assert scores["other"] < 0.5 and scores["none"] == 0
+    output = capfd.readouterr()
+    assert output.out == output.err == ""  # an image without text is not worth a line
 
 
 class TestDemoRewards:

@@ -175,7 +175,7 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/image_rewards.py",
-        f"{_PIXELS}::TestLayout {_PIXELS}::TestReadability",
+        f"{_PIXELS}::TestLayout {_PIXELS}::test_readability",
         ("rows[index], cols[index])", "cols[index], rows[index])"),
         ("((image, cols, rows), (", "((image, rows, cols), ("),
         ("* (1 - _extra_lines(profile, count))", ""),
