@@ -14,7 +14,7 @@ from transformers import CLIPModel, CLIPProcessor
 from paco_trl.evaluation import AestheticScorer
 from paco_trl.rewards import ClipIReward, ClipTReward, PickScoreReward
 from paco_trl.rewards.clip import ClipEmbedder
-from testing_utils import noise, plain
+from testing_utils import count_images, noise, plain
 
 
 TEXTS = ["a red house near the sea", "a cat that wakes up", "a blue car in the rain"]
@@ -42,18 +42,6 @@ def outputs_of(tiny_clip):
 def logit(outputs_of):
     """`logits_per_image` of one image and one text."""
     return lambda image, text: outputs_of([image], [text]).logits_per_image.item()
-
-
-def count_rows(model):
-    """Lists that fill with the batch sizes of the text and the vision tower."""
-    text_rows, image_rows = [], []
-    model.text_model.register_forward_pre_hook(
-        lambda module, args, kwargs: text_rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    model.vision_model.register_forward_pre_hook(
-        lambda module, args, kwargs: image_rows.append(len(kwargs["pixel_values"])), with_kwargs=True
-    )
-    return text_rows, image_rows
 
 
 class TestPickScoreReward:
@@ -87,7 +75,7 @@ class TestPickScoreReward:
 
     def test_a_group_encodes_each_text_once_and_images_go_in_batches(self, tiny_clip):
         reward = PickScoreReward(tiny_clip, tiny_clip, device="cpu", batch_size=4)
-        text_rows, image_rows = count_rows(reward.model)
+        text_rows, image_rows = count_images(reward.model.text_model), count_images(reward.model.vision_model)
         scores = reward([TEXTS[0]] * 4 + [TEXTS[1]] * 4, [noise(seed) for seed in range(8)])
         assert text_rows == [2] and image_rows == [4, 4]
         assert len({round(score, 4) for score in scores}) == 8

@@ -12,17 +12,10 @@ from torch import nn
 
 from paco_trl.rollout.sampler import on_device
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
-from testing_utils import are_equal, weights_of
+from testing_utils import are_equal, count_images, weights_of
 
 
 SHORT = {"num_generations": 2, "num_prompts_per_generation": 2, "per_device_train_batch_size": 2}
-
-
-def count(module: nn.Module) -> list:
-    """Calls of a module from now on."""
-    calls = []
-    module.register_forward_pre_hook(lambda *_: calls.append(1))
-    return calls
 
 
 def files_in(folder) -> list:
@@ -77,7 +70,7 @@ class TestDirectory:
         folder, results = tmp_path / "embeddings", []
         for number, embeddings_dir in enumerate([None, str(folder), str(folder)]):
             trainer = make_trainer(**SHORT, embeddings_dir=embeddings_dir)
-            encoded, before = count(trainer.pipeline.text_encoder_2), weights_of(trainer)
+            encoded, before = count_images(trainer.pipeline.text_encoder_2), weights_of(trainer)
             trainer.train()
             assert not are_equal(before, weights_of(trainer))
             assert len(encoded) == (0 if number == 2 else 2)
@@ -109,7 +102,7 @@ class TestDirectory:
             model = str(tmp_path / "other")
             pipeline.save_pretrained(model)
         trainer = make_trainer(**settings, model=model)
-        encoded = count(trainer.pipeline.text_encoder_2)
+        encoded = count_images(trainer.pipeline.text_encoder_2)
         trainer.prompt_encoder.encode(trainer.train_rows, [0, 1])
         assert len(encoded) == 2
         if what == "damage":
@@ -128,7 +121,7 @@ class TestDirectory:
             output = tmp_path / f"{name}-resumed"
             shutil.copytree(tmp_path / name / "checkpoint-3", output / "checkpoint-3")
             resumed = make_trainer(**settings, output_dir=str(output))
-            encoded = count(resumed.pipeline.text_encoder_2)
+            encoded = count_images(resumed.pipeline.text_encoder_2)
             resumed.train(resume_from_checkpoint=True)
             assert resumed.state.global_step == 4 and not encoded
             assert are_equal(weights_of(resumed), weights_of(whole))
@@ -146,7 +139,7 @@ class TestDirectory:
         for number, folder in enumerate([None, tmp_path / "embeddings", tmp_path / "embeddings"]):
             options = {} if folder is None else {"embeddings_dir": str(folder)}
             trainer = make(klein, dataset, tmp_path / str(number), **options)
-            texts, images = count(trainer.pipeline.text_encoder), count(trainer.pipeline.vae.encoder)
+            texts, images = count_images(trainer.pipeline.text_encoder), count_images(trainer.pipeline.vae.encoder)
             trainer.train()
             assert bool(texts) is bool(images) is (number < 2)
             results.append(weights_of(trainer))

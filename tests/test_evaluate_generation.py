@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Value
-from datasets import Image as ImageFeature
 from diffusers import AutoencoderKL, DiffusionPipeline
 from peft import LoraConfig, get_peft_model
 from PIL import Image
@@ -22,6 +20,7 @@ from judge_server import pictures_of
 from paco_trl import PaCoReward
 from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path
+from paco_trl.data.columns import typed_dataset
 from paco_trl.hub.settings import ImageModelCard, save_settings
 from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
 from paco_trl.utils.chat import EndpointUnavailableError
@@ -286,17 +285,15 @@ class TestGEdit:
     def edits(self, tmp_path_factory):
         folder = tmp_path_factory.mktemp("gedit")
         rng = np.random.default_rng(0)
-        rows = {
-            "key": [f"k{number % 3}" for number in range(6)],
-            "task_type": [("color_alter", "style_change")[number % 2] for number in range(6)],
-            "instruction": [f"Paint it number {number}." for number in range(6)],
-            "instruction_language": ["en", "en", "en", "cn", "cn", "cn"],
-            "input_image_raw": [Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(6)],
-        }
-        rows["input_image"] = [image.resize((24, 24)) for image in rows["input_image_raw"]]
-        images = dict.fromkeys(("input_image_raw", "input_image"), ImageFeature())
-        features = Features(dict.fromkeys(rows, Value("string")) | images)
-        Dataset.from_dict(rows, features=features).save_to_disk(str(folder / "bench"))
+        rows = []
+        for number in range(6):
+            image = Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+            kind, language = ("color_alter", "style_change")[number % 2], "en" if number < 3 else "cn"
+            text = f"Paint it number {number}."
+            rows.append((f"k{number % 3}", kind, text, language, image, image.resize((24, 24))))
+        types = dict.fromkeys(("key", "task_type", "instruction", "instruction_language"), "string")
+        bench = typed_dataset(rows, **types, input_image_raw="image", input_image="image")
+        bench.save_to_disk(folder / "bench")
         build_tiny_flux_kontext(folder / "kontext")
         make_adapter(folder / "adapter", str(folder / "kontext"), 0)
         return folder

@@ -25,7 +25,7 @@ from paco_trl.data import (
     rankings_to_pairs,
     theme_question,
 )
-from paco_trl.data.columns import CRITERIA_TYPE, column_types
+from paco_trl.data.columns import CRITERIA_TYPE, column_types, typed_dataset
 from paco_trl.evaluation import (
     auroc,
     bootstrap_interval,
@@ -391,8 +391,6 @@ class TestEvaluateRankings:
         assert len(jsonl(path)) == 1 + 2
 
 
-EDIT_TYPES = {"key": ["string"], "input_image": "image", "output_images": ["image"]}
-EDIT_FEATURES = column_types(**EDIT_TYPES, **dict.fromkeys(("instruction", "task_type", "dimension"), "string"))
 # Edits of a black image. Their red is how well they follow, their green what should have stayed and did not
 EDITS = {"a": (200, 0), "b": (100, 0), "c": (50, 100), "d": (100, 200), "e": (250, 50), "f": (10, 0), "g": (10, 0)}
 EDIT_ROWS = [
@@ -410,20 +408,13 @@ EDIT_ROWS = [
 
 
 def edits(rows=EDIT_ROWS, size=(16, 4)):
-    return Dataset.from_list(
-        [
-            {
-                "key": list(keys),
-                "instruction": "Turn it red." if task_type == "color" else "Write red.",
-                "input_image": color_image(0),
-                "output_images": [color_image(*EDITS[key[0]], size=size) for key in keys],
-                "task_type": task_type,
-                "dimension": dimension,
-            }
-            for keys, task_type, dimension in rows
-        ],
-        features=EDIT_FEATURES,
-    )
+    texts = {"color": "Turn it red.", "text": "Write red."}
+    values = [
+        (keys, color_image(0), [color_image(*EDITS[key[0]], size=size) for key in keys], texts[kind], kind, dimension)
+        for keys, kind, dimension in rows
+    ]
+    types = dict.fromkeys(("instruction", "task_type", "dimension"), "string")
+    return typed_dataset(values, key=["string"], input_image="image", output_images=["image"], **types)
 
 
 class EditScorer(ColorScorer):
@@ -470,7 +461,7 @@ class TestEvaluateEditReward:
         )
         dataset = edits(rows)
         row = dataset[0] | {"output_images": [color_image(100, 100), color_image(250, 5)]}
-        dataset = Dataset.from_list([row], features=EDIT_FEATURES)
+        dataset = Dataset.from_list([row], features=dataset.features)
         assert evaluate_edit_reward(scorer, dataset)["dimensions"]["overall"]["strict"]["mean"] == 1.0
         assert list(evaluate_edit_reward(scorer, dataset)["dimensions"]) == ["overall"]
         cosine = QuestionScorer(lambda prompt, color: -0.1)
@@ -534,12 +525,12 @@ class TestEvaluateEditReward:
 
 def with_image(image, row=2, place=None):
     """Edits with one of the images replaced: the input of a row, or one of its outputs."""
-    rows = list(edits(EDIT_ROWS[:3]))
+    rows, features = list(edits(EDIT_ROWS[:3])), edits(EDIT_ROWS[:3]).features
     if place is None:
         rows[row]["input_image"] = image
     else:
         rows[row]["output_images"][place] = image
-    return Dataset.from_list(rows, features=EDIT_FEATURES)
+    return Dataset.from_list(rows, features=features)
 
 
 class TestImagesOfRows:

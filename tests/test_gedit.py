@@ -504,7 +504,7 @@ class TestPublishedProtocol:
             read_published_prompts(tmp_path)
 
     def test_what_the_judge_is_sent(self, server, gedit_repo, tmp_path):
-        source, edited = noise(0, (90, 30)), noise(1, (50, 100)).convert("RGBA")
+        source, edited = noise(0, (90, 30)), Image.linear_gradient("L").resize((50, 100)).convert("RGBA")
         edited.putalpha(100)
         edited.save(tmp_path / "k.png")
         prompts = edits_of([{"id": "k", "prompt": "Do {it}.", "image": source}])

@@ -104,23 +104,17 @@ def test_drift_is_reported_once(caplog, change, reward, prompts, is_reported):
     assert len(caplog.records) == (1 if is_reported else 2)
 
 
-class Rising:
-    """Rises with each call, whatever the images are; falls as its twin."""
-
-    __name__ = "rising"
-
-    def __init__(self, sign):
-        self.calls, self.sign = 0, sign
-
-    def __call__(self, prompts, completions, **kwargs):
-        self.calls += 1
-        return [self.sign * self.calls + 0.1 * (number % 3) for number in range(len(completions))]
-
-
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_run_reports_what_changed_and_its_evaluation_shows_it(make_trainer, prompts, caplog, sign):
+    calls = []
+
+    def rising(prompts, completions, **kwargs):
+        """Rises with each call, whatever the images are; falls as its twin."""
+        calls.append(completions)
+        return [sign * len(calls) + 0.1 * (number % 3) for number in range(len(completions))]
+
     trainer = make_trainer(
-        reward_funcs=Rising(sign), learning_rate=1.0, max_steps=6, eval_dataset=prompts.select(range(2)),
+        reward_funcs=rising, learning_rate=1.0, max_steps=6, eval_dataset=prompts.select(range(2)),
         eval_strategy="steps", eval_steps=6, ema_decay=None, num_generations_eval=2, log_completions=True,
     )  # fmt: skip
     trainer.train()
