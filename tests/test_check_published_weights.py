@@ -138,8 +138,7 @@ def test_what_does_not_fit(hub, run, repositories, tmp_path):
     hub.add_repo(flux, edited(repositories[flux], folder=tmp_path, **names) | {"optimizer.pt": b"", "a.bin": b""})
     hub.add_repo(judge, edited(repositories[judge], str, tmp_path, r=8))
     hub.add_repo(
-        kontext,
-        edited(repositories[kontext], str, tmp_path, base_model_name_or_path="black-forest-labs/FLUX.1-dev"),
+        kontext, edited(repositories[kontext], str, tmp_path, base_model_name_or_path="black-forest-labs/FLUX.1-dev")
     )
     del hub.repos["model", qwen]
     hub.add_repo(whole, {name: c for name, c in repositories[whole].items() if name != "model.safetensors.index.json"})

@@ -910,11 +910,8 @@ class TestBadInput:
         with pytest.raises(ValueError, match=f"^Row 2 of `eval_dataset` has {needed} tokens"):
             make_reward_trainer(NOWHERE, max_length=needed, **settings)
         # The remedies help: fewer pixels are fewer tokens
-        for remedy in (
-            {"max_length": needed + 1},
-            {"max_length": None},
-            {"max_length": needed, "max_pixels": 56 * 56},
-        ):
+        fewer_pixels = {"max_length": needed, "max_pixels": 56 * 56}
+        for remedy in ({"max_length": needed + 1}, {"max_length": None}, fewer_pixels):
             with pytest.raises(OSError, match="nowhere"):
                 make_reward_trainer(NOWHERE, **remedy, **settings)
 

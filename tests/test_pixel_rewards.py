@@ -9,12 +9,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from paco_trl.data import join_grid, split_grid
 from paco_trl.rewards import DuplicateReward, LayoutReward, OcrReward, panel_similarity_reward, redness_reward
-from paco_trl.rewards.image_rewards import (
-    edge_profile,
-    layout_score,
-    panel_similarity,
-    readability,
-)
+from paco_trl.rewards.image_rewards import edge_profile, layout_score, panel_similarity, readability
 
 
 BACKDROPS = ["plain", "night", "sky", "room", "texture"]

@@ -8,17 +8,8 @@ import pytest
 import torch
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from paco_trl.rewards import (
-    AggregationDetails,
-    ClipTReward,
-    aggregate_rewards,
-)
-from paco_trl.rewards.aggregation import (
-    coefficient_of_variation,
-    log_tame,
-    normalize_in_groups,
-    win_rates,
-)
+from paco_trl.rewards import AggregationDetails, ClipTReward, aggregate_rewards
+from paco_trl.rewards.aggregation import coefficient_of_variation, log_tame, normalize_in_groups, win_rates
 from paco_trl.utils.deepspeed import without_zero3_init
 
 

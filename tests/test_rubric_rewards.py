@@ -228,8 +228,7 @@ class TestBadInput:
                 RubricReward("nobody/judge", "instruction", scale=scale)
 
     @pytest.mark.parametrize(
-        ("text", "key"),
-        [(None, "unchanged"), ("Rate 0 to {scale}", "{prompt}"), ("{prompt}", "{scale}")],
+        ("text", "key"), [(None, "unchanged"), ("Rate 0 to {scale}", "{prompt}"), ("{prompt}", "{scale}")]
     )
     def test_rubric(self, tmp_path, text, key):
         if text is not None:

@@ -569,25 +569,20 @@ class TestResume:
             assert store.pending == ["a"] and part.read_text() == '{"scor'
 
 
-class TestServed:
-    """The judge is on a server: questions over HTTP."""
+def test_figures_of_a_served_judge_follow_from_the_pixels(bench, foreign, tmp_path):
+    def log_odds(*images_and_question):
+        first, is_alone = images_and_question[0], len(images_and_question) == 2
+        return first.getpixel((0, 0))[0] / 100 if is_alone else 0.0
 
-    @staticmethod
-    def log_odds(*asked):
-        *images, question = asked
-        values = [image.getpixel((image.width // 2, image.height // 2))[0] for image in images]
-        return values[0] / 100 if len(values) == 1 else 0.0
-
-    def test_the_figures_follow_from_the_pixels(self, bench, foreign, tmp_path):
-        with JudgeServer(self.log_odds) as server:
-            judge = ServedJudge(server.url, "judge")
-            score_consistency(judge, foreign, bench, tmp_path)
-            score_alignment(judge, foreign, bench, tmp_path)
-            assert len(server.requests) == (6 * 4 + 3 * 2 + 1 * 3) + 9 * 4
-        results = t2is_results(bench, [System("base", "it", foreign, tmp_path)])
-        values = [value for of_set in FOREIGN.values() for value in of_set]
-        assert mean(results, "entity") == pytest.approx(fmean(1 / (1 + math.exp(-value / 100)) for value in values))
-        assert results["scorers"]["consistency"] == ["judge"]  # never the address
+    with JudgeServer(log_odds) as server:
+        judge = ServedJudge(server.url, "judge")
+        score_consistency(judge, foreign, bench, tmp_path)
+        score_alignment(judge, foreign, bench, tmp_path)
+        assert len(server.requests) == (6 * 4 + 3 * 2 + 1 * 3) + 9 * 4
+    results = t2is_results(bench, [System("base", "it", foreign, tmp_path)])
+    values = [value for of_set in FOREIGN.values() for value in of_set]
+    assert mean(results, "entity") == pytest.approx(fmean(1 / (1 + math.exp(-value / 100)) for value in values))
+    assert results["scorers"]["consistency"] == ["judge"]  # never the address
 
 
 def test_generated_sets_of_all_seeds(bench, tmp_path):
