@@ -344,32 +344,31 @@ class TestGEdit:
         assert results["protocol"] == "published" and results["tables"][0]["rows"][0]["cells"][0]["mean"] == 6.0
 
 
-class TestOptions:
-    @pytest.mark.parametrize(
-        "words, message",
-        [
-            (["generate"], "--dataset_name"),
-            (["images", "t3is", "--dataset_name", "t2is"], "'t3is'"),
-            (["generate", "--dtype", "int8"], "'int8'"),
-            (["generate", "--benchmark", "gedit", "--seeds", "0", "1"], "--seeds"),
-            (["generate", "--panel_files", "True", "--seeds", "0", "1"], "--seeds"),
-            (["generate", "--benchmark", "gedit", "--panel_files", "True"], "--panel_files"),
-            (["generate", "--batch_size", "0"], "--batch_size"),
-            (["score", "--protocol", "published"], "--protocol"),
-            (["score", "--benchmark", "gedit", "--device", "cpu"], "--device"),
-            (["score", "--max_concurrency", "2"], "--max_concurrency"),
-            (["score", "--judges", "a", "--judge_url", "http://a/v1", "--judge_quantization", "nf4"], "quantization"),
-            (["score", "--alignment_model", "model"], "--alignment_file"),
-            (["score", "--judges", "a", "--judge_url", "http://a:1/v1", "--api_key_variable", "NO_SUCH"], "NO_SUCH"),
-            (["score", "--judges", "a", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
-            (["generate", "--set_layout", "separate", "--model_name_or_path", "nowhere"], "height and width"),
-            (["report", "--card", "adapter"], "tuned system"),
-        ],
-    )
-    def test_wrong_options(self, words, message, workspace):
-        known = ["--dataset_name", str(workspace / "bench.jsonl")] if len(words) > 1 else []
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            script.main([*words, *known])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["generate"], "--dataset_name"),
+        (["images", "t3is", "--dataset_name", "t2is"], "'t3is'"),
+        (["generate", "--dtype", "int8"], "'int8'"),
+        (["generate", "--benchmark", "gedit", "--seeds", "0", "1"], "--seeds"),
+        (["generate", "--panel_files", "True", "--seeds", "0", "1"], "--seeds"),
+        (["generate", "--benchmark", "gedit", "--panel_files", "True"], "--panel_files"),
+        (["generate", "--batch_size", "0"], "--batch_size"),
+        (["score", "--protocol", "published"], "--protocol"),
+        (["score", "--benchmark", "gedit", "--device", "cpu"], "--device"),
+        (["score", "--max_concurrency", "2"], "--max_concurrency"),
+        (["score", "--judges", "a", "--judge_url", "http://a/v1", "--judge_quantization", "nf4"], "quantization"),
+        (["score", "--alignment_model", "model"], "--alignment_file"),
+        (["score", "--judges", "a", "--judge_url", "http://a:1/v1", "--api_key_variable", "NO_SUCH"], "NO_SUCH"),
+        (["score", "--judges", "a", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
+        (["generate", "--set_layout", "separate", "--model_name_or_path", "nowhere"], "height and width"),
+        (["report", "--card", "adapter"], "tuned system"),
+    ],
+)
+def test_wrong_options(words, message, workspace):
+    known = ["--dataset_name", str(workspace / "bench.jsonl")] if len(words) > 1 else []
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        script.main([*words, *known])
 
 
 @pytest.mark.slow

@@ -253,17 +253,16 @@ class TestReference:
             call(ReferenceReward(judge), **given)
 
 
-class TestMetrics:
-    def test_served(self, server, served_judge):
-        server.fault = {0: "400", 1: "neither", 2: "400"}.get
-        logged = {}
-        reward = ConsistencyReward(served_judge)
-        call(reward, [SETS[1]] * 2, log_metric=logged.__setitem__, theme=[THEME] * 2)
-        assert logged == {
-            "consistency/unanswered": pytest.approx(3 / 12),
-            "consistency/unanswered/refused": pytest.approx(2 / 12),
-            "consistency/unanswered/undecided": pytest.approx(1 / 12),
-            # Always there: the trainer averages over the calls that logged it
-            "consistency/unanswered/unavailable": 0,
-            "consistency/unanswered/unreadable": 0,
-        }
+def test_metrics_of_a_served_judge(server, served_judge):
+    server.fault = {0: "400", 1: "neither", 2: "400"}.get
+    logged = {}
+    reward = ConsistencyReward(served_judge)
+    call(reward, [SETS[1]] * 2, log_metric=logged.__setitem__, theme=[THEME] * 2)
+    assert logged == {
+        "consistency/unanswered": pytest.approx(3 / 12),
+        "consistency/unanswered/refused": pytest.approx(2 / 12),
+        "consistency/unanswered/undecided": pytest.approx(1 / 12),
+        # Always there: the trainer averages over the calls that logged it
+        "consistency/unanswered/unavailable": 0,
+        "consistency/unanswered/unreadable": 0,
+    }

@@ -202,35 +202,32 @@ class TestBesideTheDrawing:
             make_trainer(reward_funcs=[reward, later], max_steps=1).train()
 
 
-class TestGroups:
-    """Rewards that compare the images of a prompt: they ask for `num_generations`."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_of_a_reward_that_asks_for_num_generations_has_all_images_of_a_prompt(make_trainer, is_async):
+    calls = []
 
-    @pytest.mark.parametrize("is_async", [False, True])
-    def test_a_call_has_all_images_of_a_prompt(self, make_trainer, is_async):
-        calls = []
+    def rank(prompts, completions, num_generations, log_extra, panel_images, **kwargs):
+        calls.append((prompts, completions))
+        values = redness_reward(prompts, completions)
+        log_extra("redness", values)
+        return [sum(value > other for other in values) / (num_generations - 1) for value in values]
 
-        def rank(prompts, completions, num_generations, log_extra, panel_images, **kwargs):
-            calls.append((prompts, completions))
-            values = redness_reward(prompts, completions)
-            log_extra("redness", values)
-            return [sum(value > other for other in values) / (num_generations - 1) for value in values]
+    async def rank_later(prompts, completions, num_generations, **kwargs):
+        return rank(prompts, completions, num_generations, **kwargs)
 
-        async def rank_later(prompts, completions, num_generations, **kwargs):
-            return rank(prompts, completions, num_generations, **kwargs)
-
-        reward = rank_later if is_async else rank
-        # Micro-batches of 2: no call is a batch of generation
-        trainer = make_trainer(reward_funcs=[reward, redness_reward], per_device_train_batch_size=2, max_steps=1)
-        finish, seen = trainer.rewards.finish, []
-        trainer.rewards.finish = lambda state: seen.append(finish(state)) or seen[-1]
-        trainer.train()
-        assert len(calls) == 4 and all(len(set(prompts)) == 1 and len(prompts) == 4 for prompts, _ in calls)
-        assert len({prompts[0] for prompts, _ in calls}) == 4
-        (scores,) = seen
-        ranks, redness = scores.rewards.view(4, 4, 2).unbind(-1)
-        assert scores.extra["redness"] == pytest.approx(redness.flatten().tolist())
-        expected = (redness.unsqueeze(2) > redness.unsqueeze(1)).sum(dim=2) / 3
-        assert torch.equal(ranks, expected.float()) and expected.std() > 0
+    reward = rank_later if is_async else rank
+    # Micro-batches of 2: no call is a batch of generation
+    trainer = make_trainer(reward_funcs=[reward, redness_reward], per_device_train_batch_size=2, max_steps=1)
+    finish, seen = trainer.rewards.finish, []
+    trainer.rewards.finish = lambda state: seen.append(finish(state)) or seen[-1]
+    trainer.train()
+    assert len(calls) == 4 and all(len(set(prompts)) == 1 and len(prompts) == 4 for prompts, _ in calls)
+    assert len({prompts[0] for prompts, _ in calls}) == 4
+    (scores,) = seen
+    ranks, redness = scores.rewards.view(4, 4, 2).unbind(-1)
+    assert scores.extra["redness"] == pytest.approx(redness.flatten().tolist())
+    expected = (redness.unsqueeze(2) > redness.unsqueeze(1)).sum(dim=2) / 3
+    assert torch.equal(ranks, expected.float()) and expected.std() > 0
 
 
 class TestCeilings:

@@ -275,7 +275,7 @@ MUTANTS = [
     (R + "runner.py", "value.strip() if isinstance(value, str) else value", "value", CALLS),
     (R + "runner.py", "torch.cuda.set_device, accelerator.device)", "torch.cuda.set_device, 0)", CALLS),
     (R + "runner.py", "{weight.device for weight in model.parameters()} <= movable", "True", SCORING + "::TestMemory::test_only_models_of_this_process_and_device_are_offloaded"),
-    (R + "runner.py", "by_prompt[number // self.num_generations].append", "by_prompt[number % self.num_generations].append", SCORING + "::TestGroups"),
+    (R + "runner.py", "by_prompt[number // self.num_generations].append", "by_prompt[number % self.num_generations].append", SCORING + "::test_a_call_of_a_reward_that_asks_for_num_generations_has_all_images_of_a_prompt"),
     # ---- The policy ----
     (P + "policy.py", "keyed_generator(*key, index + 1) for key in noise_keys", "keyed_generator(*key, index) for key in noise_keys", ROLLOUT + " -k TestRecords"),
     (P + "policy.py", "initial_keys[image // branch_size * branch_size]", "initial_keys[image // branch_size]", BRANCHES + "::TestFlux::test_branches_have_their_own_latents"),

@@ -59,7 +59,7 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/judge_rewards.py",
-        f"{_JUDGED}TestEdit {_JUDGED}TestMetrics",
+        f"{_JUDGED}TestEdit {_JUDGED}test_metrics_of_a_served_judge",
         ("kinds[kind] / len(answers)", "kinds[kind] / len(questions)"),
         ("math.sqrt(consistency * following)", "(consistency + following) / 2"),
         ("for consistency, following in pairs) / (len(scores) // 2)", "for consistency, following in pairs)"),
@@ -860,7 +860,7 @@ SEPARATE_SETS = [
     ),
     *_mutants(
         "commands/evaluate.py",
-        "test_evaluate_generation.py::TestOptions",
+        "test_evaluate_generation.py::test_wrong_options",
         ("_T2IS_ONLY if is_gedit else _GEDIT_ONLY,", "(),"),
         ("        image_sizes(benchmark, args.height, args.width)", "        pass"),
         ("        check_panel_options(**panels)", "        pass"),
