@@ -195,7 +195,10 @@ class TestStages:
         (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
         with pytest.raises(ValueError, match="'alone' has one panel"):
             build("prompts", dataset_name=tmp_path / "prompts.jsonl")
-        build("prompts", dataset_name=write_prompts_file(tmp_path / "prompts.jsonl", 2))
+        file = write_prompts_file(tmp_path / "prompts.jsonl", 2)
+        with pytest.raises(ValueError, match="`--num_written` would do nothing with `--dataset_name`"):
+            build("prompts", dataset_name=file, num_written=2)
+        build("prompts", dataset_name=file)
         with pytest.raises(FileNotFoundError, match="'grids' is not finished"):
             build("panels")
 
@@ -225,6 +228,8 @@ class TestRankings:
             assert row["votes"]["no" if is_consistent else "yes"] == 0
 
     def test_construction_is_not_a_vote_along_with_people(self, planted, tmp_path):
+        with pytest.raises(ValueError, match="`--judge_url` would do nothing without `--judge_model`"):
+            planted("rank", judge_url="http://127.0.0.1:1/v1")
         planted("rank")
         annotate(tmp_path, same_ranking(planted.world))
         rankings = tmp_path / "build/rankings/dataset"

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -778,6 +779,12 @@ class TestPictures:
 
 
 class TestCheckpoints:
+    def test_the_card_shows_what_is_uploaded(self):
+        """Pictures of evaluations with a prefix of their own, and of `predict`, too."""
+        for name, is_uploaded in (("eval_a_calibration", True), ("test_wrong_pairs", True), ("photo", False)):
+            patterns = PaCoRewardTrainer.published_files
+            assert any(fnmatch(f"{name}.png", pattern) for pattern in patterns) == is_uploaded
+
     def test_files(self, trained):
         folder = Path(trained.args.output_dir)
         published = {

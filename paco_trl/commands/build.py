@@ -35,6 +35,7 @@ from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
 from ..utils.stage_folder import StageFolder
 from . import build_arguments as arguments
+from .evaluate_arguments import refuse_unused
 from .parser import run_stage
 
 
@@ -98,6 +99,7 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
         prompts = building.write_prompts(endpoint, written, args.num_written, args.categories, layouts, args.seed)
         report: dict[str, Any] = {"model": args.model, **written.report}
     else:
+        refuse_unused(args, ("base_url", "model", "num_written", "categories", "seed"), "with `--dataset_name`")
         prompts = load_image_set_prompts(args.dataset_name, args.dataset_split)
         report = {"source": Path(args.dataset_name).name if Path(args.dataset_name).exists() else args.dataset_name}
     if "id" not in prompts.column_names:
@@ -172,6 +174,7 @@ def rank(args: arguments.RankArguments) -> None:
     """Rank by construction or by a judge."""
     instances, panels = result(args, "instances"), result(args, "panels")
     if args.judge_model == "automatic":
+        refuse_unused(args, ("judge_url", "annotator", "dtype"), "without `--judge_model`")
         count = building.rank_automatically(instances, panels, _annotations_dir(args))
         Console().print(f"{count} instances are ranked by construction, in {escape(str(_annotations_dir(args)))}.")
         return

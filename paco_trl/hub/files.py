@@ -11,7 +11,7 @@ PICTURES = [
     "contact_sheet.png", "curves.png", "evaluation.png",
     "images/[0-9].png",
 ]  # fmt: skip
-_JUDGE_PICTURES = ["eval*_calibration.png", "eval*_wrong_pairs.png"]
+_JUDGE_PICTURES = ["*_calibration.png", "*_wrong_pairs.png"]  # of any `metric_key_prefix`
 _PROCESSOR = [
     "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json", "processor_config.json",
     "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
