@@ -281,8 +281,8 @@ class TestLoadImageSetPrompts:
         prompt, theme, texts = write_prompt("1x2", MARKERS["1x2"])
         expected = [self.SINGLE, {"prompt": prompt, "theme": theme, "rows": 1, "cols": 2, "panels": texts}]
         (tmp_path / "texts").mkdir()
-        for name, mark in (("a.txt", "\ufeff"), ("texts/a.txt", "")):
-            (tmp_path / name).write_text(f"{mark}A fox, in snow.\r\n\n{prompt}\n", encoding="utf-8")
+        for name in ("a.txt", "texts/a.txt"):
+            (tmp_path / name).write_text(f"A fox, in snow.\r\n\n{prompt}\n", encoding="utf-8-sig")
         (tmp_path / "b.csv").write_text(f'prompt\n"A fox, in snow."\n"{prompt}"\n')
         (tmp_path / "b.tsv").write_text(f"prompt\nA fox, in snow.\n{prompt}\n")
         bare = [{"prompt": row["prompt"]} for row in expected]

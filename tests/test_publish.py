@@ -312,6 +312,23 @@ def test_nothing_is_sent_when_something_is_wrong(hub, client, tmp_path, argument
     assert hub.uploads == [] and {name: len(repo.commits) for name, repo in hub.repos.items()} == before
 
 
+def test_upload_that_is_cut_between_pairs_and_rankings(hub, client, published, tmp_path):
+    """The pairs can be loaded, without a card; the next run sends the rankings alone."""
+    count = sum(name.startswith("pairs/") for name in hub.files("tester/foxes"))
+    hub.fault = lambda method, path: "503" if method == "PUT" and len(hub.uploads) == count else None
+    with pytest.raises(ConnectionError):
+        client(publish, folder=str(tmp_path), repo_id="tester/half")
+    metadata, text = readme(hub, "tester/half")
+    assert [config["config_name"] for config in metadata["configs"]] == ["pairs"] and text.strip() == ""
+    assert len(client(load, repo_id="tester/half")["train"]) == 8
+
+    hub.fault = lambda method, path: None
+    client(publish, folder=str(tmp_path), repo_id="tester/half")
+    assert hub.files("tester/half").keys() == hub.files("tester/foxes").keys()
+    assert len(hub.uploads) == len(set(hub.uploads)) and "| train | 8 |" in readme(hub, "tester/half")[1]
+    assert len(client(load, repo_id="tester/half", name="rankings")["test"]) == 2
+
+
 def test_upload_that_is_cut(hub, client, tmp_path):
     """The third file never arrives. The next run sends it and the others, and not the first two again."""
     hub.fault = lambda method, path: "cut" if method == "PUT" and len(hub.uploads) == 2 else None

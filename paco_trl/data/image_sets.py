@@ -249,7 +249,8 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> Data
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
         dataset = cast(Dataset, convert_t2is(dataset))
     if dataset.column_names == ["text"]:  # text files
-        dataset = dataset.rename_column("text", "prompt").filter(is_text, input_columns="prompt")
+        dataset = dataset.map(lambda row: {"prompt": row["text"].removeprefix("\ufeff")}, remove_columns="text")
+        dataset = dataset.filter(is_text, input_columns="prompt")
     return complete_image_sets(dataset)
 
 
