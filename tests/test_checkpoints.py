@@ -98,7 +98,9 @@ def test_the_directory_of_a_judge(tmp_path):
     staged = tmp_path / ".saving" / "checkpoint-1"
     staged.mkdir(parents=True)
     publish(staged, tmp_path, {"num_processes": 1, "is_deepspeed": False})
-    with pytest.raises(ValueError, match="'checkpoint-1', which is not a complete checkpoint of PaCoGRPOTrainer"):
+    with pytest.raises(
+        ValueError, match="checkpoint-1' in `output_dir` is not a complete checkpoint of PaCoGRPOTrainer"
+    ):
         check_output_folder(tmp_path, {"r": 4}, {"seed": 1})
 
 

@@ -256,10 +256,6 @@ class TestFaults:
         row = examine("model and adapter", model_name_or_path="makers/base", rewards=["needy"])["model and adapter"]
         assert row.verdict == "failed" and "masks" in row.finding
 
-    def test_prompts_that_are_repeated(self, examine, prompt_rows):
-        row = examine("data", rows=[*prompt_rows[:4], *prompt_rows[:1]])["data"]
-        assert row.verdict == "warning" and "more often" in row.advice
-
     def test_a_configuration_that_does_not_divide(self, examine):
         rows = examine(generation_batch_size=18)
         assert rows["versions"].verdict == "ok"

@@ -631,7 +631,7 @@ class TestBadInput:
         ("message", "settings"),
         [
             ("height of row 0 of the dataset is 62.*60 or 64", {"height": 62}),
-            ("`detach_unconditional`.* FluxPipeline makes no .* = 3.5", {"detach_unconditional": True}),
+            ("`detach_unconditional`.* FluxPipeline has none .* = 3.5", {"detach_unconditional": True}),
         ],
     )
     def test_what_the_pipeline_does_not_take(self, make_trainer, message, settings):

@@ -444,10 +444,12 @@ class TestFromPretrained:
         [
             (lambda name: name.replace("lora_B", "lora_C"), {}, "does not fit.*missing"),
             # Layers of the file that the configuration does not name: no adapter of anybody's
-            (str, {"target_modules": r".*language_model.*\.q_proj"}, "does not fit"),
+            (str, {"target_modules": r".*language_model.*\.q_proj"}, "does not fit.*language_model"),
+            # Layers of the configuration that have no weights, in the vision tower
+            (str, {"target_modules": r".*\.(\w+_proj)"}, "does not fit.*visual"),
             (str, {"base_model_name_or_path": None}, "base_model_name_or_path"),
         ],
-        ids=["a matrix", "no place", "no base"],
+        ids=["a matrix", "no place", "no weights", "no base"],
     )
     def test_an_adapter_that_does_not_fit(self, edited, rename, config, message):
         with pytest.raises(ValueError, match=message):

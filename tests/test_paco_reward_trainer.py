@@ -932,7 +932,7 @@ class TestBadInput:
         expected = loss_of(rows, 0.3, "paper").item()
         assert abs(expected - as_reasons) > 0.01
         trainer = make_reward_trainer(train_dataset=dataset, eval_dataset=dataset, first_token_weight=0.3, max_steps=1)
-        assert "2 of 4 completions are a label without reasoning, the first in row 2" in caplog.text
+        assert "2 of 4 completions have no reasoning, the first in row 2" in caplog.text
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -226,7 +226,7 @@ class TestHalfWritten:
     def test_there_is_nothing(self, tmp_path):
         with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}' has no complete checkpoint"):
             make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=True)
-        with pytest.raises(ValueError, match="checkpoint-3', which is not a directory"):
+        with pytest.raises(ValueError, match="checkpoint-3' is incomplete: run.json"):
             make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
@@ -272,11 +272,11 @@ class TestIdentity:
         for resume in ("True", str(earlier / "checkpoint-5"), None):  # or started anew in its folder
             with pytest.raises(ValueError, match=said) as error:
                 make_run(nowhere, earlier, resume_from_checkpoint=resume, **settings)
-            assert ("cannot be resumed" if resume else "has 'checkpoint-6' of another run") in str(error.value)
+            assert ("cannot be resumed" if resume else "checkpoint-6' of another run") in str(error.value)
 
     def test_a_checkpoint_of_another_trainer(self, tiny_flux, earlier):
         (earlier / "checkpoint-6" / "run.json").unlink()
-        with pytest.raises(ValueError, match="has 'checkpoint-6', which is not a complete checkpoint"):
+        with pytest.raises(ValueError, match="checkpoint-6' in `output_dir` is not a complete checkpoint"):
             make_run(tiny_flux, earlier, save_total_limit=1).train()
         assert (earlier / "checkpoint-6").is_dir()
 

@@ -355,7 +355,7 @@ class TestMemory:
         waits.model = own.model  # scores while others are generated
         assert offloadable_models([elsewhere, waits, redness_reward], cpu) == []
         assert {weight.device.type for weight in elsewhere.model.parameters()} == {"meta"}
-        with pytest.raises(ValueError, match="`offload_rewards=True` moves the `model`"):
+        with pytest.raises(ValueError, match="`offload_rewards` is True, but no reward"):
             make_trainer(reward_funcs=[waits, redness_reward], offload_rewards=True)
 
     @pytest.mark.parametrize("offload", [False, True])

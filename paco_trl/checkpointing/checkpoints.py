@@ -57,9 +57,8 @@ def clear_staging(output_dir: str | Path) -> None:
 
 def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
     """Publish a complete checkpoint at once, with the list of its files and the `run` that it belongs to in `run.json`."""
-    files = {
-        str(path.relative_to(staged)): path.stat().st_size for path in sorted(staged.rglob("*")) if path.is_file()
-    }
+    found = [path for path in sorted(staged.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(staged)): path.stat().st_size for path in found}
     (staged / RUN_FILE).write_text(json.dumps({"run": run, "files": files}, indent=2), encoding="utf-8")
     # To the disk first: after a power cut a renamed directory may otherwise contain empty files
     _sync(*staged.rglob("*"), staged)
@@ -82,10 +81,10 @@ def _sync(*paths: Path) -> None:
 
 def incomplete_files(checkpoint: str | Path) -> list[str]:
     """List the files of a checkpoint that are missing or truncated: `run.json` if the list of files itself is missing."""
-    if not (content := _read_run_file(checkpoint)):
+    if not (run := read_run(checkpoint)):
         return [RUN_FILE]
-    paths = {name: Path(checkpoint) / name for name in content["files"]}
-    return [n for n, path in paths.items() if not path.is_file() or path.stat().st_size != content["files"][n]]
+    paths = {name: Path(checkpoint) / name for name in run["files"]}
+    return [n for n, path in paths.items() if not path.is_file() or path.stat().st_size != run["files"][n]]
 
 
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
@@ -104,20 +103,15 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         requested = "auto"
     if not requested:
         return None
-    if requested is not True and requested != "auto":
-        checkpoint = Path(requested)
-        if not checkpoint.is_dir():
-            raise ValueError(f"`resume_from_checkpoint` is '{checkpoint}', which is not a directory.")
-        if broken := incomplete_files(checkpoint):
-            raise ValueError(
-                f"The checkpoint '{checkpoint}' is incomplete: {broken[0]} is missing or truncated. Pass another, or "
-                "`resume_from_checkpoint=True` for the latest complete one."
-            )
-        return checkpoint
-    for checkpoint in checkpoints_of(output_dir):
+    is_named = requested is not True and requested != "auto"
+    for checkpoint in [Path(str(requested))] if is_named else checkpoints_of(output_dir):
         if not (broken := incomplete_files(checkpoint)):
             return checkpoint
-        logger.warning(f"The checkpoint '{checkpoint}' is skipped: {broken[0]} is missing or truncated.")
+        problem = f"{broken[0]} is missing or truncated."
+        if is_named:
+            cure = "Pass another, or `resume_from_checkpoint=True` for the latest complete one."
+            raise ValueError(f"The checkpoint '{checkpoint}' is incomplete: {problem} {cure}")
+        logger.warning(f"The checkpoint '{checkpoint}' is skipped: {problem}")
     if requested == "auto":
         return None
     missing = f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint."
@@ -132,24 +126,18 @@ def how_to_resume(output_dir: str | Path) -> str:
 
 
 def read_run(checkpoint: str | Path) -> dict:
-    """Read which run a checkpoint belongs to; empty if this is not recorded."""
-    return _read_run_file(checkpoint).get("run", {})
-
-
-def _read_run_file(checkpoint: str | Path) -> dict:
+    """Read which run a checkpoint belongs to, and the sizes of its `files`; empty if this is not recorded."""
     try:
         content = json.loads((Path(checkpoint) / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return {**content["run"], "files": content["files"]}
+    except (OSError, ValueError, KeyError):
         return {}
-    return content if {"run", "files"} <= content.keys() else {}
 
 
 def _differences(saved: dict, now: dict) -> str:
     """Describe what differs between two runs, a line each."""
-    names = dict.fromkeys([*saved, *now])  # in order
-    return "".join(
-        f"\n  {name}: {saved.get(name)!r}, now {now.get(name)!r}" for name in names if saved.get(name) != now.get(name)
-    )
+    different = [name for name in dict.fromkeys([*saved, *now]) if saved.get(name) != now.get(name)]  # in order
+    return "".join(f"\n  {name}: {saved.get(name)!r}, now {now.get(name)!r}" for name in different)
 
 
 def check_resumed_run(
@@ -160,11 +148,9 @@ def check_resumed_run(
     before, key = saved["num_processes"], "processes of DeepSpeed"  # over which the optimizer's state is divided
     then = saved.get("identity", {}) | {key: before if saved["is_deepspeed"] else None}
     if different := _differences(then, identity | {key: num_processes if is_deepspeed else None}):
-        raise ValueError(
-            f"'{checkpoint}' cannot be resumed: it was made with other settings.{different}\nGive this run the same ones "
-            "(the optimizer's are restored with its state), or start from scratch in another `output_dir`: the adapter of a "
-            "checkpoint can be passed as `peft_config`."
-        )
+        cure = "Give this run the same ones (the optimizer's are restored with its state), or start from scratch in"
+        cure = f"{cure} another `output_dir`: the adapter of a checkpoint can be passed as `peft_config`."
+        raise ValueError(f"'{checkpoint}' cannot be resumed: it was made with other settings.{different}\n{cure}")
     if before != num_processes:
         result = ": the images are the same, but sums are rounded differently."
         if saved["is_round_pending"]:
@@ -181,23 +167,17 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
         if "identity" not in (saved := read_run(checkpoint)):  # or one of a judge
             if settings is None:  # it is skipped when the run is resumed
                 continue
-            raise ValueError(
-                f"`output_dir` ('{output_dir}') has '{checkpoint.name}', which is not a complete checkpoint of "
-                "PaCoGRPOTrainer. Choose another directory, or move it away."
-            )
+            problem = f"'{checkpoint}' in `output_dir` is not a complete checkpoint of PaCoGRPOTrainer"
+            raise ValueError(f"{problem}. Choose another directory, or move it away.")
         different = _differences(saved["identity"], identity)
         if settings is not None:
             different += _differences(saved["hyperparameters"], settings)
         if different:
-            raise ValueError(
-                f"`output_dir` ('{output_dir}') has '{checkpoint.name}' of another run:{different}\nChoose another "
-                "directory, or delete that run with `overwrite_output_dir=True`."
-            )
+            cure = "Choose another directory, or delete that run with `overwrite_output_dir=True`."
+            raise ValueError(f"`output_dir` has '{checkpoint}' of another run:{different}\n{cure}")
     if found and settings is not None:
-        logger.warning(
-            f"`output_dir` ('{output_dir}') has checkpoints of this run, the latest '{found[0].name}', and it "
-            "starts from scratch. To resume it, pass `resume_from_checkpoint=True`."
-        )
+        cure = "To resume it, pass `resume_from_checkpoint=True`."
+        logger.warning(f"`output_dir` has '{found[0]}' of this run, and it starts from scratch. {cure}")
 
 
 def delete_run(output_dir: str | Path) -> None:
@@ -219,12 +199,7 @@ def write_checkpoint(
     run: dict,
     *parts: Callable[[Path], Any],
 ) -> None:
-    """
-    Write the parts of a checkpoint aside, and rename it when every process is done. Collective: call on all ranks.
-
-    Raises:
-        CheckpointError: On all processes, if one cannot write.
-    """
+    """Write the parts of a checkpoint aside, and rename it when all ranks are done, or raise on all. Collective."""
     folder = Path(output_dir) / STAGING / f"checkpoint-{step}"
 
     def begin(folder: Path) -> None:
@@ -247,10 +222,8 @@ def write_checkpoint(
         if problems:
             if should_save:
                 shutil.rmtree(folder.parent, ignore_errors=True)  # frees its space
-            raise CheckpointError(
-                f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(problems)}). Earlier "
-                "ones are complete. Make room and resume (`resume_from_checkpoint=True`)."
-            ) from problem
+            failed = f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(problems)})."
+            raise CheckpointError(f"{failed} Earlier ones are complete: make room and resume.") from problem
 
 
 def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:

@@ -13,6 +13,7 @@ from ..utils.text import shorten
 
 # What of an image the output is to keep, in the terms of the paper and of T2IS-Bench
 REFERENCE_ROLES = ("identity", "style", "logic")
+PanelImages = list[list[Any]]  # PIL images of the panels of each completion
 CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 
 
@@ -154,7 +155,7 @@ def column_of(column: list | None, name: str, count: int, reward: str) -> list:
     return column
 
 
-def panels_of(panel_images: list[list] | None, count: int, reward: str) -> list[list]:
+def panels_of(panel_images: PanelImages | None, count: int, reward: str) -> PanelImages:
     """Check that a reward that compares panels got at least two for each image."""
     panel_images = column_of(panel_images, "panel_images", count, reward)
     for index, panels in enumerate(panel_images):

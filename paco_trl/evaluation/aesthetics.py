@@ -64,7 +64,7 @@ class AestheticScorer:
         """Score images: a tenth of the rating of each."""
         if not images:
             return []
-        embeds = self.clip.embed_images(images, [f"Image {number}" for number in range(len(images))])  # (N, D)
+        embeds = self.clip.embed(images, [f"Image {number}" for number in range(len(images))])[0]  # (N, D)
         return (self.head(embeds.float().cpu()).squeeze(-1) / 10).tolist()
 
 

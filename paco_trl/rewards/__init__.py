@@ -17,13 +17,7 @@ from ..utils.lazy import lazy_imports
 if TYPE_CHECKING:
     from .aggregation import AggregationDetails, aggregate_rewards
     from .clip import ClipIReward, ClipTReward, PickScoreReward
-    from .image_rewards import (
-        DuplicateReward,
-        LayoutReward,
-        OcrReward,
-        panel_similarity_reward,
-        redness_reward,
-    )
+    from .image_rewards import DuplicateReward, LayoutReward, OcrReward, panel_similarity_reward, redness_reward
     from .judge import Answer, Judge, JudgeUnavailableError, ServedJudge, yes_probability
     from .judge_rewards import ConsistencyReward, EditReward, ReferenceReward, RubricReward
 

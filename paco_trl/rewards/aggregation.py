@@ -169,9 +169,7 @@ def aggregate_rewards(
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))  # (N, K)
     weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)  # (K,)
     if weights.shape != rewards.shape[1:]:
-        raise ValueError(
-            f"`weights` has shape {tuple(weights.shape)}; pass one for each of {rewards.shape[1]} columns."
-        )
+        raise ValueError(f"`weights` has shape {tuple(weights.shape)}; pass {rewards.shape[1]}, one per column.")
     if not torch.isfinite(weights).all() or not weights.any():
         raise ValueError(f"`weights` is {weights.tolist()}, but must be finite and not all 0.")
     if (wrong := torch.isinf(rewards)).any():
@@ -193,6 +191,7 @@ def aggregate_rewards(
     h, tamed = coefficient_of_variation(rewards), [False] * len(weights)
     limit = taming_threshold([h_k for h_k, is_used in zip(h, used.tolist(), strict=True) if is_used], threshold)
 
+    taken = f"`method={method!r}`. Rescale the reward, to [0, 1] for example."
     if method == "normalize_then_sum":
         rewards = normalize_in_groups(rewards, cast(int, num_generations))
     elif method == "rank_then_sum":
@@ -201,20 +200,14 @@ def aggregate_rewards(
         candidates = used if tamable is None else used & torch.tensor(tamable, device=rewards.device)  # (K,)
         # Refused whether or not h_k exceeds the threshold: an error in the first round, not in a later one
         if (wrong := (rewards <= -1) & candidates).any():
-            raise _error(
-                wrong, rewards, "must be above -1 for `method='log_tamed'`. Rescale the reward, to [0, 1] for example."
-            )
+            raise _error(wrong, rewards, f"must be above -1 for {taken}")
         tamed = [can and h_k is not None and h_k > limit for can, h_k in zip(candidates.tolist(), h, strict=True)]
         rewards = log_tame(rewards, tamed) if any(tamed) else rewards
     elif method == "geometric_mean":
         if (weights < 0).any():
             raise ValueError(f"`weights` is {weights.tolist()}, but must be >= 0 for `method='geometric_mean'`.")
         if (wrong := (rewards < 0) & used).any():
-            raise _error(
-                wrong,
-                rewards,
-                "must be >= 0 for `method='geometric_mean'`. Rescale the reward, to [0, 1] for example.",
-            )
+            raise _error(wrong, rewards, f"must be >= 0 for {taken}")
 
     is_product = method == "geometric_mean"
     share = spread_shares(weights * (torch.log(rewards) if is_product else rewards), num_generations)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CLIP embeddings, and the rewards that compare images by them: CLIP-T, PickScore and CLIP-I."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from transformers.masking_utils import create_causal_mask
 
-from ..data.columns import column_of, panels_of
+from ..data.columns import PanelImages, column_of, panels_of
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import to_device, to_rgb
 from ..utils.names import check_model_name, public_name
@@ -48,14 +48,10 @@ class ClipEmbedder:
         self.model.eval().requires_grad_(False)
         self.processor = CLIPProcessor.from_pretrained(model if processor is None else processor)
 
-    def embed_images(self, images: list[Image.Image], names: list[str]) -> torch.Tensor:
-        """Embed images as unit vectors `(len(images), D)` on the CPU, each object once; `names` are for errors."""
-        return self.embed(images, names, [])[0]
-
     def embed(
-        self, images: list[Image.Image], names: list[str], texts: list[str]
+        self, images: list[Image.Image], names: list[str], texts: Sequence[str] = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embed images and texts, truncated to the model's length, as unit vectors, with one wait for the device."""
+        """Embed images and truncated texts, each once, as unit vectors on the CPU; `names` are for errors."""
         objects = {id(image): (image, name) for image, name in zip(images, names, strict=True)}
         distinct = dict.fromkeys(texts)
         device = torch.device(self.device) if self.device is not None else PartialState().device
@@ -155,7 +151,7 @@ class ClipTReward(ClipEmbedder):
         prompts: list[str],
         completions: list[Image.Image],
         panels: list[list[str]] | None = None,
-        panel_images: list[list[Image.Image]] | None = None,
+        panel_images: PanelImages | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **kwargs,
     ) -> list[float]:
@@ -166,18 +162,14 @@ class ClipTReward(ClipEmbedder):
         panel_images = column_of(panel_images, "panel_images", len(completions), f"`{type(self).__name__}`")
         for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
             if not texts or not all(map(is_text, texts)) or len(images) != len(texts):
-                problem = f"but each of its {len(images)} panel images requires a text"
-                raise ValueError(
-                    f"`panels` of completion {index} is {texts!r}, {problem}. Check `rows`, `cols` and `panels` in the dataset."
-                )
+                rule = f"each of its {len(images)} panel images needs a text: check `rows`, `cols` and `panels`."
+                raise ValueError(f"`panels` of completion {index} is {texts!r}, but {rule}")
         distinct = list(dict.fromkeys(chain(*panels)))
         if log_metric is not None and distinct:
             lengths = [len(ids) for ids in self.processor.tokenizer(distinct)["input_ids"]]
             limit = self.model.config.text_config.max_position_embeddings
             log_metric(f"{self.__name__}/truncated_texts", sum(length > limit for length in lengths) / len(lengths))
-        names = [
-            f"Image {place} of completion {index}" for index, row in enumerate(panels) for place in range(len(row))
-        ]
+        names = [f"Image {i} of completion {index}" for index, row in enumerate(panels) for i in range(len(row))]
         image_embeds, text_embeds = self.embed(list(chain(*panel_images)), names, list(chain(*panels)))  # (images, D)
         similarities = self.scale * (image_embeds * text_embeds).sum(dim=-1)  # (images,)
         return [row.mean().item() for row in similarities.split([len(row) for row in panels])]
@@ -235,7 +227,7 @@ class ClipIScorer(ClipEmbedder):
     def score(self, images: list[tuple[Image.Image, Image.Image]], prompts: list[str]) -> list[float]:
         """Return one cosine per pair. An image object of several pairs is embedded once."""
         names = [f"An image of pair {index}" for index in range(len(images)) for _ in range(2)]
-        embeds = self.embed_images(list(chain(*images)), names)  # (2N, D)
+        embeds = self.embed(list(chain(*images)), names)[0]  # (2N, D)
         return (embeds[0::2] * embeds[1::2]).sum(dim=-1).tolist()
 
 
@@ -257,11 +249,7 @@ class ClipIReward(ClipIScorer):
     min_panels = 2  # the trainer checks it before it loads a model
 
     def __call__(
-        self,
-        prompts: list[str],
-        completions: list[Image.Image],
-        panel_images: list[list[Image.Image]] | None = None,
-        **kwargs,
+        self, prompts: list[str], completions: list[Image.Image], panel_images: PanelImages | None = None, **kwargs
     ) -> list[float]:
         """Return one score per completion from the images of its panels."""
         panel_images = panels_of(panel_images, len(completions), "`ClipIReward`")

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageChops, ImageStat
 from scipy.ndimage import maximum_filter, maximum_filter1d, minimum_filter, uniform_filter
 
-from ..data.columns import column_of, panels_of
+from ..data.columns import PanelImages, column_of, panels_of
 from ..utils.images import to_rgb
 
 
@@ -73,10 +73,8 @@ class LayoutReward:
 def layout_score(image: Image.Image, rows: int, cols: int) -> float:
     """Compute how much an image looks like a grid, in [0, 1]: complete lines, and no panel divided again."""
     if image.height < rows * MIN_PANEL or image.width < cols * MIN_PANEL:
-        raise ValueError(
-            f"An image of {image.height} x {image.width} pixels with {rows} x {cols} panels (rows x cols) has panels "
-            f"below {MIN_PANEL} pixels, too few to see lines. Use larger images or fewer panels."
-        )
+        problem = f"{image.height} x {image.width} pixels with {rows} x {cols} panels (rows x cols) have panels below"
+        raise ValueError(f"{problem} {MIN_PANEL} pixels, too few to see lines. Use larger images or fewer panels.")
     score = 1.0
     for turned, count, panels_along in ((image, cols, rows), (image.transpose(Image.Transpose.TRANSPOSE), rows, cols)):
         profile = edge_profile(turned, panels_along * BANDS_PER_PANEL)
@@ -170,11 +168,7 @@ class DuplicateReward:
         self.threshold = threshold
 
     def __call__(
-        self,
-        prompts: list[str],
-        completions: list[Image.Image],
-        panel_images: list[list[Image.Image]] | None = None,
-        **kwargs,
+        self, prompts: list[str], completions: list[Image.Image], panel_images: PanelImages | None = None, **kwargs
     ) -> list[float]:
         """Return one score per completion, in [0, 1], from the images of its panels."""
         panel_images = panels_of(panel_images, len(completions), "`DuplicateReward`")
@@ -285,9 +279,7 @@ def _letters(text: str) -> str:
 
 
 def redness_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[float]:
-    """
-    Score how red an image is, in [-1, 1]: the mean of red minus the mean of green and blue. For demos and tests.
-    """
+    """Score how red an image is, in [-1, 1]: the mean of red minus the mean of green and blue. For demos and tests."""
     scores = []
     for index, image in enumerate(completions):
         red, green, blue = ImageStat.Stat(to_rgb(image, f"Completion {index}")).mean
@@ -296,7 +288,7 @@ def redness_reward(prompts: list[str], completions: list[Image.Image], **kwargs)
 
 
 def panel_similarity_reward(
-    prompts: list[str], completions: list[Image.Image], panel_images: list[list[Image.Image]], **kwargs
+    prompts: list[str], completions: list[Image.Image], panel_images: PanelImages, **kwargs
 ) -> list[float | None]:
     """
     Score how alike the panels of a grid are, in [0, 1]: 1 minus the mean absolute difference of their thumbnails over

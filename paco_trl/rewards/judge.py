@@ -146,9 +146,8 @@ def yes_probability(
         # A server may round 0 to a little more
         if not logprobs.get(token, -math.inf) <= 1e-3:
             raise ValueError(f"The log-probability of {token!r} is {logprobs[token]}, but must be at most 0.")
-    log_yes, log_no = (
-        float(np.logaddexp.reduce([logprobs.get(token, -math.inf) for token in tokens])) for tokens in (yes, no)
-    )
+    values = ([logprobs.get(token, -math.inf) for token in tokens] for tokens in (yes, no))
+    log_yes, log_no = map(np.logaddexp.reduce, values)
     if max(log_yes, log_no) <= _LOG_ZERO:
         return None
     return float(expit(log_yes - log_no))
@@ -233,25 +232,15 @@ class ServedJudge:
     def __post_init__(self, api_key: str | None):
         if not self.timeout <= self.time_budget:
             raise ValueError(f"`timeout` is {self.timeout}, but must be at most `time_budget` ({self.time_budget}).")
-        self._client = ChatClient(
-            self.base_url,
-            self.model,
-            api_key or os.environ.get("VLLM_API_KEY"),
-            self.max_concurrency,
-            self.timeout,
-            _MAX_RETRIES,
-            "Pass `api_key`, or set VLLM_API_KEY.",
-            JudgeUnavailableError,
-        )
+        key, remedy = api_key or os.environ.get("VLLM_API_KEY"), "Pass `api_key`, or set VLLM_API_KEY."
+        limits = (self.max_concurrency, self.timeout, _MAX_RETRIES)
+        self._client = ChatClient(self.base_url, self.model, key, *limits, remedy, JudgeUnavailableError)
         self.name, self.model_name = self._client.name, public_name(self.model)  # for cards, without the address
         self._slots = asyncio.Semaphore(self.max_concurrency)
         self._reported: set[str] = set()  # kinds of failures that have been logged with an example
 
     def check(self, scale: int | None = None) -> None:
-        """
-        Check by one real question, which asks for a rating if there is a `scale`, that the server can be used as a judge,
-        within half a minute, or raise a `JudgeUnavailableError`.
-        """
+        """Check by a question, for a rating if there is a `scale`, or raise a `JudgeUnavailableError` within 30 s."""
         self._client.run(self._check(scale))
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
@@ -265,11 +254,8 @@ class ServedJudge:
         Raises:
             JudgeUnavailableError: If the server is down, refuses the key, or does not have the model.
         """
-        pairs = check_pairs(images)
-        if symmetric:
-            prompts = broadcast_questions(prompts, len(pairs), _CONTROL_TOKEN.findall)
-            return score_both_orders(self._scores, pairs, prompts)
-        return self._scores(pairs, prompts)
+        pairs, prompts = check_pairs(images), broadcast_questions(prompts, len(images), _CONTROL_TOKEN.findall)
+        return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
 
     async def answer(
         self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int | None = None

@@ -163,14 +163,8 @@ class PaCoReward:
         base, base_kwargs, is_adapter = resolve_base_model(model, kwargs)
         # A live ZeRO-3 configuration would leave the weights empty
         with without_zero3_init():
-            network, info = AutoModelForImageTextToText.from_pretrained(
-                base,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                **base_kwargs,
-            )
+            options = {**base_kwargs, "dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+            network, info = AutoModelForImageTextToText.from_pretrained(base, output_loading_info=True, **options)
             _check_loading(base, info)
             if is_adapter:
                 network = load_judge_adapter(network, model, **hub_arguments(kwargs))
@@ -397,10 +391,8 @@ class PaCoReward:
                     inputs = share_prefixes(self._network, inputs, [keys[index] for index in indices])
                 for index, answer in zip(indices, read(inputs), strict=True):
                     if any(map(math.isnan, answer.values() if isinstance(answer, dict) else [answer])):
-                        raise ValueError(
-                            f"The score of question {index} is not a number: the weights of {self.name!r} are not finite, "
-                            f"or overflow in {self.model.dtype} (use `dtype='float32'`)."
-                        )
+                        cause = f"weights of {self.name!r} overflow in {self.model.dtype}, or are not finite"
+                        raise ValueError(f"The score of question {index} is not a number: {cause}. Try 'float32'.")
                     answers[index] = answer
         return answers
 
@@ -471,10 +463,8 @@ def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Look up the token ids of Yes and No, each of which must be one token."""
     yes, no = (tokenizer.encode(answer, add_special_tokens=False) for answer in ("Yes", "No"))
     if len(yes) != 1 or len(no) != 1:
-        raise ValueError(
-            f"{type(tokenizer).__name__} encodes 'Yes' as {len(yes)} tokens and 'No' as {len(no)}, but a judge reads each "
-            "at one position. Use a model whose tokenizer has both, such as Qwen2.5-VL."
-        )
+        problem = f"{type(tokenizer).__name__} encodes 'Yes' as {len(yes)} tokens and 'No' as {len(no)}"
+        raise ValueError(f"{problem}, but a judge reads each at one position. Use another model, such as Qwen2.5-VL.")
     return yes[0], no[0]
 
 
@@ -524,10 +514,8 @@ def _check_loading(model: str, info: dict) -> None:
     faults = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
     if any(faults.values()):
         counts = [f"{len(names)} weights are {kind} ({names[0]}, ...)" for kind, names in faults.items() if names]
-        raise ValueError(
-            f"The weights of {model!r} do not match its config.json: {'; '.join(counts)}. Such a judge would score at "
-            "random. Save the model again with a current version of transformers."
-        )
+        problem = f"The weights of {model!r} do not match its config.json: {'; '.join(counts)}"
+        raise ValueError(f"{problem}. Save the model again with a current version of transformers.")
 
 
 def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:

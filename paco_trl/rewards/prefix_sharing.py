@@ -39,9 +39,7 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
         ids, inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"], attention_mask=mask
     )  # (3, B, T)
     starts = mask.argmax(dim=1).tolist()  # after the padding
-    image_ends = [
-        _image_ends(types, encoded) for types, encoded in zip(inputs["mm_token_type_ids"], features, strict=True)
-    ]
+    image_ends = [_image_ends(*row) for row in zip(inputs["mm_token_type_ids"], features, strict=True)]
     # Rows are cut after each image, and at their end
     cuts = [*zip(*image_ends, strict=True), [ids.shape[1]] * len(ids)]
     # Label of each row's beginning up to each cut: images and tokens, since a chat template may vary what precedes an

@@ -105,17 +105,13 @@ def load_pipeline(
     if transformer is None:
         raise ValueError(f"{type(pipeline).__name__} has no `transformer`. Pass a flow-matching pipeline with one.")
     if isinstance(transformer, PeftModel) or getattr(transformer, "peft_config", None):
-        raise ValueError(
-            "The pipeline's transformer already has an adapter. Pass it as `peft_config` and the pipeline without it, or "
-            "merge it (`pipeline.fuse_lora()` and `pipeline.unload_lora_weights()`) to train another one on top."
-        )
+        cure = "Pass it as `peft_config`, or merge it: `pipeline.fuse_lora()` and `pipeline.unload_lora_weights()`."
+        raise ValueError(f"The pipeline's transformer already has an adapter. {cure}")
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module):
             if any(hasattr(parameter, "ds_id") for parameter in component.parameters()):
-                raise ValueError(
-                    f"`{name}` of the pipeline was loaded after the training arguments, so ZeRO-3 has partitioned it. Pass "
-                    "the pipeline's Hub id or directory, or load it before."
-                )
+                problem = f"`{name}` of the pipeline was loaded after the arguments, so ZeRO-3 has partitioned it"
+                raise ValueError(f"{problem}. Pass the pipeline's Hub id or directory, or load it before.")
             component.requires_grad_(False)
             component.eval()
             component_dtype = transformer_dtype if name == "transformer" and transformer_dtype is not None else dtype
@@ -211,11 +207,7 @@ def read_peft_config(
 def check_peft_config(
     peft_config: LoraConfig | str, model: "str | DiffusionPipeline", model_init_kwargs: dict | None = None
 ) -> LoraConfig | str:
-    """
-    Refuse an adapter that cannot be trained or saved, or was made for another model.
-
-    Returns the adapter: of [`~trl.get_peft_config`] a copy without its defaults for language models.
-    """
+    """Refuse an adapter that cannot be trained or saved, or is of another model; return it without TRL's defaults."""
     adapter, peft_config = peft_config, read_peft_config(peft_config, model, model_init_kwargs)
     if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
         raise TypeError(f"`peft_config` is a {type(peft_config).__name__}; it must be a `peft.LoraConfig`.")
@@ -230,23 +222,19 @@ def check_peft_config(
     if peft_config.task_type is not None:
         raise TypeError(f"`task_type` is {peft_config.task_type!r}, which is for language models. Leave it out.")
     if peft_config.lora_dropout:
-        raise ValueError(
-            f"`lora_dropout` is {peft_config.lora_dropout}, with which the replay scores an image with another network "
-            "than the one that generated it. Set it to 0."
-        )
+        problem = "with which the replay scores an image with another network than the one that generated it"
+        raise ValueError(f"`lora_dropout` is {peft_config.lora_dropout}, {problem}. Set it to 0.")
     check_lora_alpha(peft_config)
     if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        problem = "which changes the base weights, with which evaluations and `beta` compare"
         raise ValueError(
-            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, which changes the base weights, with which "
-            "evaluations and `beta` compare. Use True or 'gaussian' (paper)."
+            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, {problem}. Use True or 'gaussian'."
         )
     for name, default in vars(LoraConfig()).items():
         value = getattr(peft_config, name)
         if name not in _PLAIN_LORA and value and value != default:
-            raise ValueError(
-                f"`{name}` is {value!r}, but only plain LoRA is trained here: most programs would ignore the rest in "
-                f"diffusers' LoRA format without an error. Use the default, {default!r}."
-            )
+            reason = "only plain LoRA is trained here: most programs ignore the rest in diffusers' format"
+            raise ValueError(f"`{name}` is {value!r}, but {reason}. Use the default, {default!r}.")
     if isinstance(adapter, str):
         base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
@@ -320,17 +308,12 @@ def prepare_transformer(
     autocast_adapter_dtype: bool,
     copy_adapter: bool = False,
 ) -> nn.Module:
-    """
-    Make all weights trainable, or add a LoRA adapter in place: a new one, or one from a Hub id or directory, with
-    `copy_adapter` also as the frozen adapter `ref`.
-    """
+    """Make all weights trainable, or add a new or saved adapter in place, with `copy_adapter` also frozen as `ref`."""
     transformer = pipeline.transformer
     for name, module in transformer.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise ValueError(
-                f"`{name}` of the transformer is a dropout layer with p = {module.p}, with which the replay scores an image "
-                "with another network than the one that generated it. Set its `p` to 0."
-            )
+            problem = "with which the replay scores an image with another network than the one that generated it"
+            raise ValueError(f"`{name}` is a dropout layer with p = {module.p}, {problem}. Set its `p` to 0.")
     if any(module._compiled_call_impl is not None for module in transformer.modules()):
         from torch._inductor import config as inductor
 
@@ -384,10 +367,7 @@ def make_policy(
     compile_blocks: bool = False,
     quantization: str | None = None,
 ) -> tuple[PipelinePolicy, nn.Module | None]:
-    """
-    Build the policy, and a copy of the transformer as the `reference` ("initial", "base" or `None` for none) where there
-    is no adapter to switch for it.
-    """
+    """Build the policy, and without an adapter a copy of the transformer as the `reference`, if there is one."""
     ref_model = None
     if peft_config is None and reference is not None:
         ref_model = copy.deepcopy(pipeline.transformer)
@@ -453,11 +433,12 @@ def load_transformer_adapter(
     saved = {name for name in weights if not name.startswith(left_out)}
     expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     if saved != expected:
-        some = ", ".join(sorted(saved ^ expected)[:3])
-        raise ValueError(
-            f"The adapter '{adapter}' does not fit {base_model_name(base)}: {len(saved - expected)} of its {len(saved)} "
-            f"weights have no place in the transformer, and {len(expected - saved)} places have no weight ({some}, ...)."
+        some, no_place = (
+            ", ".join(sorted(saved ^ expected)[:3]),
+            f"{len(saved - expected)} of its {len(saved)} weights",
         )
+        problem = f"{no_place} have no place, and {len(expected - saved)} places have no weight ({some}, ...)"
+        raise ValueError(f"The adapter '{adapter}' does not fit {base_model_name(base)}: {problem}.")
     return model
 
 
@@ -483,7 +464,5 @@ def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
         ends = {".".join(path[-target.count(".") - 1 :]) for path in paths}
         if target not in ends:
             hint = [f" Did you mean {' or '.join(found)}?" for found in [get_close_matches(target, ends)] if found]
-            raise ValueError(
-                f"`target_modules` (`--lora_target_modules`) has {target!r}, which no layer of {type(model).__name__} is "
-                f"named.{''.join(hint)} A pattern, or 'all-linear', is a string and not in a list."
-            )
+            problem = f"`target_modules` has {target!r}, which no layer of {type(model).__name__} is named"
+            raise ValueError(f"{problem}.{''.join(hint)} A pattern, or 'all-linear', is a string and not in a list.")

@@ -36,10 +36,8 @@ def convert_lora(
     of_encoders = [name for name in raw if _TEXT_ENCODER.search(name)]
     if others := of_encoders or [name for name in raw if not _PLAIN.search(name)]:
         problem = "train a text encoder" if of_encoders else "are not those of a plain LoRA, but of DoRA or LoKr, say"
-        raise ValueError(
-            f"{len(others)} of the {len(raw)} weights in '{file}' {problem}: {', '.join(others[:3])}, ... They are not trained "
-            "here. Train the LoRA without them, or merge it into its model and train a new adapter on that."
-        )
+        cure = "Train the LoRA without them, or merge it into its model and train a new adapter on that."
+        raise ValueError(f"{len(others)} weights in '{file}' {problem}: {', '.join(others[:3])}, ... {cure}")
     if isinstance(model, str):
         name = DiffusionPipeline.load_config(model, **hub_arguments)["_class_name"]
         # Of code in the repository: the module and the class
@@ -79,6 +77,4 @@ def convert_lora(
 
 def _misfit(file: str, kind: type | None) -> str:
     name = getattr(kind, "__name__", "this pipeline")
-    return (
-        f"'{file}' is no LoRA that diffusers reads for {name}. It is of another model, or save it in diffusers' format"
-    )
+    return f"'{file}' is no LoRA that diffusers reads for {name}. If it is of this model, save it in its format"

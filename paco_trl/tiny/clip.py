@@ -13,14 +13,6 @@ from .qwen2_5_vl import token_ids
 
 
 TEXT_LENGTH = 77  # as in every CLIP of OpenAI
-SENTENCES = (
-    "a photo of a cat that wakes up in the morning",
-    "a drawing of a dog that runs in the park",
-    "a red house near the sea at night",
-    "a blue car on the road in the rain",
-    "the same girl with a green hat reads a book",
-    "the panels show one character in different places",
-)
 
 
 def build_tiny_clip(folder: str | Path) -> Path:
@@ -29,7 +21,7 @@ def build_tiny_clip(folder: str | Path) -> Path:
 
     The weights are larger than CLIP's usual initial ones, with which all texts have nearly the same embedding.
     """
-    tokenizer = train_clip_tokenizer(SENTENCES, vocab_size=600, max_length=TEXT_LENGTH)
+    tokenizer = train_clip_tokenizer(CONFIGS["clip_tokenizer"]["sentences"], vocab_size=600, max_length=TEXT_LENGTH)
     config = CLIPConfig(**CONFIGS["clip"])
     config.text_config.update(token_ids(tokenizer) | {"max_position_embeddings": TEXT_LENGTH})
     with weights_of(seed=0):

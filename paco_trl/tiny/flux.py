@@ -23,9 +23,7 @@ MAX_TOKENS = 32
 
 
 def build_tiny_flux(folder: str | Path, seed: int = 0) -> Path:
-    """
-    Build a FLUX pipeline: images are multiples of 4 pixels, and a prompt has at most 32 tokens.
-    """
+    """Build a FLUX pipeline: images are multiples of 4 pixels, and a prompt has at most 32 tokens."""
     return save(FluxPipeline(**_components(seed)), folder)
 
 

@@ -43,13 +43,9 @@ def build_tiny_flux2(folder: str | Path, seed: int = 0) -> Path:
     with weights_of(seed):
         text_encoder = Mistral3ForConditionalGeneration(_mistral3_config(tokenizer))
         parts = _build_parts(guidance_embeds=True)
-    processor = PixtralProcessor(
-        image_processor=PixtralImageProcessor(size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}),
-        tokenizer=tokenizer,
-        patch_size=14,
-        spatial_merge_size=2,
-        chat_template=CHAT_TEMPLATE,
-    )
+    image_processor = PixtralImageProcessor(size={"longest_edge": 56}, patch_size={"height": 14, "width": 14})
+    options = {"patch_size": 14, "spatial_merge_size": 2, "chat_template": CHAT_TEMPLATE}
+    processor = PixtralProcessor(image_processor, tokenizer, **options)
     return save(Flux2Pipeline(**parts, text_encoder=text_encoder, tokenizer=processor), folder)
 
 

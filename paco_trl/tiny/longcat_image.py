@@ -10,18 +10,16 @@ from diffusers import (
     OvisImagePipeline,
     OvisImageTransformer2DModel,
 )
-from transformers import Qwen3Model
+from transformers import Qwen2VLProcessor, Qwen3Model
 
 from .flux import build_scheduler, build_vae
 from .parts import ATTENTION, CONFIGS, enlarge, save, weights_of
-from .qwen_image import build_text_encoder
+from .qwen2_5_vl import build_model_and_processor
 from .z_image import qwen3_config, train_qwen3_tokenizer
 
 
 def build_tiny_longcat_image(folder: str | Path, seed: int = 0) -> Path:
-    """
-    Build a LongCat-Image pipeline: images are multiples of 4 pixels, and a prompt is 512 tokens.
-    """
+    """Build a LongCat-Image pipeline: images are multiples of 4 pixels, and a prompt is 512 tokens."""
     return save(LongCatImagePipeline(**_build_parts(num_halvings=1, seed=seed)), folder)
 
 
@@ -35,7 +33,7 @@ def build_tiny_longcat_image_edit(folder: str | Path, seed: int = 0) -> Path:
 
 
 def _build_parts(num_halvings: int, seed: int) -> dict:
-    text_encoder, processor = build_text_encoder(seed)
+    text_encoder, processor = build_model_and_processor(seed, Qwen2VLProcessor)
     with weights_of(seed):
         transformer = LongCatImageTransformer2DModel(**CONFIGS["longcat_image_transformer"])
         vae = build_vae(num_halvings=num_halvings, latent_channels=16)
@@ -46,9 +44,7 @@ def _build_parts(num_halvings: int, seed: int) -> dict:
 
 
 def build_tiny_ovis_image(folder: str | Path, seed: int = 0) -> Path:
-    """
-    Build an Ovis-Image pipeline: images are multiples of 4 pixels, and a prompt is 256 tokens.
-    """
+    """Build an Ovis-Image pipeline: images are multiples of 4 pixels, and a prompt is 256 tokens."""
     tokenizer = train_qwen3_tokenizer()
     with weights_of(seed):
         text_encoder = Qwen3Model(qwen3_config(tokenizer, num_hidden_layers=3))

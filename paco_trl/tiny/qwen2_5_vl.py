@@ -38,22 +38,24 @@ def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
     The tokenizer has the real special tokens, and one token each for Yes and No. An image becomes
     one token for each 28 x 28 pixels, 16 at most.
     """
+    for part in build_model_and_processor(seed, Qwen2_5_VLProcessor):
+        part.save_pretrained(folder)
+    return Path(folder)
+
+
+def build_model_and_processor(seed: int, processor_class: type) -> tuple[Qwen2_5_VLForConditionalGeneration, Any]:
+    """Build a Qwen2.5-VL and its processor; that of Qwen2-VL processes images in the same way."""
     tokenizer = train_judge_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
     config = Qwen2_5_VLConfig(**CONFIGS["qwen2_5_vl"], **vision_token_ids(tokenizer))
     config.text_config.update(token_ids(tokenizer))
     with weights_of(seed):
         model = Qwen2_5_VLForConditionalGeneration(config)
     ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = ids, ids[1]
-    model.save_pretrained(folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": MAX_PIXELS}
-    Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=size),
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(size=size),
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
-    return Path(folder)
+    image_processor, video_processor = Qwen2VLImageProcessor(size=size), Qwen2VLVideoProcessor(size=size)
+    return model, processor_class(image_processor, tokenizer, video_processor, CHAT_TEMPLATE)
 
 
 def read_corpus() -> list[str]:

@@ -2,7 +2,6 @@
 """Build tiny Qwen-Image, Qwen-Image-Edit, Qwen-Image-Edit-Plus and Qwen-Image-2.1 pipelines."""
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from diffusers import (
@@ -18,8 +17,6 @@ from diffusers import (
 )
 from torch import nn
 from transformers import (
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen3VLConfig,
@@ -29,7 +26,7 @@ from transformers import (
 )
 
 from .parts import CONFIGS, enlarge, save, weights_of
-from .qwen2_5_vl import CHAT_TEMPLATE, build_tiny_qwen2_5_vl, token_ids, train_judge_tokenizer, vision_token_ids
+from .qwen2_5_vl import CHAT_TEMPLATE, build_model_and_processor, token_ids, train_judge_tokenizer, vision_token_ids
 
 
 def build_tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
@@ -66,7 +63,7 @@ def build_tiny_qwen_image_edit_plus(folder: str | Path, seed: int = 0) -> Path:
 
 def _build_parts(num_halvings: int, seed: int) -> tuple[dict, Qwen2VLProcessor]:
     """Build the parts of all three pipelines, by name, and the processor of the editing pipelines."""
-    text_encoder, processor = build_text_encoder(seed)
+    text_encoder, processor = build_model_and_processor(seed, Qwen2VLProcessor)  # which editing pipelines require
     with weights_of(seed):
         transformer = QwenImageTransformer2DModel(**CONFIGS["qwen_image_transformer"])
         vae = AutoencoderKLQwenImage(
@@ -85,29 +82,9 @@ def _build_parts(num_halvings: int, seed: int) -> tuple[dict, Qwen2VLProcessor]:
             for query_norm in (block.attn.norm_q, block.attn.norm_added_q):
                 query_norm.weight *= 3
             block.attn.add_v_proj.weight *= 3
-    parts = {
-        "transformer": transformer,
-        "vae": vae,
-        "text_encoder": text_encoder,
-        "tokenizer": processor.tokenizer,
-        "scheduler": FlowMatchEulerDiscreteScheduler(**CONFIGS["qwen_image_scheduler"]),
-    }
-    return parts, processor
-
-
-def build_text_encoder(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2VLProcessor]:
-    """Build a Qwen2.5-VL and the processor that editing pipelines require."""
-    with TemporaryDirectory() as folder:
-        build_tiny_qwen2_5_vl(folder, seed=seed)
-        text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
-        processor = Qwen2_5_VLProcessor.from_pretrained(folder)
-    # The editing pipelines require the class of Qwen2-VL, which processes images in the same way
-    return text_encoder, Qwen2VLProcessor(
-        image_processor=processor.image_processor,
-        tokenizer=processor.tokenizer,
-        video_processor=processor.video_processor,
-        chat_template=processor.chat_template,
-    )
+    scheduler = FlowMatchEulerDiscreteScheduler(**CONFIGS["qwen_image_scheduler"])
+    parts = {"scheduler": scheduler, "vae": vae, "text_encoder": text_encoder, "transformer": transformer}
+    return {**parts, "tokenizer": processor.tokenizer}, processor
 
 
 def sample_weights(model: nn.Module, gain: float = 1.0) -> None:

@@ -28,15 +28,7 @@ def build_tiny_stable_diffusion_3(folder: str | Path, seed: int = 0) -> Path:
         transformer = SD3Transformer2DModel(**CONFIGS["stable_diffusion_3_transformer"])
         vae = build_vae(scaling_factor=1.5305, shift_factor=0.0609)
     enlarge(transformer, *ATTENTION)
-    pipeline = StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=clip_tokenizer,
-        text_encoder_2=text_encoder_2,
-        tokenizer_2=clip_tokenizer,
-        text_encoder_3=text_encoder_3,
-        tokenizer_3=t5_tokenizer,
-    )
-    return save(pipeline, folder)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    encoders = {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3}
+    tokenizers = {"tokenizer": clip_tokenizer, "tokenizer_2": clip_tokenizer, "tokenizer_3": t5_tokenizer}
+    return save(StableDiffusion3Pipeline(transformer, scheduler, vae, **encoders, **tokenizers), folder)

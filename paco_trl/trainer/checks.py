@@ -11,7 +11,7 @@ from qwen_vl_utils.vision_process import MAX_RATIO
 from torch import nn
 from transformers import ProcessorMixin
 
-from ..data import decision_of, is_label_only
+from ..data import check_pair_columns, decision_of, is_label_only
 from ..data.columns import check_is_dataset
 from ..data.image_sets import PANEL_OPTIONS
 from ..data.pairs import content_text, iter_texts
@@ -21,7 +21,6 @@ from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
 from ..utils.pipelines import check_call
-from ..utils.text import describe_repeated
 from .config_utils import check_best_metric
 from .data_collator import PairRows, apply_template, count_tokens, named_images, too_long
 from .evaluator import metric_names
@@ -41,9 +40,6 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
         cure = f"Set `num_prompts_per_generation` to at most {count}, or add prompts"
         raise ValueError(f"The dataset has {count} prompt(s), but {problem} {cure}.")
     check_columns(rewards.functions, rows.dataset, "the dataset")
-    # An instruction is often repeated, with other source images or references
-    if rows.sources is rows.references is None and (repeated := describe_repeated(rows.prompts)) is not None:
-        logger.warning(f"{repeated} It is trained on more often than the others.")
     return rows
 
 
@@ -86,9 +82,7 @@ def check_prompts(
     """Compute the sizes of all prompts, and check prompts and settings against the pipeline."""
     guidance = (args.guidance_scale, args.negative_prompt)
     if args.detach_unconditional and family.resolve_negative_prompt(pipeline, *guidance) is None:
-        problem = (
-            f"{type(pipeline).__name__} makes no unconditional prediction at `guidance_scale` = {args.guidance_scale}"
-        )
+        problem = f"{type(pipeline).__name__} has none at `guidance_scale` = {args.guidance_scale}"
         raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
     if args.adapter_fraction < 1:
         check_call(pipeline, ["callback_on_step_end"], "switch its adapter off. Unset `adapter_fraction`.")
@@ -157,11 +151,8 @@ def offload_models(args: PaCoGRPOConfig, *runners: RewardRunner) -> dict[RewardR
         return {runner: [] for runner in runners}
     models = {runner: offloadable_models(runner.functions, args.device) for runner in runners}
     if not any(models.values()):
-        problem = f"none is a `torch.nn.Module` on the CPU or on {args.device}"
-        raise ValueError(
-            f"`offload_rewards=True` moves the `model` of rewards or their `judge`, but {problem}. Unset it, or give your reward "
-            "this attribute."
-        )
+        problem = f"no reward or its `judge` has a `torch.nn.Module` on the CPU or on {args.device} as `model`"
+        raise ValueError(f"`offload_rewards` is True, but {problem}. Unset it, or give your reward this attribute.")
     return models
 
 
@@ -174,13 +165,12 @@ _MAX_TEMPLATE_TOKENS = 256
 def check_pairs(
     dataset: Dataset, name: str, processor: ProcessorMixin, args: PaCoRewardConfig, is_training: bool = False
 ) -> None:
-    """Check texts, decision and length of each pair in one pass, without decoding all of its images."""
+    """Check columns, texts, decision and length of each pair in one pass, without decoding all of its images."""
+    check_pair_columns(dataset, name)
     can_count_tokens = hasattr(processor, "_get_num_multimodal_tokens")  # without opening images
     if is_training and args.train_sampling_strategy == "group_by_length" and not can_count_tokens:
-        name = type(processor).__name__
-        raise ValueError(
-            f"`train_sampling_strategy` is 'group_by_length', but a {name} cannot count an image's tokens."
-        )
+        kind = type(processor).__name__
+        raise ValueError(f"`train_sampling_strategy` is 'group_by_length', but a {kind} cannot count image tokens.")
     rows, tokenizer = PairRows(dataset), processor.tokenizer
     for image, image_name in named_images(rows[0]["images"], f"row 0 of `{name}`"):
         load_image(image, patch_size_of(processor), image_name)
@@ -197,10 +187,11 @@ def check_pairs(
         text = apply_template(prompt, completion, processor)["completion"] if row == 0 else text
         token = tokenizer.encode(text, add_special_tokens=False)[0]
         if token not in decision_ids:
-            raise ValueError(
-                f"The completion of {where} begins with the token {tokenizer.decode([token])!r}, not with Yes or No: the "
-                "tokenizer merges it with what follows (put a period after it), or the chat template writes in front of it."
+            cause = (
+                "it is merged with what follows (put a period after it), or the chat template writes in front of it"
             )
+            begin = f"begins with the token {tokenizer.decode([token])!r}, not with Yes or No"
+            raise ValueError(f"The completion of {where} {begin}: {cause}.")
         if max_length is not None:
             # A token has at least one byte. Where two of the largest images fit, no header is read
             length = sum(len((content_text(turn["content"]) or "").encode()) for turn in prompt)
@@ -217,20 +208,15 @@ def check_pairs(
 
 def _check_labels(count: int, labels: set[str], label_only: list[int], args: PaCoRewardConfig) -> None:
     if len(labels) == 1:
-        logger.warning(
-            f"All {count} pairs of `train_dataset` are labeled {labels.pop()}: a judge learns from them to give this "
-            "answer about any images. Add pairs with the other label."
-        )
+        problem = "a judge learns to give this answer about any images. Add pairs with the other label."
+        logger.warning(f"All {count} pairs of `train_dataset` are labeled {labels.pop()}: {problem}")
     if label_only and args.first_token_weight not in (None, 1):
-        summary = (
-            f"{len(label_only)} of {count} completions are a label without reasoning, the first in row {label_only[0]}"
-        )
+        summary = f"{len(label_only)} of {count} completions have no reasoning, the first in row {label_only[0]}"
         if args.loss_variant != "paper":
             # The terminators that the chat template adds would get nearly all of the weight
-            raise ValueError(
-                f"{summary}, for which `loss_variant={args.loss_variant!r}` has no sensible loss. Use 'paper', "
-                "`first_token_weight=1`, or leave such rows out (`paco_trl.data.is_label_only`)."
-            )
+            problem = f"{summary}, for which `loss_variant={args.loss_variant!r}` has no sensible loss"
+            cure = "Use 'paper', `first_token_weight=1`, or leave such rows out (`paco_trl.data.is_label_only`)"
+            raise ValueError(f"{problem}. {cure}.")
         logger.warning(f"{summary}: their loss is -log p(y_0), that of n = 1.")
 
 

@@ -113,10 +113,9 @@ class Evaluator:
                         pictures.append((image, thumbnail(picture)))
         scores = self.rewards.finish(state)
         self.rewards.check_scored(scores.rewards, args.max_excluded_images)
-        statistics = {
-            f"images/{name}": each.mean() for name, each in statistics_of_prompts(measured, generations).items()
-        }
-        logged = scores.metrics | {name: float(mean) for name, mean in statistics.items() if not math.isnan(mean)}
+        statistics = statistics_of_prompts(measured, generations)
+        means = {f"images/{name}": float(each.mean()) for name, each in statistics.items()}
+        logged = scores.metrics | {name: mean for name, mean in means.items() if not math.isnan(mean)}
         by_image = dict(gather_object(artifacts))
         all_artifacts = torch.tensor([by_image[image] for image in sorted(by_image)], dtype=torch.float64)
         total_scores, shown = self.rewards.total(scores.rewards), dict(gather_object(pictures))

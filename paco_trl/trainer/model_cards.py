@@ -98,9 +98,7 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRo
     images = [Image.new("RGB", (width, height))] * min(family.max_images, 1) if has_images else []
     arguments = family.call_arguments(height, width, args.guidance_scale, images)
     if rows.kind == "edits":  # the size is that of the source
-        arguments = {
-            name: value for name, value in arguments.items() if name.endswith(("guidance_scale", "cfg_scale"))
-        }
+        arguments = {key: each for key, each in arguments.items() if key.endswith(("guidance_scale", "cfg_scale"))}
     arguments["num_inference_steps"] = args.num_inference_steps_eval
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
     arguments["negative_prompt"] = args.negative_prompt

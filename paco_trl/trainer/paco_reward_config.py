@@ -7,13 +7,7 @@ import torch
 from trl import SFTConfig
 
 from ..utils.stopping import SIGNALS
-from .config_utils import (
-    REFUSED_SFT_FIELDS,
-    check_arguments,
-    help_from_docstring,
-    name_checkpointing,
-    refuse_fields,
-)
+from .config_utils import REFUSED_SFT_FIELDS, check_arguments, help_from_docstring, name_checkpointing, refuse_fields
 from .first_token_loss import LOSS_VARIANTS
 
 
@@ -105,8 +99,8 @@ class PaCoRewardConfig(SFTConfig):
         if self.loss_variant not in LOSS_VARIANTS:
             raise ValueError(f"`loss_variant` is {self.loss_variant!r}; it must be one of {LOSS_VARIANTS}.")
         if self.train_sampling_strategy == "batch_rebalance":
-            reason = "whose order does not depend on `seed` alone. Use 'group_by_length'"
-            raise ValueError(f"`train_sampling_strategy` is 'batch_rebalance', {reason}.")
+            reason = "whose order does not depend on `seed` alone. Use 'group_by_length'."
+            raise ValueError(f"`train_sampling_strategy` is 'batch_rebalance', {reason}")
         for name in ("max_pixels", "max_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1, or None.")

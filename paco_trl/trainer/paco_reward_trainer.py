@@ -30,7 +30,6 @@ from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from ..checkpointing.checkpoints import find_checkpoint, read_run
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
-from ..data import check_pair_columns
 from ..data.pairs import iter_texts
 from ..evaluation import auroc, expected_calibration_error
 from ..hub.cards import save_card
@@ -133,16 +132,23 @@ class Decisions(NamedTuple):
     num_reasoning: torch.Tensor  # number of these
 
 
-def metric_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sum each metric over a batch, with what it is divided by; all stays on the accelerator until the next log."""
+def decision_sums(decisions: Decisions) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Sum each metric of some decisions, with what it is divided by."""
     p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
-    pairs, tokens = torch.ones_like(p_yes).sum(), (num_reasoning + 1).sum()
-    sums = {
+    pairs, is_right = torch.ones_like(p_yes).sum(), (p_yes > 0.5) == (is_yes == 1)
+    return {
         "decision_loss": (decision_loss.sum(), pairs),
         "reasoning_loss": (reasoning_loss.sum(), num_reasoning.sum()),
-        "decision_accuracy": (((p_yes > 0.5) == (is_yes == 1)).float().sum(), pairs),
+        "decision_accuracy": (is_right.to(p_yes.dtype).sum(), pairs),
         "p_yes/consistent": ((p_yes * is_yes).sum(), is_yes.sum()),
         "p_yes/inconsistent": ((p_yes * (1 - is_yes)).sum(), (1 - is_yes).sum()),
+    }
+
+
+def metric_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sum each metric over a batch, with what it is divided by; all stays on the accelerator until the next log."""
+    p_yes, tokens = decisions.p_yes, (decisions.num_reasoning + 1).sum()
+    sums = decision_sums(decisions) | {
         "entropy": (outputs.entropy.detach().float().sum(), tokens),
         "mean_token_accuracy": (outputs.is_top1.float().sum(), tokens),
         "attended": (attention_mask.float().sum().to(p_yes.device), p_yes.new_full((), attention_mask.numel())),
@@ -158,22 +164,14 @@ def evaluation_metrics(decisions: Decisions, first_token_weight: float | None, l
     num_items = num_loss_items(length, first_token_weight, loss_variant).item()
     metrics = {
         "loss": (first * decision_loss + others * reasoning_loss).sum().item() / num_items,
-        "decision_loss": decision_loss.mean().item(),
-        "decision_accuracy": ((p_yes > 0.5) == (is_yes == 1)).double().mean().item(),
         "ece": expected_calibration_error(p_yes.numpy(), is_yes.numpy()),
     }
-    if num_reasoning.sum() > 0:
-        metrics["reasoning_loss"] = (reasoning_loss.sum() / num_reasoning.sum()).item()
-    for name, is_kind in (("consistent", is_yes == 1), ("inconsistent", is_yes == 0)):
-        if is_kind.any():
-            metrics[f"p_yes/{name}"] = p_yes[is_kind].mean().item()
+    sums = decision_sums(decisions).items()
+    metrics |= {name: (total / count).item() for name, (total, count) in sums if count > 0}
     if 0 < is_yes.sum() < len(is_yes):
         metrics["auroc"] = auroc(p_yes.numpy(), is_yes.numpy())
     else:
-        logger.warning(
-            f"All {len(is_yes)} evaluation pairs have the same answer, so AUROC is undefined and left out. "
-            "Evaluate on consistent and inconsistent pairs."
-        )
+        logger.warning(f"All {len(is_yes)} evaluation pairs have the same answer: AUROC is undefined and left out.")
     return metrics
 
 
@@ -255,16 +253,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         named = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         datasets: list[tuple[str, Any]] = [("train_dataset", train_dataset)]
         datasets += [(key, dataset) for key, dataset in named.items() if dataset is not None]
-        for key, dataset in datasets:
-            check_pair_columns(dataset, key)
         check_has_evaluation(args, len(datasets) > 1)
         check_best_metric(args, METRICS, eval_dataset if isinstance(eval_dataset, dict) else ())
-        self._pairs = digest([digest(texts) for _, *texts in iter_texts(cast(Any, train_dataset))])[:16]
         with sole_writer(args.output_dir, "checkpoints", is_inside=True):
             pass  # a run that is training refuses this one before its model is loaded
-        self._base_model_source = name
-        if args.push_to_hub:
-            self._prepare_hub(args)
 
         # 2. The processor, with the size limit of images, and the adapter
         init_kwargs = {"dtype": "bfloat16" if args.bf16 else "float32", "use_safetensors": True}
@@ -280,6 +272,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             limit_pixels(processing_class, args.max_pixels)
         for key, dataset in datasets:
             check_pairs(dataset, key, processing_class, args, is_training=dataset is train_dataset)
+        self._pairs = digest([digest(texts) for _, *texts in iter_texts(cast(Any, train_dataset))])[:16]
+        self._base_model_source = name
+        if args.push_to_hub:
+            self._prepare_hub(args)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         if not isinstance(model, PeftModel):
@@ -324,13 +320,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self._evaluated: list[torch.Tensor] = []
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: Any = None
-        self.add_callback(
-            RunCallback(
-                on_train_begin=self._begin_run,
-                on_step_end=self._evaluate_last_step,
-                on_prediction_step=self._give_up_evaluation,
-            )
-        )
+        events = {"on_train_begin": self._begin_run, "on_step_end": self._evaluate_last_step}
+        self.add_callback(RunCallback(**events, on_prediction_step=self._give_up_evaluation))
         self._grids: list[list[int]] = []  # of the micro-batch's images
         disable_vision_tower_grad(self._inner_model(), self._grids)
         self.data_collator.get_rope_index = getattr(self._inner_model().base_model, "get_rope_index", None)
@@ -460,7 +451,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         error, and two figures in `output_dir/evaluation`. AUROC is left out when all pairs have the same answer.
         """
         if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # a dictionary calls this for each
-            check_pair_columns(eval_dataset, "eval_dataset")
             check_pairs(eval_dataset, "eval_dataset", self.processing_class, self.args)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 

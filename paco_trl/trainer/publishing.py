@@ -41,10 +41,8 @@ class PushesToHub(Trainer):
         repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
         try:
             if base_model is not None and is_local(base_model) and self.published_files == JUDGE_ADAPTER:
-                logger.warning(
-                    f"The base model is the directory '{base_model}', which others do not have: `from_pretrained` will not "
-                    "find it. Train from its Hub id, or write that id to `adapter_config.json` in the repository."
-                )
+                cure = "Train from its Hub id, or write that id to `adapter_config.json` in the repository."
+                logger.warning(f"The base model is the directory '{base_model}', which others do not have. {cure}")
             if base_model is not None:
                 retrying(api, base_model)(check_base_model, api, base_model)
                 base_license(base_model, online=True, token=api.token)  # cached for the checkpoints
@@ -56,9 +54,9 @@ class PushesToHub(Trainer):
             known = remembered_repository(args.output_dir)
             asked = {"repo_id": known.get("repo_id", ""), "revision": args.hub_revision, "private": private}
             if known != asked or known["repo_id"].split("/")[-1] != repo_id.split("/")[-1]:
+                command = f"`paco-trl push {args.output_dir} --hub_model_id {repo_id}`"
                 raise ConnectionError(
-                    f"{error} Or start with `push_to_hub=False`, and upload the result by `paco-trl push "
-                    f"{args.output_dir} --hub_model_id {repo_id}`."
+                    f"{error} Or start with `push_to_hub=False`, and upload by {command}."
                 ) from error
             # A resumed run has passed these checks: an outage does not stop it
             repo_id = known["repo_id"]
@@ -159,9 +157,7 @@ class PushesToHub(Trainer):
             "repo_id": repo_id,
             "base_model": base_model,
             "base_revision": cached_commit(base_model, (args.model_init_kwargs or {}).get("revision")),
-            "license": License(license)
-            if license is not None
-            else base_license(base_model, pusher is not None, token),
+            "license": base_license(base_model, pusher is not None, token) if license is None else License(license),
             "datasets": [public_name(dataset_name)] if dataset_name else [],
             "tags": [*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
             "hardware": hardware_of(self.accelerator.device, self.accelerator.num_processes),

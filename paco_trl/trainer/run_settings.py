@@ -123,9 +123,9 @@ def reference_setting(args: PaCoGRPOConfig, peft_config: LoraConfig | str | None
     """Return what the loss compares with; `None` for nothing, or for the base model under a new adapter."""
     if not args.has_reference or not isinstance(peft_config, str):
         return None
-    return (
-        args.reference if args.reference == "base" else f"{args.reference}: {adapter_weights_digest(peft_config)[:16]}"
-    )
+    if args.reference == "base":
+        return "base"
+    return f"{args.reference}: {adapter_weights_digest(peft_config)[:16]}"
 
 
 def adjustable_settings(args: PaCoGRPOConfig, rewards: RewardRunner, eval_rewards: RewardRunner) -> dict[str, Any]:

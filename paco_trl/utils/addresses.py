@@ -18,21 +18,15 @@ def check_base_url(base_url: str) -> str:
     """Check the address of an OpenAI-compatible server; return its host."""
     address = urlsplit(base_url) if isinstance(base_url, str) and not re.search(r"[\s,;]", base_url) else None
     if address is None or address.scheme not in ("http", "https") or not address.hostname:
-        raise ValueError(
-            f"The address of the server is {base_url!r}, but must be a single one like 'http://127.0.0.1:8000/v1', also "
-            "for several GPUs (`paco-trl serve -- --data-parallel-size 4`)."
-        )
+        rule = "must be one like 'http://127.0.0.1:8000/v1', also of several GPUs (`--data-parallel-size` of vLLM)"
+        raise ValueError(f"The address of the server is {base_url!r}, but {rule}.")
     if address.username or address.password or address.query:
-        raise ValueError(
-            "The address of the server has a user name, a password or a query (`?...`) in it, which would be logged. Pass "
-            "the key in its own argument."
-        )
+        what = "a user name, a password or a query (`?...`), which would be logged"
+        raise ValueError(f"The address of the server has {what}. Pass the key in its own argument.")
     return address.hostname
 
 
 def refuse_address(path: str | None) -> None:
     """Reject an image that a row of a dataset names by an address: its author would choose what is requested or read."""
     if path is not None and "://" in path:
-        raise ValueError(
-            f"{path!r} is an address, not the path of a file on this machine. Download it first, if you trust the dataset."
-        )
+        raise ValueError(f"{path!r} is an address, not a file of this machine. Download it if you trust the dataset.")

@@ -209,10 +209,8 @@ class ChatEndpoint(ChatClient):
         if api_key_variable is not None:
             key, remedy = os.environ.get(api_key_variable, "").strip(), f"It is that of {api_key_variable}."
             if not key.isascii() or not key.isprintable() or not key:
-                raise ValueError(
-                    f"The environment variable {api_key_variable!r} (`api_key_variable`: its name, not the key) is not set, "
-                    "or does not hold a key. Set it."
-                )
+                named = f"The environment variable {api_key_variable!r} (`api_key_variable`: its name, not the key)"
+                raise ValueError(f"{named} is not set, or does not hold a key. Set it.")
         super().__init__(base_url, model, key, max_concurrency, timeout, max_retries, remedy)
 
     def check(self) -> None:

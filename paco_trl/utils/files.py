@@ -104,11 +104,9 @@ def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
         found = [str(path) for path in Path(adapter).glob("*.safetensors") if not _ALL_WEIGHTS.match(path.name)]
     if len(found) != 1:
         what = f"{len(found)} safetensors files" if found else f"no {' or '.join(names)}"
-        raise ValueError(
-            f"The adapter '{adapter}' has {what}. Name the file, such as 'style.safetensors', or on the Hub "
-            "'user/name/style.safetensors'. Other formats are pickles, which can run code. A checkpoint with all weights is "
-            "no adapter and does not need merging."
-        )
+        cure = "Name the file, such as 'style.safetensors', or on the Hub 'user/name/style.safetensors'."
+        note = "Other formats are pickles, which can run code. A checkpoint with all weights is no adapter."
+        raise ValueError(f"The adapter '{adapter}' has {what}. {cure} {note}")
     return found[0]
 
 

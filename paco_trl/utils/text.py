@@ -5,7 +5,6 @@ import math
 import re
 import textwrap
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -29,15 +28,6 @@ def words_of(text: str) -> list[str]:
 def normalized(text: str) -> str:
     """Return what is the same for texts that are the same: their words, see [`words_of`]."""
     return " ".join(words_of(text))
-
-
-def describe_repeated(prompts: Iterable[str]) -> str | None:
-    """Say which prompt is there most often, if any is there several times: a round takes them for different ones."""
-    counts = Counter(prompts)
-    prompt, count = counts.most_common(1)[0] if counts else ("", 1)
-    if count == 1:
-        return None
-    return f"{counts.total() - len(counts)} row(s) repeat a prompt; {prompt[:40]!r}... is there {count} times."
 
 
 def shorten(value: Any) -> str:

@@ -23,7 +23,7 @@ REWARDS = [
         ("if not logprobs.get(token, -math.inf) <= 1e-3:", "if not logprobs.get(token, -math.inf) <= 1e3:"),
         ("return float(expit(log_yes - log_no))", "return float(expit(log_no - log_yes))"),
         ("if max(log_yes, log_no) <= _LOG_ZERO:", "if min(log_yes, log_no) <= _LOG_ZERO:"),
-        ("float(np.logaddexp.reduce([", "float(np.max(["),
+        ("map(np.logaddexp.reduce, values)", "map(np.max, values)"),
     ),
     *_mutants(
         "rewards/judge.py",
@@ -131,7 +131,7 @@ REWARDS = [
         f"{_JUDGE}TestFromPretrained {_JUDGE}test_of_the_hub_the_revision_is_the_adapters_alone "
         f"{_JUDGE}test_code_is_run_only_when_asked_for",
         ("if is_adapter and not has_processor(", "if is_adapter and has_processor("),
-        ("                use_safetensors=True,\n", ""),
+        ('"use_safetensors": True, ', ""),
         ('if name not in ("revision", "subfolder")}', 'if name not in ("subfolder",)}'),
         (
             "trust_remote_code: bool = False,\n        quantization",
@@ -275,7 +275,7 @@ TRAINING = [
         ("== self.decision_ids[0]", "== self.decision_ids[1]"),
         ("((p_yes * (1 - is_yes)).sum(), (1 - is_yes).sum())", "((p_yes * (1 - is_yes)).sum(), is_yes.sum())"),
         ('padding=1 - metrics.pop("attended")', 'padding=metrics.pop("attended")'),
-        ("((p_yes > 0.5) == (is_yes == 1)).double()", "((p_yes < 0.5) == (is_yes == 1)).double()"),
+        ("(p_yes > 0.5) == (is_yes == 1)", "(p_yes < 0.5) == (is_yes == 1)"),
         ("-(log_probs * mask).sum(dim=1) - decision_loss", "-(log_probs * mask).sum(dim=1)"),
         (
             "num_items = num_loss_items(length, first_token_weight, loss_variant)",
@@ -307,7 +307,7 @@ TRAINING = [
     *_mutants(
         "checkpointing/checkpoints.py",
         "test_checkpoints.py test_machines.py::TestRestarts::test_when_it_resumes",
-        (' or path.stat().st_size != content["files"][n]', ""),
+        (' or path.stat().st_size != run["files"][n]', ""),
         ('key=lambda path: -int(path.name.split("-")[1]))', "key=lambda path: path.name, reverse=True)"),
         ("if resume_from_checkpoint is None and int(", "if int("),
         ('then = saved.get("identity", {}) |', "then = identity |"),

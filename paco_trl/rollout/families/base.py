@@ -102,15 +102,11 @@ class Family(ABC):
         """
         name = type(pipeline).__name__
         if negative_prompt is not None:
-            raise ValueError(
-                f"`negative_prompt` is {negative_prompt!r}, but the guidance of {name} is distilled into the model: it would "
-                "be ignored. Leave it out."
-            )
+            reason = f"the guidance of {name} is distilled into the model: it would be ignored. Leave it out."
+            raise ValueError(f"`negative_prompt` is {negative_prompt!r}, but {reason}")
         if guidance_scale > 1 and not pipeline.transformer.config.get("guidance_embeds", True):
-            raise ValueError(
-                f"`guidance_scale` is {guidance_scale}, but the transformer of this {name} takes none: it would be ignored. "
-                "Set `guidance_scale=1.0`."
-            )
+            reason = f"the transformer of this {name} takes none: it would be ignored. Set 1.0."
+            raise ValueError(f"`guidance_scale` is {guidance_scale}, but {reason}")
         return None
 
     # ---- What is trained ----
@@ -190,16 +186,13 @@ class Family(ABC):
             ValueError: the family class does not know this number of calls.
         """
         if not 1 <= len(outputs) <= self.max_calls:
-            raise ValueError(
-                f"The pipeline called its transformer {len(outputs)} times in a step, more than the {self.max_calls} that "
-                f"{type(self).__name__} knows (`max_calls`)."
-            )
+            known = f"{type(self).__name__} knows {self.max_calls} (`max_calls`)."
+            raise ValueError(f"The pipeline called its transformer {len(outputs)} times in a step, but {known}")
         conditional, unconditional = self.branches(outputs, sample)
         if unconditional is None:
             return conditional
-        return self.guide(
-            conditional, unconditional.detach() if detach_unconditional else unconditional, guidance_scale
-        )
+        unconditional = unconditional.detach() if detach_unconditional else unconditional
+        return self.guide(conditional, unconditional, guidance_scale)
 
     def branches(self, outputs: list[Any], sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
@@ -224,9 +217,7 @@ class Family(ABC):
         Only [`PaCoNFTTrainer`] needs it. For the recorded sample and time it must return the recorded call
         bit-exactly, which every rollout checks.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no `call_at`, which training with PaCoNFTTrainer requires. Add it."
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no `call_at`, which PaCoNFTTrainer requires. Add it.")
 
 
 def packed_call_at(call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
@@ -245,17 +236,21 @@ def true_guidance_prompt(
     name = type(pipeline).__name__
     if guidance_scale <= off_at:
         if negative_prompt is not None:
+            reason = f"{name} has no guidance at `guidance_scale` = {guidance_scale}: it would be ignored"
             raise ValueError(
-                f"`negative_prompt` is {negative_prompt!r}, but {name} has no guidance at `guidance_scale` = "
-                f"{guidance_scale}: it would be ignored. Leave it out, or raise `guidance_scale`."
+                f"`negative_prompt` is {negative_prompt!r}, but {reason}. Leave it out, or raise the scale."
             )
         return None
     if negative_prompt is None and default is None:
-        raise ValueError(
-            f"`guidance_scale` is {guidance_scale}, but {name} leaves guidance out without a negative prompt. Set "
-            f'`negative_prompt=" "` (as in the model\'s own examples), or `guidance_scale={off_at:g}`.'
-        )
+        cure = f'Set `negative_prompt=" "` (as in the model\'s own examples), or `guidance_scale={off_at:g}`.'
+        raise ValueError(f"`guidance_scale` is {guidance_scale}: {name} has none without a negative prompt. {cure}")
     return negative_prompt if negative_prompt is not None else default
+
+
+def count_chat_tokens(tokenizer, prompt: str, enable_thinking: bool) -> int:
+    """Count the tokens of a prompt in the chat template of a Qwen3."""
+    options = {"add_generation_prompt": True, "enable_thinking": enable_thinking, "return_dict": True}
+    return len(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **options)["input_ids"])
 
 
 @contextmanager

@@ -14,16 +14,9 @@ class FluxFamily(Family):
     call_at = staticmethod(packed_call_at)
 
     def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
-        prompt_embeds, pooled_prompt_embeds, _ = pipeline.encode_prompt(
-            prompt,
-            prompt_2=None,
-            device=device,
-            max_sequence_length=self.max_sequence_length(pipeline),
-        )
-        return {
-            "prompt_embeds": prompt_embeds,  # (1, 512, 4096)
-            "pooled_prompt_embeds": pooled_prompt_embeds,  # (1, 768)
-        }
+        length = self.max_sequence_length(pipeline)
+        embeds, pooled, _ = pipeline.encode_prompt(prompt, prompt_2=None, device=device, max_sequence_length=length)
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}  # (1, 512, 4096), (1, 768)
 
     def max_sequence_length(self, pipeline):
         return min(512, pipeline.tokenizer_2.model_max_length)  # 512 is FLUX.1-dev's

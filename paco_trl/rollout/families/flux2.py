@@ -4,7 +4,7 @@
 import torch
 from PIL import Image
 
-from .base import DUAL_STREAM_ATTENTION, Family, packed_call_at, true_guidance_prompt
+from .base import DUAL_STREAM_ATTENTION, Family, count_chat_tokens, packed_call_at, true_guidance_prompt
 
 
 # Default length to which the pipelines truncate and pad prompts
@@ -23,11 +23,8 @@ class Flux2Family(Family):
 
     # As the paper's targets for FLUX.1, and the fused projections of the single-stream blocks, where most of the depth
     # is. Their `attn.to_out` would also match a container of the other blocks; the paper leaves it out for FLUX.1 too.
-    lora_target_modules = [
-        *DUAL_STREAM_ATTENTION,
-        *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
-        "attn.to_qkv_mlp_proj",
-    ]
+    lora_target_modules = [*DUAL_STREAM_ATTENTION, "attn.to_qkv_mlp_proj"]
+    lora_target_modules += ["ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"]
     text_encoders = ("text_encoder",)
     max_images = 6  # recommended maximum
     call_at = staticmethod(packed_call_at)
@@ -50,10 +47,8 @@ class Flux2Family(Family):
 
     def check_image_size(self, width, height):
         if min(width, height) < MIN_SIDE or max(width, height) > MAX_RATIO * min(width, height):
-            raise ValueError(
-                f"its source image has {width} x {height} pixels, but FLUX.2 takes none with a side under {MIN_SIDE} pixels "
-                f"or an aspect ratio above {MAX_RATIO}. Replace it, or leave the row out."
-            )
+            rule = f"FLUX.2 takes none with a side under {MIN_SIDE} pixels or an aspect ratio above {MAX_RATIO}"
+            raise ValueError(f"its source image has {width} x {height}, but {rule}. Replace it, or leave the row out.")
 
     def prepare_image(self, pipeline, image, scale):
         processor, step = pipeline.image_processor, self.size_multiple(pipeline)
@@ -75,18 +70,12 @@ class Flux2KleinFamily(Flux2Family):
     max_stable_epsilon = 1e-5
 
     def is_truncated(self, pipeline, prompt):
-        messages = [{"role": "user", "content": prompt}]
-        text = pipeline.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        return len(pipeline.tokenizer(text).input_ids) > MAX_TOKENS
+        return count_chat_tokens(pipeline.tokenizer, prompt, enable_thinking=False) > MAX_TOKENS
 
     def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         if not pipeline.config.is_distilled:
             return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")
         if guidance_scale > 1 or negative_prompt is not None:
-            raise ValueError(
-                f"`guidance_scale` is {guidance_scale} and `negative_prompt` {negative_prompt!r}, but this model is distilled "
-                "to a few steps without guidance: both would be ignored. Set 1.0 and None."
-            )
+            given = f"`guidance_scale` is {guidance_scale} and `negative_prompt` {negative_prompt!r}"
+            raise ValueError(f"{given}, but this model, distilled to a few steps, ignores both. Set 1.0 and None.")
         return None

@@ -59,10 +59,9 @@ class LongCatImageEditFamily(LongCatImageFamily):
 
     def call_arguments(self, height, width, guidance_scale, images):
         if (width, height) != images[0].size:
-            raise ValueError(
-                f"{width} x {height} pixels were requested, but LongCat-Image-Edit generates the size at which it reads the "
-                f"source, {images[0].width} x {images[0].height}. Leave out size and layout of the row."
-            )
+            own = f"the size at which it reads the source, {images[0].width} x {images[0].height}"
+            problem = f"{width} x {height} pixels were requested, but LongCat-Image-Edit generates {own}"
+            raise ValueError(f"{problem}. Leave out size and layout of the row.")
         return {"guidance_scale": guidance_scale, "image": images[0]}
 
     def edited_size(self, pipeline, sizes, area):

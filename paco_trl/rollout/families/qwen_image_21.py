@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .base import DUAL_STREAM_ATTENTION, Family, encoding_by, packed_call_at, true_guidance_prompt
+from .base import DUAL_STREAM_ATTENTION, Family, encoding_by, packed_call_at
 from .qwen_image import QwenImageEditFamily, QwenImageFamily
 
 
@@ -25,14 +25,9 @@ class QwenImage21Family(QwenImageEditFamily):
         expected = sum(image.width * image.height for image in prepared) // 32**2  # each is 2 x 2 of the transformer's
         if is_image.sum() != expected:
             limits = dict(pipeline.processor.image_processor.size)
-            raise ValueError(
-                f"at `resolution_scale` {scale} the processor resizes source images. Keep within {limits} pixels."
-            )
+            raise ValueError(f"at `resolution_scale` {scale} the processor resizes sources. Keep to {limits} pixels.")
         # (1, L, D), (1, L): 1 for text, 2 for source images
         return {"prompt_embeds": prompt_embeds, "prompt_embeds_mask": 1 + is_image.long()}
-
-    def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
-        return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default=None)
 
     def unused_layers(self, transformer):
         return []

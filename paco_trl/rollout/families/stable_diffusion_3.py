@@ -18,18 +18,9 @@ class StableDiffusion3Family(Family):
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
     def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
-        prompt_embeds, _, pooled_prompt_embeds, _ = pipeline.encode_prompt(
-            prompt,
-            prompt_2=None,
-            prompt_3=None,
-            device=device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=MAX_TOKENS,
-        )
-        return {
-            "prompt_embeds": prompt_embeds,  # (1, 77 + 256, 4096)
-            "pooled_prompt_embeds": pooled_prompt_embeds,  # (1, 2048)
-        }
+        options = {"do_classifier_free_guidance": False, "max_sequence_length": MAX_TOKENS}
+        embeds, _, pooled, _ = pipeline.encode_prompt(prompt, prompt_2=None, prompt_3=None, device=device, **options)
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}  # (1, 77 + 256, 4096), (1, 2048)
 
     def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")

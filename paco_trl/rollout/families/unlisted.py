@@ -51,6 +51,7 @@ class UnlistedFamily(Family):
         if kind is None:  # of code in a repository
             return
         self.name = kind.__name__
+        missing = f"There is no family class for {self.name}"
         parameters = inspect.signature(kind.__call__).parameters
         has = {*inspect.signature(kind.__init__).parameters, *parameters, *dir(kind)}
         problems = [f"it has no `{name}`" for name in _REQUIRED if name not in has]
@@ -60,19 +61,15 @@ class UnlistedFamily(Family):
                 problems.append(f"its call takes `{name}`")
         if problems:
             what = "only pipelines that generate images of a given size from text can be trained without one"
-            raise ValueError(
-                f"There is no family class for {self.name}, and {what}: {', '.join(problems)}. Write one: {GUIDE}."
-            )
+            raise ValueError(f"{missing}, and {what}: {', '.join(problems)}. Write one: {GUIDE}.")
         if isinstance(pipeline, str):
             return
-        self.advice = (
-            f"There is no family class for {self.name}. Write one whose `branches` gives the velocity: {GUIDE}."
-        )
+        self.advice = f"{missing}. Write one whose `branches` gives the velocity: {GUIDE}."
         self.takes_guidance = "guidance_scale" in parameters
         self.text_encoders = tuple(name for name in pipeline.components if name.startswith("text_encoder"))
         self._guidance_scale, self._waiting = 1.0, []
         warnings.warn(
-            f"There is no family class for {self.name}: its transformer's output is taken as the velocity (every rollout "
+            f"{missing}: its transformer's output is taken as the velocity (every rollout "
             f"compares it with what the scheduler receives), only `encode_prompt` uses {', '.join(self.text_encoders)}, "
             f"sizes are multiples of {self.size_multiple(pipeline)} pixels, and adapters are by default on "
             f"{', '.join(self.lora_target_modules)}. If one of them is wrong, write a family class: {GUIDE}.",
@@ -81,10 +78,9 @@ class UnlistedFamily(Family):
 
     def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         if negative_prompt is not None or (guidance_scale > 1 and not self.takes_guidance):
-            raise ValueError(
-                f"`negative_prompt` is {negative_prompt!r} and `guidance_scale` {guidance_scale}, but there is no family "
-                f"class for {self.name} that defines their effect. Set None and 1.0, or write one: {GUIDE}."
-            )
+            given = f"`negative_prompt` is {negative_prompt!r} and `guidance_scale` {guidance_scale}"
+            reason = f"there is no family class for {self.name} that defines their effect"
+            raise ValueError(f"{given}, but {reason}. Set None and 1.0, or write one: {GUIDE}.")
         self._guidance_scale = guidance_scale
         return None
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from .base import ATTENTION, Family, true_guidance_prompt
+from .base import ATTENTION, Family, count_chat_tokens, true_guidance_prompt
 
 
 # Default length to which the pipeline truncates prompts
@@ -25,11 +25,7 @@ class ZImageFamily(Family):
         return {"prompt_embeds": prompt_embeds.unsqueeze(0)}  # (1, L, D)
 
     def is_truncated(self, pipeline, prompt):
-        messages = [{"role": "user", "content": prompt}]
-        text = pipeline.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
-        return len(pipeline.tokenizer(text).input_ids) > MAX_TOKENS
+        return count_chat_tokens(pipeline.tokenizer, prompt, enable_thinking=True) > MAX_TOKENS
 
     def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="", off_at=0.0)
