@@ -12,7 +12,7 @@ from paco_trl.planning import plan_memory
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import predict
 from paco_trl.trainer.losses import matching_log_prob, velocity_error
-from testing_utils import LORA, check_planted_reward, count_images, logs_with, recorded
+from testing_utils import LORA, check_planted_reward, count_images, gradients, logs_with, recorded
 
 
 def waves():
@@ -88,11 +88,7 @@ class TestLoss:
         entry = trainer.buffer.entries[2]  # of the round's second optimizer step
         step, advantages = entry["record"], entry["advantages"]
         assert advantages.min() < 0 < advantages.max()
-        trainer.model.zero_grad()
-        trainer.compute_loss(trainer.model, entry).backward()
-        gradient = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-        trainer.model.zero_grad()
-
+        own = gradients(trainer, trainer.compute_loss(trainer.model, entry))
         v = predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
         t, log_probs = step.times.double(), []
         for each in (v, step.old_velocity):
@@ -108,11 +104,9 @@ class TestLoss:
             loss = loss + 0.5 * ((v - old) ** 2).flatten(1).mean(1)
             with trainer.model.disable_adapter():
                 loss = loss + 0.3 * ((v - velocity_with(trainer, step)) ** 2).flatten(1).mean(1)
-        (loss.sum() / 8).backward()  # 4 images and 2 times behind an optimizer step
-        for name, parameter in trainer.model.named_parameters():
-            if parameter.requires_grad:
-                torch.testing.assert_close(parameter.grad.float(), gradient[name], rtol=1e-3, atol=1e-7)
-        assert max(value.abs().max().item() for value in gradient.values()) > 5e-5
+        # 4 images and 2 times behind an optimizer step
+        torch.testing.assert_close(gradients(trainer, loss.sum() / 8), own, rtol=1e-3, atol=1e-7)
+        assert max(value.abs().max().item() for value in own.values()) > 5e-5
 
     def test_the_ratio_is_1_before_the_first_update_and_clipped_after(self, make_nft):
         clipped = {}

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import test_families
-from paco_trl import PaCoGRPOConfig
 from paco_trl.rollout import FAMILIES, FluxFamily, PipelinePolicy, SDESettings, keyed_generator, predict, replay
 from paco_trl.rollout import policy as policy_module
 from test_families import NUM_STEPS, build_policy, encode, moved_adapter, pixels
@@ -281,22 +280,6 @@ class TestTrainer:
             found = {round(value, 4) for entry in buffer.entries for value in entry["advantages"].tolist()}
             assert sorted(found) == values
             assert buffer.metrics["rewards/by_place/mean"] == pytest.approx(0.475)  # of the scores
-
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"branch_size": 3}, "`num_generations` is 4.*3 or 6"),
-            ({"branch_size": 4, "per_device_train_batch_size": 2}, "`per_device_train_batch_size` is 2"),
-            ({"branch_size": 2, "noise_level": 0.0}, "`noise_level` is 0.0"),
-        ],
-        ids=str,
-    )
-    def test_settings_that_cannot_work(self, tmp_path, settings, message):
-        usual = {"num_generations": 4, "per_device_train_batch_size": 4, "branch_size": 2}
-        usual |= {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-        PaCoGRPOConfig(**usual)
-        with pytest.raises(ValueError, match=message):
-            PaCoGRPOConfig(**usual | settings)
 
     def test_an_unlisted_pipeline_is_refused(self, make_trainer, monkeypatch):
         monkeypatch.delitem(FAMILIES, "FluxPipeline")

@@ -22,6 +22,8 @@ from testing_utils import docstring
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoGRPOConfig)}
 OWN_FIELDS = list(PaCoGRPOConfig.__annotations__)
+ROLLOUT = {"per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4}
+BRANCHES = {"num_generations": 4, "per_device_train_batch_size": 4, "branch_size": 2}
 
 
 @pytest.fixture
@@ -213,11 +215,24 @@ class TestValues:
             *(({name: 0.0}, f"`{name}` is 0.0.*above 0") for name in ("advantage_clip", "ratio_tolerance")),
             ({"resolution_scale": 1.5}, "`resolution_scale` is 1.5"),
             ({"generation_batch_size": -32}, "`generation_batch_size` is -32"),
+            *((ROLLOUT | settings, message) for settings, message in (
+                ({"per_device_rollout_batch_size": 3}, "`per_device_rollout_batch_size` is 3, .*multiple of 2. .*: 2 or 4"),
+                ({"gradient_accumulation_steps": 3}, "`gradient_accumulation_steps` = 3"),
+            )),
+            ({"tail_steps": 0}, "`tail_steps` is 0"),
+            ({"tail_steps": 6, "sde_steps": [1, 4]}, "`tail_steps` is 6, but 5 of 10"),
+            *((BRANCHES | settings, message) for settings, message in (
+                ({"branch_size": 3}, "`num_generations` is 4.*3 or 6"),
+                ({"branch_size": 4, "per_device_train_batch_size": 2}, "`per_device_train_batch_size` is 2"),
+                ({"noise_level": 0.0}, "`noise_level` is 0.0"),
+            )),
+            ({"attention_backend": "sage_hub"}, "backward pass: flash, "),
+            ({"attention_backend": "xformers"}, "install `xformers"),
             # Also where a size that is set has the default value
             ({"num_prompts_per_generation": 42, "generation_batch_size": 320}, "do not fit together"),
         ],
         ids=lambda value: str(value) if isinstance(value, dict) else "",
-    )
+    )  # fmt: skip
     def test_bad_values(self, make_config, settings, message):
         with pytest.raises(ValueError, match=message):
             make_config(**settings)
@@ -225,22 +240,19 @@ class TestValues:
     @pytest.mark.parametrize(
         "settings",
         [
-            {
-                "num_sde_steps": 2,
-                "sde_steps": [1, 2],
-                "num_generations": 2,
-                "resolution_scale": 1.0,
-                "guidance_scale": 0.0,
-            },
+            {"num_sde_steps": 2, "sde_steps": [1, 2], "num_generations": 2},
+            {"resolution_scale": 1.0, "guidance_scale": 0.0},
             {"noise_level": 1.0, "sde_type": "cps", "log_tame_threshold": 0, "advantage_clip": None},
             {"noise_level": 1.1, "sde_type": "flow_sde", "log_tame_threshold": "0.3", "adapter_fraction": 0.0},
             {"log_tame_threshold": "mean", "max_steps": 1, "num_train_epochs": 0, "adapter_fraction": 0.05},
             {"max_steps": -1, "num_train_epochs": 0.01, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
             {"ratio_tolerance": math.inf, "max_grad_norm": math.inf},  # no limit
             {"max_steps": 1, "num_train_epochs": math.inf},
+            {"tail_steps": 8, "attention_backend": "_native_math", "compile_repeated_blocks": True},
+            ROLLOUT, BRANCHES,
         ],
         ids=str,
-    )
+    )  # fmt: skip
     def test_values_at_the_edge_of_what_is_good(self, make_config, settings):
         config = make_config(**settings)
         for name in settings:

@@ -340,13 +340,6 @@ class TestCompleteImageSets:
         unknown = Dataset.from_list([{**rows[0], "prompt": "Two foxes, left and right."}])
         assert "theme" not in complete_image_sets(unknown).column_names
 
-    @pytest.mark.parametrize(
-        ("row", "message"), [({"prompt": 3}, "`prompt` of row 0"), ({"caption": "A fox."}, "prompt")]
-    )
-    def test_without_a_text(self, row, message):
-        with pytest.raises(ValueError, match=message):
-            complete_image_sets(Dataset.from_list([row]))
-
 
 class TestDemoPrompts:
     def test_round_trip(self):

@@ -17,12 +17,8 @@ from testing_utils import LORA, SMALL_RUN, are_equal, square_prompts
 def train_both(model: str, output: Path) -> None:
     """Train as one of several processes, with and without what DDP ignores, and save the names and the adapters."""
     for name in ("ignored", "all"):
-        settings = SMALL_RUN | {
-            "num_prompts_per_generation": 2,
-            "per_device_train_batch_size": 2,
-            "learning_rate": 0.1,
-        }
-        args = PaCoGRPOConfig(str(output / name), ddp_backend="gloo", **settings)
+        settings = SMALL_RUN | {"num_prompts_per_generation": 2, "per_device_train_batch_size": 2}
+        args = PaCoGRPOConfig(str(output / name), ddp_backend="gloo", **settings | {"learning_rate": 0.1})
         if name == "all":
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = lambda model, names: None
         trainer = PaCoGRPOTrainer(model, redness_reward, args, square_prompts(), peft_config=LORA)

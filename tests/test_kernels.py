@@ -12,7 +12,6 @@ from torch._inductor import config as inductor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from paco_trl import PaCoGRPOConfig
 from paco_trl.planning.memory import as_in_training
 from paco_trl.rollout import PipelinePolicy, SDESettings, cast_floating_inputs, family_of, loading, replay
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer, set_kernels
@@ -69,16 +68,6 @@ def test_every_family(name, folder_of):
         assert (
             _AttentionBackendRegistry.get_active_backend()[0] != AttentionBackendName.FLEX
         )  # other models keep theirs
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("sage_hub", "backward pass: flash, "), ("xformers", "install `xformers")]
-)
-def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(tmp_path, name, message):
-    usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-    PaCoGRPOConfig(**usual, attention_backend="_native_math", compile_repeated_blocks=True)
-    with pytest.raises(ValueError, match=message):
-        PaCoGRPOConfig(**usual, attention_backend=name)
 
 
 @pytest.mark.parametrize("name", ["_native_flash", "_native_efficient", "_native_cudnn"])

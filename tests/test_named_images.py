@@ -21,13 +21,7 @@ from paco_trl.data.dataset_files import load_split
 from paco_trl.data.pairs import pair_features
 from paco_trl.utils.images import load_image
 from paco_trl.utils.stage_folder import StageFolder, save_with_paths
-from testing_utils import noise
-
-
-def write(path, seed: int = 0) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    noise(seed).save(path)
-    return str(path)
+from testing_utils import noise, write_image
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +56,7 @@ def rank_folder(folder, image):
     (folder / "consistency_full_rank.jsonl").write_text(json.dumps(record))
     (folder / "prompt_data.jsonl").write_text(json.dumps({"idx": "0", "prompt": "A fox."}))
     for name in ("1.png", "2.png"):
-        write(folder / "images" / "0" / name)
+        write_image(folder / "images" / "0" / name)
     return folder
 
 
@@ -94,24 +88,24 @@ LOADERS = {
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
 class TestEveryLoader:
     def test_addresses(self, load, tmp_path):
-        for address in ("http://127.0.0.1/a.png", f"file://{write(tmp_path / 'a.png')}"):
+        for address in ("http://127.0.0.1/a.png", f"file://{write_image(tmp_path / 'a.png')}"):
             with pytest.raises(ValueError, match="is an address"):
                 load(tmp_path / "data", address)
 
     def test_paths(self, load, tmp_path):
-        secret = write(tmp_path / "secret.png", 3)
+        secret = write_image(tmp_path / "secret.png", 3)
         below = "images/0/" if load is LOADERS["rankings"] else ""
         (tmp_path / "data" / below).mkdir(parents=True)
         (tmp_path / "data" / below / "link.png").symlink_to(secret)
         for outside in (secret, "../../../secret.png", "x/../../../../secret.png", "link.png"):
             with pytest.raises(ValueError, match="leaves"):
                 load(tmp_path / "data", outside)
-        write(tmp_path / "data" / below / "a" / "b.png", 4)
+        write_image(tmp_path / "data" / below / "a" / "b.png", 4)
         assert np.array_equal(load(tmp_path / "data", "a/b.png"), noise(4))
 
 
 def test_absolute_paths_inside_stay(tmp_path):
-    inside = write(tmp_path / "data" / "a.png", 4)
+    inside = write_image(tmp_path / "data" / "a.png", 4)
     for dataset in (
         load_split(saved(tmp_path / "data", inside), "train"),
         load_edit_prompts(edits_file(tmp_path / "data", inside)),
@@ -123,7 +117,7 @@ def test_absolute_paths_inside_stay(tmp_path):
 def test_stages_name_images_of_earlier_stages(tmp_path):
     panels, pairs = StageFolder(tmp_path / "build" / "panels"), StageFolder(tmp_path / "build" / "pairs")
     panels.finish(Dataset.from_dict({"id": ["a"]}), {})
-    image = write(panels.images / "a" / "0.png", 5)
+    image = write_image(panels.images / "a" / "0.png", 5)
 
     def finish(image):
         pairs.finish(DatasetDict({"train": pairs_of(image)}), {})
@@ -133,16 +127,16 @@ def test_stages_name_images_of_earlier_stages(tmp_path):
 
     assert np.array_equal(finish(image)[0]["images"][0], noise(5))
     for outside in (
-        write(tmp_path / "x.png"),
-        write(tmp_path / "build" / "x.png"),
-        write(tmp_path / "build" / "y" / "images" / "x.png"),
+        write_image(tmp_path / "x.png"),
+        write_image(tmp_path / "build" / "x.png"),
+        write_image(tmp_path / "build" / "y" / "images" / "x.png"),
     ):
         with pytest.raises(ValueError, match="leaves"):
             finish(outside)
 
 
 def test_what_was_not_loaded_here_is_not_fetched(tmp_path):
-    for named in ("http://127.0.0.1/a.png", f"file://{write(tmp_path / 'a.png')}"):
+    for named in ("http://127.0.0.1/a.png", f"file://{write_image(tmp_path / 'a.png')}"):
         with pytest.raises(ValueError, match="address"):
             load_image({"bytes": None, "path": named}, 14, "It")
         with pytest.raises(ValueError, match="address"):

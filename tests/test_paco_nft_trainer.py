@@ -19,7 +19,7 @@ from paco_trl.rollout import FluxFamily, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer.paco_nft_trainer import OLD_POLICY_WEIGHTS, VelocityStatistics
 from test_branched_groups import rows_of_calls
-from testing_utils import are_equal, check_planted_reward, count_images, logs_with, recorded, weights_of
+from testing_utils import are_equal, check_planted_reward, count_images, gradients, logs_with, recorded, weights_of
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoNFTConfig)}
@@ -87,10 +87,8 @@ class TestLoss:
         entry = record.buffers[0][0]
         step, advantages = entry["record"], entry["advantages"]
         assert advantages.abs().min() > 0 and advantages.min() < 0 < advantages.max()
-        trainer.model.zero_grad()
-        trainer.compute_loss(trainer.model, entry).backward()
-        gradient = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-        trainer.model.zero_grad()
+        own_loss = trainer.compute_loss(trainer.model, entry)
+        own = gradients(trainer, own_loss)
 
         x0, t = step.prev_sample, step.times.view(-1, 1, 1)
         noise = step.target + x0
@@ -111,12 +109,9 @@ class TestLoss:
                 reference = trainer.model(**inputs)[0]
             loss = loss + beta * ((v - reference) ** 2).flatten(1).mean(1)
         # 4 images and 2 times behind an optimizer step
-        (loss.sum() / 8).backward()
-        for name, parameter in trainer.model.named_parameters():
-            if parameter.requires_grad:
-                torch.testing.assert_close(parameter.grad, gradient[name], rtol=1e-3, atol=1e-7)
-        assert max(value.abs().max().item() for value in gradient.values()) > 5e-5
-        torch.testing.assert_close(trainer.compute_loss(trainer.model, entry), loss.sum() / 8, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(gradients(trainer, loss.sum() / 8), own, rtol=1e-3, atol=1e-7)
+        assert max(value.abs().max().item() for value in own.values()) > 5e-5
+        torch.testing.assert_close(own_loss, loss.sum() / 8, rtol=1e-4, atol=1e-7)
 
     def test_what_is_trained_follows_from_keys_alone(self, make_nft):
         """Latents, noise and times of one image, by hand from the key of the image."""

@@ -87,14 +87,6 @@ class TestCutting:
         assert paths(folder.load()) == images
         assert folder.report["panels"] == 16 and folder.report["panels that are equal to an earlier one"] == 0
 
-    def test_digest_is_of_what_is_seen(self, tmp_path):
-        image = Image.new("RGB", (6, 4), (1, 2, 3))
-        image.save(tmp_path / "a.png", compress_level=9)
-        with Image.open(tmp_path / "a.png") as same:
-            assert pixels_sha256(same) == pixels_sha256(image)
-        others = [image.resize((4, 6)), Image.new("RGB", (6, 4), (1, 2, 4)), image.convert("HSV")]
-        assert len({pixels_sha256(other) for other in [image, *others]}) == 4
-
 
 class TestResume:
     def test_what_is_cut_is_not_cut_again(self, tmp_path):

@@ -35,7 +35,7 @@ from paco_trl.data import (
     theme_question,
     validate_pairs,
 )
-from testing_utils import noise
+from testing_utils import noise, write_image
 
 
 QUESTION = "Are both foxes red?"
@@ -52,12 +52,6 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache" / "datasets"))
     monkeypatch.setattr("datasets.config.EXTRACTED_DATASETS_PATH", str(tmp_path / "cache" / "extracted"))
     return tmp_path / "cache"
-
-
-def write_image(path, seed=0):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    noise(seed).save(path)
-    return str(path)
 
 
 def cut_in_half(path):

@@ -22,7 +22,6 @@ from paco_trl.rollout import (
 )
 from paco_trl.rollout.policy import share_tensors
 from test_families import build_policy
-from testing_utils import count_images
 
 
 NUM_STEPS, SIZE, GUIDANCE = 4, 32, 3.5
@@ -116,14 +115,6 @@ class TestRecords:
         if len(records) == 2 and steps == (1, 2):
             assert torch.equal(records[1].sample, records[0].prev_sample)
 
-    def test_the_initial_latent_is_the_noise_of_key_zero(self, policy, prompt_arguments):
-        _, (record,) = generate(policy, prompt_arguments, SDESettings((0,), 0.7))
-        side = SIZE // 2
-        for image, key in enumerate(KEYS):
-            latent = torch.randn(1, 4, side, side, generator=keyed_generator(*key, 0))
-            packed = FluxPipeline._pack_latents(latent, 1, 4, side, side)
-            assert torch.equal(record.sample[image], packed[0])
-
     def test_the_noise_of_a_step_is_that_of_its_key(self, policy, prompt_arguments):
         sde = SDESettings((1, 2), 0.7)
         _, records = generate(policy, prompt_arguments, sde)
@@ -181,21 +172,6 @@ class TestReplay:
             assert max(gradient.abs().max() for gradient in gradients) > 1e-3
 
 
-class DoubledFamily(FluxFamily):
-    def combine(self, outputs, guidance_scale, sample, detach_unconditional=False):
-        return 2 * outputs[0]
-
-
-class NegatedFamily(FluxFamily):
-    def combine(self, outputs, guidance_scale, sample, detach_unconditional=False):
-        return -outputs[0]
-
-
-class SlightlyWrongFamily(FluxFamily):
-    def combine(self, outputs, guidance_scale, sample, detach_unconditional=False):
-        return 1.01 * outputs[0]
-
-
 class ReorderedFamily(FluxFamily):
     """The right rule with other rounding."""
 
@@ -204,10 +180,13 @@ class ReorderedFamily(FluxFamily):
 
 
 class TestGuidanceRule:
-    @pytest.mark.parametrize("family", [DoubledFamily, NegatedFamily, SlightlyWrongFamily])
-    def test_a_wrong_rule_is_an_error(self, loaded, prompt_arguments, family):
-        policy = build_policy(fresh(loaded), family=family())
-        with pytest.raises(RuntimeError, match=f"At step 1 .* {family.__name__}.combine .*1 output.*differ by up to"):
+    def test_a_rule_that_is_a_little_wrong_is_an_error(self, loaded, prompt_arguments):
+        class WrongFamily(FluxFamily):
+            def combine(self, outputs, *args, **kwargs):
+                return 1.01 * outputs[0]
+
+        policy = build_policy(fresh(loaded), family=WrongFamily())
+        with pytest.raises(RuntimeError, match="At step 1 .* WrongFamily.combine .*1 output.*differ by up to"):
             generate(policy, prompt_arguments, SDESettings((1,), 0.7))
         # Without a stochastic step nothing is trained, and nothing is checked
         assert len(generate(policy, prompt_arguments, None)[0]) == 2
@@ -217,18 +196,6 @@ class TestGuidanceRule:
         _, (record,) = generate(policy, prompt_arguments, SDESettings((1,), 0.7))
         output = policy.model(**record.calls[0])[0]
         assert not torch.equal(policy.family.combine([output], GUIDANCE, record.sample), output)
-
-    def test_true_cfg_does_not_pass_silently(self, policy, prompt_arguments):
-        arguments = {
-            **prompt_arguments,
-            **{f"negative_{name}": tensor.flip(0) for name, tensor in prompt_arguments.items()},
-            "true_cfg_scale": 2.0,
-        }
-        counted = count_images(policy.model)
-        generate(policy, arguments, None)
-        assert len(counted) == 2 * NUM_STEPS
-        with pytest.raises(ValueError, match="2 times"):
-            generate(policy, arguments, SDESettings((1,), 0.7))
 
 
 class Changing:

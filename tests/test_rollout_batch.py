@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from paco_trl import PaCoGRPOConfig
 from paco_trl.rollout import FAMILIES
 from paco_trl.rollout.policy import split_record
 from test_branched_groups import BRANCHES, CASES, FOUR_KEYS, FULL, rows_of_calls, setup_of  # noqa: F401
@@ -81,22 +80,6 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
         torch.testing.assert_close(other[2], found[0][2], rtol=0, atol=1e-2)
         assert (other[3] - found[0][3]).abs().mean() < 1e-5  # a weight moves by 1e-3
     assert (found[0][0][0] - found[0][0][1]).std() > 0.1  # in the order of images, not of batches
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"per_device_rollout_batch_size": 3}, "`per_device_rollout_batch_size` is 3, .*multiple of 2. .*: 2 or 4"),
-        ({"gradient_accumulation_steps": 3}, "`gradient_accumulation_steps` = 3"),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_work(tmp_path, settings, message):
-    usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 2}
-    usual |= {"per_device_rollout_batch_size": 4, "sde_steps": [1]}
-    assert PaCoGRPOConfig(**usual).round_plan.rollout_batch_size == 4
-    with pytest.raises(ValueError, match=message):
-        PaCoGRPOConfig(**usual | settings)
 
 
 def test_what_a_pipeline_or_data_cannot_do(make_trainer, prompts, monkeypatch):

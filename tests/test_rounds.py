@@ -69,14 +69,8 @@ class TestPlan:
             for prompts in (1, 5, 42):
                 batch = processes * B * num_merged_batches * steps
                 smallest = next(n for n in range(prompts, 1000) if n * G % batch == 0)
-                planned = plan(
-                    processes,
-                    G,
-                    B,
-                    num_merged_batches=num_merged_batches,
-                    num_prompts=prompts,
-                    num_optimizer_steps=steps,
-                )
+                sizes = {"num_prompts": prompts, "num_optimizer_steps": steps}
+                planned = plan(processes, G, B, num_merged_batches=num_merged_batches, **sizes)
                 assert (planned.num_prompts, planned.num_optimizer_steps) == (smallest, steps)
                 found.add(smallest - prompts)
         assert len(found) > 10
@@ -105,11 +99,8 @@ class TestPlan:
         for value in sizes.values():
             assert str(value) in str(error.value)
         (numbers,) = re.findall(r"`num_prompts_per_generation` to ([\d or]+),", str(error.value))
-        rest = {
-            name: sizes[name]
-            for name in ("num_processes", "batch_size", "num_merged_batches", "num_trained_steps")
-            if name in sizes
-        }
+        names = {"num_processes", "batch_size", "num_merged_batches", "num_trained_steps"} & sizes.keys()
+        rest = {name: sizes[name] for name in names}
         for number in map(int, numbers.split(" or ")):
             assert plan(num_prompts=number, **rest).num_prompts == number
 

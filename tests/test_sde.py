@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stochastic step: closed forms in float64, densities, replay, noise by key."""
 
+import itertools
 import math
 
 import numpy as np
@@ -196,15 +197,8 @@ class TestBatches:
         v, x, _ = step_inputs
 
         def noise(images):
-            step = sde_step(
-                v[images],
-                x[images],
-                SIGMA,
-                SIGMA_NEXT,
-                NOISE_LEVEL,
-                generator=[keyed_generator(7, image) for image in images],
-            )
-            return step.prev_sample
+            generators = [keyed_generator(7, image) for image in images]
+            return sde_step(v[images], x[images], SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=generators).prev_sample
 
         together, reordered, alone = noise([0, 1, 2]), noise([2, 0]), noise([1])
         assert not torch.equal(together[0] - x[0], together[1] - x[1])
@@ -263,12 +257,8 @@ class TestKeyedGenerator:
         assert not torch.equal(self.noise_of(*self.KEY), self.noise_of(*changed))
 
     def test_many_keys_give_many_streams(self):
-        first_numbers = {
-            float(torch.randn((), generator=keyed_generator(0, a, b, c)))
-            for a in range(6)
-            for b in range(6)
-            for c in range(6)
-        }
+        keys = itertools.product(range(6), repeat=3)
+        first_numbers = {float(torch.randn((), generator=keyed_generator(0, *key))) for key in keys}
         assert len(first_numbers) > 210  # of 216; float32 values may coincide
 
     def test_is_independent_of_the_global_state(self):

@@ -152,14 +152,8 @@ class TestData:
 
 
 def settings(**changes) -> SimpleNamespace:
-    given = {
-        "height": 64,
-        "width": 64,
-        "resolution_scale": 0.5,
-        "set_layout": None,
-        "panel_template": "{theme} {panel}",
-    }
-    return SimpleNamespace(**{**given, "panel_generation": "independent", **changes})
+    given = {"height": 64, "width": 64, "resolution_scale": 0.5, "panel_template": "{theme} {panel}"}
+    return SimpleNamespace(**{**given, "set_layout": None, "panel_generation": "independent", **changes})
 
 
 class TestRounds:

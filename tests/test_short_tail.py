@@ -11,11 +11,10 @@ from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteSchedul
 
 from kill_runs import Run, copy_run, different, relative_difference
 from launching import fork_context
-from paco_trl import PaCoGRPOConfig
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FlowMatchSDEScheduler, SDESettings
 from paco_trl.rollout.sde import second_order_velocity
-from test_branched_groups import BRANCHES, CASES, FULL, Setup, rows_of_calls, setup_of  # noqa: F401
+from test_branched_groups import FULL, flux, rows_of_calls, setup, setup_of  # noqa: F401
 from test_families import NUM_STEPS, pixels
 from test_scheduler import start
 
@@ -110,18 +109,8 @@ class TestSchedule:
             assert torch.equal(start(scheduler, 10), full)
 
 
-@pytest.fixture(params=CASES)
-def setup(request, setup_of) -> Setup:  # noqa: F811
-    return setup_of(request.param)
-
-
-@pytest.fixture
-def flux(setup_of) -> Setup:  # noqa: F811
-    return setup_of("flux")
-
-
 class TestEveryFamily:
-    def test_has_fewer_steps_and_the_same_trained_step(self, setup):
+    def test_has_fewer_steps_and_the_same_trained_step(self, setup):  # noqa: F811
         seen, stop = rows_of_calls(setup.policy)
         short_images, (short, short_last) = setup.generate(SHORT)
         stop()
@@ -139,7 +128,7 @@ class TestEveryFamily:
         assert torch.equal(setup.generate(SHORT)[1][1].prev_sample, short_last.prev_sample)
 
 
-def test_each_generation_starts_again(flux):
+def test_each_generation_starts_again(flux):  # noqa: F811
     plain, sde = flux.generate(None)[1][0].prev_sample, replace(SHORT, steps=(0,), tail_steps=3)
     short = flux.generate(sde)[1][1].prev_sample
     assert torch.equal(flux.generate(sde)[1][1].prev_sample, short)
@@ -147,35 +136,11 @@ def test_each_generation_starts_again(flux):
 
 
 class TestTrainer:
-    def test_trains_with_both(self, make_trainer):
-        settings = {"branch_size": 2, "tail_steps": 1, "gradient_checkpointing": False}
-        trainer = make_trainer(**settings)
-        seen, _ = rows_of_calls(trainer.policy)
-        trainer.train()
-        assert [rows for _, rows in seen] == [2, 2, 4] * 4 + [2] * 4
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert logs[0]["ratio_deviation_on_policy/step_1"] == 0 and logs[1]["ratio_deviation/step_1"] > 0
-        assert trainer._model_card().settings["tail_steps"] == 1
-
     def test_evaluation_has_the_full_schedule(self, make_trainer, prompts):
         trainer = make_trainer(tail_steps=1, eval_dataset=prompts.select(range(1)), num_inference_steps_eval=5)
         seen, _ = rows_of_calls(trainer.policy)
         trainer.evaluate()
         assert [step for step, _ in seen] == list(range(5))
-
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"tail_steps": 0}, "`tail_steps` is 0"),
-            ({"tail_steps": 6, "sde_steps": [1, 4]}, "`tail_steps` is 6, but 5 of 10"),
-        ],
-        ids=str,
-    )
-    def test_settings_that_cannot_work(self, tmp_path, settings, message):
-        usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-        PaCoGRPOConfig(tail_steps=8, **usual)
-        with pytest.raises(ValueError, match=message):
-            PaCoGRPOConfig(**usual | settings)
 
 
 @pytest.mark.slow

@@ -153,23 +153,6 @@ class TestGeneration:
 
 
 class TestEncoding:
-    def test_tensors_without_a_batch_survive(self, built):
-        """Floating-point tensors may become float32 on the way, all else stays as the pipeline had it."""
-        family = family_of(built["chroma"])
-        family.resolve_negative_prompt(built["chroma"], 1.0, None)
-        with torch.no_grad():
-            encoded = family.encode_prompt(built["chroma"], "a red fox", "cpu")
-            own = built["chroma"].encode_prompt("a red fox", do_classifier_free_guidance=False)
-        assert all(len(tensor) == 1 for tensor in encoded.values())
-        family = family_of(built["chroma"])  # of another process, which has encoded nothing
-        assert family.batch_arguments(encoded) == {"prompt": "a red fox"}
-        with family.generation_context(built["chroma"], []):
-            embeds, text_ids, mask, *negatives = built["chroma"].encode_prompt("whatever")
-        assert embeds.shape == (1, 512, 16) and torch.equal(embeds, own[0])
-        assert text_ids.shape == (512, 3) and torch.equal(text_ids, own[1])
-        assert torch.equal(mask, own[2])
-        assert negatives == [None, None, None]
-
     def test_a_pipeline_that_does_not_use_its_method(self, built):
         class OtherwisePipeline(ChromaPipeline):
             def __call__(self, prompt, height, width, num_inference_steps, generator):

@@ -33,6 +33,13 @@ def noise(seed: int, size: tuple[int, int] = (56, 56), mode: str = "RGB") -> PIL
     return image if mode == "RGBA" else image.convert("RGB").convert(mode)
 
 
+def write_image(path: Path, seed: int = 0) -> str:
+    """The path of a file of `noise`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise(seed).save(path)
+    return str(path)
+
+
 def plain(value: int, size: tuple[int, int] = (28, 28)) -> PILImage.Image:
     """An image of one color, which tells the value."""
     return PILImage.new("RGB", size, (value, 0, 255 - value))
@@ -190,6 +197,12 @@ def update_of(trainer, **kwargs) -> torch.Tensor:
     before = weights_of(trainer)
     trainer.train(**kwargs)
     return torch.cat([(value - before[name]).flatten() for name, value in weights_of(trainer).items()])
+
+
+def gradients(trainer, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradient of a loss by each trained weight."""
+    weights = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
 
 def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
