@@ -89,9 +89,9 @@ class HubServer:
     """
     `tokens` has the user of each token; all users may write to `organizations`, beside their own namespace.
 
-    `fault`, which may be changed at any time, says of a method and a path what goes wrong with the request: a status code
-    ("429", "500", ...), "cut" (the connection breaks in the middle of what the client sends), or "slow" (an answer after
-    `latency` seconds).
+    `fault`, which may be changed at any time, says of a method and a path what goes wrong with the request: a status
+    ("429", "500", ...), "cut" (the connection breaks in the middle of what the client sends), or "slow" (an answer
+    after `latency` seconds).
     """
 
     def __init__(self, tokens: dict[str, str], organizations=(), fault=None, port: int = 0):
@@ -228,12 +228,11 @@ def _metadata(content: bytes | str) -> dict:
         raise ValueError("the metadata is no dictionary")
     if data.get("license", "mit") not in _LICENSES:
         raise ValueError(f'"license" must be one of {sorted(_LICENSES)}')
-    sizes, languages = (data.get(name, []) for name in ("size_categories", "language"))
-    if not set(sizes if isinstance(sizes, list) else [sizes]) <= _SIZES:
+    values = [data.get(name, []) for name in ("size_categories", "language")]
+    sizes, languages = (value if isinstance(value, list) else [value] for value in values)
+    if not set(sizes) <= _SIZES:
         raise ValueError(f'"size_categories" must be of {sorted(_SIZES)}')
-    if not all(
-        re.fullmatch("[a-z]{2,3}", name) for name in (languages if isinstance(languages, list) else [languages])
-    ):
+    if not all(re.fullmatch("[a-z]{2,3}", name) for name in languages):
         raise ValueError('"language" must be ISO 639 codes')
     return data
 

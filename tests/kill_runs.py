@@ -87,7 +87,7 @@ class _AtSaving:
     that after it. Nothing of the package is replaced by something else.
     """
 
-    def __init__(self, trainer, step, kill=None, file_limit=None):
+    def __init__(self, trainer, step, kill=None, file_limit=None, rank=0):
         self.trainer, self.step, self.kill, self.file_limit = trainer, step, kill, file_limit
         self.calls = []
         self.save = trainer._save_checkpoint
@@ -131,7 +131,7 @@ class _AtSaving:
 class _AtSignal:
     """Sends its own process a signal: at a call of a method of the trainer, by its path, after some steps."""
 
-    def __init__(self, trainer, step, call, count=2, number=signal.SIGTERM, waits=()):
+    def __init__(self, trainer, step, call, count=2, number=signal.SIGTERM, waits=(), rank=None):
         self.trainer, self.step, self.number, self.waits, self.left = trainer, step, number, waits, count
         *owner, name = call.split(".")
         owner = functools.reduce(getattr, owner, trainer)
@@ -165,10 +165,9 @@ def _train(job: dict, rank: int) -> None:
         trainer = make_run(job["model"], job["output"], **job["settings"])
         at_saving = None
         if job["saving"] is not None and job["saving"].get("rank", 0) == rank:
-            saving = {name: value for name, value in job["saving"].items() if name != "rank"}
-            at_saving = _AtSaving(trainer, **saving)
+            at_saving = _AtSaving(trainer, **job["saving"])
         if job["signal"] is not None and job["signal"].get("rank", rank) == rank:
-            _AtSignal(trainer, **{name: value for name, value in job["signal"].items() if name != "rank"})
+            _AtSignal(trainer, **job["signal"])
         trainer.train(resume_from_checkpoint=job["resume"])
         trainer.save_model()
         result |= _state_of(trainer, job)
@@ -220,9 +219,9 @@ class Run:
     """
     A run in one process or two of its own.
 
-    `saving` and `signal` are arguments of `_AtSaving` and `_AtSignal`, with the `rank` of the process (a signal without it
-    is for all); `zero3` divides the model over the processes; `machines` are their network namespaces, and `address` is
-    that of the first. The others are settings.
+    `saving` and `signal` are arguments of `_AtSaving` and `_AtSignal`, with the `rank` of the process (a signal
+    without it is for all); `zero3` divides the model over the processes; `machines` are their network namespaces, and
+    `address` is that of the first. The others are settings.
     """
 
     def __init__(
@@ -276,7 +275,7 @@ class Run:
 
     @property
     def was_killed(self) -> list[bool]:
-        return [process.exitcode == -signal.SIGKILL for process in self.processes]
+        return [code == -signal.SIGKILL for code in self.codes]
 
     def output_text(self) -> str:
         return "\n".join(Path(f"{self.log}.{rank}").read_text() for rank in range(len(self.processes)))

@@ -28,18 +28,15 @@ from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELD
 from paco_trl.trainer.data_collator import TOKEN_TENSORS
 
 
-class TestRewardTrainer:
-    """What PaCoRewardTrainer takes from SFTTrainer and Trainer beyond their documentation."""
-
-    def test_the_collator_makes_no_other_tensors_of_tokens(self, tiny_qwen):
-        """A new tensor of shape (batch, tokens) would not be cut with the others."""
-        processor = AutoProcessor.from_pretrained(tiny_qwen)
-        collator = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
-        pair = make_pair(*(Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")), "Same?", "No")
-        batch = collator([pair])
-        length = batch["input_ids"].shape[1]
-        assert length > 10
-        assert {name for name, tensor in batch.items() if tensor.shape[1:2] == (length,)} <= TOKEN_TENSORS
+def test_the_collator_makes_no_other_tensors_of_tokens(tiny_qwen):
+    """A new tensor of shape (batch, tokens) would not be cut with the others."""
+    processor = AutoProcessor.from_pretrained(tiny_qwen)
+    collator = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
+    pair = make_pair(*(Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")), "Same?", "No")
+    batch = collator([pair])
+    length = batch["input_ids"].shape[1]
+    assert length > 10
+    assert {name for name, tensor in batch.items() if tensor.shape[1:2] == (length,)} <= TOKEN_TENSORS
 
 
 def test_another_release_is_said(monkeypatch):
@@ -83,16 +80,10 @@ def trl_rewards(trainer, rewards_per_func):
     return variables["advantages"], own._metrics["train"]
 
 
-@pytest.mark.parametrize(
-    "aggregation, scale_rewards",
-    [
-        ("sum_then_normalize", "group"),
-        ("sum_then_normalize", "batch"),
-        ("sum_then_normalize", "none"),
-        ("normalize_then_sum", "group"),
-        ("normalize_then_sum", "batch"),
-    ],
-)
+SCALES = {"sum_then_normalize": ("group", "batch", "none"), "normalize_then_sum": ("group", "batch")}
+
+
+@pytest.mark.parametrize("aggregation, scale_rewards", [(name, scale) for name in SCALES for scale in SCALES[name]])
 def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatch, aggregation, scale_rewards):
     settings = {"multi_objective_aggregation": aggregation, "scale_rewards": scale_rewards, "advantage_clip": None}
     rewards = [redness_reward, panel_similarity_reward]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation is true: snippets run, options and metrics are those of the code."""
+"""The documentation is true: snippets run, options and metrics are those of the code. And its site has all of it."""
 
 import ast
 import dataclasses
@@ -8,18 +8,22 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from trl import GRPOConfig, SFTConfig
 
 import launching
+import paco_trl
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judge, reward
 from paco_trl.commands.doctor import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from test_paco_reward_trainer import mixed
+from testing_utils import docstring
 
 
 ROOT = Path(__file__).parent.parent
@@ -114,12 +118,14 @@ class TestSnippets:
         assert (tmp_path / "paco-flux" / "pytorch_lora_weights.safetensors").is_file()
 
     @pytest.mark.parametrize("code", PYTHON_BLOCKS)
-    def test_python_compiles_and_what_it_imports_exists(self, code):
+    def test_python_compiles_and_what_it_imports_and_sets_exists(self, code):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "paco_trl":
                 module = importlib.import_module(node.module)
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+        for call in config_calls(code):
+            assert {keyword.arg for keyword in call.keywords} <= OPTIONS_OF[call.func.id]
 
     @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.stem)
     def test_the_numbers_of_a_benchmark_are_those_of_its_results(self, path):
@@ -131,30 +137,19 @@ class TestSnippets:
         for number in numbers:
             assert re.search(rf"(?<![\d.]){re.escape(str(number))}(?![\d.]\d)", text), number
 
-    def test_the_written_reward_is_a_reward(self, make_trainer):
-        (code,) = [code for _, code in blocks(ROOT / "docs/rewards.md", "python") if "async def" in code]
-        namespace = {}
-        exec(code, namespace)
-        trainer = make_trainer(reward_funcs=namespace["bright_panels_reward"])
-        trainer.train()
-        assert 0 < trainer.state.log_history[0]["rewards/bright_panels_reward/mean"] < 1
-
-    def test_a_reward_that_compares_a_group(self, make_trainer):
-        (code,) = [c for _, c in blocks(ROOT / "docs/rewards.md", "python") if "num_generations" in c]
+    @pytest.mark.parametrize("name", ["bright_panels_reward", "brightest_of_group_reward"])
+    def test_the_written_rewards_are_rewards(self, make_trainer, name):
+        (code,) = [code for _, code in blocks(ROOT / "docs/rewards.md", "python") if f"def {name}" in code]
         namespace: dict = {}
         exec(code, namespace)
-        trainer = make_trainer(reward_funcs=namespace["brightest_of_group_reward"], max_steps=1)
+        trainer = make_trainer(reward_funcs=namespace[name], max_steps=1)
         trainer.train()
-        # Four images that differ: 0, 1/3, 2/3 and 1
-        assert trainer.state.log_history[0]["rewards/brightest_of_group_reward/mean"] == pytest.approx(0.5)
+        mean = trainer.state.log_history[0][f"rewards/{name}/mean"]
+        # One compares a group, of four images that differ: 0, 1/3, 2/3 and 1
+        assert mean == pytest.approx(0.5) if "group" in name else 0 < mean < 1
 
 
 class TestOptions:
-    @pytest.mark.parametrize("code", PYTHON_BLOCKS)
-    def test_options_in_python_exist(self, code):
-        for call in config_calls(code):
-            assert {keyword.arg for keyword in call.keywords} <= OPTIONS_OF[call.func.id]
-
     def test_configs_of_the_paper_index_are_valid(self, tmp_path):
         calls = [call for _, code in blocks(ROOT / "docs" / "objectives.md", "python") for call in config_calls(code)]
         assert len(calls) == 13
@@ -175,29 +170,31 @@ class TestOptions:
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
     def test_options_of_the_commands_exist(self, page):
         for command, words in commands_with_options(page):
-            options = options_of(command) | LAUNCH | {"config"}
+            options = {field.name for each in COMMANDS[command] for field in dataclasses.fields(each)}
+            options |= LAUNCH | {"config"}
             for word in words:
                 if word.startswith("--"):
                     assert word[2:] in options, f"{page.name}: {command} {word}"
 
 
-class TestComingFrom:
-    """docs/paco_grpo_trainer.md: the tables of defaults are those of the code, and every option that it names exists."""
+@pytest.mark.parametrize("ours, theirs", [(PaCoGRPOConfig, GRPOConfig), (PaCoRewardConfig, SFTConfig)])
+def test_other_defaults(ours, theirs):
+    """The tables of docs/paco_grpo_trainer.md are those of the code."""
 
-    PAGE = text_of(ROOT / "docs" / "paco_grpo_trainer.md")
+    def defaults(config):
+        return {field.name: field.default for field in dataclasses.fields(config)}
 
-    @pytest.mark.parametrize("ours, theirs", [(PaCoGRPOConfig, GRPOConfig), (PaCoRewardConfig, SFTConfig)])
-    def test_other_defaults(self, ours, theirs):
-        def defaults(config):
-            return {field.name: field.default for field in dataclasses.fields(config)}
-
-        table = self.PAGE.split(f"`{ours.__name__}` and `trl.{theirs.__name__}`:")[1].split("\n\n")[1]
-        rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| `(.+?)` \|", table, flags=re.M)
-        documented = {name: tuple(map(ast.literal_eval, values)) for name, *values in rows}
-        here, there = defaults(ours), defaults(theirs)
-        changed = {name: (there[name], here[name]) for name in there if there[name] != here[name]}
-        assert len(changed) > 5
-        assert documented == changed
+    table = (
+        text_of(ROOT / "docs" / "paco_grpo_trainer.md")
+        .split(f"`{ours.__name__}` and `trl.{theirs.__name__}`:")[1]
+        .split("\n\n")[1]
+    )
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| `(.+?)` \|", table, flags=re.M)
+    documented = {name: tuple(map(ast.literal_eval, values)) for name, *values in rows}
+    here, there = defaults(ours), defaults(theirs)
+    changed = {name: (there[name], here[name]) for name in there if there[name] != here[name]}
+    assert len(changed) > 5
+    assert documented == changed
 
 
 class TestMetrics:
@@ -217,8 +214,8 @@ class TestMetrics:
 
     def test_documented_keys_are_the_logged_ones(self, make_trainer, prompts):
         settings = {
-            "beta": 0.01, "loss_type": "flow_dppo", "num_inference_steps": 5, "sde_steps": [1, 2], "eval_strategy": "steps",
-            "eval_steps": 2, "num_generations_eval": 2, "num_inference_steps_eval": 2,
+            "beta": 0.01, "loss_type": "flow_dppo", "num_inference_steps": 5, "sde_steps": [1, 2],
+            "eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "num_inference_steps_eval": 2,
         }  # fmt: skip
         rewards = [redness_reward, panel_similarity_reward]
         trainer = make_trainer(reward_funcs=rewards, eval_dataset=prompts.select(range(2)), **settings)
@@ -264,5 +261,66 @@ def commands_with_options(page: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
-def options_of(command: str) -> set[str]:
-    return {field.name for each in COMMANDS[command] for field in dataclasses.fields(each)}
+# ---- The site (`make docs`): GitHub's Markdown and docstrings are rendered for it ----
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    sys.path.insert(0, str(ROOT / "docs"))
+    yield importlib.import_module("site_hooks")
+    sys.path.remove(str(ROOT / "docs"))
+
+
+def test_every_page_is_in_the_navigation(hooks):
+    pages = [path.name for path in (ROOT / "docs").glob("*.md")]
+    reference = [f"reference/{package or 'paco_trl'}.md" for package in hooks.PACKAGES]
+    config = text_of(ROOT / "mkdocs.yml")
+    navigation = re.findall(r": (\S+\.md)$", config, flags=re.M)
+    assert len(pages) > 10
+    assert sorted(navigation) == sorted([*pages, *hooks.OUTSIDE, *reference, "options.md", "commands.md"])
+    assert yaml.safe_load(config)["hooks"] == ["docs/site_hooks.py"]
+
+
+def test_scripts_of_other_servers_have_a_version_and_a_hash():
+    assert yaml.safe_load(text_of(ROOT / "mkdocs.yml"))["extra_javascript"] == ["mathjax.js"]
+    script = text_of(ROOT / "docs" / "mathjax.js")
+    (address,) = re.findall(r"https?://[^\s\"]+", script)
+    assert re.search(r"@\d+\.\d+\.\d+/", address) and re.search(r'integrity: "sha384-[\w+/]{64}"', script)
+
+
+def test_every_public_name_is_in_the_reference(hooks):
+    packages = [path.parent.name for path in (ROOT / "paco_trl").glob("*/__init__.py")]
+    public = {package for package in packages if hooks.public_names(package)}
+    assert public == set(hooks.PACKAGES) - {""}
+    for package in ("", *public):
+        name = f"paco_trl.{package}".rstrip(".")
+        exported = set(importlib.import_module(name).__all__) - {"__version__"}
+        listed = re.findall(rf"^::: {re.escape(name)}\.(\w+)$", hooks.reference_page(package), flags=re.M)
+        assert set(listed) == exported
+
+
+def test_every_option_is_in_the_reference(hooks):
+    options = importlib.import_module("site_options")
+    text = options.options_page()
+    for name in options.CONFIGS:
+        config = getattr(paco_trl, name)
+        listed = re.findall(r"^        (\w+)(?:, (\w+))* \(`", docstring(config), flags=re.M)
+        documented = {option for _, names, *_ in options.config_options(name) for option in names.split(", ")}
+        assert len(documented) > 7 and documented == {option for names in listed for option in names if option}
+        assert all(f"`{option}`" in text or f"{option}, " in text or f", {option}`" in text for option in documented)
+
+
+def test_every_option_of_the_commands_is_in_the_reference(hooks):
+    options = importlib.import_module("site_options")
+    text, seen = options.commands_page(), 0
+    for command, (module, _) in options.commands().items():
+        source = {"nft": "grpo"}.get(module, module)
+        for name in options.parts(source).values():
+            fields = options.fields_of(source, name)
+            found = getattr(importlib.import_module(f"paco_trl.commands.{source}"), name, None)
+            if found is None:
+                found = getattr(importlib.import_module(f"paco_trl.commands.{source}_arguments"), name)
+            assert list(fields) and set(fields) == {field.name for field in dataclasses.fields(found)}, command
+            assert all(f"`--{field}`" in text for field in fields)
+            seen += 1
+    assert seen > 20

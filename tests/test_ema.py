@@ -272,16 +272,11 @@ def train_and_look(model: str, output: Path, options: dict) -> None:
         return redness_reward(prompts, completions)
 
     settings = SMALL_RUN | {"per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 3e-2, **options}
-    trainer = PaCoGRPOTrainer(
-        model,
-        redness_reward,
-        PaCoGRPOConfig(str(output), num_inference_steps_eval=2, ema_decay=0.7, **settings),
-        dataset,
-        eval_dataset=dataset.select(range(3)),
-        eval_reward_funcs=keep_images,
-        # 3 does not divide by 2, nor do some of the weights' sizes
-        peft_config=LoraConfig(r=3, lora_alpha=6, init_lora_weights="gaussian"),
-    )
+    # 3 does not divide by 2, nor do some of the weights' sizes
+    adapter = LoraConfig(r=3, lora_alpha=6, init_lora_weights="gaussian")
+    args = PaCoGRPOConfig(str(output), num_inference_steps_eval=2, ema_decay=0.7, **settings)
+    evaluation = {"eval_dataset": dataset.select(range(3)), "eval_reward_funcs": keep_images}
+    trainer = PaCoGRPOTrainer(model, redness_reward, args, dataset, peft_config=adapter, **evaluation)
     look, found = Look(), {}
 
     class Evaluate(TrainerCallback):

@@ -294,17 +294,12 @@ class TestContinuedAdapter:
         with pytest.raises(ValueError, match="adapter_config.json"):
             make_small(model=NOWHERE, peft_config=str(copied))
 
-    @pytest.mark.parametrize(
-        ("setting", "value", "message"),
-        [
-            ("modules_to_save", ["proj_out"], "`modules_to_save` is"),
-            ("use_dora", True, "`use_dora` is True, but only plain LoRA is trained here.*Use the default, False"),
-        ],
-    )
-    def test_an_adapter_that_cannot_be_trained(self, adapter, tmp_path, make_small, setting, value, message):
+    def test_an_adapter_that_cannot_be_trained(self, adapter, tmp_path, make_small):
         file = shutil.copytree(adapter, tmp_path / "copy") / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {setting: value}))
-        with pytest.raises(ValueError, match=message):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+        with pytest.raises(
+            ValueError, match="`use_dora` is True, but only plain LoRA is trained here.*Use the default, False"
+        ):
             make_small(model=NOWHERE, peft_config=str(file.parent))
 
     def test_a_pipeline_that_has_an_adapter_is_refused_with_the_way_out(self, adapter, tiny_flux, make_small):

@@ -20,9 +20,7 @@ from paco_trl.hub.pushing import select_files
 PATTERNS = ["adapter_config.json", "adapter_model.safetensors", "README.md", "curves.png", "sheet_*.png", SETTINGS]
 
 
-#########
-# What the client does
-#########
+# ---- What the client does ----
 
 
 def make_checkpoint(output_dir: str, step: int, base: str | None = "someone/base", pictures=("curves.png",)) -> str:
@@ -84,9 +82,7 @@ def prepare(repo_id: str, token: str | None = TOKEN, base: str | None = None, **
     return prepare_repository(api, repo_id, **kwargs)
 
 
-#########
-# Tests
-#########
+# ---- Tests ----
 
 
 @pytest.fixture

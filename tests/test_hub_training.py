@@ -35,9 +35,7 @@ REPO = "tester/adapter"
 WITH_PICTURES = {"log_completions": True, "plot_curves": True}
 
 
-#########
-# What the clients do
-#########
+# ---- What the clients do ----
 
 
 def make_trainer(output_dir: str, base: str = BASE, **kwargs):
@@ -71,17 +69,6 @@ def pull(folder: str, base: str = BASE, repo: str = REPO) -> None:
         np.save(Path(folder) / f"{name}_by_peft.npy", draw(by_peft))
 
 
-def train_in_an_outage(output_dir: str) -> None:
-    trainer = make_trainer(output_dir)
-    trainer.train()
-    Path(output_dir, "trained").touch()
-    trainer.save_model()
-
-
-def train_two_steps(output_dir: str) -> None:
-    make_trainer(output_dir, max_steps=2, hub_strategy="checkpoint").train()
-
-
 def resume(output_dir: str) -> None:
     snapshot_download(REPO, allow_patterns="last-checkpoint/*", local_dir=Path(output_dir).parent, token=TOKEN)
     checkpoint = str(Path(output_dir).parent / "last-checkpoint")
@@ -100,11 +87,11 @@ def refuse(output_dir: str, **kwargs) -> str:
 PAIRS = [(plain(20 * number), noise(number)) for number in range(8)]
 
 
-def judge_scores(judge) -> np.ndarray:
-    return np.array(judge.score(PAIRS, theme_question("a fox")))
+def judge_scores(model: str) -> np.ndarray:
+    return np.array(PaCoReward.from_pretrained(model).score(PAIRS, theme_question("a fox")))
 
 
-def train_judge(output_dir: str) -> None:
+def train_judge(output_dir: str) -> np.ndarray:
     pairs = [make_pair(*pair, theme_question("a fox"), bool(row % 2), None) for row, pair in enumerate(PAIRS)]
     trainer = PaCoRewardTrainer(
         model="makers/tiny-judge",
@@ -117,18 +104,10 @@ def train_judge(output_dir: str) -> None:
     )  # fmt: skip
     trainer.train()
     trainer.save_model()
-    # The folder, as it was left
-    np.save(Path(output_dir).parent / "scores.npy", judge_scores(PaCoReward.from_pretrained(output_dir)))
+    return judge_scores(output_dir)  # of the folder, as it was left
 
 
-def pull_judge(folder: str) -> None:
-    np.save(Path(folder) / "pulled.npy", judge_scores(PaCoReward.from_pretrained("tester/judge")))
-    np.save(Path(folder) / "base.npy", judge_scores(PaCoReward.from_pretrained("makers/tiny-judge")))
-
-
-#########
-# Tests
-#########
+# ---- Tests ----
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +195,14 @@ class TestOutages:
                 time.sleep(0.05)
             return "500"
 
+        def train() -> None:
+            trainer = make_trainer(str(output_dir))
+            trainer.train()
+            (output_dir / "trained").touch()
+            trainer.save_model()
+
         hub.fault = fault
-        _, log = run(hub, tmp_path / "cache", train_in_an_outage, str(output_dir), fails=True)
+        _, log = run(hub, tmp_path / "cache", train, fails=True)
         assert (output_dir / "trained").exists()
         assert "was not pushed to the Hub, and training continues" in log
         assert log.count(f"paco-trl push {output_dir}") >= 2  # beside training, and at its end
@@ -238,7 +223,11 @@ class TestOutages:
     def test_a_run_goes_on_from_its_checkpoint_on_the_hub(self, hub, folder, tmp_path):
         hub.fault = lambda method, path: None
         hub.repos.pop(("model", REPO), None)
-        run(hub, tmp_path / "cache", train_two_steps, str(tmp_path / "gone" / "out"))
+        run(
+            hub,
+            tmp_path / "cache",
+            lambda: make_trainer(str(tmp_path / "gone" / "out"), max_steps=2, hub_strategy="checkpoint").train(),
+        )
         files = hub.files(REPO, "model")
         assert {"last-checkpoint/optimizer.pt", "last-checkpoint/run.json", "README.md"} <= set(files)
         run(hub, tmp_path / "cache", resume, str(tmp_path / "new" / "out"))
@@ -291,7 +280,7 @@ def test_doctor(hub, tmp_path):
         args = PaCoGRPOConfig(f"{tmp_path}/out", use_cpu=True, bf16=False, hub_token=TOKEN, **settings)
         arguments = {"script_args": ScriptArguments(model), "args": args}
         run = {"push_to_hub": True, "output_dir": f"{tmp_path}/out"}
-        return check_hub(DoctorState(lambda: None, tmp_path, run, **arguments))
+        return check_hub(DoctorState(None, [], str(tmp_path), run, **arguments))
 
     hub.fault = lambda method, path: None
     hub.add_repo("makers/with-terms", {"README.md": b""})
@@ -307,7 +296,7 @@ def test_doctor(hub, tmp_path):
 @pytest.mark.slow
 def test_judge(hub, tmp_path):
     hub.fault = lambda method, path: None
-    run(hub, tmp_path / "cache", train_judge, str(tmp_path / "out"))
+    scores, _ = run(hub, tmp_path / "cache", train_judge, str(tmp_path / "out"))
     files = hub.files("tester/judge", "model")
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json"} <= set(files)
     assert {"checkpoint-2/optimizer.pt", "checkpoint-4/optimizer.pt"} <= set(files)
@@ -316,7 +305,8 @@ def test_judge(hub, tmp_path):
         assert TOKEN.encode() not in content, name
         assert str(tmp_path).encode() not in content or name.startswith("checkpoint-"), name
     assert b"license_name: made-up-1" in files["README.md"]
-    run(hub, tmp_path / "other cache", pull_judge, str(tmp_path))
-    scores = {path.stem: np.load(path) for path in tmp_path.glob("*.npy")}
-    assert np.abs(scores["scores"] - scores["base"]).max() > 1e-3
-    assert np.array_equal(scores["pulled"], scores["scores"])
+    base, pulled = (
+        run(hub, tmp_path / "other", judge_scores, name)[0] for name in ("makers/tiny-judge", "tester/judge")
+    )
+    assert np.abs(scores - base).max() > 1e-3
+    assert np.array_equal(pulled, scores)

@@ -3,7 +3,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 from paco_trl.rollout.lora_files import convert_lora
 from test_adapter_files import changes, deviation, fresh
-from testing_utils import are_equal, draw, logs_with, weights_of
+from testing_utils import draw, logs_with, weights_of
 
 
 def attention(block: str, names: str, where: str = "attn") -> list[str]:
@@ -203,36 +202,27 @@ def test_alpha_is_not_rounded_in_half_precision(base_of, tmp_path):
     assert deviation(changes(start(base, file)), wanted) < 1e-6
 
 
-def test_training_goes_on_from_it(make_trainer, base_of, tiny_flux, tmp_path, caplog):
+def test_training_goes_on_from_it(make_trainer, base_of, tiny_flux, tmp_path):
     file = tmp_path / "style.safetensors"
     write(file, base_of("flux").transformer, FLUX, KOHYA)
-    settings = {"num_prompts_per_generation": 2, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    settings |= {"beta": 0.01, "peft_config": str(file)}
-    whole = make_trainer(output_dir=str(tmp_path / "a"), **settings)
-    before = weights_of(whole)
+    trainer = make_trainer(num_prompts_per_generation=2, max_steps=3, beta=0.01, peft_config=str(file))
+    before = weights_of(trainer)
     image = draw(in_diffusers(base_of("flux"), file))
-    assert np.array_equal(draw(whole.pipeline), image) and np.abs(image - draw(fresh(base_of("flux")))).mean() > 2
+    assert np.array_equal(draw(trainer.pipeline), image) and np.abs(image - draw(fresh(base_of("flux")))).mean() > 2
     loaded = generation.load_pipeline(str(tiny_flux), torch.float32, str(file), "cpu")
     assert np.array_equal(draw(loaded), image)
-    whole.train()
-    assert logs_with(whole, "kl")[0] == 0 < min(logs_with(whole, "kl")[1:])  # from the LoRA as it came
-    assert not any(torch.equal(value, before[name]) for name, value in weights_of(whole).items())
+    trainer.train()
+    assert logs_with(trainer, "kl")[0] == 0 < min(logs_with(trainer, "kl")[1:])  # from the LoRA as it came
+    assert not any(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
 
-    saved = tmp_path / "a" / "checkpoint-3"
+    saved = tmp_path / "saved"
+    trainer.save_model(str(saved))
     by_peft = fresh(base_of("flux"))
     by_peft.transformer = PeftModel.from_pretrained(by_peft.transformer, saved)
     after = draw(by_peft)
     assert np.array_equal(after, draw(in_diffusers(base_of("flux"), saved))) and not np.array_equal(after, image)
     assert json.loads((saved / "paco_trl.json").read_text())["lora"]["continued_from"] == "style.safetensors"
     assert str(tmp_path) not in (saved / "README.md").read_text()
-
-    shutil.copytree(tmp_path / "a" / "checkpoint-1", tmp_path / "b" / "checkpoint-1")
-    checkpoint = str(tmp_path / "b" / "checkpoint-1")
-    settings |= {"output_dir": str(tmp_path / "b"), "resume_from_checkpoint": checkpoint}
-    resumed = make_trainer(**settings)
-    resumed.train(resume_from_checkpoint=checkpoint)
-    assert are_equal(weights_of(whole), weights_of(resumed))
-    assert "is resumed with other settings" not in caplog.text
 
 
 ONE = {"double_blocks.0.img_attn.proj": FLUX["double_blocks.0.img_attn.proj"]}

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,18 +36,11 @@ JUDGE_LAYERS = r"model\.language_model\..*\.\w+_proj"
 QUESTION = theme_question("A fox through the four seasons")
 
 
-class Outcome(NamedTuple):
+def run(*arguments: str) -> SimpleNamespace:
     """Exit code of the command, and what it printed."""
-
-    code: int
-    out: str
-    err: str
-
-
-def run(*arguments: str) -> Outcome:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main(["merge", *arguments])
-    return Outcome(code, out.getvalue(), err.getvalue())
+    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 def options(adapter: Path | str, output_dir: Path | str, **further) -> list[str]:
@@ -130,7 +123,7 @@ def judge_with_adapter(tiny_qwen, judge_adapter) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def merged_flux(flux_adapter, tmp_path_factory) -> tuple[Path, Outcome]:
+def merged_flux(flux_adapter, tmp_path_factory) -> tuple[Path, SimpleNamespace]:
     folder = tmp_path_factory.mktemp("merged") / "new" / "folder"
     outcome = run(*options(flux_adapter, folder))
     assert outcome.code == 0, outcome.err
@@ -278,7 +271,6 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "token"),
         [
-            ({"adapter": "nowhere"}, "nowhere"),
             ({"adapter": "full"}, "all weights"),
             ({"adapter": "vera"}, "VERA"),
             ({"adapter": "nameless"}, "--model_name_or_path"),

@@ -120,21 +120,17 @@ class TestCareless:
 class TestTrueRankings:
     """Three sets of one prompt, whose figures share 3, 2 and 1 properties with those of the first."""
 
-    @staticmethod
-    def make_panels(folder, figures: list[tuple[str, str, str]]) -> tuple[Dataset, Dataset]:
+    def test_the_best_shares_most(self, tmp_path):
+        figures = [("round", "red", "hat"), ("round", "red", "flag"), ("round", "blue", "belt")]
         prompts = make_prompts(1, seed=0)
         scenes = [tuple(spec[3:]) for spec in prompts[0]["specs"]]
         rows = []
         for seed, figure in enumerate(figures):
             for position, scene in enumerate(scenes):
-                path = folder / f"{seed}-{position}.png"
+                path = tmp_path / f"{seed}-{position}.png"
                 draw_panel(Panel(*figure, *scene), 64).save(path)
                 rows.append({"prompt_id": prompts[0]["id"], "position": position, "image": str(path)})
-        return Dataset.from_list(rows).cast_column("image", DatasetImage()), prompts
-
-    def test_the_best_shares_most(self, tmp_path):
-        figures = [("round", "red", "hat"), ("round", "red", "flag"), ("round", "blue", "belt")]
-        panels, prompts = self.make_panels(tmp_path, figures)
+        panels = Dataset.from_list(rows).cast_column("image", DatasetImage())
         rankings = make_true_rankings(panels, prompts, per_prompt=100)
         assert len(rankings) == 3 * 4 * 3
         for row in rankings:

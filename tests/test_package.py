@@ -24,11 +24,6 @@ def setup_cfg() -> configparser.RawConfigParser:
     return config
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
 @pytest.mark.slow
 def test_import_is_light():
     code = "import sys, paco_trl.data, paco_trl.rewards, paco_trl.generation.sample_sheet, paco_trl.dataset_building.publish\n"
@@ -38,7 +33,8 @@ def test_import_is_light():
     code += "from paco_trl.rewards import ConsistencyReward\n"
     code += "try: ConsistencyReward(base_url='http://127.0.0.1:1/v1', model='judge')\n"
     code += "except ImportError as error: print(error)"
-    loaded, is_there, error = run_python(code).splitlines()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded, is_there, error = done.stdout.strip().splitlines()
     assert "paco_trl" in loaded.split()
     for heavy in ("torch", "diffusers", "deepspeed", "transformers", "trl", "accelerate", "scipy"):
         assert heavy not in loaded.split()
@@ -53,6 +49,10 @@ def test_the_version_is_in_setup_cfg_alone():
     assert version in re.split(r"[ ()]", latest)
     for name in ("pyproject.toml", "CITATION.cff", "paco_trl/__init__.py"):
         assert version not in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+def test_the_console_script_is_the_dispatch():
+    assert "paco-trl = paco_trl.commands.main:main" in setup_cfg()["options.entry_points"]["console_scripts"]
 
 
 def test_a_release_has_absolute_links():

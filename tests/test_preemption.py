@@ -22,6 +22,7 @@ from launching import ROOT, check_run, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.trainer.resuming import ResumesExactly
 from paco_trl.utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
+from testing_utils import files_in
 
 
 # A round is two steps of four batches: what the second batch is in, and in which step it is
@@ -182,14 +183,6 @@ class TestInOneProcess:
         with stop_signals():
             assert agree(Accelerator(cpu=True), 1) == [0, 1]
 
-    @pytest.mark.slow
-    def test_the_old_policy(self, context, tiny_flux, tmp_path):
-        settings = {"loss_type": "awm", "sde_steps": [1], "num_sde_steps": None, "eval_strategy": "no", "epsilon": 1.0}
-        whole = Run(context, tiny_flux, tmp_path / "whole", **SETTINGS, **settings).state()
-        stop(context, tiny_flux, tmp_path / "out", 4, signal=GENERATION, **settings)
-        resumed = Run(context, tiny_flux, tmp_path / "out", resume="auto", **SETTINGS, **settings)
-        assert not different(whole, resumed.state())
-
 
 @pytest.mark.slow
 class TestInTwoProcesses:
@@ -238,33 +231,26 @@ PROMPTS = [
 
 
 class TestCommands:
-    @pytest.fixture
-    def prompts(self, tmp_path) -> Path:
-        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-        return tmp_path / "prompts.jsonl"
-
-    def stop(self, cwd: Path, folder: Path, number: int, words: list, count: int = 3) -> str:
-        done = run(["-c", SIGNALED, folder, "*.png", count, int(number), *words], cwd=cwd)
-        assert done.returncode == EXIT_CODE, done.stderr[-3000:]
-        assert f"stopped by {number.name}: the same command resumes." in done.stderr
-        return done.stderr
-
-    def test_build(self, tiny_flux, prompts, tmp_path):
+    def test_build(self, tiny_flux, tmp_path):
+        whole, stopped, prompts = tmp_path / "whole", tmp_path / "stopped", tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
         command = ["-m", "paco_trl.commands.main", "build"]
         grids = f"grids --model_name_or_path {tiny_flux} --dtype float32 --num_inference_steps 2 --seeds 0 1".split()
         grids += ["--height", "32", "--width", "32"]
-        for name in ("whole", "stopped"):
-            (tmp_path / name).mkdir()
-            check_run([*command, "prompts", "--dataset_name", prompts], cwd=tmp_path / name)
-        check_run([*command, *grids], cwd=tmp_path / "whole")
-        self.stop(tmp_path / "stopped", tmp_path / "stopped", signal.SIGTERM, ["build", *grids])
-        left = {path.name for path in (tmp_path / "stopped/build/grids").iterdir()}
+        for folder in (whole, stopped):
+            folder.mkdir()
+            check_run([*command, "prompts", "--dataset_name", prompts], cwd=folder)
+        check_run([*command, *grids], cwd=whole)
+        done = run(["-c", SIGNALED, stopped, "*.png", 3, int(signal.SIGTERM), "build", *grids], cwd=stopped)
+        assert done.returncode == EXIT_CODE, done.stderr[-3000:]
+        assert "stopped by SIGTERM: the same command resumes." in done.stderr
+        left = {path.name for path in (stopped / "build/grids").iterdir()}
         assert "images" in left and not left & {"dataset", "dataset.saving", "report.json"}
-        assert not list((tmp_path / "stopped").rglob("*.part"))
-        check_run([*command, *grids], cwd=tmp_path / "stopped")
+        assert not list(stopped.rglob("*.part"))
+        check_run([*command, *grids], cwd=stopped)
         images = [
-            {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.png")}
-            for folder in (tmp_path / "whole", tmp_path / "stopped")
+            {path: content for path, content in files_in(each).items() if path.endswith(".png")}
+            for each in (whole, stopped)
         ]
         assert images[0] == images[1] and len(images[0]) == 13  # with a sheet of them
 
@@ -274,16 +260,17 @@ class TestCommands:
         (tmp_path / "prompts.txt").write_text("".join(f"A fox on hill {number}.\n" for number in range(4)))
         reward = "def size(prompts, completions, **kwargs):\n    return [image.width for image in completions]\n"
         (tmp_path / "my_rewards.py").write_text(reward)
-        command = [sys.executable, "-m", "paco_trl.commands.main", "grpo", "--num_processes", 2, "--use_cpu"]
-        command += ["--model_name_or_path", tiny_flux, "--dataset_name", "prompts.txt"]
-        command += ["--rewards", "redness", "my_rewards.py"]
-        command += ["--bf16", "False", "--ddp_backend", "gloo", "--height", 64, "--width", 64, "--num_generations", 4]
-        command += ["--num_prompts_per_generation", 4, "--per_device_train_batch_size", 2, "--max_steps", 10_000]
-        command += ["--save_steps", 1, "--save_total_limit", 2, "--output_dir", "out", "--report_to", "none"]
-        command += ["--log_completions", "False", "--plot_curves", "False", "--resume_from_checkpoint", "auto"]
+        words = f"""
+        --num_processes 2 --use_cpu --model_name_or_path {tiny_flux} --dataset_name prompts.txt
+        --rewards redness my_rewards.py --bf16 False --ddp_backend gloo --height 64 --width 64 --num_generations 4
+        --num_prompts_per_generation 4 --per_device_train_batch_size 2 --max_steps 10000 --save_steps 1
+        --save_total_limit 2 --output_dir out --report_to none --log_completions False --plot_curves False
+        --resume_from_checkpoint auto
+        """
+        command = [sys.executable, "-m", "paco_trl.commands.main", "grpo", *words.split()]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
         with open(tmp_path / "log", "w") as log:
-            process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
         try:
             end = time.monotonic() + 300
             while not checkpoints_of(tmp_path / "out") and process.poll() is None and time.monotonic() < end:

@@ -107,6 +107,7 @@ class TestCommand:
         assert code == 1 and "--hub_model_id" in said
         code, said = push(run, "--hub_model_id", "mine", "--private", "True", "--hub_revision", "try")
         assert code == 0 and f"{hub.url}/tester/mine" in said
+        assert "metadata block" not in said  # nothing of the client's own about cards
         files = hub.files("tester/mine", "model", "try")
         assert set(files) == {".gitattributes", *(path.name for path in folder.iterdir())} - {"me_at_home.png"}
         assert hub.repos["model", "tester/mine"].private
@@ -159,13 +160,6 @@ class TestCommand:
         code, said = push(run, "--hub_model_id", "new", token=None)
         assert code == 1 and "hf auth login" in said and "Traceback" not in said
         assert not hub.repos and not (run / ".pushing").exists()
-
-    def test_the_folder_with_and_without_its_name(self, push, tmp_path):
-        run = save_adapter(tmp_path / "run", "one")
-        for words in ([run, "--private", "True", "--hub_model_id", "mine"], [f"--folder={run}"], [run]):
-            code, said = push(*words)
-            assert code == 0 and "metadata block" not in said  # nothing of the client's own about cards
-        assert push("--folder")[0] == 1
 
 
 def test_options(capsys):

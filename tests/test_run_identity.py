@@ -198,8 +198,7 @@ class TestBaseline:
             assert evaluator.baseline_key(rows) == keys[-1]
 
 
-def pairs():
-    return colours(4, 0)
+PAIRS = colours(4, 0)
 
 
 def state_of(config) -> dict:
@@ -232,7 +231,7 @@ class TestConfig:
             disable_tqdm=True, max_pixels=None, learning_rate=1e-3,
         )  # fmt: skip
         before = state_of(args)
-        trainer = PaCoRewardTrainer(str(tiny_qwen), args, pairs())
+        trainer = PaCoRewardTrainer(str(tiny_qwen), args, PAIRS)
         trainer.train()
         assert trainer.args.model_init_kwargs and state_of(args) == before
 
@@ -241,10 +240,7 @@ class TestBestMetric:
     def test_a_misspelt_one_is_refused_before_the_model_is_loaded(self, make_trainer, prompts):
         settings = {"model": "/nowhere/at/all", "eval_dataset": prompts.select(range(2)), "eval_strategy": "steps"}
         settings |= {"eval_steps": 1}
-        for metric in ("rewards/rednes_reward/mean", "eval_rewad", "foo"):
-            with pytest.raises(ValueError, match="`metric_for_best_model`.*eval"):
-                make_trainer(metric_for_best_model=metric, **settings)
-        with pytest.raises(ValueError, match="'rewards/redness_reward/mean'"):
+        with pytest.raises(ValueError, match="`metric_for_best_model`.*'rewards/redness_reward/mean'"):
             make_trainer(metric_for_best_model="rewards/rednes_reward/mean", **settings)
         for metric in ("reward", "eval_rewards/redness_reward/gain", "redness_reward/logged", "grid_artifact"):
             with pytest.raises(OSError):  # it goes on to load the model
@@ -254,13 +250,13 @@ class TestBestMetric:
         def make(metric, eval_dataset):
             settings = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": metric}
             args = PaCoRewardConfig(str(tmp_path / "judge"), **SETTINGS, **settings)
-            return PaCoRewardTrainer("/nowhere/at/all", args, pairs(), eval_dataset)
+            return PaCoRewardTrainer("/nowhere/at/all", args, PAIRS, eval_dataset)
 
         with pytest.raises(ValueError, match="'auroc'"):
-            make("eval_aurco", pairs())
+            make("eval_aurco", PAIRS)
         with pytest.raises(ValueError, match="'easy_auroc'"):
-            make("auroc", {"easy": pairs()})
-        for metric, dataset in (("eval_auroc", pairs()), ("easy_auroc", {"easy": pairs()}), ("loss", pairs())):
+            make("auroc", {"easy": PAIRS})
+        for metric, dataset in (("eval_auroc", PAIRS), ("easy_auroc", {"easy": PAIRS}), ("loss", PAIRS)):
             with pytest.raises(OSError):
                 make(metric, dataset)
 
@@ -297,9 +293,9 @@ class TestOneRunInADirectory:
 
     def test_of_a_judge(self, running, tmp_path):
         with pytest.raises(ValueError, match="Another run"):
-            PaCoRewardTrainer("/nowhere/at/all", PaCoRewardConfig(str(tmp_path / "out"), **SETTINGS), pairs())
+            PaCoRewardTrainer("/nowhere/at/all", PaCoRewardConfig(str(tmp_path / "out"), **SETTINGS), PAIRS)
         with pytest.raises(OSError):
-            PaCoRewardTrainer("/nowhere/at/all", PaCoRewardConfig(str(tmp_path / "other"), **SETTINGS), pairs())
+            PaCoRewardTrainer("/nowhere/at/all", PaCoRewardConfig(str(tmp_path / "other"), **SETTINGS), PAIRS)
 
     def test_a_place_without_locks_is_not_refused(self, make_trainer, tmp_path):
         (tmp_path / "out" / ".lock").mkdir(parents=True)  # as where it cannot be written

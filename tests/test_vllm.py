@@ -284,7 +284,12 @@ class TestAdapters:
         check(scores, below.score(ALL_PAIRS, ALL_QUESTIONS))
 
         # This server was not told of vision layers: it takes an adapter of them, and leaves them out
-        self.load_adapter(restarted, "vision", vision_adapter)
+        content = {"lora_name": "vision", "lora_path": str(vision_adapter)}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        url = f"{restarted.url}/load_lora_adapter"
+        request = urllib.request.Request(url, json.dumps(content).encode(), headers)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
+            assert response.status == 200
         check(restarted.judge("vision").score(ALL_PAIRS, ALL_QUESTIONS), scores)
         restarted.stop()
 
@@ -292,15 +297,6 @@ class TestAdapters:
         served = start(vision_adapter)
         check(served.judge().score(ALL_PAIRS, ALL_QUESTIONS), scores_in_process(vision_adapter), expected)
         served.stop()
-
-    def load_adapter(self, served: Server, name: str, folder: Path) -> None:
-        request = urllib.request.Request(
-            f"{served.url}/load_lora_adapter",
-            json.dumps({"lora_name": name, "lora_path": str(folder)}).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
-        )
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
-            assert response.status == 200
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +311,8 @@ def trained_folder(model, tmp_path_factory) -> Path:
         args=PaCoRewardConfig(
             str(folder), first_token_weight=None, learning_rate=2e-3, max_steps=2, per_device_train_batch_size=4,
             max_pixels=None,  # that of the model below, which a server takes
-            gradient_accumulation_steps=1, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
+            gradient_accumulation_steps=1, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+            disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list(rows),
     )  # fmt: skip
