@@ -130,8 +130,9 @@ class TestEveryFamily:
 
 def test_each_generation_starts_again(flux):  # noqa: F811
     plain, sde = flux.generate(None)[1][0].prev_sample, replace(SHORT, steps=(0,), tail_steps=3)
-    short = flux.generate(sde)[1][1].prev_sample
-    assert torch.equal(flux.generate(sde)[1][1].prev_sample, short)
+    last = flux.generate(sde)[1][1]
+    assert last.index == 3 and last.sigma_next == 0  # of a tail of several steps
+    assert torch.equal(flux.generate(sde)[1][1].prev_sample, last.prev_sample)
     assert torch.equal(flux.generate(None)[1][0].prev_sample, plain)
 
 

@@ -108,7 +108,7 @@ MUTANTS = [
     (P + "sde.py", "*settings, sigma_max=self.times[1])", "*settings, sigma_max=self.times[0])", SCHEDULER),
     (P + "sde.py", "if index >= self._tail_start:", "if index > self._tail_start:", TAIL + "::TestSolver"),
     (P + "sde.py", "start = max(self.sde.steps) + 1", "start = max(self.sde.steps)", TAIL + " -k TestSchedule"),
-    (P + "policy.py", "last = max(sde.steps) + sde.tail_steps", "last = max(sde.steps) + 1", TAIL),
+    (P + "policy.py", "last = max(sde.steps) + sde.tail_steps", "last = max(sde.steps) + 1", TAIL + "::test_each_generation_starts_again"),
     (P + "sde.py", "np.linspace(start, len(self.timesteps), self.sde.tail_steps + 1)", "np.linspace(start, len(self.timesteps) - 1, self.sde.tail_steps + 1)", TAIL + " -k TestSchedule"),
     (P + "sde.py", "self._tail_start, self._x0 = math.inf, None", "self._tail_start = math.inf", TAIL + "::test_each_generation_starts_again"),
     (P + "sde.py", "self._x0 = sample.float() - times[1] * velocity", "self._x0 = sample.float() - times[0] * velocity", TAIL + "::TestSolver"),
