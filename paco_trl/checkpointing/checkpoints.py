@@ -148,8 +148,7 @@ def check_resumed_run(
     before, key = saved["num_processes"], "processes of DeepSpeed"  # over which the optimizer's state is divided
     then = saved.get("identity", {}) | {key: before if saved["is_deepspeed"] else None}
     if different := _differences(then, identity | {key: num_processes if is_deepspeed else None}):
-        cure = "Give this run the same ones (the optimizer's are restored with its state), or start from scratch in"
-        cure = f"{cure} another `output_dir`: the adapter of a checkpoint can be passed as `peft_config`."
+        cure = "Give it the same ones (the optimizer's are restored), or start anew from its adapter (`peft_config`)."
         raise ValueError(f"'{checkpoint}' cannot be resumed: it was made with other settings.{different}\n{cure}")
     if before != num_processes:
         result = ": the images are the same, but sums are rounded differently."
@@ -223,7 +222,7 @@ def write_checkpoint(
             if should_save:
                 shutil.rmtree(folder.parent, ignore_errors=True)  # frees its space
             failed = f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(problems)})."
-            raise CheckpointError(f"{failed} Earlier ones are complete: make room and resume.") from problem
+            raise CheckpointError(f"{failed} Make room and resume (`resume_from_checkpoint=True`).") from problem
 
 
 def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:
