@@ -258,6 +258,8 @@ class TestLoadImageSetPrompts:
 
         Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
         assert load_image_set_prompts(tmp_path / "saved").to_list() == dataset.to_list()
+        with pytest.raises(ValueError, match="no split 'test'"):  # would be all rows
+            load_image_set_prompts(tmp_path / "saved", split="test")
 
     def test_criteria_as_dictionaries(self, tmp_path):
         rows = [image_set_row(criteria=CRITERIA_1), image_set_row(criteria=CRITERIA_2)]

@@ -52,8 +52,10 @@ def load_split(
         dataset = _load_file(folder)
     elif is_saved(folder):
         saved = load_from_disk(str(folder))
-        if isinstance(saved, DatasetDict) and split not in saved:
-            raise ValueError(f"There is no split {split!r} in {path}, only {list(saved)}.")
+        # A dataset alone is all there is, also where its split has another name than the default
+        splits = {*saved} if isinstance(saved, DatasetDict) else {"train", str(saved.split or "train")}
+        if split not in splits:
+            raise ValueError(f"There is no split {split!r} in {path}, only {', '.join(sorted(splits))}.")
         dataset = saved[split] if isinstance(saved, DatasetDict) else saved
         # The result of a stage names images of earlier ones, which are next to it
         stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]  # of all splits, or one

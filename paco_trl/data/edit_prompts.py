@@ -117,7 +117,7 @@ def load_edit_prompts(
             A `.jsonl`, `.json`, `.csv` or `.tsv` file with the paths of the images in it, such as ShareGPT-4o-Image's; a
             `.parquet` file; a directory written by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
-            Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
+            Split to load. A file, or a saved `Dataset`, is one split, `"train"`.
         image_folder (`str` or `Path`, *optional*):
             Directory that the paths in a file are relative to and must stay in. If `None`, the directory of the file.
         exclude ([`~datasets.Dataset`], *optional*):

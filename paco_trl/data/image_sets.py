@@ -240,7 +240,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> Data
             (`.gz`); a `.parquet` file; a directory written by `save_to_disk`; or what else [`~datasets.load_dataset`]
             reads.
         split (`str`, *optional*, defaults to `"train"`):
-            Split to load. A file, or a saved `Dataset`, is one split, whatever its name.
+            Split to load. A file, or a saved `Dataset`, is one split, `"train"`.
 
     Raises:
         ValueError: If there is no such split, or the rows are not image-set prompts.

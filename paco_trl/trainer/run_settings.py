@@ -66,7 +66,8 @@ _IN_TRAINING = (
     "num_inference_steps", "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps", "num_generations",
     "num_prompts_per_generation", "per_device_train_batch_size", "multi_objective_aggregation", "log_tame_threshold",
     "scale_rewards", "advantage_clip", "min_reward_std", "max_reward_mean", "max_resample_times", "shuffle_dataset",
-    "loss_type",
+    "loss_type", "detach_unconditional", "branch_size", "per_device_rollout_batch_size", "nft_beta", "awm_weighting",
+    "num_noise_levels", "old_policy_decay_rate", "old_policy_max_decay", "old_policy_beta", "lr_scheduler_kwargs",
 )  # fmt: skip
 
 # Arguments of `from_pretrained` that do not decide what is loaded
