@@ -754,7 +754,7 @@ class TestSizesOfSources:
         image = Image.new("RGB", size)
         with pytest.raises(ValueError, match=message):
             setup.generate_plain(image=image)
-        with pytest.raises(ValueError, match=rf"has {size[0]} x {size[1]} pixels"):
+        with pytest.raises(ValueError, match=rf"has {size[0]} x {size[1]}, but FLUX.2"):
             setup.family.check_image_size(*size)
         for taken in ((64, 200), (800, 100)):
             setup.family.check_image_size(*taken)
