@@ -7,12 +7,11 @@ import torch
 from kill_runs import Run, relative_difference
 from launching import fork_context
 from paco_trl import PaCoNFTConfig
-from paco_trl.checkpointing.weights import use_weights
 from paco_trl.planning import plan_memory
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import predict
 from paco_trl.trainer.losses import matching_log_prob, velocity_error
-from testing_utils import LORA, check_planted_reward, count_images, gradients, logs_with, recorded
+from testing_utils import LORA, check_planted_reward, count_images, gradients, logs_with, recorded, velocity_with
 
 
 def waves():
@@ -66,11 +65,6 @@ class TestLogProb:
         change = matching_log_prob(moved, target, TIMES, "t") - matching_log_prob(velocity, target, TIMES, "t")
         assert change.dtype == torch.float64 and change[2] == 0
         assert (change[:2] != 0).all() and change.abs().max() < 1e-2
-
-
-def velocity_with(trainer, step, weights=None):
-    with torch.no_grad(), use_weights(trainer.model, weights, 0):
-        return predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
 
 
 class TestLoss:

@@ -3,8 +3,6 @@
 
 import gzip
 import json
-from collections import Counter
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -25,8 +23,6 @@ from paco_trl.data import (
 from paco_trl.data.image_sets import complete_image_sets
 from testing_utils import noise
 
-
-T2IS_PATH = Path(__file__).parents[2] / "shared" / "data" / "t2is" / "train.jsonl"
 
 # Written out, not computed: an independent statement of the row-major order
 MARKERS = {
@@ -353,30 +349,6 @@ class TestDemoPrompts:
             # 512 pixels for each panel
             assert panel_size(row["height"], row["width"], row["rows"], row["cols"]) == (512, 512)
             assert 60 <= len(row["prompt"].split()) <= 150
-
-
-@pytest.mark.skipif(not T2IS_PATH.is_file(), reason="the T2IS prompts are not shipped with the repository")
-class TestRealT2IS:
-    def test_all_rows_load(self):
-        """No text is lost and none is in the wrong panel: the parts, put together again, are the prompt."""
-        rows = [json.loads(line) for line in T2IS_PATH.read_text(encoding="utf-8").split("\n") if line]
-        counts = Counter(row["layout"] for row in rows)
-        assert counts == {"2x2": 138, "1x5": 62, "1x3": 58, "2x3": 34, "1x7": 3, "1x2": 2, "2x4": 1}
-        dataset = load_image_set_prompts(T2IS_PATH)
-        assert dataset["id"][:] == [row["idx"] for row in rows]
-        for row, loaded in zip(rows, dataset, strict=True):
-            parsed = parse_image_set_prompt(row["prompt"])
-            assert f"{loaded['rows']}x{loaded['cols']}" == row["layout"] and loaded["panels"] == parsed.panels
-            parts = zip(MARKERS[row["layout"]], parsed.panels, strict=True)
-            parts = [f"{marker}:{panel}" for marker, panel in parts]
-            assert " ".join([parsed.theme, *parts]) == row["prompt"].strip()
-            # Three criteria of one row have no text
-            own = {
-                dimension: kept
-                for dimension, texts in row["criteria"].items()
-                if (kept := {name: text for name, text in texts.items() if text is not None})
-            }
-            assert own and criteria_dict(loaded["criteria"]) == own
 
 
 class TestGrids:

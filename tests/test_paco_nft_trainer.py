@@ -19,7 +19,16 @@ from paco_trl.rollout import FluxFamily, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer.paco_nft_trainer import OLD_POLICY_WEIGHTS, VelocityStatistics
 from test_branched_groups import rows_of_calls
-from testing_utils import are_equal, check_planted_reward, count_images, gradients, logs_with, recorded, weights_of
+from testing_utils import (
+    are_equal,
+    check_planted_reward,
+    count_images,
+    gradients,
+    logs_with,
+    recorded,
+    velocity_with,
+    weights_of,
+)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoNFTConfig)}
@@ -177,13 +186,9 @@ class TestOldPolicy:
         trainer, record = recorded(make_nft, max_steps=3, old_policy_decay_rate=0.25)
         step = record.buffers[1][0]["record"]
 
-        def velocity(weights):
-            with torch.no_grad(), use_weights(trainer.model, weights, 0):
-                return predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
-
-        assert torch.equal(velocity(record.averages["old_policy"][2]), step.old_velocity)
+        assert torch.equal(velocity_with(trainer, step, record.averages["old_policy"][2]), step.old_velocity)
         for others in (record.weights[2], record.weights[3], record.averages["old_policy"][0]):
-            assert not torch.equal(velocity(others), step.old_velocity)
+            assert not torch.equal(velocity_with(trainer, step, others), step.old_velocity)
         # The images themselves: the last step of the ODE, made again
         last = [FluxFamily().call_at(call, step.sample, torch.full((4,), step.sigma)) for call in step.calls]
         for weights, is_it in ((record.averages["old_policy"][2], True), (record.weights[2], False)):

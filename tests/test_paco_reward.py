@@ -30,7 +30,7 @@ from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.utils.fingerprint import weights_fingerprint
 from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
-from testing_utils import noise
+from testing_utils import close, noise
 
 
 SHORT, LONG = "Alike?", theme_question("A fox through the four seasons, in the style of a woodcut")
@@ -48,10 +48,6 @@ def usage(model, processor, *images_and_question):
 
 def usages(model, processor, groups, questions):
     return [usage(model, processor, *group, question) for group, question in zip(groups, questions, strict=True)]
-
-
-def close(expected, tolerance=1e-5):
-    return pytest.approx(expected, abs=tolerance, rel=0)
 
 
 def spread(scores):

@@ -23,7 +23,7 @@ from paco_trl.rewards.judge import Answer, _read_rating, expected_rating
 from paco_trl.rewards.judge_rewards import read_rubric
 from paco_trl.tiny.qwen2_5_vl import SPECIAL_TOKENS, train_tokenizer
 from paco_trl.utils.fingerprint import describe_scorer
-from testing_utils import noise
+from testing_utils import close, noise
 
 
 SOURCES = [noise(seed, (56 + 28 * (seed % 2), 56)) for seed in range(4)]
@@ -79,10 +79,6 @@ def published_rating(logits, tokenizer, max_score=5):
 def rate_edits(reward, sources=SOURCES, edited=EDITED, **columns):
     result = reward(INSTRUCTIONS, edited, image=sources, **columns)
     return asyncio.run(result) if asyncio.iscoroutine(result) else result
-
-
-def close(expected, tolerance=1e-5):
-    return pytest.approx(expected, abs=tolerance, rel=0)
 
 
 class TestPublishedRule:

@@ -19,8 +19,10 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from paco_trl.checkpointing.weights import use_weights
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
+from paco_trl.rollout import predict
 
 
 # ---- Judges and rewards ----
@@ -74,6 +76,11 @@ def closed_form(responses: list, a: float | None, variant: str):
         first = 1.0 if n == 1 and variant == "paper" else a
         total = total - first * y[0] - share * sum(y[1:])
     return total / (len(responses) if variant == "paper" else tokens)
+
+
+def close(expected, tolerance: float = 1e-5):
+    """Compare with an absolute tolerance."""
+    return pytest.approx(expected, abs=tolerance, rel=0)
 
 
 def wait_until(condition: Callable, seconds: float = 60.0):
@@ -197,6 +204,12 @@ def update_of(trainer, **kwargs) -> torch.Tensor:
     before = weights_of(trainer)
     trainer.train(**kwargs)
     return torch.cat([(value - before[name]).flatten() for name, value in weights_of(trainer).items()])
+
+
+def velocity_with(trainer, step, weights=None) -> torch.Tensor:
+    """Return the velocity of a recorded step that other weights predict."""
+    with torch.no_grad(), use_weights(trainer.model, weights, 0):
+        return predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
 
 
 def gradients(trainer, loss: torch.Tensor) -> dict[str, torch.Tensor]:
