@@ -26,7 +26,7 @@ from paco_trl.rollout.families.qwen_image import QwenImageFamily
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "paco_trl" / "recipes"
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 
 from memory_plan import CLIP_H, GIB, MODELS, QWEN_VL_7B, rows_of, write_configs  # noqa: E402
 

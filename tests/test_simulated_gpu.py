@@ -31,7 +31,7 @@ from test_paco_reward_trainer import mixed
 from testing_utils import LORA, SMALL_RUN, are_equal
 
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu  # noqa: E402
 
