@@ -2,6 +2,7 @@
 # a small environment of its own when it is not on the PATH.
 
 SHELL := /bin/bash
+# For uv: an interpreter, or a version such as 3.11, which the shell does not know
 PYTHON ?= python3
 BIN := .venv/bin
 UV := $(shell command -v uv 2>/dev/null || echo .venv-uv/bin/uv)
@@ -29,7 +30,7 @@ help:
 	@echo "make style        linter and formatter, with corrections"
 
 .venv-uv/bin/uv:
-	$(PYTHON) -m venv .venv-uv
+	python3 -m venv .venv-uv
 	.venv-uv/bin/pip install --quiet uv
 
 # Made again when the dependencies change. CONSTRAINTS= installs the newest of all.
@@ -65,8 +66,8 @@ test-lowest: | $(filter .venv-uv/bin/uv,$(UV))
 
 # By pip, since uv does not find the CPU build of torch that vLLM pins. The packages that are taken out again come as
 # CUDA builds, which do not load next to it, and nothing here uses them.
-.venv-vllm/.installed: tests/vllm_environment/requirements.txt
-	$(PYTHON) -m venv --clear .venv-vllm
+.venv-vllm/.installed: tests/vllm_environment/requirements.txt | $(filter .venv-uv/bin/uv,$(UV))
+	$(UV) venv --quiet --clear --seed --python $(PYTHON) .venv-vllm
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -r $<
 	.venv-vllm/bin/pip uninstall --quiet --yes torchaudio torchcodec triton
 	touch $@
@@ -76,24 +77,22 @@ test-vllm: .venv/.installed .venv-vllm/.installed
 	cp tests/vllm_environment/sitecustomize.py .venv-vllm/lib/python3*/site-packages/
 	PACO_TRL_VLLM=$(CURDIR)/.venv-vllm/bin/vllm $(BIN)/python -m pytest -rP -m vllm tests/test_vllm.py
 
-# By $(PYTHON) where it has everything, so that a machine without network needs no virtual environment. The thread limit
+# By $(PYTHON) where that has everything, so that a machine without network needs no virtual environment. The thread limit
 # above is not for it. STEPS="flux-512 training" runs some of the steps, MINUTES=9 bounds all of them, OUT=directory.
 ifneq ($(filter gpu,$(MAKECMDGOALS)),)
-FOUND := $(shell $(PYTHON) -c "from importlib.util import find_spec as f; print(*['yes'] * all(map(f, ('trl', 'diffusers', 'peft'))))")
+FOUND := $(shell $(PYTHON) -c "from importlib.util import find_spec as f; print(*['yes'] * all(map(f, ('trl', 'diffusers', 'peft'))))" 2>/dev/null)
 endif
 gpu:
-	@$(PYTHON) -c "import ctypes; ctypes.CDLL('libcuda.so.1')" 2>/dev/null || \
+	@python3 -c "import ctypes; ctypes.CDLL('libcuda.so.1')" 2>/dev/null || \
 		{ echo "make gpu needs an NVIDIA GPU, and this machine has no CUDA driver." >&2; exit 1; }
 	$(if $(FOUND),,$(MAKE) .venv/.installed)
 	env -u OMP_NUM_THREADS $(if $(FOUND),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --output $(or $(OUT),gpu-output) \
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(STEPS),--steps $(STEPS))
 
-# The extra alone: mkdocstrings reads the package without importing it
-.venv-docs/.installed: setup.cfg | $(filter .venv-uv/bin/uv,$(UV))
+# The group alone: mkdocstrings reads the package without importing it
+.venv-docs/.installed: pyproject.toml | $(filter .venv-uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-docs
-	$(PYTHON) -c "from configparser import RawConfigParser as P; p = P(); p.read('setup.cfg'); \
-		print(p['options.extras_require']['docs'])" > .venv-docs/requirements.txt
-	$(UV) pip install --quiet --python .venv-docs/bin/python --requirements .venv-docs/requirements.txt
+	$(UV) pip install --quiet --python .venv-docs/bin/python --group docs
 	touch $@
 
 docs: .venv-docs/.installed
