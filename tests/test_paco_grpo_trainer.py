@@ -411,7 +411,7 @@ class TestRewards:
         values = {}
 
         def spread(prompts, completions, **kwargs):
-            return [-5.0 + 7.0 * index for index in range(len(completions))]
+            return [7.0 * index for index in range(len(completions))]
 
         rewards = {"reward_funcs": [spread, panel_similarity_reward], "reward_weights": [2.0, 0.0]}
         for aggregation in ("log_tamed", "sum_then_normalize"):
@@ -419,27 +419,26 @@ class TestRewards:
             trainer.train()
             log = trainer.state.log_history[0]
             assert log["rewards/spread/h"] > 0.2 and log["rewards/spread/tamed"] == 0.0
-            assert log["rewards/spread/share"] == 1.0 and "rewards/spread/untamable_rate" not in log
+            assert log["rewards/spread/share"] == 1.0
             values[aggregation] = log["reward"], [entry["advantages"].tolist() for entry in trainer.buffer.entries]
         assert values["log_tamed"] == values["sum_then_normalize"]
 
-    def test_a_reward_without_a_logarithm_is_left_as_it_is(self, make_small, caplog):
+    def test_a_reward_with_negative_values_is_left_as_it_is(self, make_small, caplog):
         def error(prompts, completions, **kwargs):
-            return [-3.0, *range(20, 19 + len(completions))]  # its mean is positive
+            return [-0.5, *range(20, 19 + len(completions))]  # its mean is positive
 
         def spread(prompts, completions, **kwargs):
             return [float(index) for index in range(len(completions))]
 
         trainer = make_small(reward_funcs=[error, spread], max_steps=4)  # two rounds
         trainer.train()
-        assert min(logs_with(trainer, "rewards/error/h")) > 0.2
+        assert not logs_with(trainer, "rewards/error/h") and min(logs_with(trainer, "rewards/spread/h")) > 0.2
         assert logs_with(trainer, "rewards/error/tamed") == [0.0] * 4
-        assert logs_with(trainer, "rewards/error/untamable_rate") == [0.125] * 4
         assert logs_with(trainer, "rewards/spread/tamed") == [1.0] * 4  # the others are
-        assert not logs_with(trainer, "rewards/spread/untamable_rate")
-        assert len([message for message in caplog.messages if "'error'" in message and "-3" in message]) == 1
+        assert len([message for message in caplog.messages if "'error'" in message and "-0.5" in message]) == 1
+        assert not [message for message in caplog.messages if "'spread'" in message]
         # Whole groups are micro-batches here, in the order in which images were scored
-        scores = torch.tensor([[-3.0, 0.0], [20.0, 1.0], [21.0, 2.0], [22.0, 3.0]])
+        scores = torch.tensor([[-0.5, 0.0], [20.0, 1.0], [21.0, 2.0], [22.0, 3.0]])
         total = scores[:, 0] + torch.log1p(scores[:, 1])
         found = [entry["advantages"] for entry in trainer.buffer.entries]
         expected = (total - total.mean()) / (total.std() + 1e-4)

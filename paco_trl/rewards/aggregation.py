@@ -27,7 +27,7 @@ AGGREGATION_METHODS = ("log_tamed", "sum_then_normalize", "normalize_then_sum", 
 class AggregationDetails:
     """Details of [`aggregate_rewards`], for the logs."""
 
-    # h_k of each reward (Eq. 3), with every method; `None` without values or if the mean is not positive
+    # h_k of each reward (Eq. 3), with every method; `None` without values, with a negative one, or if all are 0
     coefficient_of_variation: list[float | None]
     tamed: list[bool]  # whether the reward was replaced by log(1 + R_k)
     threshold: float  # delta, as a number also if given as "mean"; infinity if no h_k is defined
@@ -37,11 +37,14 @@ class AggregationDetails:
 
 
 def coefficient_of_variation(rewards: torch.Tensor) -> list[float | None]:
-    """Compute h_k = std / mean (Eq. 3, population std) per column, `None` if undefined or the mean is not positive."""
+    """Compute h_k = std / mean (Eq. 3, population std) per column, `None` if undefined or a value is negative."""
     means = torch.nanmean(rewards, dim=0)  # (K,)
     stds = torch.nanmean((rewards - means) ** 2, dim=0).sqrt()  # (K,)
+    # Of a reward around 0, rounding would decide the sign of the mean, and so whether it is tamed
+    is_negative = (rewards < 0).any(dim=0)  # (K,)
+    columns = zip(means.tolist(), stds.tolist(), is_negative.tolist(), strict=True)
     # A column without values has the mean NaN, and NaN > 0 is false
-    return [std / mean if mean > 0 else None for mean, std in zip(means.tolist(), stds.tolist(), strict=True)]
+    return [std / mean if mean > 0 and not negative else None for mean, std, negative in columns]
 
 
 def taming_threshold(h: list[float | None], threshold: float | str) -> float:
@@ -106,7 +109,6 @@ def aggregate_rewards(
     threshold: float | str = 0.2,
     num_generations: int | None = None,
     required: Sequence[bool] | None = None,
-    tamable: Sequence[bool] | None = None,
 ) -> tuple[torch.Tensor, AggregationDetails]:
     """
     Aggregate K rewards into one, before the advantage.
@@ -128,8 +130,8 @@ def aggregate_rewards(
               ties counting half ([Pref-GRPO](https://huggingface.co/papers/2508.20751)), then the weighted sum. It
               requires `num_generations`.
             - `"log_tamed"`: each reward whose h_k exceeds `threshold` is replaced by log(1 + R_k), then the weighted
-              sum (Eq. 3 and 4 of the [PaCo-RL paper](https://huggingface.co/papers/2512.04784)). Rewards must be > -1.
-              A reward whose mean is not positive has no h_k and is not tamed.
+              sum (Eq. 3 and 4 of the [PaCo-RL paper](https://huggingface.co/papers/2512.04784)). A reward with a
+              negative value has no h_k and is not tamed.
             - `"geometric_mean"`: exp(sum_k w_k log R_k / sum_k w_k). Rewards and weights must be >= 0.
         threshold (`float` or `str`, *optional*, defaults to `0.2`):
             Threshold of h_k (the paper's delta): a number, 0.2 in the paper, or `"mean"` for the mean of the h_k, also
@@ -141,8 +143,6 @@ def aggregate_rewards(
         required (`Sequence[bool]` of length K, *optional*):
             Whether each reward is required. A group in which an optional one is missing is compared without it. If
             `None`, all are.
-        tamable (`Sequence[bool]` of length K, *optional*):
-            Whether `"log_tamed"` may tame each reward. If `None`, all, and all must be > -1.
 
     Returns:
         `tuple[torch.Tensor, AggregationDetails]`: the aggregate of shape `(N,)`, and the details.
@@ -175,9 +175,8 @@ def aggregate_rewards(
     if (wrong := torch.isinf(rewards)).any():
         raise _error(wrong, rewards, "must be finite. A reward that could not be computed is missing: pass NaN.")
 
-    for name, flags in (("required", required), ("tamable", tamable)):
-        if flags is not None and len(flags) != len(weights):
-            raise ValueError(f"`{name}` is {list(flags)}; pass one for each of {rewards.shape[1]} columns.")
+    if required is not None and len(required) != len(weights):
+        raise ValueError(f"`required` is {list(required)}; pass one for each of {rewards.shape[1]} columns.")
     if num_generations is not None and (num_generations < 1 or len(rewards) % num_generations):
         raise ValueError(f"`num_generations` is {num_generations}, but {len(rewards)} rows are no groups of so many.")
 
@@ -191,23 +190,19 @@ def aggregate_rewards(
     h, tamed = coefficient_of_variation(rewards), [False] * len(weights)
     limit = taming_threshold([h_k for h_k, is_used in zip(h, used.tolist(), strict=True) if is_used], threshold)
 
-    taken = f"`method={method!r}`. Rescale the reward, to [0, 1] for example."
     if method == "normalize_then_sum":
         rewards = normalize_in_groups(rewards, cast(int, num_generations))
     elif method == "rank_then_sum":
         rewards = win_rates(rewards, cast(int, num_generations))
     elif method == "log_tamed":
-        candidates = used if tamable is None else used & torch.tensor(tamable, device=rewards.device)  # (K,)
-        # Refused whether or not h_k exceeds the threshold: an error in the first round, not in a later one
-        if (wrong := (rewards <= -1) & candidates).any():
-            raise _error(wrong, rewards, f"must be above -1 for {taken}")
-        tamed = [can and h_k is not None and h_k > limit for can, h_k in zip(candidates.tolist(), h, strict=True)]
+        tamed = [is_used and h_k is not None and h_k > limit for is_used, h_k in zip(used.tolist(), h, strict=True)]
         rewards = log_tame(rewards, tamed) if any(tamed) else rewards
     elif method == "geometric_mean":
         if (weights < 0).any():
             raise ValueError(f"`weights` is {weights.tolist()}, but must be >= 0 for `method='geometric_mean'`.")
         if (wrong := (rewards < 0) & used).any():
-            raise _error(wrong, rewards, f"must be >= 0 for {taken}")
+            rule = "must be >= 0 for `method='geometric_mean'`. Rescale the reward, to [0, 1] for example."
+            raise _error(wrong, rewards, rule)
 
     is_product = method == "geometric_mean"
     share = spread_shares(weights * (torch.log(rewards) if is_product else rewards), num_generations)

@@ -361,21 +361,16 @@ class RewardRunner:
 
     def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
         """Aggregate `(images, K)` rewards to `(images,)`, NaN where an image is not scored; see [`aggregate_rewards`]."""
-        tamable = None
-        if self.method == "log_tamed":  # the round is paid for: what log(1 + R) cannot take stays as it is
-            lowest = rewards.nan_to_num(torch.inf).amin(dim=0).tolist()
-            tamable = [value > -1 for value in lowest]
-            for name, value, weight in zip(self.names, lowest, self.weights.tolist(), strict=True):
-                if weight and value <= -1 and name not in self._warned_of:
-                    self._warned_of.add(name)
-                    logger.warning(
-                        f"The reward '{name}' is down to {value:g}, where log(1 + R) does not exist: rounds with such values "
-                        f"are trained with it as it is, and it may outweigh the others (see `rewards/{name}/share`). Rescale "
-                        "it, to [0, 1] for example, or use another `multi_objective_aggregation`."
-                    )
-        return aggregate_rewards(
-            rewards, self.weights, self.method, self.threshold, num_generations, self.required, tamable
-        )
+        lowest = rewards.nan_to_num(torch.inf).amin(dim=0).tolist()
+        for name, value, weight in zip(self.names, lowest, self.weights.tolist(), strict=True):
+            if self.method == "log_tamed" and weight and value < 0 and name not in self._warned_of:
+                self._warned_of.add(name)
+                logger.warning(
+                    f"The reward '{name}' is down to {value:g}: log-taming is for rewards from 0 up and leaves it as it is "
+                    f"in such rounds, where it may outweigh the others (see `rewards/{name}/share`). Rescale it, to [0, 1] "
+                    "for example, or use another `multi_objective_aggregation`."
+                )
+        return aggregate_rewards(rewards, self.weights, self.method, self.threshold, num_generations, self.required)
 
     def total(self, rewards: torch.Tensor, num_generations: int | None = None) -> torch.Tensor:
         """Compute the weighted sum whatever the aggregation, as TRL's `reward`: taming would make it jump."""
@@ -438,9 +433,8 @@ class RewardRunner:
     def metrics(self, rewards: torch.Tensor, total: torch.Tensor, details: AggregationDetails) -> dict[str, float]:
         """Describe rewards and their sums (`total`) that could be computed; leave out what is undefined."""
         metrics: dict[str, float] = {}
-        untamable = ((rewards <= -1) & (self.weights != 0)).float().mean(dim=0).tolist()
-        described = zip(details.coefficient_of_variation, details.tamed, details.share, untamable, strict=True)
-        for name, values, (h, tamed, share, rate) in zip(self.names, rewards.T, described, strict=True):
+        described = zip(details.coefficient_of_variation, details.tamed, details.share, strict=True)
+        for name, values, (h, tamed, share) in zip(self.names, rewards.T, described, strict=True):
             scored = values[~torch.isnan(values)]
             mean, first = scored.mean().item() if len(scored) else None, metrics.get(f"rewards/{self.names[0]}/mean")
             own = {
@@ -448,9 +442,8 @@ class RewardRunner:
                 "std": scored.std().item() if len(scored) > 1 else None,
                 "failure_rate": torch.isnan(values).float().mean().item(),
                 "ratio": mean / first if first and mean is not None else None,
-                "h": h,  # undefined for a reward whose mean is not positive
+                "h": h,  # undefined for a reward with a negative value
                 "tamed": float(tamed),
-                "untamable_rate": rate if self.method == "log_tamed" and rate else None,
                 "share": share,  # undefined where no reward differs within a group
             }
             metrics |= {f"rewards/{name}/{key}": value for key, value in own.items() if value is not None}

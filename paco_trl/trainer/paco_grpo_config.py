@@ -163,9 +163,10 @@ class PaCoGRPOConfig(GRPOConfig):
 
         multi_objective_aggregation (`str`, *optional*, defaults to `"log_tamed"`):
             Aggregation of several rewards: `"log_tamed"` (Eq. 3-4: a weighted sum, with log(1 + R) for a reward R whose
-            coefficient of variation exceeds `log_tame_threshold`), `"sum_then_normalize"`, `"normalize_then_sum"` (as
-            in TRL), `"rank_then_sum"` ([Pref-GRPO](https://huggingface.co/papers/2508.20751): each reward is replaced
-            by the fraction of its group's other images that it beats) or `"geometric_mean"`.
+            coefficient of variation exceeds `log_tame_threshold`; one with a negative value in the round is left as it
+            is), `"sum_then_normalize"`, `"normalize_then_sum"` (as in TRL), `"rank_then_sum"`
+            ([Pref-GRPO](https://huggingface.co/papers/2508.20751): each reward is replaced by the fraction of its
+            group's other images that it beats) or `"geometric_mean"`.
         log_tame_threshold (`float` or `str`, *optional*, defaults to `0.2`):
             Coefficient of variation above which a reward is tamed: a number, or `"mean"` for the mean of the rewards'
             coefficients.

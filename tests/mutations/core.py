@@ -231,7 +231,7 @@ MUTANTS = [
     (T + "resuming.py", "eval_on_start and checkpoint is None", "eval_on_start", GRPO + "::TestEvaluation::test_one_on_start_is_not_repeated_by_a_resumed_run"),
     # ---- Aggregation ----
     (R + "aggregation.py", "stds = torch.nanmean((rewards - means) ** 2, dim=0).sqrt()", "stds = (torch.nansum((rewards - means) ** 2, dim=0) / (len(rewards) - 1)).sqrt()", REWARDS + " -k TestCoefficientOfVariation"),
-    (R + "aggregation.py", "[std / mean if mean > 0 else None", "[std / mean if mean != 0 else None", REWARDS + " -k TestCoefficientOfVariation"),
+    (R + "aggregation.py", "mean > 0 and not negative else", "mean > 0 else", REWARDS + " -k TestCoefficientOfVariation"),
     (R + "aggregation.py", "statistics.mean(defined)", "statistics.median(defined)", REWARDS + " -k TestLogTaming"),
     (R + "aggregation.py", "torch.where(tamed, torch.log1p(rewards), rewards)", "torch.where(tamed, torch.log2(1 + rewards), rewards)", REWARDS + " -k TestFormulas"),
     (R + "aggregation.py", "(count - 1).clamp(min=1)", "count.clamp(min=1)", REWARDS + " -k TestFormulas"),
@@ -250,7 +250,7 @@ MUTANTS = [
     (R + "aggregation.py", "aggregate = (rewards * weights).sum(dim=1)", "aggregate = torch.nansum(rewards * weights, dim=1)", REWARDS + " -k TestAggregateRewards"),
     (R + "aggregation.py", "zip(h, used.tolist(), strict=True) if is_used]", "zip(h, used.tolist(), strict=True)]", REWARDS + " -k TestAggregateRewards"),
     (R + "aggregation.py", "h_k is not None and h_k > limit", "h_k is not None and h_k >= limit", REWARDS + " -k TestLogTaming"),
-    (R + "aggregation.py", "(rewards <= -1) & candidates", "(rewards < -1) & candidates", REWARDS + " -k TestLogTaming"),
+    (R + "aggregation.py", "tamed = [is_used and h_k is not None", "tamed = [h_k is not None", REWARDS + " -k TestAggregateRewards"),
     (R + "aggregation.py", "rewards, weights = rewards[:, used], weights[used]", "pass", REWARDS + " -k TestAggregateRewards"),
     (R + "aggregation.py", "used = weights != 0", "used = weights > 0", EVALUATE + "::TestDrawing::test_the_training_rewards_with_their_weights_are_the_default"),
     # ---- Calls of rewards ----
