@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from PIL import Image
 from torch import nn
+from transformers import TrainerState
 
 from paco_trl.rewards import ClipTReward, DuplicateReward, PickScoreReward, redness_reward
 from paco_trl.rewards.runner import RewardError, RewardRunner, check_columns, check_required
@@ -107,6 +109,56 @@ class TestFunctions:
             RewardRunner([judge, Judge(), Judge()])
         with pytest.raises(RewardError, match="'judge_a' returned nan for image 2"):
             rewards.call(0, prompts=PROMPTS, completions=IMAGES)
+
+
+class TestImagesOfARewardAreItsOwn:
+    """A reward that draws on images or shrinks them: the others, the sheet and the card have those that were generated."""
+
+    SOURCE, REFERENCES = Image.new("RGB", (6, 6), "gray"), [Image.new("RGB", (5, 5), "navy")]
+
+    @staticmethod
+    def spoil(prompts, completions, panel_images, image, references, criteria, **columns):
+        for each in [*completions, *sum(panel_images, []), *image, *sum(references, [])]:
+            each.paste("white", (0, 0, 2, 2))
+            each.thumbnail((1, 1))
+        assert len({id(each) for each in image}) == 1  # one source is one image, which a judge encodes once
+        for entries in (*panel_images, *criteria, completions, references):
+            entries.clear()
+        return [0.0] * len(prompts)
+
+    @staticmethod
+    async def spoil_async(prompts, **columns):
+        return TestImagesOfARewardAreItsOwn.spoil(prompts, **columns)
+
+    @staticmethod
+    def spoil_group(prompts, num_generations, **columns):
+        return TestImagesOfARewardAreItsOwn.spoil(prompts, **columns)
+
+    @staticmethod
+    async def look(prompts, completions, panel_images, image, references, criteria, log_extra, **columns):
+        seen = zip(completions, panel_images, image, references, criteria, strict=True)
+        log_extra("seen", [[of.tobytes() for of in (a, *b, c, *d)] + [e] for a, b, c, d, e in seen])
+        return [1.0] * len(prompts)
+
+    @pytest.mark.parametrize("spoil", [spoil, spoil_async, spoil_group], ids=lambda each: each.__func__.__name__)
+    def test_whatever_the_order(self, spoil):
+        images = [Image.effect_noise((4, 8), 90).convert("RGB") for _ in range(4)]
+        columns = {"rows": 1, "cols": 1, "prompt": "a", "image": self.SOURCE, "references": self.REFERENCES}
+        rows = [{**columns, "criteria": {"style": ["ink"]}} for _ in images]
+        before = [image.tobytes() for image in (*images, self.SOURCE, *self.REFERENCES)]
+
+        def look_sync(**columns):
+            return asyncio.run(self.look(**columns))
+
+        for others in ([spoil.__func__, self.look], [spoil.__func__, look_sync], [look_sync, spoil.__func__]):
+            runner = RewardRunner(others).prepare(Accelerator(cpu=True))
+            runner.start(2)
+            runner.add([0, 1, 2, 3], rows, images, TrainerState())
+            seen = runner.finish(TrainerState()).extra["seen"]
+            assert [image.tobytes() for image in (*images, self.SOURCE, *self.REFERENCES)] == before
+            expected = [[image, image, *before[4:], {"style": ["ink"]}] for image in before[:4]]
+            assert seen == expected
+            assert [image.size for image in images] == [(4, 8)] * 4 and rows[0]["criteria"] == {"style": ["ink"]}
 
 
 def test_missing_values_are_not_in_the_means():

@@ -177,14 +177,14 @@ class TestBesideTheDrawing:
         calls, second_has_begun = [], {}
 
         async def first(prompts, completions, **kwargs):
-            event = second_has_begun.setdefault(id(completions), asyncio.Event())
+            event = second_has_begun.setdefault(completions[0].tobytes(), asyncio.Event())
             # Waits for the other: it would wait in vain if they were called one after the other
             await asyncio.wait_for(event.wait(), timeout=20)
             return redness_reward(prompts, completions)
 
         async def second(prompts, completions, **kwargs):
-            calls.append(completions)  # kept, so that no id is used again
-            second_has_begun.setdefault(id(completions), asyncio.Event()).set()
+            calls.append(completions)
+            second_has_begun.setdefault(completions[0].tobytes(), asyncio.Event()).set()
             return redness_reward(prompts, completions)
 
         make_trainer(reward_funcs=[first, second], **TWO_CALLS).train()

@@ -261,7 +261,7 @@ class RewardRunner:
         if self.is_async[index]:
             return self._call_async(index, arguments)
         try:
-            values = self.functions[index](**arguments)
+            values = self.functions[index](**_copied(arguments, {}))
         except Exception as error:
             raise _named_error(name, error) from error
         return _check_rewards(values, name, count)
@@ -269,7 +269,7 @@ class RewardRunner:
     async def _call_async(self, index: int, arguments: dict) -> list[float | None]:
         name = self.names[index]
         try:
-            values = self.functions[index](**arguments)
+            values = self.functions[index](**_copied(arguments, {}))
             if inspect.isawaitable(values):  # a subclass may have a call of its own
                 values = await values
         except Exception as error:
@@ -565,6 +565,17 @@ def _parameters(function: Callable) -> list[inspect.Parameter]:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of what is not written in Python
         return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _copied(value: Any, images: dict[int, Image.Image]) -> Any:
+    """Copy images, each once, and the lists and dicts that hold them: other rewards and the sheet have the same."""
+    if isinstance(value, Image.Image):
+        return images[id(value)] if id(value) in images else images.setdefault(id(value), value.copy())
+    if isinstance(value, list):
+        return [_copied(entry, images) for entry in value]
+    if isinstance(value, dict):
+        return {key: _copied(entry, images) for key, entry in value.items()}
+    return value
 
 
 def _named_error(name: str, error: Exception) -> RewardError:
