@@ -7,22 +7,25 @@ import re
 import signal
 import sys
 from argparse import ArgumentError
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from transformers import IntervalStrategy, TrainerCallback
 
 from launching import CONFIGS, ROOT
-from paco_trl import __version__
+from paco_trl import PaCoGRPOConfig, __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import main
 from paco_trl.commands.parser import CommandParser, option
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
-from paco_trl.rewards.runner import RewardError
+from paco_trl.rewards.runner import RewardError, RewardRunner
+from paco_trl.utils.text import number_text
 
 
 DATA = ["--dataset_name", "prompts.jsonl"]
@@ -148,31 +151,59 @@ class TestOptions:
 
 
 class TestErrors:
-    def test_a_bug_keeps_its_traceback(self, capsys, monkeypatch):
-        waited = []
+    @pytest.mark.parametrize("is_asked", [False, True])
+    def test_our_errors_are_a_line_and_bugs_have_a_traceback(self, capsys, monkeypatch, is_asked):
+        def reward_that_raises(error: Exception):
+            def reward(prompts, completions, **kwargs):
+                raise error
 
-        def fail(error: Exception, cause: Exception | None = None):
-            raise error from cause
+            return lambda: RewardRunner([reward]).call(0, prompts=["A fox."], completions=[None])
 
+        def fail(error: Exception):
+            raise error
+
+        monkeypatch.setenv("PACO_TRL_TRACEBACK", str(int(is_asked)))
+        parser = CommandParser(PaCoGRPOConfig)
+        words = ["--output_dir", "out", "--eval_strategy", "steps", "--eval_steps", "0", "--logging_steps", "0"]
         unavailable = JudgeUnavailableError("no judge")
-        for error, cause in (
-            (ValueError("`max_steps` is 0"), None),
-            (ValueError("it cannot be loaded"), TypeError()),
-            (RewardError("no number"), None),
-            (CheckpointError("the disk is full"), SafetensorError("No space left")),
-            (SafetensorError("No space left"), None),
-            (RewardError("no judge"), unavailable),
+        for run, token in (
+            (lambda: CommandParser(Arguments).parse_args_and_config(["--max_steps", "many"]), "--max_steps"),
+            (lambda: main.find_yaml("config", "flux", "recipes"), "'flux'"),
+            (lambda: open("missing.txt"), "missing.txt"),
+            (lambda: fail(CheckpointError("the disk is full")), "the disk is full"),
+            (lambda: fail(SafetensorError("No space left")), "No space left"),
+            (reward_that_raises(unavailable), "no judge"),
+            (lambda: parser.parse_args_and_config(words), "--eval_steps"),  # of transformers' settings
         ):
-            assert main.answer("grpo", lambda error=error, cause=cause: fail(error, cause)) == 1
-            assert capsys.readouterr().err == f"paco-trl grpo: {error}\n"
-        for error, cause in ((TypeError(), None), (RewardError("a bug"), TypeError()), (RuntimeError(), None)):
-            with pytest.raises(type(error)):
-                main.answer("grpo", lambda error=error, cause=cause: fail(error, cause))
-        # The other processes, which the launcher ends when the first one has spoken
+            if is_asked:
+                with pytest.raises(Exception, match=token):
+                    main.answer("grpo", run)
+                continue
+            assert main.answer("grpo", run) == 1
+            said = capsys.readouterr().err
+            assert said.startswith("paco-trl grpo: ") and said.count("\n") == 1
+            assert token in said and "PACO_TRL_TRACEBACK=1" in said
+        # A library's, or a slip of ours, which no `raise` stands behind
+        bugs: list[Callable] = [
+            lambda: fail(ValueError("too many values")),
+            lambda: torch.nn.functional.interpolate(torch.zeros(1, 1, 2, 2)),
+            lambda: number_text("three"),
+            lambda: fail(ImportError("cannot import name")),
+            reward_that_raises(TypeError("a bug")),
+            reward_that_raises(ValueError("a bug")),
+        ]
+        for run in bugs:
+            with pytest.raises((ValueError, TypeError, ImportError, RewardError)):
+                main.answer("grpo", run)
+            assert capsys.readouterr().err == ""
+
+    def test_the_other_processes_wait(self, capsys, monkeypatch):
+        """The launcher ends them when the first one has spoken."""
+        waited = []
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setattr(main.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
-        assert main.answer("grpo", lambda: fail(ValueError("late"))) == 1
-        assert waited == [(60.0, "")] and capsys.readouterr().err == "paco-trl grpo: late\n"
+        assert main.answer("grpo", lambda: main.find_yaml("config", "late", "recipes")) == 1
+        assert waited == [(60.0, "")] and "'late'" in capsys.readouterr().err
 
     @pytest.mark.parametrize("save_steps", [1, 100])
     def test_ctrl_c_says_how_to_resume(self, make_trainer, capsys, save_steps):

@@ -245,6 +245,15 @@ class TestFaults:
         row = examine("model and adapter", model_name_or_path="makers/base", rewards=["needy"])["model and adapter"]
         assert row.verdict == "failed" and "masks" in row.finding
 
+    @pytest.mark.parametrize("is_asked", [False, True])
+    def test_a_bug_keeps_its_traceback(self, examine, monkeypatch, capsys, is_asked):
+        monkeypatch.setenv("PACO_TRL_TRACEBACK", str(int(is_asked)))
+        assert examine("configuration", num_generations=1)["configuration"].verdict == "failed"
+        assert ("Traceback" in capsys.readouterr().err) == is_asked
+        monkeypatch.setattr(doctor, "version_of", lambda name: {}[name])
+        assert examine("versions")["versions"].finding.startswith("KeyError: ")
+        assert "version_of" in capsys.readouterr().err
+
     def test_a_configuration_that_does_not_divide(self, examine):
         rows = examine(generation_batch_size=18)
         assert rows["versions"].verdict == "ok"

@@ -153,6 +153,17 @@ class TestUploads:
         assert config["base_model_name_or_path"] == "someone/base"
 
 
+@pytest.mark.parametrize(("error", "is_bug"), [(KeyError("oid"), True), (ConnectionError("no answer"), False)])
+def test_a_bug_of_an_upload_keeps_its_traceback(tmp_path, monkeypatch, caplog, error, is_bug):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(pushing.HubPusher, "_upload", fail)
+    push_steps(str(tmp_path), [1])
+    (record,) = caplog.records
+    assert str(error) in record.message and bool(record.exc_info) == is_bug
+
+
 @pytest.mark.usefixtures("repository")
 class TestOutages:
     @pytest.mark.parametrize("fault", ["500", "409", "cut"])

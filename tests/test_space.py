@@ -276,7 +276,7 @@ class TestLimits:
             with pytest.raises(ValueError, match="choose"):
                 next(comparison.generate(**given))
 
-    @pytest.mark.parametrize("error", [RuntimeError("/home/me"), torch.OutOfMemoryError()])
+    @pytest.mark.parametrize("error", [RuntimeError("/home/me"), ValueError("/home/me"), torch.OutOfMemoryError()])
     def test_any_error_is_a_sentence(self, comparison, monkeypatch, error):
         def fail(*arguments, **keywords):
             raise error

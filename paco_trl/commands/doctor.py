@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import tempfile
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
 from ..trainer.rounds import RoundSchedule
+from ..utils.errors import is_message_enough, is_traceback_wanted
 from . import reward
 from .env import VERSIONS, version_of
 from .grpo import parser_of
@@ -449,9 +451,10 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
             return [Row(SKIPPED, skipped, "Run the doctor without it.")]
         found = check(state)
     except Exception as error:
-        # Errors of the package are self-explanatory; of others the type helps
-        is_own = isinstance(error, ValueError | TypeError | RuntimeError)
-        return [Row(FAILED, str(error) if is_own else f"{type(error).__name__}: {error}")]
+        is_enough = is_message_enough(error)
+        if is_traceback_wanted() or not is_enough:
+            traceback.print_exc()
+        return [Row(FAILED, str(error) if is_enough else f"{type(error).__name__}: {error}")]
     finally:
         logger.removeHandler(handler)
     rows = found if isinstance(found, list) else [Row(OK, found) if isinstance(found, str) else found]

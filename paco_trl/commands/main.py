@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from argparse import ArgumentError, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from ..utils.errors import TRACEBACK, is_message_enough, is_traceback_wanted
 from ..utils.stopping import Stopped, stop_signals
 
 
@@ -32,7 +33,6 @@ COMMANDS = {
     "serve": ("paco_trl.commands.serve", "serves a judge with vLLM, for rewards over HTTP"),
     "env": ("paco_trl.commands.env", "prints versions and devices, for a bug report"),
 }
-_OF_THE_USER = (ValueError, OSError, ImportError, ArgumentError, yaml.YAMLError)
 _TRAINING = ("grpo", "nft", "reward")
 _RESUMING = ("build", "evaluate")
 _LAUNCHED = (*_TRAINING, *_RESUMING, "doctor")
@@ -58,25 +58,17 @@ def say(command: str, message: str) -> None:
     sys.stderr.flush()
 
 
-def _is_for_the_user(error: BaseException) -> bool:
-    """Tell whether the message of an error is enough; of a bug, such as one in a reward, the traceback tells more."""
-    if type(error).__name__ in ("CheckpointError", "OutOfMemoryError", "SafetensorError"):  # of memory, disk or files
-        return True
-    is_own = type(error).__module__.startswith("paco_trl.")
-    return isinstance(error, _OF_THE_USER) or is_own and (not error.__cause__ or _is_for_the_user(error.__cause__))
-
-
 def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
-    """Run a command; return its exit code, with the errors of its user in one line."""
+    """Run a command; return its exit code, with the errors that [`is_message_enough`] admits in one line."""
     try:
         with stop_signals() if command in (*_TRAINING, *_RESUMING) else nullcontext():
             return run()
     except Exception as error:
-        if not _is_for_the_user(error):
+        if is_traceback_wanted() or not is_message_enough(error):
             raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_PATIENCE)  # mostly the first process says the same, and the launcher then ends this one
-        say(command, str(error))
+        say(command, f"{error} ({TRACEBACK}=1 shows the traceback.)")
         return 1
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":

@@ -152,7 +152,10 @@ class CommandParser(TrlParser):
             given = {name: value for name, value in vars(parsed).items() if value is not None}
             self.set_defaults(**self.presets(given | defaults))
         self.set_defaults(**defaults)
-        return super().parse_args_and_config(words, **kwargs)
+        try:
+            return super().parse_args_and_config(words, **kwargs)
+        except ValueError as error:  # also of TRL's and transformers' settings
+            raise ValueError(str(error)) from error
 
     def _read(self, config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
         """Return the options of a file as words of a command line, and those that have no such form as defaults."""

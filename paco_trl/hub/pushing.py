@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 
+from ..utils.errors import is_message_enough, is_traceback_wanted
 from ..utils.names import is_local, public_name
 from .account import describe, hub_errors, is_outage
 
@@ -114,7 +115,10 @@ class HubPusher:
             remedy = "It is not sent again: upload its directory by `hf upload`."
             if not is_kept:
                 remedy = f"The next checkpoint is pushed, or the newest one by `paco-trl push {self.output_dir}`."
-            logger.warning("A checkpoint was not pushed to the Hub, and training continues. %s %s", error, remedy)
+            logger.warning(
+                "A checkpoint was not pushed to the Hub, and training continues. %s %s", error, remedy,
+                exc_info=is_traceback_wanted() or not is_message_enough(error),
+            )  # fmt: skip
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which errors are a message to the user, and which are bugs, whose traceback tells more."""
+
+import os
+from argparse import ArgumentError
+from opcode import opmap
+
+import yaml
+
+
+TRACEBACK = "PACO_TRL_TRACEBACK"
+# Of files, the network, memory or disk, and of what the user has typed
+_OF_THE_USER = (OSError, ArgumentError, yaml.YAMLError)
+_OF_THE_MACHINE = ("CheckpointError", "OutOfMemoryError", "SafetensorError")
+
+
+def is_traceback_wanted() -> bool:
+    """Tell whether the user has asked for tracebacks."""
+    return os.environ.get(TRACEBACK, "0") != "0"
+
+
+def is_message_enough(error: BaseException) -> bool:
+    """Tell whether the message of an error is enough: a `raise` of this package wrote it, or the machine is the reason."""
+    if isinstance(error, _OF_THE_USER) or type(error).__name__ in _OF_THE_MACHINE:
+        return True
+    if type(error).__module__.startswith("paco_trl."):  # such as the one that names a reward, after the reward's error
+        return error.__cause__ is None or is_message_enough(error.__cause__)
+    return _is_raised_here(error)
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    if step is None or str(step.tb_frame.f_globals.get("__package__")).partition(".")[0] != "paco_trl":
+        return False
+    # Not a call or an unpacking that failed
+    return step.tb_frame.f_code.co_code[step.tb_lasti] == opmap["RAISE_VARARGS"]
