@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other prompts in the place of those that teach nothing (`max_resample_times`)."""
 
+import copy
+import functools
+
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from kill_runs import Run, relative_difference
 from launching import fork_context
 from paco_trl.rewards import redness_reward
 from paco_trl.rewards.runner import RewardError
+from testing_utils import are_equal, weights_of
 
 
 def dull_reward(prompts, completions, num_generations, log_extra, **kwargs):
@@ -124,3 +129,48 @@ def test_two_processes_equal_one(tiny_flux, tmp_path):
     resampled = [[log["prompts_resampled"] for log in run["history"] if "loss" in log] for run in (one, two)]
     assert resampled[0] == resampled[1] and any(count % 2 for count in resampled[0])
     assert relative_difference(one["adapter"], two["adapter"]) < 0.05
+
+
+def constant_in_round_1(prompts, completions, trainer_state, **kwargs):
+    return [0.5] * len(prompts) if trainer_state.global_step // 2 == 1 else redness_reward(prompts, completions)
+
+
+class TestRoundsThatTrainNothing:
+    """All prompts of a round are left out: with gradients of 0, momentum and weight decay would move the weights."""
+
+    @pytest.fixture(params=["grpo", "nft", "awm"])
+    def make(self, request, make_small, make_nft):
+        settings = {"learning_rate": 0.01, "weight_decay": 0.5, "min_reward_std": 0.0}
+        makers = {"grpo": make_small, "nft": make_nft, "awm": functools.partial(make_nft, loss_type="awm")}
+        return functools.partial(makers[request.param], **settings, ema_decay=0.5)
+
+    @pytest.mark.parametrize("constant", [True, False])
+    def test_move_nothing_and_say_so(self, make, caplog, constant):
+        reward = constant_in_round_1 if constant else redness_reward
+        trainer = make(reward_funcs=reward, max_steps=6)
+        states = []
+
+        class Keep(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                moments = trainer.optimizer.state_dict()["state"].items()
+                state = {f"{key}/{name}": value for key, of in moments for name, value in of.items()}
+                for file, average in trainer.averages.items():
+                    state |= {f"{file}/{name}": value for name, value in average.average.items()}
+                states.append(copy.deepcopy(state | weights_of(trainer)))
+
+        trainer.add_callback(Keep())
+        trainer.train()
+        said = [message for message in caplog.messages if "`min_reward_std`" in message and "round 1" in message]
+        same = [are_equal(before, after) for before, after in zip(states, states[1:], strict=False)]
+        assert same == [False, constant, constant, False, False] and len(said) == constant
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("zero3", [False, True])
+    def test_on_two_processes(self, tiny_flux, tmp_path, zero3):
+        settings = {
+            "reward_funcs": constant_in_round_1, "min_reward_std": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0,
+            "ema_decay": None, "eval_strategy": "no", "save_strategy": "no", "weight_decay": 0.5, "processes": 2, "zero3": zero3,
+        }  # fmt: skip
+        runs = [Run(fork_context(), tiny_flux, tmp_path / str(n), max_steps=n, **settings).state() for n in (2, 4, 6)]
+        adapters = [run["adapter"] for run in runs]
+        assert are_equal(*adapters[:2]) and not are_equal(*adapters[1:])

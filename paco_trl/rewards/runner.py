@@ -385,12 +385,12 @@ class RewardRunner:
     def check_round(self, rewards: torch.Tensor, is_valid: torch.Tensor, args: Any, round_index: int) -> None:
         """Stop a run in which a required reward fails too often, or too many images or groups could not be scored."""
         where = f"round {round_index}"
-        fractions = torch.isnan(rewards).float().mean(dim=0).tolist()
-        for name, fraction, is_needed in zip(self.names, fractions, self.is_needed.tolist(), strict=True):
-            if is_needed and fraction > args.max_reward_failures:
+        counts = torch.isnan(rewards).sum(dim=0).tolist()
+        for name, count, is_needed in zip(self.names, counts, self.is_needed.tolist(), strict=True):
+            # Rounded up: in a small round one image may fail
+            if is_needed and count > math.ceil(args.max_reward_failures * len(rewards)):
                 raise RewardError(
-                    f"In {where} the required reward '{name}' gave no value (None) for {fraction:.1%} of {len(rewards)} "
-                    f"images, above `max_reward_failures` = {args.max_reward_failures:g}. Find out why, raise the limit, or "
+                    f"In {where} the required reward '{name}' gave no value (None) for {count} of {len(rewards)} images, above `max_reward_failures` = {args.max_reward_failures:g}. Find out why, raise the limit, or "
                     "make it optional (`reward_required`)."
                 )
         groups = is_valid.view(-1, args.num_generations).any(dim=1)

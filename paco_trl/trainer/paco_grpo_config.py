@@ -176,7 +176,7 @@ class PaCoGRPOConfig(GRPOConfig):
             Standard deviation that the logged `reward` must exceed within the images of a prompt, or the prompt is left
             out of the loss: what its images differ by may be the judge's noise. `0.0` leaves out equal rewards
             ([DAPO](https://huggingface.co/papers/2503.14476)), [Edit-R1](https://huggingface.co/papers/2510.16888) takes
-            0.05. `None` leaves out none.
+            0.05. `None` leaves out none. A step that is left without images changes no weights.
         max_reward_mean (`float`, *optional*):
             Mean of the logged `reward` over the images of a prompt from which on it is left out of the loss, as solved
             (Edit-R1: 0.9). `None` leaves out none.
@@ -187,7 +187,8 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether each reward is required, in order. If `None`, all are. An image without a required reward is left
             out; without an optional one, its group is compared without that reward.
         max_reward_failures (`float`, *optional*, defaults to `0.01`):
-            Largest fraction of a round's images without a required reward; above it the run stops (our choice).
+            Largest fraction of a round's images, rounded up to whole images, without a required reward; above it the
+            run stops (our choice). With 0 it stops at the first.
         max_excluded_images (`float`, *optional*, defaults to `0.5`):
             Largest fraction of a round's images left out because of rewards; above it the run stops (our choice).
         max_excluded_groups (`float`, *optional*, defaults to `0.5`):

@@ -315,6 +315,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.drift_alarm = DriftAlarm()
         self.buffer: Any = None  # RoundBuffer
         self._is_first_backward = True  # of this `train()`
+        self._is_idle_step = False  # whether the current optimizer step trains no image
         self._encode_time = self._generation_time = self._train_time = 0.0
         self._add_callbacks()
         if self.accelerator.is_main_process and not args.disable_tqdm:
@@ -356,7 +357,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self._prepare_hub(args)
 
     def _add_callbacks(self) -> None:
-        self.add_callback(RunCallback(on_optimizer_step=self._update_averages, on_train_begin=self._begin_run))
+        events = {"on_pre_optimizer_step": self._drop_gradients, "on_optimizer_step": self._update_averages}
+        self.add_callback(RunCallback(**events, on_train_begin=self._begin_run))
         self.add_callback(CurvesCallback(self.args.plot_curves))
 
     @property
@@ -469,9 +471,14 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Return the decay of each average of the weights, by its file."""
         return {} if self.args.ema_decay is None else {EMA_WEIGHTS: self.args.ema_decay}
 
+    def _drop_gradients(self) -> None:
+        """Leave weights and moments as they are where a step trains no image: gradients of 0 would move them."""
+        if self._is_idle_step:
+            self.model.zero_grad(set_to_none=True)
+
     def _update_averages(self) -> None:
         """Update the average after each update of the weights."""
-        if EMA_WEIGHTS in self.averages:
+        if EMA_WEIGHTS in self.averages and not self._is_idle_step:
             self.averages[EMA_WEIGHTS].step()
 
     # ---- Rounds ----
@@ -504,7 +511,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self._generation_time += self.buffer.seconds
         # `num_iterations` passes over the entries
         entry = self.buffer.entries[position % len(self.buffer.entries)]
-        record = entry["record"]
+        record, self._is_idle_step = entry["record"], not entry["num_trained"]
+        if self._is_idle_step and self.is_deepspeed_enabled:  # whose update is part of the backward
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
         if self.args.offload_embeddings:  # its prompts wait in CPU memory
             record = record.to(self.accelerator.device)
         return {**entry, "record": record, "sde": self.buffer.sde}
@@ -555,6 +565,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         total = self.rewards.total(scores.rewards, generations)
         is_informative = self._is_informative(total)
         is_trained = is_valid & is_informative.repeat_interleave(generations)
+        if not is_trained.any():
+            logger.warning(
+                f"In round {round_index} `min_reward_std` = {args.min_reward_std} and `max_reward_mean` = "
+                f"{args.max_reward_mean} leave out every prompt that has rewards: its steps change nothing."
+            )
         completion_of, shares = completions.of_images()
 
         # 5. Metrics that are logged with each optimizer step of the round
@@ -716,8 +731,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             has_unused = not isinstance(self.model, PeftModel) and self.args.ddp_find_unused_parameters
             unused_layers = self.family.unused_layers(self.pipeline.transformer) if has_unused else ()
             check = check_all_gradients(self.model, unused_layers)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         with check:
             loss = super().training_step(model, inputs, num_items_in_batch)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         self._is_first_backward = False
         self._train_time += time.perf_counter() - started - (self._generation_time - generation_time)
         if self.accelerator.sync_gradients:

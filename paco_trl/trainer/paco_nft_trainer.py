@@ -129,7 +129,8 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     def _update_averages(self) -> None:
         super()._update_averages()
         step = self.state.global_step + 1  # which is counted after its update
-        if self.args.keeps_old_policy and step % self.schedule.optimizer_steps_per_round == 0:
+        is_end = step % self.schedule.optimizer_steps_per_round == 0
+        if self.args.keeps_old_policy and is_end and not self.buffer.is_idle:
             self.old_policy.decay = self._old_policy_decay(step)
             self.old_policy.step()
 

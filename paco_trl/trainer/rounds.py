@@ -274,7 +274,8 @@ class RoundBuffer:
     sde: SDESettings
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # logged with each of its optimizer steps
     seconds: float = 0.0  # spent on generating and scoring it
-    entries: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # record, advantages and weights
+    # Record, advantages and weights of each micro-step, and the images that its optimizer step trains
+    entries: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def fill(
         self,
@@ -302,7 +303,12 @@ class RoundBuffer:
             for record in recorded:
                 weights = to_device(shares[batch] / denominator, device)  # (B,)
                 entry = {"record": record, "advantages": to_device(advantages[batch], device), "weights": weights}
-                self.entries.append(entry)
+                self.entries.append({**entry, "num_trained": num_trained})
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the round trains no image at all."""
+        return not any(entry["num_trained"] for entry in self.entries)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: tensors and numbers."""
