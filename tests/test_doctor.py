@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub import is_offline_mode
 from peft import LoraConfig
 from rich.console import Console
 from torch import nn
 
 import launching
+from hub_server import HubServer
 from paco_trl import PaCoGRPOConfig
 from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.commands import doctor, script_arguments
@@ -253,6 +255,19 @@ class TestFaults:
         monkeypatch.setattr(doctor, "version_of", lambda name: {}[name])
         assert examine("versions")["versions"].finding.startswith("KeyError: ")
         assert "version_of" in capsys.readouterr().err
+
+    def test_without_a_network_the_hub_is_asked_once(self, make_arguments, tmp_path):
+        settings = {"rewards": ["clip_t"], "clip_model": "someone/clip", "model_name_or_path": "someone/base"}
+        arguments = [*make_arguments(**settings), "--device_memory", "24GiB"]
+        hub = HubServer({})
+        with hub.connected(tmp_path / "cache") as log:
+            for is_there in (True, False):
+                rows = {row.check: row for row in doctor.examine("grpo", arguments, Console(quiet=True))}
+                assert ("cannot be reached" not in rows["versions"].finding) == is_there
+                assert rows["data"].verdict == "ok" and rows["memory"].verdict == "failed"
+                assert not is_offline_mode()  # what the doctor found is not for what comes after it
+                asked, _ = len(hub.requests), hub.stop() if is_there else None
+        assert asked > 1 and "Retrying" not in log.getvalue()
 
     def test_a_configuration_that_does_not_divide(self, examine):
         rows = examine(generation_batch_size=18)

@@ -8,6 +8,7 @@ import tempfile
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from accelerate.utils.modeling import convert_file_size_to_int
 from datasets import Dataset
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.utils import get_session
 from peft import LoraConfig, PeftModel
 from PIL import Image
 from rich.console import Console, Group
@@ -27,7 +30,7 @@ from rich.table import Table
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.weights import trained_parameters
-from ..hub.account import check_base_model, check_repository
+from ..hub.account import HTTPError, check_base_model, check_repository
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
 from ..rewards.runner import RewardRunner
@@ -58,6 +61,8 @@ from .script_arguments import (
 # Largest difference of the noise-free images, as a fraction of the largest number in the latent. In bf16 the pipeline's
 # own scheduler rounds the latent after each step, by half a unit in the last place (2^-9), which the model amplifies.
 _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
+
+_HUB_SECONDS = 5.0
 
 # Settings that save memory, the cheapest first
 _SAVING = (
@@ -135,7 +140,17 @@ def check_versions(state: DoctorState) -> str:
         bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_properties(0).name}, {bf16} bf16"
     versions = [f"{name} {version}" for name in (_PACKAGE, *VERSIONS) if (version := version_of(name))]
-    return f"{', '.join(versions)}; {device}"
+    network = "" if is_hub_there() else f"; {constants.ENDPOINT} cannot be reached: only what is in the cache is found"
+    return f"{', '.join(versions)}; {device}{network}"
+
+
+def is_hub_there() -> bool:
+    """Ask the Hub once; without an answer, its clients work offline: they would wait half a minute for each file."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except (HTTPError, OfflineModeIsEnabled):
+        constants.HF_HUB_OFFLINE = True
+    return not constants.HF_HUB_OFFLINE
 
 
 def check_configuration(state: DoctorState) -> Row:
@@ -418,7 +433,8 @@ def examine(command: str, words: list[str], console: Console) -> list[Row]:
     checks = CHECKS
     if command == "reward":
         checks = {name: CHECKS[name] for name in ("versions", "configuration", "memory")}
-    with tempfile.TemporaryDirectory() as temporary_dir:
+    with tempfile.TemporaryDirectory() as temporary_dir, ExitStack() as stack:
+        stack.callback(setattr, constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
         state = DoctorState(_parser(command), words, temporary_dir)
         for number, (name, (check, needs)) in enumerate(checks.items(), start=1):
             console.print(f"\\[{number}/{len(checks)}] {name} ...", highlight=False)
