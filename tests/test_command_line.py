@@ -197,6 +197,20 @@ class TestErrors:
                 main.answer("grpo", run)
             assert capsys.readouterr().err == ""
 
+    @pytest.mark.parametrize("is_in_path", [False, True])
+    def test_a_name_that_is_not_text(self, tmp_path, monkeypatch, capsys, is_in_path):
+        """As any name beyond ASCII is with `LC_ALL=C PYTHONUTF8=0`: cards and settings could not hold it at the end."""
+        name = os.fsdecode(b"\xfcber lauf")
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name if is_in_path else tmp_path)
+        assert main.main(["push", "out" if is_in_path else name]) == 1
+        shown = capsys.readouterr().err
+        assert "\\xfcber lauf" in shown and "PYTHONUTF8=1" in shown
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "über lauf").mkdir()
+        assert main.main(["push", "über lauf"]) == 1
+        assert "PYTHONUTF8" not in capsys.readouterr().err
+
     def test_the_other_processes_wait(self, capsys, monkeypatch):
         """The launcher ends them when the first one has spoken."""
         waited = []

@@ -137,6 +137,17 @@ def _launch(command: str, words: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", *words])
 
 
+def _check_names(words: list[str]) -> None:
+    """Refuse names whose bytes are no text: the files of a run, written at its end, are UTF-8."""
+    for name in (*words, os.getcwd()):
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            shown = os.fsencode(name).decode(errors="backslashreplace")
+            raise ValueError(
+                f"'{shown}' is not text in {sys.getfilesystemencoding()}, the encoding of this process. Rename it, or set "
+                "`LC_ALL=C.UTF-8 PYTHONUTF8=1`."
+            )
+
+
 def main(arguments: list[str] | None = None) -> int | str | None:
     """Run a command; return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -153,6 +164,7 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
     def run() -> int | None:
+        _check_names(words)
         if command in _LAUNCHED:
             _launch(command, words)
         module, _, function = COMMANDS[command][0].partition(":")
