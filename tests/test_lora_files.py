@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save, save_file
 
 from hub_server import HubServer
 from paco_trl import generation, tiny
@@ -231,6 +231,17 @@ STRANGERS = {
     "a text encoder": ({"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": (4, 8)}, "text encoder"),
     "DoRA": ({f"{KEY}.dora_scale": (32, 1)}, "dora_scale"),
     "a bias": ({"transformer.proj_out.lora_B.bias": (16,)}, "lora_B.bias"),
+    "an up matrix alone": ({"transformer.proj_out.lora_B.weight": (16, 4)}, "is broken: 1 layers"),
+    "a down matrix alone": ({"lora_unet_img_in.lora_down.weight": (2, 16)}, "is broken: 1 layers"),
+    "two ranks": (
+        {"transformer.proj_out.lora_A.weight": (2, 32), "transformer.proj_out.lora_B.weight": (16, 4)}, "is broken: 1 layers"
+    ),
+    "a number": ({"transformer.proj_out.lora_B.weight": ()}, "is broken: 1 layers"),
+    "diffusers#11790": ({"transformer.proj_out.lora_A.default_0.weight": (4, 32)}, "PEFT adapter in theirs"),
+    "DiffSynth-Studio#886": ({"proj_out.lora_B.default_0.default.weight": (16, 4)}, "PEFT adapter in theirs"),
+    "ComfyUI#4347": ({"transformer.base_model.model.proj_out.lora_A.weight": (4, 32)}, "`adapter_config.json`"),
+    "PEFT's weights alone": ({"base_model.model.proj_out.lora_A.weight": (4, 32)}, "`adapter_config.json`"),
+    "SimpleTuner's LyCORIS": ({"lycoris_transformer_blocks_0_attn_to_q.lora_down.weight": (4, 32)}, "LyCORIS"),
     # diffusers 0.42 converts it to a name that it then does not load
     "a layer that is dropped": (
         {"lora_unet_img_in.lora_down.weight": (2, 16), "lora_unet_img_in.lora_up.weight": (32, 2)}, "x_embedder"
@@ -260,6 +271,37 @@ def test_a_layer_that_the_converter_of_flux2_drops(base_of, tmp_path):
     assert changes(in_diffusers(base, file).transformer).keys() == wanted.keys()
     with pytest.raises(ValueError, match="8 of .* rows"):
         start(base, file)
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What a stranger may have made of a file of an adapter, whose JSON or tensors are given
+BROKEN = {
+    "no config": (CONFIG, lambda config: None),
+    "half a config": (CONFIG, lambda config: json.dumps(config)[:-9]),
+    "a list": (CONFIG, lambda config: "[]"),
+    "a new type": (CONFIG, lambda config: json.dumps({**config, "peft_type": "NEW"})),
+    "a rank in words": (CONFIG, lambda config: json.dumps({**config, "r": "four"})),
+    "another rank": (CONFIG, lambda config: json.dumps({**config, "r": 3})),
+    "a layer that does not exist": (CONFIG, lambda config: json.dumps({**config, "target_modules": ["to_nowhere"]})),
+    "half the weights": (WEIGHTS, lambda weights: save(weights)[:-9].decode("latin-1")),
+    "no matrix": (WEIGHTS, lambda weights: save(dict(list(weights.items())[1:])).decode("latin-1")),
+    "a row": (WEIGHTS, lambda weights: save({name: each[0] for name, each in weights.items()}).decode("latin-1")),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_adapter_of_peft(name, base_of, make_trainer, tmp_path):
+    base = base_of("flux")
+    write(tmp_path / "style.safetensors", base.transformer, OWN_FLUX, DIFFUSERS)
+    start(base, tmp_path / "style.safetensors").save_pretrained(saved := tmp_path / "saved")
+    make_trainer(peft_config=str(saved))
+    file, change = BROKEN[name]
+    content = change(json.loads((saved / CONFIG).read_text()) if file == CONFIG else load_file(saved / WEIGHTS))
+    (saved / file).unlink()
+    if content is not None:
+        (saved / file).write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=f"adapter '{saved}'"):
+        make_trainer(peft_config=str(saved))
 
 
 def test_another_family(make_trainer, base_of, tmp_path):

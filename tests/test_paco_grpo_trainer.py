@@ -13,9 +13,10 @@ from accelerate import Accelerator
 from datasets import DatasetDict
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
+from safetensors.torch import load_file
 from trl import ModelConfig, get_peft_config
 
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import FAMILIES, FluxFamily, RecordedStep, SDESettings, UnlistedFamily, sde_step
 from paco_trl.rollout.policy import score_step
@@ -219,6 +220,57 @@ def test_the_adapter_of_trls_model_config(make_small, caplog):
     trainer.train()
     assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
     assert all(value.abs().max() > 0 for name, value in weights_of(trainer).items() if "lora_B" in name)
+
+
+class TestSavedAdapter:
+    """What a saved config has of its adapter's training does not stop another training."""
+
+    @pytest.fixture
+    def saved(self, make_small, tmp_path):
+        """An adapter of language models' defaults, PEFT's way of saving it, and another program's settings."""
+        trainer = make_small(max_steps=1)
+        trainer.train()
+        trainer.save_model(str(folder := tmp_path / "saved"))
+        config = json.loads((folder / "adapter_config.json").read_text())
+        config |= {"lora_dropout": 0.05, "task_type": "CAUSAL_LM", "init_lora_weights": "eva", "fan_in_fan_out": True}
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"inference_mode": True}))
+        return folder
+
+    @pytest.mark.parametrize("trainer_class", [PaCoGRPOTrainer, PaCoNFTTrainer])
+    def test_is_continued(self, make_small, saved, caplog, trainer_class):
+        before = load_file(saved / "adapter_model.safetensors")
+        trainer = make_small(trainer_class, max_steps=1, peft_config=str(saved))
+        (said,) = [message for message in caplog.messages if "`task_type`" in message]
+        assert "`lora_dropout` 0.05" in said
+        used = trainer.model.peft_config["default"]
+        assert (used.task_type, used.lora_dropout, used.inference_mode) == (None, 0.0, False)
+        start = {name.replace(".default.", "."): value for name, value in weights_of(trainer).items()}
+        assert all(torch.equal(start[name], value) for name, value in before.items())
+        trainer.train()
+        if trainer_class is PaCoGRPOTrainer:
+            assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
+        assert not any(
+            torch.equal(value, before[name.replace(".default.", ".")]) for name, value in weights_of(trainer).items()
+        )
+
+    def test_its_settings_for_a_new_one(self, make_small, saved):
+        """peft#2840: the config says `inference_mode`."""
+        config = LoraConfig.from_pretrained(saved)
+        config.init_lora_weights, config.eva_config = "gaussian", None
+        assert config.inference_mode and config.lora_dropout
+        trainer = make_small(max_steps=1, peft_config=config)
+        before = weights_of(trainer)
+        trainer.train()
+        assert config.inference_mode
+        assert not any(
+            torch.equal(value, before[name]) for name, value in weights_of(trainer).items() if "lora_B" in name
+        )
+
+    def test_weights_that_need_another_base(self, make_trainer, saved):
+        config = json.loads((saved / "adapter_config.json").read_text()) | {"init_lora_weights": "pissa"}
+        (saved / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="pissa"):
+            make_trainer(model="/nowhere/at/all", peft_config=str(saved))
 
 
 class TestRatio:

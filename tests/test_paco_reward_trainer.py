@@ -23,7 +23,7 @@ import pytest
 import torch
 from datasets import Dataset
 from matplotlib.axes import Axes
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image as PILImage
 from PIL import ImageDraw
 from qwen_vl_utils import process_vision_info
@@ -390,6 +390,36 @@ class TestAdapter:
         for model in (tmp_path, None):
             with pytest.raises(ValueError, match="'q_projj'"):
                 make_reward_trainer(model, peft_config=targets)
+
+    def test_the_config_of_a_saved_adapter(self, make_reward_trainer, tmp_path):
+        """peft#2840: it says `inference_mode`."""
+        LoraConfig(r=3, lora_dropout=0.05, task_type="SEQ_CLS", inference_mode=True).save_pretrained(tmp_path)
+        trainer = make_reward_trainer(max_steps=1, peft_config=LoraConfig.from_pretrained(tmp_path))
+        assert trainer.model.peft_config["default"].lora_dropout == 0.05  # as in TRL's SFT
+        before = weights_of(trainer)
+        trainer.train()
+        assert not any(
+            torch.equal(value, before[key]) for key, value in weights_of(trainer).items() if "lora_B" in key
+        )
+
+    @pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"lora_alpha": 0}])
+    def test_an_adapter_that_would_not_fit_its_base(self, make_reward_trainer, settings):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            make_reward_trainer(peft_config=LoraConfig(r=3, **settings))
+
+    def test_an_adapter_that_was_loaded_for_inference(self, make_reward_trainer, tiny_qwen, tmp_path):
+        get_peft_model(base_of(tiny_qwen), LoraConfig(r=3, target_modules=["q_proj"])).save_pretrained(
+            tmp_path / "first"
+        )
+        model = PeftModel.from_pretrained(base_of(tiny_qwen), tmp_path / "first")
+        assert not any(weight.requires_grad for weight in model.parameters())
+        trainer = make_reward_trainer(model, max_steps=1)
+        assert weights_of(trainer).keys() == {name for name, _ in model.named_parameters() if "lora_" in name}
+        before = weights_of(trainer)
+        trainer.train()
+        assert not any(
+            torch.equal(value, before[key]) for key, value in weights_of(trainer).items() if "lora_B" in key
+        )
 
     def test_the_callers_config_and_processor_stay_as_they_are(self, make_reward_trainer, tiny_qwen):
         peft_config = LoraConfig(r=3)

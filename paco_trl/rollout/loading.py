@@ -25,6 +25,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Offl
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +42,14 @@ from .lora_files import convert_lora
 
 logger = get_logger(__name__)
 
+_DEFAULTS = LoraConfig()
+# What a saved config has of its adapter's training, and what only mattered until the adapter had weights
+_OF_TRAINING = (
+    "inference_mode", "task_type", "lora_dropout", "fan_in_fan_out", "qalora_group_size", "ensure_weight_tying",
+)  # fmt: skip
+_OF_START = ("init_lora_weights", "eva_config")
+# Initial weights that leave the base weights as they are; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them
+_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
 # Settings of adapters with two matrices and a scale for each layer. PEFT's others are for variants, such as DoRA.
 _PLAIN_LORA = vars(PeftConfig()).keys() | {
     *("r", "lora_alpha", "lora_dropout", "alpha_pattern", "rank_pattern", "init_lora_weights", "use_rslora"),
@@ -199,9 +208,30 @@ def read_peft_config(
     """Return the config of a new adapter, or of an existing one for a pipeline."""
     if not isinstance(peft_config, str):
         return peft_config
-    if (folder := peft_folder(peft_config)) is not None:
-        return PeftConfig.from_pretrained(folder)
-    return convert_lora(find_adapter_file(peft_config), model, **hub_arguments(model_init_kwargs or {}))[0]
+    return _read_adapter(peft_config, model, **hub_arguments(model_init_kwargs or {}))[0]
+
+
+def _read_adapter(
+    adapter: str, model: "str | DiffusionPipeline", **hub_arguments: Any
+) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """Return config and weights of an existing adapter; refuse files that cannot be read, in one sentence."""
+    folder = peft_folder(adapter)
+    if folder is None:
+        return convert_lora(find_adapter_file(adapter), model, **hub_arguments)
+    try:
+        config = PeftConfig.from_pretrained(folder)
+        return config, load_peft_weights(folder, device="cpu")
+    except (AttributeError, KeyError, SafetensorError, TypeError, ValueError) as error:  # of what is in the files
+        raise ValueError(f"The adapter '{adapter}' cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _forget_training(config: LoraConfig, has_weights: bool) -> None:
+    """Set what a saved config has of its adapter's training to PEFT's defaults."""
+    names = _OF_TRAINING
+    if has_weights and getattr(config, "init_lora_weights", None) in _KEEP_BASE:
+        names += _OF_START
+    for name in names:
+        setattr(config, name, getattr(_DEFAULTS, name))
 
 
 def check_peft_config(
@@ -211,26 +241,26 @@ def check_peft_config(
     adapter, peft_config = peft_config, read_peft_config(peft_config, model, model_init_kwargs)
     if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
         raise TypeError(f"`peft_config` is a {type(peft_config).__name__}; it must be a `peft.LoraConfig`.")
-    if not isinstance(adapter, str) and peft_config.task_type == ModelConfig.lora_task_type:
-        dropped = "`task_type` 'CAUSAL_LM'"
-        adapter = peft_config = copy.deepcopy(peft_config)
-        peft_config.task_type = None
-        if peft_config.lora_dropout == ModelConfig.lora_dropout:
-            dropped += f" and `lora_dropout` {peft_config.lora_dropout}"
-            peft_config.lora_dropout = 0.0
-        logger.warning(f"`peft_config` has {dropped}, TRL's defaults for language models: an image model has neither.")
+    # TRL's defaults, which cannot be left out, and a saved adapter's config (`LoraConfig.from_pretrained`)
+    is_trl = peft_config.task_type == ModelConfig.lora_task_type
+    is_trl &= peft_config.lora_dropout in (ModelConfig.lora_dropout, 0)
+    if is_trl or isinstance(adapter, str) or peft_config.inference_mode:
+        given, peft_config = peft_config, copy.deepcopy(peft_config)
+        _forget_training(peft_config, has_weights=isinstance(adapter, str))
+        dropped = [
+            f"`{name}` {getattr(given, name)!r}" for name in ("task_type", "lora_dropout") if getattr(given, name)
+        ]
+        if dropped:
+            logger.warning(
+                f"`peft_config` has {' and '.join(dropped)}, which no image model is trained with: left out."
+            )
     if peft_config.task_type is not None:
         raise TypeError(f"`task_type` is {peft_config.task_type!r}, which is for language models. Leave it out.")
     if peft_config.lora_dropout:
         problem = "with which the replay scores an image with another network than the one that generated it"
         raise ValueError(f"`lora_dropout` is {peft_config.lora_dropout}, {problem}. Set it to 0.")
-    check_lora_alpha(peft_config)
-    if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
-        problem = "which changes the base weights, with which evaluations and `beta` compare"
-        raise ValueError(
-            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, {problem}. Use True or 'gaussian'."
-        )
-    for name, default in vars(LoraConfig()).items():
+    check_lora_start(peft_config)
+    for name, default in vars(_DEFAULTS).items():
         value = getattr(peft_config, name)
         if name not in _PLAIN_LORA and value and value != default:
             reason = "only plain LoRA is trained here: most programs ignore the rest in diffusers' format"
@@ -238,7 +268,8 @@ def check_peft_config(
     if isinstance(adapter, str):
         base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
-    return adapter
+        return adapter
+    return peft_config
 
 
 def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> None:
@@ -418,16 +449,18 @@ def load_transformer_adapter(
     **kwargs: Any,
 ) -> PeftModel:
     """Put an existing adapter on a transformer, in place, except on `unused_layers`; refuse one of another base."""
-    if (folder := peft_folder(adapter)) is not None:
-        config, weights = PeftConfig.from_pretrained(folder), load_peft_weights(folder, device="cpu")
-    else:
-        config, weights = convert_lora(find_adapter_file(adapter), base)
+    config, weights = _read_adapter(adapter, base)
     _exclude(config, unused_layers)
+    _forget_training(config, has_weights=True)
     config.inference_mode = not is_trainable
-    model = PeftModel(transformer, config, **kwargs)
-    if not is_trainable:
-        model.eval()
-    set_peft_model_state_dict(model, weights)
+    try:
+        model = PeftModel(transformer, config, **kwargs)
+        if not is_trainable:
+            model.eval()
+        set_peft_model_state_dict(model, weights)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"[:400]
+        raise ValueError(f"The adapter '{adapter}' does not fit {base_model_name(base)}: {problem}") from error
     # PEFT drops weights without a layer, and initializes layers without weights
     left_out = tuple(f"base_model.model.{layer}.lora_" for layer in unused_layers)
     saved = {name for name in weights if not name.startswith(left_out)}
@@ -448,10 +481,17 @@ def adapter_is_new(weights: dict[str, torch.Tensor]) -> bool:
     return bool(matrices) and not torch.stack([matrix.any() for matrix in matrices]).any()
 
 
-def check_lora_alpha(peft_config: LoraConfig) -> None:
-    """Refuse a scale of 0, with which no weight has a gradient."""
+def check_lora_start(peft_config: LoraConfig) -> None:
+    """Refuse a scale of 0, with which no weight has a gradient, and initial weights that also change the base weights."""
     if peft_config.lora_alpha == 0:
         raise ValueError("`lora_alpha` is 0: nothing is trained. Use 2 * r (paper).")
+    if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        problem = (
+            "for which PEFT changes the base weights or asks for data: the adapter would not fit the model itself"
+        )
+        raise ValueError(
+            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, {problem}. Use True or 'gaussian'."
+        )
 
 
 def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:

@@ -16,8 +16,19 @@ from safetensors import SafetensorError, safe_open
 
 # Weights that a plain LoRA has, by the names of diffusers, PEFT, kohya and DiffSynth
 _PLAIN = re.compile(r"\.(?:alpha|(?:lora_[AB]|(?:lora_)?(?:down|up))(?:\.default)?\.weight)$")
-_UP = re.compile(r"\.(?:lora_B|(?:lora_)?up)(?:\.default)?\.weight$")
-_TEXT_ENCODER = re.compile(r"^(?:lora_te|text_encoder|te\d?\.)")
+_MATRIX = re.compile(r"(.+\.)(?:(lora_A|(?:lora_)?down)|lora_B|(?:lora_)?up)(?:\.default)?\.weight")
+# Weights that are refused, by their names, and what they are
+_STRANGERS = {
+    r"^(?:lora_te|text_encoder|te\d?\.)": "train a text encoder. Train the LoRA without them, or merge it into its model and "
+    "train a new adapter on that.",
+    r"^lycoris_": "have LyCORIS's names (SimpleTuner), which diffusers does not read. Convert the file to kohya's.",
+    r"base_model\.model\.": "have PEFT's names, and PEFT has their scale in `adapter_config.json`. Name the directory that "
+    "has it, with the weights as `adapter_model.safetensors`.",
+    r"\.lora_[AB]\.(?!default\.weight$).+\.weight$": "have the name of a PEFT adapter in theirs, which diffusers does not "
+    "read. Save the adapter again with PEFT's `save_pretrained`, or the pipeline's `save_lora_weights`.",
+    rf"^(?!.*{_PLAIN.pattern})": "are not those of a plain LoRA, but of DoRA or LoKr, say. Train the LoRA without them, or "
+    "merge it into its model and train a new adapter on that.",
+}
 # What changes a plain LoRA's output, of the settings of its training that diffusers saves with it
 _SCALES = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 
@@ -28,16 +39,26 @@ def convert_lora(
     """Return a LoRA file of a pipeline's transformer as the config and the float32 weights of a PEFT adapter."""
     try:
         with safe_open(file, "pt") as opened:
-            saved = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            saved = dict(json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}")))
             # Converters multiply weights by alpha / rank: in float32, or those of half precision would be rounded
             raw = {name: opened.get_tensor(name).float() for name in opened.keys()}
-    except SafetensorError as error:
+    except (SafetensorError, TypeError, ValueError) as error:
         raise ValueError(f"The adapter '{file}' cannot be read: {error}") from error
-    of_encoders = [name for name in raw if _TEXT_ENCODER.search(name)]
-    if others := of_encoders or [name for name in raw if not _PLAIN.search(name)]:
-        problem = "train a text encoder" if of_encoders else "are not those of a plain LoRA, but of DoRA or LoKr, say"
-        cure = "Train the LoRA without them, or merge it into its model and train a new adapter on that."
-        raise ValueError(f"{len(others)} weights in '{file}' {problem}: {', '.join(others[:3])}, ... {cure}")
+    for pattern, problem in _STRANGERS.items():
+        if others := [name for name in raw if re.search(pattern, name)]:
+            raise ValueError(f"{len(others)} weights in '{file}' ({', '.join(others[:3])}, ...) {problem}")
+    pairs: dict[
+        str, dict[bool, torch.Tensor]
+    ] = {}  # of each layer: the down matrix by `True`, the up matrix by `False`
+    for match in filter(None, map(_MATRIX.fullmatch, raw)):
+        pairs.setdefault(match[1], {})[match[2] is not None] = raw[match[0]]
+    shapes = {layer: [tuple(pair[key].shape) for key in sorted(pair)] for layer, pair in pairs.items()}
+    # (rows, rank) and (rank, columns)
+    if broken := [layer for layer, pair in shapes.items() if len(pair) < 2 or pair[0][1:] != pair[1][:1]]:
+        listed = ", ".join(f"{layer}* {shapes[layer]}" for layer in broken[:3])
+        raise ValueError(
+            f"'{file}' is broken: {len(broken)} layers lack two matrices that fit together ({listed}, ...)."
+        )
     if isinstance(model, str):
         name = DiffusionPipeline.load_config(model, **hub_arguments)["_class_name"]
         # Of code in the repository: the module and the class
@@ -53,7 +74,8 @@ def convert_lora(
     converted, alphas = found if isinstance(found, tuple) else (found, None)
     strangers = [name for name in converted if not re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", name)]
     # Converters split matrices and drop what they do not know: the rows of all of them tell
-    rows = [sum(len(each[name]) for name in each if _UP.search(name)) for each in (raw, converted)]
+    ups = [weight for name, weight in converted.items() if name.endswith(".lora_B.weight")]
+    rows = [sum(map(len, each)) for each in ((pair[False] for pair in pairs.values()), ups)]
     if strangers or not converted or rows[0] != rows[1]:
         lost = strangers or [f"{rows[0] - rows[1]} of {rows[0]} rows are dropped"]
         raise ValueError(f"{_misfit(file, kind)}: {', '.join(lost[:3])}")

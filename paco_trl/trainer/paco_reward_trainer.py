@@ -38,7 +38,7 @@ from ..hub.settings import JudgeCard
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
-from ..rollout.loading import adapter_digest, check_lora_alpha, check_target_modules
+from ..rollout.loading import adapter_digest, check_lora_start, check_target_modules
 from ..utils.deepspeed import without_zero3_init
 from ..utils.files import digest, sole_writer
 from ..utils.images import limit_pixels, pixel_limit, tower_arguments
@@ -97,9 +97,9 @@ def complete_peft_config(
     """Fill in the paper's adapter, the task type and the layers of the language model where left out; check the layers."""
     if peft_config is None:
         peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
-    check_lora_alpha(peft_config)
+    check_lora_start(peft_config)
     peft_config = copy.deepcopy(peft_config)
-    peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
+    peft_config.task_type, peft_config.inference_mode = "CAUSAL_LM", False  # `from_pretrained` sets it to True
     if isinstance(peft_config.target_modules, str):  # a pattern
         return peft_config
     if isinstance(model, str):
@@ -201,8 +201,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Vision-language model: a Hub id or directory, loaded in the compute dtype with `args.model_init_kwargs`
-            (only safetensors files are read), a loaded model, or one with an adapter that was loaded with
-            `is_trainable=True`, to continue training.
+            (only safetensors files are read), a loaded model, or one with an adapter, whose training continues.
         args ([`PaCoRewardConfig`], *optional*):
             Settings. If `None`, the paper's, with an output directory named after the model.
         train_dataset ([`~datasets.Dataset`]):
@@ -278,7 +277,9 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             self._prepare_hub(args)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
-        if not isinstance(model, PeftModel):
+        if isinstance(model, PeftModel):
+            model.set_requires_grad(model.active_adapters)  # loaded for inference, it has none
+        else:
             peft_config = complete_peft_config(peft_config, model, **source)
 
         # 3. SFTTrainer loads the model, wraps it, and gives it the fused head
@@ -529,7 +530,9 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         problem = f"'{checkpoint}' cannot be resumed:"
         if self.args.deepspeed_plugin is None and not (checkpoint / OPTIMIZER_NAME).is_file():
             reason = "it has no state of the optimizer (`save_only_model`)"
-            cure = "Load its adapter with `is_trainable=True` and pass it as `model`, with another `output_dir`"
+            cure = (
+                "Load its adapter with `PeftModel.from_pretrained` and pass it as `model`, with another `output_dir`"
+            )
             raise ValueError(f"{problem} {reason}. {cure}.")
         # PEFT only warns of missing layers, and the optimizer's states are in order, without names
         saved = adapter_digest(PeftConfig.from_pretrained(str(checkpoint)))
