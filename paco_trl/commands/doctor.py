@@ -369,16 +369,16 @@ def check_ratio(state: DoctorState) -> Row | str:
     steps = ", ".join(f"step {index}: {value:.3g}" for index, value in deviations.items())
     finding = (
         f"{len(images) * len(generator.rows.calls_of[generator.number])} image(s), max |ratio - 1| before the first update "
-        f"{max(deviations.values()):.3g} ({steps}); `ratio_tolerance` is {args.ratio_tolerance:.3g}."
+        f"{max(deviations.values()):.3g} ({steps}); the run stops above {trainer.statistics.tolerance:.3g}."
     )
     if device.type == "cuda":
         allocated = format_size(torch.cuda.max_memory_allocated(device))
         finding += f" Forward and backward took {allocated} on the device, without the optimizer's states."
-    if not all(value <= args.ratio_tolerance for value in deviations.values()):  # NaN is not
+    if not all(value <= trainer.statistics.tolerance for value in deviations.values()):  # NaN is not
         advice = (
             "Rollout and training compute different numbers: look for dropout, for layers that behave differently with "
-            f"gradients, for a compiled replay. In bf16 a deviation below `epsilon` ({args.epsilon:g}) can be rounding: "
-            "then set `ratio_tolerance` above it."
+            f"gradients, for a compiled replay. In bf16 it can be rounding where `epsilon` ({args.epsilon:g}) is small: then "
+            "set `ratio_tolerance` above it."
         )
         return Row(FAILED, finding, advice)
     if not has_gradient:

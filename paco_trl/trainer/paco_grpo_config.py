@@ -207,8 +207,7 @@ class PaCoGRPOConfig(GRPOConfig):
             Clip range of the probability ratio. It is small because log-probabilities are means over the latent.
         ratio_tolerance (`float`, *optional*):
             Largest |ratio - 1| before the first update of a round: above it training stops in the first two rounds, and
-            logs a warning later; above `epsilon / 10` it logs a warning, once. If `None`, `epsilon / 10`, or `epsilon`
-            in bf16 with a larger `per_device_rollout_batch_size`, `quantization` or `compile_repeated_blocks`. It is 0
+            logs a warning later; above `epsilon / 10` it logs a warning, once. If `None`, `epsilon`. The deviation is 0
             in float32 and depends on the kernels in bf16: see the logged `ratio_deviation_on_policy`.
         loss_type (`str`, *optional*, defaults to `"grpo"`):
             Loss: `"grpo"`, PPO's clipped objective, `"grpo_guard"`
@@ -387,12 +386,6 @@ class PaCoGRPOConfig(GRPOConfig):
         self.generation_batch_size = layout.num_images
         self.num_prompts_per_generation = layout.num_prompts
         self.optimizer_steps_per_generation = layout.num_optimizer_steps
-        if self.ratio_tolerance is None:
-            # In bf16 two batch sizes, quantized weights and compiled graphs may be rounded by different kernels, about as
-            # far as the clip range
-            is_eager = self.quantization is None and not self.compile_repeated_blocks
-            rounds_alike = not self.bf16 or (layout.num_merged_batches == 1 and is_eager)
-            self.ratio_tolerance = self.epsilon / 10 if rounds_alike else self.epsilon
         self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 
         expected = 42 if num_prompts is None else num_prompts

@@ -82,11 +82,6 @@ class PaCoNFTConfig(PaCoGRPOConfig):
     awm_weighting: str = "ghuber"
     old_policy_beta: float = 1.0
 
-    def __post_init__(self):
-        super().__post_init__()
-        # Derived from the unused `epsilon`; `dataclasses.replace` must not set it
-        self.ratio_tolerance = None
-
     @property
     def num_trained_steps(self) -> int:
         """Number of times at which each image of a round is trained."""
