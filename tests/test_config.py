@@ -10,14 +10,15 @@ import warnings
 
 import pytest
 from accelerate import Accelerator, DeepSpeedPlugin
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from trl import TrlParser
 
 import launching
 from launching import free_port
-from paco_trl import PaCoGRPOConfig
+from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.losses import StepStatistics
-from paco_trl.utils.deepspeed import check_compiled_blocks
+from paco_trl.utils.deepspeed import check_compiled_blocks, complete_config
 from testing_utils import docstring
 
 
@@ -297,6 +298,26 @@ class TestRound:
         assert config.optimizer_steps_per_generation == optimizer_steps
         assert config.round_plan.gradient_accumulation_steps == config.gradient_accumulation_steps
 
+    @pytest.mark.parametrize(
+        ("accumulation", "expected"),
+        # (images, optimizer steps) with full groups of 4, in batches of 2
+        [(2, (8, 2)), (4, (16, 2)), (6, (24, 2)), (1, (4, 2)), (3, (12, 2)), (5, (20, 2))],
+    )
+    @pytest.mark.parametrize("trained_steps", [1, 3])
+    def test_accumulation_alone_is_the_effective_batch(self, make_config, accumulation, expected, trained_steps):
+        config = make_config(
+            num_generations=4, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation * trained_steps,
+            sde_steps=list(range(1, 1 + trained_steps)),
+        )  # fmt: skip
+        assert (config.generation_batch_size, config.optimizer_steps_per_generation) == expected
+        assert config.gradient_accumulation_steps == accumulation * trained_steps
+
+    def test_an_effective_batch_below_half_a_group(self, make_config, caplog):
+        config = make_config(gradient_accumulation_steps=4)  # of 16 images
+        assert (config.num_prompts_per_generation, config.optimizer_steps_per_generation) == (1, 4)
+        (said,) = caplog.messages
+        assert "4 optimizer step(s) a round" in said
+
     def test_num_sde_steps_is_the_number_of_trained_steps(self, make_config):
         base = {"num_generations": 4, "num_prompts_per_generation": 4, "sde_steps": [1, 2, 3, 4]}
         assert [make_config(**base, num_sde_steps=n).steps_per_generation for n in (None, 2)] == [64, 32]
@@ -326,6 +347,43 @@ class TestLauncher:
             )
             with refused if is_compiled and stage == 3 else contextlib.nullcontext():
                 check_compiled_blocks(config)
+
+    @pytest.mark.parametrize(
+        ("file", "said"),
+        [
+            ({}, []),
+            ({"gradient_accumulation_steps": 1}, []),  # `accelerate config`
+            ({"gradient_accumulation_steps": 8, "train_batch_size": "auto"}, ["gradient_accumulation_steps"]),
+            ({"gradient_accumulation_steps": 8, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1},
+             ["gradient_accumulation_steps", "train_batch_size"]),
+        ],
+        ids=str,
+    )  # fmt: skip
+    @pytest.mark.parametrize("config_class", [PaCoGRPOConfig, PaCoRewardConfig])
+    def test_batch_sizes_of_a_deepspeed_file(self, make_config, file, said, config_class, caplog):
+        """They decide nothing: what `accelerate config` asks about accumulation is computed here."""
+        pytest.importorskip("deepspeed")
+        config = make_config(config_class, per_device_train_batch_size=4, **(
+            {"gradient_accumulation_steps": 3} if config_class is PaCoRewardConfig else {}
+        ))  # fmt: skip
+        zero = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": False}}
+        config.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config={**zero, **file})
+        complete_config(config)
+        assert [re.search("`(.*)`", message)[1] for message in caplog.messages] == said
+        engine = HfTrainerDeepSpeedConfig(config.deepspeed_plugin.deepspeed_config)  # as Trainer does
+        engine.trainer_config_process(config)
+        assert engine.mismatches == []
+        assert engine.config["gradient_accumulation_steps"] == config.gradient_accumulation_steps > 1
+        assert engine.config["train_micro_batch_size_per_gpu"] == 4
+
+    @pytest.mark.parametrize("file", [{"gradient_clipping": 0.5}, {"optimizer": {"params": {"lr": 0.5}}}], ids=str)
+    def test_a_deepspeed_file_of_another_run(self, make_config, file):
+        pytest.importorskip("deepspeed")
+        config = make_config()
+        zero = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": False}}
+        config.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config={**zero, **file})
+        with pytest.raises(ValueError, match="0.5 vs"):
+            complete_config(config)
 
     @pytest.mark.slow
     def test_it_is_found_before_a_model_is_loaded(self, tmp_path):

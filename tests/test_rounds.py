@@ -11,6 +11,7 @@ import torch
 
 from paco_trl.rollout import SDESettings
 from paco_trl.trainer.rounds import RoundBuffer, RoundPlan, plan_round
+from testing_utils import are_equal, weights_of
 
 
 SQUARE, WIDE, TALL = (512, 512), (256, 1280), (768, 256)
@@ -103,6 +104,26 @@ class TestPlan:
         rest = {name: sizes[name] for name in names}
         for number in map(int, numbers.split(" or ")):
             assert plan(num_prompts=number, **rest).num_prompts == number
+
+
+def test_a_small_dataset_is_a_smaller_round(make_trainer, prompts, tmp_path, caplog):
+    """Only of the default size: 42 prompts of a user's own are 42."""
+    rows = prompts.select(range(3))
+    trainer = make_trainer(
+        train_dataset=rows, num_prompts_per_generation=None, max_steps=3, save_strategy="steps", save_steps=1
+    )
+    (said,) = [message for message in caplog.messages if "fewer than the 42" in message]
+    # 3 x 4 images are no two steps of batches of 4
+    assert "2 prompts x 4 generations = 8 images" in said and trainer.round_plan.num_prompts == 2
+    assert trainer.args.gradient_accumulation_steps == 1
+    trainer.train()
+    resumed = make_trainer(train_dataset=rows, num_prompts_per_generation=None, max_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert are_equal(weights_of(resumed), weights_of(trainer))
+    with pytest.raises(ValueError, match="The dataset has 3"):
+        make_trainer(train_dataset=rows, num_prompts_per_generation=42)
+    with pytest.raises(ValueError, match="The dataset has 1"):
+        make_trainer(train_dataset=prompts.select(range(1)), num_prompts_per_generation=None)
 
 
 def test_rows_that_no_round_uses_are_counted(make_small, prompts, capsys):

@@ -34,8 +34,9 @@ logger = get_logger(__name__)
 def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardRunner) -> PromptRows:
     """Read the training prompts, and check that they fill a round and fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
-    rows, layout = PromptRows(dataset, args, "the dataset"), args.round_plan
-    if (count := len(rows.calls)) < layout.num_prompts:
+    rows = PromptRows(dataset, args, "the dataset")
+    args.fit_round(count := len(rows.calls))
+    if count < (layout := args.round_plan).num_prompts:
         problem = f"a round takes {layout.num_prompts} different ones: {layout.describe()}"
         cure = f"Set `num_prompts_per_generation` to at most {count}, or add prompts"
         raise ValueError(f"The dataset has {count} prompt(s), but {problem} {cure}.")

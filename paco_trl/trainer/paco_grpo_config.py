@@ -15,7 +15,7 @@ from ..data.image_sets import PANEL_TEMPLATE, SET_LAYOUTS, check_panel_options
 from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
-from ..utils.deepspeed import check_compiled_blocks
+from ..utils.deepspeed import check_compiled_blocks, complete_config
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .config_utils import (
@@ -137,7 +137,8 @@ class PaCoGRPOConfig(GRPOConfig):
         num_prompts_per_generation (`int`, *optional*):
             Prompts of a round, rounded up to a number that divides. Each separate image of a set counts, as in the
             other sizes of a round: it has as many whole sets as always fit, and the rest is repeated without weight.
-            If `None`, 42 (paper), or derived from the sizes below; set along with one of them, it must fit.
+            If `None`, 42 (paper) or as many as the dataset has, or derived from the sizes below; set along with one of
+            them, it must fit.
         optimizer_steps_per_generation (`int`, *optional*):
             Optimizer steps per round. If `None`, 2 (paper), or derived from `gradient_accumulation_steps`; set along
             with that, it must fit. With several, the images of a separate set may be in different ones: a step weighs
@@ -147,7 +148,8 @@ class PaCoGRPOConfig(GRPOConfig):
         steps_per_generation (`int`, *optional*):
             Training micro-steps of a process per round, one for each micro-batch and trained step. If `None`, derived.
         gradient_accumulation_steps (`int`, *optional*):
-            Training micro-steps per optimizer step. If `None`, derived.
+            Training micro-steps per optimizer step. If `None`, derived. Alone, it sets the effective batch, and a round is
+            two optimizer steps, or more where two have no full groups.
         per_device_train_batch_size (`int`, *optional*, defaults to `1`):
             Images trained at a time on one process.
         per_device_rollout_batch_size (`int`, *optional*):
@@ -379,6 +381,7 @@ class PaCoGRPOConfig(GRPOConfig):
         super().__post_init__()
         self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups, which `evaluate()` does not
         check_compiled_blocks(self)
+        complete_config(self)
         self._check_launcher()
         if self.world_size != num_processes:
             problem = f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}"
@@ -388,10 +391,30 @@ class PaCoGRPOConfig(GRPOConfig):
         self.optimizer_steps_per_generation = layout.num_optimizer_steps
         self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 
-        expected = 42 if num_prompts is None else num_prompts
-        if requested[2:4] == (None, None) and layout.num_prompts != expected:
+        self._is_default_round = num_prompts is None and requested[2:] == (None,) * 3
+        expected = 42 if self._is_default_round else num_prompts
+        if expected is not None and requested[2:4] == (None, None) and layout.num_prompts != expected:
             numbers = f"from {expected} to {layout.num_prompts}, which divides"
             logger.warning(f"`num_prompts_per_generation` is rounded up {numbers}: {layout.describe()}")
+        if requested[1] is None and layout.num_optimizer_steps > 2:
+            logger.warning(
+                f"`gradient_accumulation_steps` makes more than 2 steps of full groups: {layout.describe()}"
+            )
+
+    def fit_round(self, count: int) -> None:
+        """Make a round of the default size as small as a dataset of that many prompts requires, if it can be."""
+        plan = self.round_plan
+        batch = plan.num_processes * plan.rollout_batch_size * plan.num_optimizer_steps
+        fitting = [n for n in range(1, count + 1) if n * plan.num_generations % batch == 0]
+        if not self._is_default_round or count >= plan.num_prompts or not fitting:
+            return
+        sizes = (fitting[-1], plan.num_optimizer_steps, None, None, None)
+        plan = self._plan_round(*sizes, num_processes=self.world_size)
+        self.num_prompts_per_generation, self.generation_batch_size = plan.num_prompts, plan.num_images
+        self.steps_per_generation = plan.steps_per_generation
+        self.gradient_accumulation_steps = plan.gradient_accumulation_steps
+        complete_config(self)
+        logger.warning(f"The dataset has {count} prompts, fewer than the 42 of a round by default: {plan.describe()}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers store them."""

@@ -221,8 +221,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             cast(Any, args.log_tame_threshold),
         )  # fmt: skip
         self.eval_rewards = self.rewards if eval_reward_funcs is None else RewardRunner(eval_reward_funcs)
-        self.round_plan = args.round_plan
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
+        self.round_plan = args.round_plan
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from trl import SFTConfig
 
+from ..utils.deepspeed import complete_config
 from ..utils.stopping import SIGNALS
 from .config_utils import REFUSED_SFT_FIELDS, check_arguments, help_from_docstring, name_checkpointing, refuse_fields
 from .first_token_loss import LOSS_VARIANTS
@@ -112,5 +113,6 @@ class PaCoRewardConfig(SFTConfig):
             self.greater_is_better: bool | None = False
         name_checkpointing(self)
         super().__post_init__()
+        complete_config(self)
         # It waits for the device in each micro-step, and hides a loss that is not a number
         self.logging_nan_inf_filter = False

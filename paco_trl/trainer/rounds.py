@@ -116,12 +116,14 @@ def plan_round(
 ) -> RoundPlan:
     """
     Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is.
+    Accumulation alone sets an optimizer step's images, as in TRL, and two of them, or as few more as have full groups, are
+    a round.
 
     Raises:
         ValueError: the sizes that are set do not divide a round, or contradict each other.
     """
     parallel = num_processes * batch_size  # images of a micro-batch on all processes
-    prompts, steps = num_prompts or 42, Fraction(num_optimizer_steps or 2)
+    steps = Fraction(num_optimizer_steps or 2)
     images, per_step = Fraction(generation_batch_size or 0), Fraction(gradient_accumulation_steps or 0)
     per_step *= Fraction(parallel, num_trained_steps)  # images of an optimizer step
     if not images:
@@ -130,7 +132,8 @@ def plan_round(
     batch = parallel * num_merged_batches
     unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
     if not images:
-        images = Fraction(-(-prompts * num_generations // unit) * unit)
+        images = num_prompts * num_generations if num_prompts else steps * per_step or 42 * num_generations
+        images = Fraction(math.ceil(images / unit) * unit)
     if per_step:
         steps = images / per_step
     trained = images * num_trained_steps / parallel  # micro-steps of a process

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models outside of DeepSpeed ZeRO-3, their partitioning, and checks of the configuration."""
 
+import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,6 +10,9 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
+
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -27,6 +32,32 @@ def without_zero3_init() -> Iterator[None]:
         yield
     finally:
         hf_deepspeed.set_hf_deepspeed_config(config)
+
+
+def complete_config(args: TrainingArguments) -> None:
+    """Let the arguments decide the batch sizes of a DeepSpeed configuration; refuse what else of it contradicts them."""
+    if args.deepspeed_plugin is None:
+        return
+    config, batch_size = args.deepspeed_plugin.deepspeed_config, args.per_device_train_batch_size
+    sizes = {
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "train_micro_batch_size_per_gpu": batch_size,
+    }
+    sizes["train_batch_size"] = args.world_size * batch_size * args.gradient_accumulation_steps
+    for name, size in sizes.items():
+        # `accelerate config` writes 1, which nobody may have chosen
+        if (found := config.get(name, "auto")) not in ("auto", 1, size):
+            logger.warning(f"The DeepSpeed configuration has `{name}` {found}; the run's, {size}, is used.")
+        config[name] = "auto"
+    # Trainer compares them when the models are loaded
+    compared = args.hf_deepspeed_config if args.deepspeed else None
+    with without_zero3_init():
+        compared = compared or hf_deepspeed.HfTrainerDeepSpeedConfig(copy.deepcopy(config))
+        compared.mismatches = []
+        compared.trainer_config_process(args)
+    if compared.mismatches:
+        differing = "; ".join(mismatch.removeprefix("- ") for mismatch in compared.mismatches)
+        raise ValueError(f"The DeepSpeed configuration contradicts the arguments: {differing}. Change one of the two.")
 
 
 def check_compiled_blocks(args: TrainingArguments) -> None:
