@@ -385,14 +385,14 @@ class MeasuredEncoder(PromptEncoder):
         with self.watch.section(SOURCES):
             super()._encode_images(rows, new)
 
-    def _placed(self, names):
-        return nullcontext() if self.is_resident else super()._placed(names)
+    def _text_encoders_placed(self):
+        return nullcontext() if self.is_resident else super()._text_encoders_placed()
 
 
 class NothingEncoded(MeasuredEncoder):
     """Encode nothing before the round: the inputs of a micro-batch are set when it is generated."""
 
-    def encode(self, rows, numbers, scale=1.0) -> None:
+    def encode(self, rows, numbers, scale=1.0, ahead=()) -> None:
         pass
 
     def fetch(self, rows, numbers, scale=1.0) -> EncodedRows:
@@ -405,6 +405,8 @@ class NothingEncoded(MeasuredEncoder):
 
 class EditingTrainer(PaCoGRPOTrainer):
     """The trainer, whose rounds take turns between the recipes and are the same otherwise."""
+
+    _num_rounds = 0  # nothing is encoded before the first round, or ahead of another
 
     def __init__(self, watch: Stopwatch, plan: list[str], **kwargs):
         self.watch, self.plan, self.rounds = watch, plan, []
@@ -433,9 +435,6 @@ class EditingTrainer(PaCoGRPOTrainer):
     def _trained_weights(self) -> list[torch.Tensor]:
         return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def _encode_run(self) -> None:
-        """Encode nothing: each round encodes its own prompts."""
-
     def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         self._current = Round(self.plan[round_index])
         is_again = self._current.recipe == AGAIN
@@ -446,7 +445,8 @@ class EditingTrainer(PaCoGRPOTrainer):
             weights.copy_(saved)
         self.optimizer.state.clear()
         # As the only round of a run: nothing is encoded yet
-        self.sampler.prompt_encoder = NothingEncoded(self) if is_again else MeasuredEncoder(self)
+        encoder = NothingEncoded(self) if is_again else MeasuredEncoder(self)
+        self.prompt_encoder = self.sampler.prompt_encoder = encoder
         for name in (*self.family.text_encoders, "vae"):
             getattr(self.pipeline, name).to(self.accelerator.device if is_again else "cpu")
         # The size of the images is that of the rows, which have been measured

@@ -335,19 +335,20 @@ class MeasuredTrainer(PaCoGRPOTrainer):
 
     # ---- A round ----
 
-    def _encode_run(self) -> None:
-        """Encode the prompts, once in a run and before the first round, and time each."""
+    def _encode_round(self, *args) -> EncodedRows:
+        """Encode the prompts, before the first round and ahead of others, and time each."""
         encode_prompt = self.family.encode_prompt
 
-        def timed(*args, **kwargs):
+        def timed(*arguments, **kwargs):
             started = self.watch.now()
-            encoded = encode_prompt(*args, **kwargs)
+            result = encode_prompt(*arguments, **kwargs)
             self.encode_seconds.append(self.watch.now() - started)
-            return encoded
+            return result
 
         self.family.encode_prompt = timed
-        super()._encode_run()
+        encoded = super()._encode_round(*args)
         del self.family.encode_prompt
+        return encoded
 
     def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         self.end_round()

@@ -7,12 +7,16 @@ import weakref
 
 import pytest
 import torch
+from datasets import Dataset, concatenate_datasets
 from diffusers import DiffusionPipeline
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 
+from paco_trl.rollout import sampler
 from paco_trl.rollout.sampler import on_device
+from paco_trl.trainer import paco_grpo_trainer
+from paco_trl.trainer.paco_grpo_trainer import ROUNDS_AHEAD
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
 from testing_utils import are_equal, count_images, weights_of
 
@@ -37,19 +41,11 @@ class TestPlacement:
         monkeypatch.setattr(PeftModel, "to", placing, raising=False)
         return events
 
-    def test_all_prompts_of_a_run_are_encoded_before_the_model_is_placed(self, make_trainer, prompts, events):
-        trainer = make_trainer(
-            **SHORT, eval_dataset=prompts.select([5]), eval_strategy="steps", eval_steps=1, num_generations_eval=2,
-            num_inference_steps_eval=2,
-        )  # fmt: skip
+    def test_the_prompts_of_the_first_rounds_are_encoded_before_the_model_is_placed(self, make_trainer, events):
+        trainer = make_trainer(**SHORT)
         trainer.pipeline.text_encoder_2.register_forward_pre_hook(lambda *_: events.append("text"))
         trainer.train()
-        assert events.count("placed") > 1
-        encoded = events[: events.index("placed")]
-        # A round of two prompts and the evaluated one
-        assert encoded == ["text"] * events.count("text") and len(encoded) >= 2
-        trainer.evaluate(prompts.select([8, 9, 10, 11]))  # some are new
-        assert "text" in events[len(encoded) :]
+        assert events.count("text") == 2 and events.index("placed") == 2  # a round of two prompts
 
     def test_evaluating_before_training_places_the_model(self, make_trainer, prompts, events):
         trainer = make_trainer(eval_dataset=prompts.select([5]), num_generations_eval=2, num_inference_steps_eval=2)
@@ -65,6 +61,60 @@ class TestPlacement:
             assert {weight.device.type for weight in module.parameters()} == {"meta"}
         for name, weight in module.named_parameters():
             assert weight.data_ptr() == before[name][0] and torch.equal(weight, before[name][1])
+
+
+@pytest.fixture(scope="module")
+def many(prompts) -> Dataset:
+    return concatenate_datasets([prompts.map(lambda row, n=n: {"prompt": f"{n} {row['prompt']}"}) for n in "abc"])
+
+
+class TestAhead:
+    """What a round needs is encoded a bounded number of rounds ahead of it, and dropped when it is behind."""
+
+    ONE = {"num_generations": 2, "num_prompts_per_generation": 1, "per_device_train_batch_size": 2}
+    ONE |= {"optimizer_steps_per_generation": 1, "gradient_checkpointing": False}
+
+    def test_memory_and_encodes_are_those_of_some_rounds(self, make_trainer, many):
+        trainer = make_trainer(**self.ONE, train_dataset=many, max_steps=ROUNDS_AHEAD + 2)
+        encoded, generate, found = count_images(trainer.pipeline.text_encoder_2), trainer._generate_round, []
+
+        def watched(*args, **kwargs):
+            found.append((len(encoded), len(trainer.prompt_encoder._encoded)))
+            return generate(*args, **kwargs)
+
+        trainer._generate_round = watched
+        trainer.train()
+        # The last two rounds are encoded when the first of them comes; each prompt once
+        ahead, rest = (ROUNDS_AHEAD, ROUNDS_AHEAD), (ROUNDS_AHEAD + 2, 2)
+        assert found == [ahead] * ROUNDS_AHEAD + [rest] * 2
+
+    @pytest.mark.parametrize("resumed", [False, True])
+    def test_trains_the_same_whatever_is_ahead(self, make_trainer, many, monkeypatch, tmp_path, resumed):
+        settings = {**self.ONE, "train_dataset": many.select(range(4)), "max_steps": 6, "save_strategy": "steps"}
+        results = []
+        for rounds in (6, 2):
+            monkeypatch.setattr(paco_grpo_trainer, "ROUNDS_AHEAD", rounds)
+            trainer = make_trainer(**settings, save_steps=3, output_dir=str(tmp_path / str(rounds)))
+            if resumed and results:
+                shutil.copytree(tmp_path / "6" / "checkpoint-3", tmp_path / "2" / "checkpoint-3")
+            encoded = count_images(trainer.pipeline.text_encoder_2)
+            trainer.train(resume_from_checkpoint=bool(resumed and results))
+            # Four prompts stay in memory, or those of the second epoch are encoded again
+            assert len(encoded) == (4 if rounds == 6 else 3 if resumed else 5)
+            results.append(weights_of(trainer))
+        assert are_equal(*results)
+
+    def test_evaluation_prompts_too(self, make_trainer, many, monkeypatch):
+        monkeypatch.setattr(sampler, "ROWS_AHEAD", 3)
+        settings = {"num_generations_eval": 2, "num_inference_steps_eval": 2, "eval_baseline": False}
+        results = []
+        for count in (3, 10):
+            monkeypatch.setattr(sampler, "ROWS_AHEAD", count)
+            trainer = make_trainer(**self.ONE, **settings, eval_dataset=many.select(range(9)))
+            encoded = count_images(trainer.pipeline.text_encoder_2)
+            results.append(trainer.evaluate())
+            assert len(encoded) == 9 and len(trainer.prompt_encoder._encoded) == (1 if count == 3 else 9)
+        assert results[0] == pytest.approx(results[1], abs=0, nan_ok=True) and results[0]["eval_reward"] > 0
 
 
 class TestDirectory:
@@ -128,14 +178,6 @@ class TestDirectory:
             assert resumed.state.global_step == 4 and not encoded
             assert are_equal(weights_of(resumed), weights_of(whole))
 
-    def test_a_directory_that_another_process_does_not_see(self, make_trainer, tmp_path):
-        trainer = make_trainer(**SHORT, embeddings_dir=str(tmp_path / "embeddings"))
-        trainer.prompt_encoder.encode(trainer.train_rows, [0])
-        assert trainer.prompt_encoder.fetch(trainer.train_rows, [0]).encoded[0].prompt
-        shutil.rmtree(tmp_path / "embeddings")
-        with pytest.raises(FileNotFoundError, match="`embeddings_dir`"):
-            trainer.prompt_encoder.fetch(trainer.train_rows, [0])
-
     def test_source_images_too(self, klein, dataset, tmp_path):  # noqa: F811
         results = []
         for number, folder in enumerate([None, tmp_path / "embeddings", tmp_path / "embeddings"]):
@@ -151,14 +193,14 @@ class TestDirectory:
 @pytest.mark.parametrize("is_held", [False, True])
 def test_what_was_fetched_is_freed_with_its_last_reference(make_trainer, is_held):
     """Its embeddings are on the accelerator: they must not wait for the garbage collector."""
-    sampler, rows = make_trainer().sampler, make_trainer().train_rows
-    rows.measure(sampler.policy.pipeline, sampler.policy.family)
-    sampler.prompt_encoder.encode(rows, [0])
+    trainer = make_trainer()
+    drawing, rows = trainer.sampler, trainer.train_rows
+    drawing.prompt_encoder.encode(rows, [0])
     gc.disable()
     try:
-        fetched = sampler.prompt_encoder.fetch(rows, [0])
-        with sampler.ready(), torch.no_grad():
-            images, _ = sampler.generate(fetched, [0], [(0, 3, 0, 0, 0)], rows.training_sizes[0], 2)
+        fetched = drawing.prompt_encoder.fetch(rows, [0])
+        with drawing.ready(), torch.no_grad():
+            images, _ = drawing.generate(fetched, [0], [(0, 3, 0, 0, 0)], rows.training_sizes[0], 2)
         assert len(images) == 1 and fetched.read(0)["rows"] == 2 and fetched.source_images(0) == []
         if is_held:
             fetched.cycle = fetched

@@ -115,7 +115,7 @@ PRESETS = {
         "tail_steps": 4,
         "output_dir": "flux.1-dev-24gb", "quantization": "nf4", "judge_quantization": "nf4",
         "gradient_checkpointing": True, "offload_embeddings": True, "offload_rewards": True,
-        "ema_offload": True, "embeddings_dir": "flux.1-dev-embeddings",
+        "ema_offload": True,
     },
     "flux.2-klein-4b-stories": {
         "model_name_or_path": "black-forest-labs/FLUX.2-klein-base-4B", "set_layout": "separate",

@@ -37,7 +37,6 @@ SETTINGS = {"reward_funcs": dull_reward, "min_reward_std": 0.0, "max_resample_ti
 
 def rounds_of(trainer):
     trainer.state.max_steps = 2
-    trainer._encode_run()
     return trainer._generate_and_score_completions(0)
 
 
@@ -103,14 +102,15 @@ def test_prompts_without_rewards_stay_and_stop_the_run(make_trainer):
         rounds_of(make_trainer(**SETTINGS | {"reward_funcs": failing}))
 
 
-def test_nothing_is_encoded_in_a_round(make_trainer):
-    trainer = make_trainer(**SETTINGS, num_prompts_per_generation=2, max_steps=2)
+def test_only_other_prompts_are_encoded_in_a_round(make_trainer):
+    trainer = make_trainer(**SETTINGS, num_prompts_per_generation=2, max_steps=4)
     encode, encoded = trainer.prompt_encoder._encode_prompts, []
-    trainer.prompt_encoder._encode_prompts = lambda *args: encoded.append(trainer.buffer) or encode(*args)
+    trainer.prompt_encoder._encode_prompts = lambda rows, new: encoded.append(len(new)) or encode(rows, new)
     trainer.train()
     resampled = [log["prompts_resampled"] for log in trainer.state.log_history if "loss" in log]
-    assert len(resampled) == 2 and resampled[0] > 0
-    assert len(encoded) == 1
+    assert resampled[0] == resampled[1] > 0 and len(encoded) > 1
+    # Of two rounds, before anything is generated; then each of those that take the place of another, or fewer
+    assert encoded[0] == 4 and 0 < sum(encoded[1:]) <= resampled[0] + resampled[2]
 
 
 def test_a_batch_of_parts_of_prompts_is_refused(make_trainer):

@@ -68,7 +68,6 @@ def check_training(trainer) -> None:
 
 def round_of(trainer):
     trainer.state.max_steps = 2
-    trainer._encode_run()
     trainer.buffer = trainer._generate_and_score_completions(0)
     return trainer.buffer
 

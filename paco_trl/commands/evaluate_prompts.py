@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -95,8 +94,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
             places = itertools.product(range(len(rows)), range(args.num_generations))
             files = {(row, image): folder / str(row) / f"{image}.png" for row, image in places}
             if not all(path.exists() for path in files.values()):
-                embeddings = output_dir / ".embeddings" if accelerator.num_processes > 1 else None
-                _generate(args.model_name_or_path, adapter, settings, rows, files, accelerator, embeddings)
+                _generate(args.model_name_or_path, adapter, settings, rows, files, accelerator)
                 gc.collect()
             role, title = "tuned" if adapter else "base", public_name(adapter or args.model_name_or_path)
             systems.append({"role": role, "name": title, "settings": shown, "files": files})
@@ -146,9 +144,8 @@ def _settings(args: PromptsArguments) -> dict[str, Any]:
 
 
 def _generate(
-    model: str, adapter: str | None, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator,
-    embeddings: Path | None,
-) -> None:  # fmt: skip
+    model: str, adapter: str | None, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator
+) -> None:
     """Generate the missing images of one system as `evaluate()` of training does, from the same noise."""
     dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
     pipeline = load_pipeline(model, dtype)
@@ -156,16 +153,17 @@ def _generate(
     negative_prompt = family.resolve_negative_prompt(pipeline, scale, settings["negative_prompt"])
     rows.measure(pipeline, family)
     policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, reference=None)
+    encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt)
     policy.model.eval().to(accelerator.device)
-    encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt, embeddings)
     sampler = RolloutSampler(policy, encoder, accelerator, scale, offload_embeddings=True)
     numbers, calls = list(range(len(rows))), [{f"{row + 1}/{image + 1}": path} for (row, image), path in files.items()]
-    encoder.encode(rows, numbers)
-    how = {"fetched": encoder.fetch(rows, numbers), "num_inference_steps": settings["num_inference_steps"]}
+    how = {"num_inference_steps": settings["num_inference_steps"]}
     key, sizes = (settings["seed"], STREAMS["evaluation"], 0), rows.inference_sizes
 
     def generate(number: int) -> dict:
         with torch.no_grad():
+            row = number // settings["num_generations"]
+            encoder.encode(rows, [row], ahead=range(row + 1, len(rows)))
             completions = Completions(rows, numbers, settings["num_generations"])
             images = [[image] for image in completions.images_of(number)]
             # The last image finishes a set
@@ -176,8 +174,6 @@ def _generate(
     with sampler.ready():
         generate_missing(pipeline, calls, generate, f"images of {public_name(adapter or model)}", sizes_of_calls)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process and embeddings is not None:
-        shutil.rmtree(embeddings, ignore_errors=True)
 
 
 def _score(

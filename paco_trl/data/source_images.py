@@ -73,14 +73,6 @@ class SourceImages:
             self._digests[row] = tuple(self._digest(*image) for image in self._images(row))
         return self._digests[row]
 
-    def is_read(self, row: int) -> bool:
-        """Tell whether [`SourceImages.digests`] knows a row without reading its files."""
-        return row in self._digests
-
-    def remember(self, digests: dict[int, tuple[str, ...]]) -> None:
-        """Add digests that other processes have computed, by row."""
-        self._digests |= digests
-
     def lengths(self, row: int) -> list[int]:
         """Return the number of bytes of each image file of a row."""
         images = [image for _, image in self._images(row)]

@@ -3,7 +3,7 @@
 
 import inspect
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,14 +127,18 @@ def generate_missing(
 
     own = list(names)[state.process_index :: state.num_processes]
     bar = tqdm(own, desc=f"Generating {what}", unit="call", disable=not state.is_main_process)
-    with truncations_counted(pipeline, f"{sum(map(counts.__getitem__, names))} calls of {type(pipeline).__name__}"):
+    with truncations_counted(pipeline) as truncations:
         for number in bar:
             images = generate(number)
             for name in names[number]:
                 write_atomically(calls[number][name], to_png(images[name]))
                 if is_flat(images[name], counts[number]):
                     flat.append(name)
-        wait_for_all()
+    wait_for_all()
+    for message, number in sum(gather_object([truncations]), Counter()).items():
+        if state.is_main_process:
+            all_calls = f"{sum(map(counts.__getitem__, names))} calls of {type(pipeline).__name__}"
+            logger.warning(f"For {number} of {all_calls}: {message}.")
     order = [name for call in calls for name in call]
     flat = sorted(gather_object(flat), key=order.index)
     if flat and state.is_main_process:

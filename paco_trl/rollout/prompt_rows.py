@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a dataset, prepared for generation: layout, sizes, source images, and the images of each."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -245,6 +246,11 @@ class Completions:
         shares = torch.tensor([1 / lengths[self.numbers[place]] for place in self.places] + [0.0] * padding)
         completions = places[:, None] * self.num_generations + torch.arange(self.num_generations)
         return completions.flatten(), shares.repeat_interleave(self.num_generations)
+
+    def rows_of(self, batches: Iterable[Iterable[int]]) -> list[int]:
+        """Return the numbers of the rows of some batches, each once, in their order, and of what `in_order` adds."""
+        images = itertools.chain(*batches, [0] * self.rows.is_anchored)
+        return list(dict.fromkeys(self.rows.calls[self.calls[image // self.num_generations]].row for image in images))
 
     def images_of(self, completion: int) -> list[int]:
         """Return the numbers of a completion's images, in the order of its panels."""

@@ -2,27 +2,30 @@
 """
 Generate images of a dataset's rows with a policy.
 
-Each distinct prompt and source image is encoded once, with text encoders and VAE on the accelerator only meanwhile.
+What some rounds need is encoded ahead of them, each distinct prompt and source image once; text encoders and transformer
+take turns on the accelerator.
 """
 
 import functools
 import hashlib
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import diffusers
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import DistributedType, gather_object, send_to_device
 from accelerate.utils.memory import clear_device_cache
 from PIL import Image
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 from tqdm.auto import tqdm
@@ -31,13 +34,18 @@ from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import to_device
 from ..utils.pipelines import truncations_counted
-from ..utils.processes import wait_for_all
 from . import Family
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
 from .prompt_rows import Completions, PromptKey, PromptRows
 
 
 logger = get_logger(__name__)
+
+# Rows that are encoded at a time, at most, besides those that are needed at once: 1 GiB for FLUX.1
+ROWS_AHEAD = 256
+
+# What is encoded: a prompt, or a source image as digest and scale
+Condition = PromptKey | tuple[str, float]
 
 
 @dataclass
@@ -58,9 +66,9 @@ class PromptEmbeddings:
 
 
 class PromptEncoder:
-    """Encodes prompts and source images on one process each, into files in `folder`; without one, into CPU memory."""
+    """Encodes prompts and source images for this process, and keeps what is needed; with `folder` also in files there."""
 
-    # Several processes require a folder that all see. A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
+    # A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
 
     def __init__(
         self,
@@ -76,49 +84,42 @@ class PromptEncoder:
         self.negative_prompt = negative_prompt
         self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
         self._is_hidden = not accelerator.is_main_process  # of progress bars
-        # What was encoded, or the file of it: (digest, scale) -> latents of a source image
-        self._encoded: dict[PromptKey | tuple[str, float], dict[str, torch.Tensor] | Path] = {}
+        self._encoded: dict[Condition, dict[str, torch.Tensor]] = {}
+        self._told: set[str] = set()  # kinds of truncation
+        self._needed: WeakKeyDictionary[PromptRows, set[Condition]] = WeakKeyDictionary()
+        # Layers of the transformer, which leave the accelerator to text encoders; DeepSpeed places its weights itself
+        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        self._frozen = [] if is_deepspeed else _frozen_layers(pipeline.transformer)
+        self._frozen_memory = _cpu_memory(self._frozen)
 
     @torch.no_grad()
-    def encode(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> None:
-        """Encode what is new in some rows. Collective: call on all ranks, with the same numbers."""
-        if rows.sources is not None:
-            self._read_digests(rows, numbers)
-        prompts: dict[PromptKey, int] = {}  # -> a row with its source images
-        images: dict[tuple[str, float], tuple[int, int]] = {}  # -> a row and the place in it
-        for number in dict.fromkeys(numbers):
-            for call in rows.calls_of[number]:
-                texts, sources = self._keys(rows, call, scale)
-                for key in texts:
-                    if key not in self._encoded:
-                        prompts.setdefault(key, number)
-                for place, image in enumerate(sources):
-                    if image not in self._encoded:
-                        images.setdefault(image, (number, place))
-        if images:  # before prompts: damaged files are found
-            self._encode_images(rows, images)
-        if prompts:
-            self._encode_prompts(rows, prompts)
-        if prompts or images:
-            wait_for_all()  # all files exist
-        if self._folder is not None:
-            for new in (prompts, images):
-                self._encoded |= {key: self._file(key) for key in new}
+    def encode(self, rows: PromptRows, numbers: Iterable[int], scale: float = 1.0, ahead: Iterable[int] = ()) -> None:
+        """
+        Encode some rows if they are not, and at the same time those `ahead`, up to `ROWS_AHEAD`.
 
-    def fetch(self, rows: PromptRows, numbers: list[int], scale: float = 1.0) -> "EncodedRows":
+        Of these rows' embeddings the others are dropped then: memory does not grow with the dataset.
+        """
+        needed = self._places(rows, numbers, scale)
+        if needed.keys() <= self._encoded.keys():
+            return
+        needed |= self._places(rows, itertools.islice(ahead, ROWS_AHEAD), scale)
+        self._needed[rows] = set(needed)
+        kept = set().union(*self._needed.values())
+        self._encoded = {key: tensors for key, tensors in self._encoded.items() if key in kept}
+        new = {key: place for key, place in needed.items() if key not in self._encoded and not self._read(key)}
+        images = {key: place for key, place in new.items() if not isinstance(key, PromptKey)}
+        prompts = {key: number for key, (number, _) in new.items() if isinstance(key, PromptKey)}
+        with torch.autocast(self.accelerator.device.type, enabled=False):  # as the pipeline does
+            if images:  # before prompts: damaged files are found
+                self._encode_images(rows, images)
+            if prompts:
+                self._encode_prompts(rows, prompts)
+
+    def fetch(self, rows: PromptRows, numbers: Iterable[int], scale: float = 1.0) -> "EncodedRows":
         """Return some encoded rows with their embeddings, which are on the CPU."""
         keys = {call: self._keys(rows, call, scale) for number in numbers for call in rows.calls_of[number]}
-        encoded: Any = {}
         needed: Iterable[Any] = (each for texts, sources in keys.values() for each in (*texts, *sources))
-        for key in dict.fromkeys(needed):
-            kept = self._encoded[key]
-            try:
-                encoded[key] = load_file(kept) if isinstance(kept, Path) else dict(kept)  # a file is mapped, not read
-            except FileNotFoundError as error:
-                raise FileNotFoundError(
-                    f"'{kept}' is missing, which another process has written, or was deleted during the run. All "
-                    "processes must see the directory of the embeddings: set `embeddings_dir` to a shared one."
-                ) from error
+        encoded: Any = {key: dict(self._encoded[key]) for key in dict.fromkeys(needed)}
         embeddings = {}
         for call, (texts, sources) in keys.items():
             prompt, *negative = [encoded[key] for key in texts]
@@ -138,40 +139,40 @@ class PromptEncoder:
         prompts = [prompt] if self.negative_prompt is None else [prompt, self.negative_prompt]
         return [PromptKey(each, *seen) for each in prompts], [(each, scale) for each in digests]
 
-    def _read_digests(self, rows: PromptRows, numbers: list[int]) -> None:
-        """Read the files of source images, each on one process."""
-        sources: Any = rows.sources
-        new = [number for number in dict.fromkeys(numbers) if not sources.is_read(number)]
-        if not new:
-            return
-        mine = new[self.accelerator.process_index :: self.accelerator.num_processes]
-        progress = tqdm(mine, "Reading images", disable=self._is_hidden or len(new) < 1000)
-        read = [(number, sources.digests(number)) for number in progress]
-        wait_for_all()
-        sources.remember(dict(gather_object(read)))
+    def _places(self, rows: PromptRows, numbers: Iterable[int], scale: float) -> dict[Condition, tuple[int, int]]:
+        """Return what some rows need, each with a row that has it, and the place of a source image in the row."""
+        places: dict[Condition, tuple[int, int]] = {}
+        for number in numbers:
+            for call in rows.calls_of[number]:
+                texts, sources = self._keys(rows, call, scale)
+                for key in texts:
+                    places.setdefault(key, (number, 0))
+                for place, image in enumerate(sources):
+                    places.setdefault(image, (number, place))
+        return places
 
-    def _local_part(self, new: dict) -> list[tuple]:
-        """Return what this process must encode: its part of what is new, without what an earlier run encoded."""
-        mine = list(new.items())[self.accelerator.process_index :: self.accelerator.num_processes]
-        return [each for each in mine if self._folder is None or not _is_complete(self._file(each[0]))]
-
-    def _file(self, key: PromptKey | tuple[str, float]) -> Path:
+    def _file(self, key: Condition) -> Path:
         return self._folder / f"{digest(repr(key))[:32]}.safetensors"
 
-    def _keep(self, key: PromptKey | tuple[str, float], tensors: dict[str, torch.Tensor]) -> None:
+    def _read(self, key: Condition) -> bool:
+        """Read what an earlier run or another process has encoded, if it has, and has written the whole of it."""
+        with suppress(OSError, SafetensorError):
+            if self._folder is not None:
+                self._encoded[key] = load_file(self._file(key))  # mapped, which takes no memory
+        return key in self._encoded
+
+    def _keep(self, key: Condition, tensors: dict[str, torch.Tensor]) -> None:
+        self._encoded[key] = tensors
         if self._folder is not None:
             # safetensors refuses tensors that share memory
             tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
             write_atomically(self._file(key), save(tensors))
-        else:
-            self._encoded[key] = tensors
+            self._read(key)
 
     def _encode_prompts(self, rows: PromptRows, new: dict[PromptKey, int]) -> None:
-        device, count = self.accelerator.device, sum(each.prompt != self.negative_prompt for each in new)
-        mine, size = self._local_part(new), 0
-        counting = truncations_counted(self.pipeline, f"{count} prompts")
-        with self._placed(self.family.text_encoders if mine else ()), counting as truncations:
-            for condition, number in tqdm(mine, "Encoding prompts", disable=self._is_hidden or not mine):
+        device, size = self.accelerator.device, 0
+        with self._text_encoders_placed(), truncations_counted(self.pipeline) as truncations:
+            for condition, number in tqdm(new.items(), "Encoding prompts", disable=self._is_hidden, leave=False):
                 images = rows.images(number) if condition.images else []
                 arguments = (condition.prompt, device, images, condition.scale)
                 with rows.add_row_to_errors(number):
@@ -181,15 +182,15 @@ class PromptEncoder:
                 if self.family.is_truncated(self.pipeline, condition.prompt):
                     name = type(self.pipeline).__name__
                     truncations[f"the end of the text was truncated, because it is longer than {name} reads"] += 1
-        logger.info(
-            f"{count} new prompts are encoded, {len(mine)} by this process ({size / 2**20:.1f} MiB each), "
-            f"in {self._folder or 'CPU memory'}."
-        )
+        logger.info(f"{len(new)} prompts are encoded ({size / 2**20:.1f} MiB each).")
+        for message in [message for message in truncations if message not in self._told]:
+            logger.warning(f"For {truncations[message]} of the first {len(new)} prompts: {message}.")
+        self._told |= truncations.keys()
 
-    def _encode_images(self, rows: PromptRows, new: dict[tuple[str, float], tuple[int, int]]) -> None:
-        mine = self._local_part(new)
-        with self._placed(("vae",) if mine else ()):
-            progress = tqdm(mine, "Encoding source images", disable=self._is_hidden or not mine)
+    def _encode_images(self, rows: PromptRows, new: dict[Any, tuple[int, int]]) -> None:
+        vae, device = self.pipeline.vae, self.accelerator.device
+        with nullcontext() if vae.device.type == device.type else on_device([vae], device):
+            progress = tqdm(new.items(), "Encoding source images", disable=self._is_hidden, leave=False)
             for (digest, scale), (number, place) in progress:
                 with rows.add_row_to_errors(number):
                     image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
@@ -203,32 +204,57 @@ class PromptEncoder:
             pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
             return EncodedImage(image, vae.encode(pixels).latent_dist.mode().float())
 
-    def _placed(self, names: tuple[str, ...]) -> AbstractContextManager[None]:
-        modules = [module for name in names if (module := getattr(self.pipeline, name)) is not None]
-        return on_device(modules, self.accelerator.device)
+    @contextmanager
+    def _text_encoders_placed(self) -> Iterator[None]:
+        """Put the text encoders in the place of the transformer's frozen layers, if those are on the accelerator."""
+        names, device = self.family.text_encoders, self.accelerator.device
+        encoders = [module for name in names if (module := getattr(self.pipeline, name)) is not None]
+        leaving = [layer for layer in self._frozen if next(layer.parameters()).device.type == device.type != "cpu"]
+        if leaving:
+            _to_cpu(leaving, self._frozen_memory)
+        try:
+            with on_device(encoders, device):
+                yield
+        finally:
+            for layer in leaving:
+                layer.to(device)
 
 
 @contextmanager
 def on_device(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
     """Move frozen modules to a device, then back to the same CPU memory: files that are mapped stay shared."""
-    before = [
+    memory = _cpu_memory(modules)
+    for module in modules:
+        module.to(device)
+    try:
+        yield
+    finally:
+        _to_cpu(modules, memory)
+
+
+def _frozen_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model whose weights are not trained, without those that hold other layers."""
+    layers = [layer for layer in model.modules() if not [*layer.children()] and [*layer.parameters()]]
+    return [layer for layer in layers if not any(weight.requires_grad for weight in layer.parameters())]
+
+
+def _cpu_memory(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]:
+    return [
         (layer, name, weight, weight.data)
         for module in modules
         for layer in module.modules()
         for name, weight in layer.named_parameters(recurse=False)
         if type(weight) is nn.Parameter and weight.device.type == "cpu"  # a quantized weight is more than its data
     ]
+
+
+def _to_cpu(modules: list[nn.Module], memory: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]) -> None:
+    for layer, name, weight, data in memory:
+        weight.data = data
+        setattr(layer, name, weight)
     for module in modules:
-        module.to(device)
-    try:
-        yield
-    finally:
-        for layer, name, weight, data in before:
-            weight.data = data
-            setattr(layer, name, weight)
-        for module in modules:
-            module.to("cpu")
-        clear_device_cache()  # what they reserved
+        module.to("cpu")
+    clear_device_cache()  # what they reserved
 
 
 def _models_digest(pipeline, family: Family) -> str:
@@ -243,15 +269,6 @@ def _models_digest(pipeline, family: Family) -> str:
                 files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
                 parts += [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
     return digest(parts)[:16]
-
-
-def _is_complete(file: Path) -> bool:
-    """Return whether a safetensors file exists and has all its bytes."""
-    try:
-        with safe_open(file, "pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
 
 
 @contextmanager
@@ -380,13 +397,14 @@ class RolloutSampler:
         Generate batches of the images of some rows, by their numbers in `completions`, within `ready`.
 
         The key of an image's noise is `key` (seed, stream, round), its call and its place among the images of the call.
-        With `fetched` the embeddings of all rows are in memory, otherwise those of a batch. `is_collective` tells that all
-        processes call this, and that a set of separate images may be of several.
+        With `fetched` the embeddings of all rows are on the accelerator, otherwise those of a batch, which are encoded when
+        it comes. `is_collective` tells that all processes call this, and that a set of separate images may be of several.
         """
         rows, generations = completions.rows, completions.num_generations
         ordered: Iterable = enumerate(batches)
         if rows.is_anchored:
             ordered = completions.in_order(batches, gather_object if is_collective else list)
+        in_turn = completions.rows_of(batches)
         family, pipeline = self.policy.family, self.policy.pipeline
         encode = functools.cache(
             lambda image: self.prompt_encoder.encode_image(family.prepare_panel(pipeline, completions.anchors[image]))
@@ -402,6 +420,9 @@ class RolloutSampler:
             if rows.args.panel_generation == "shared_noise":  # that of the first call of the row
                 first = [rows.calls_of[number][0] for number in row_numbers]
                 initial_keys = [(*key, *of_image) for of_image in zip(first, generation_of, strict=True)]
+            if fetched is None:
+                following = in_turn[in_turn.index(row_numbers[-1]) + 1 :]
+                self.prompt_encoder.encode(rows, row_numbers, scale, following)
             encoded = fetched or self.prompt_encoder.fetch(rows, row_numbers, scale)
             anchors = []
             if rows.is_anchored and completions.anchor_of(numbers[0]) is not None:

@@ -82,7 +82,6 @@ class Evaluator:
         pipeline, family, sizes = sampler.policy.pipeline, sampler.policy.family, rows.inference_sizes
         period, key = family.size_multiple(pipeline), (args.seed, STREAMS["evaluation"], 0)
         numbers = list(range(len(rows)))
-        sampler.prompt_encoder.encode(rows, numbers)
 
         # A batch crosses prompts where one call of the pipeline can generate it
         crosses = family.has_fixed_length and rows.sources is None and not rows.is_anchored
@@ -98,6 +97,8 @@ class Evaluator:
         local = [batches[index] for index in padded[:, accelerator.process_index]]
         artifacts, pictures, measured = [], [], []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
+        first, *following = completions.rows_of(local)
+        sampler.prompt_encoder.encode(rows, [first], ahead=following)
         self.rewards.start(generations)
         # Every process makes the same denoising steps, and switches the adapter off at the same one
         with hybrid_inference(pipeline, fraction) as callback, sampler.ready():

@@ -251,8 +251,8 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether models of rewards (`model` of a reward or of its `judge`) are in CPU memory except to score a round,
             which then follows its generation.
         embeddings_dir (`str`, *optional*):
-            Directory of encoded prompts and source images, which all machines share and other runs read again. If `None`, CPU
-            memory, or with several processes `output_dir/embeddings`.
+            Directory in which encoded prompts and source images stay for other runs. Without it and with it, memory holds
+            those of eight rounds.
         vae_tiling (`bool`, *optional*, defaults to `False`):
             Whether the VAE decodes in tiles: less memory at large sizes, slightly different pixels at the seams.
         attention_backend (`str`, *optional*):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaCo-GRPO: group-relative policy optimization of a flow-matching pipeline, at reduced resolution."""
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -112,6 +113,9 @@ from .run_settings import LOSS_ONLY_FIELDS, adjustable_settings, reference_setti
 
 
 logger = get_logger(__name__)
+
+# Rounds whose prompts are encoded at a time: text encoders and transformer change places once in as many
+ROUNDS_AHEAD = 8
 
 
 class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
@@ -300,9 +304,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.epsilon_low = args.epsilon
         self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
         self.beta = args.beta
-        folder = Path(args.output_dir) / "embeddings" if args.world_size > 1 else None  # which all processes see
         self.prompt_encoder = PromptEncoder(
-            self.pipeline, self.family, self.accelerator, negative_prompt, args.embeddings_dir or folder
+            self.pipeline, self.family, self.accelerator, negative_prompt, args.embeddings_dir
         )
         self.sampler = RolloutSampler(
             self.policy, self.prompt_encoder, self.accelerator, args.guidance_scale, args.offload_embeddings,
@@ -420,23 +423,18 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 raise RewardError(f"{error} {how}") from error
 
     def _prepare_for_training(self, *args, **kwargs):
-        """Encode the prompts of the run, then place the weights: text encoders never share the accelerator with them."""
-        started = time.perf_counter()
-        self._encode_run()
-        self._encode_time = time.perf_counter() - started
+        """Encode the prompts of the first rounds, then place the weights."""
+        next_round = -(-self.state.global_step // self.schedule.optimizer_steps_per_round)
+        if next_round < self._num_rounds:
+            started = time.perf_counter()
+            self._encode_round(next_round)
+            self._encode_time = time.perf_counter() - started
         return super()._prepare_for_training(*args, **kwargs)
 
-    def _encode_run(self) -> None:
-        """Encode the prompts and source images that the rest of the run needs."""
-        args, rows, encode = self.args, self.train_rows, self.prompt_encoder.encode
-        first_round = -(-self.state.global_step // self.schedule.optimizer_steps_per_round)
-        needed = self.schedule.remaining_rows(self.state.max_steps, first_round)
-        # Which rows take the place of others is not known yet
-        encode(rows, list(range(len(rows))) if args.max_resample_times else needed, args.resolution_scale)
-        if args.eval_strategy != "no" or args.eval_on_start:
-            for dataset in self._eval_datasets().values():
-                rows = self.evaluator.rows_of(dataset)
-                encode(rows, list(range(len(rows))))
+    @property
+    def _num_rounds(self) -> int:
+        """Number of rounds of the run."""
+        return -(-self.state.max_steps // self.schedule.optimizer_steps_per_round)
 
     def _eval_datasets(self) -> dict[str, Dataset]:
         """Return the evaluation datasets by the prefix of their metrics."""
@@ -524,19 +522,35 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Whether the current round has optimizer steps left."""
         return self.buffer is not None and self.state.global_step % self.schedule.optimizer_steps_per_round != 0
 
+    def _assign(self, round_index: int) -> tuple[Completions, np.ndarray]:
+        """Return the completions of a round, and the images of each process: (processes, batches, rollout_batch_size)."""
+        rows, plan = self.train_rows, self.round_plan
+        completions = Completions(rows, self.schedule.rows(round_index), self.num_generations, plan.num_prompts)
+        sizes = [rows.training_sizes[rows.calls[call].row] for call in completions.calls]
+        return completions, plan.assign(sizes, (self.args.seed, STREAMS["batches"], round_index))
+
+    def _encode_round(self, round_index: int, numbers: list[int] | None = None) -> EncodedRows:
+        """Return this process's rows of a round, or others, encoded together with the next rounds' if some are not."""
+
+        def rows_of(index: int) -> list[int]:
+            completions, assignment = self._assign(index)
+            return completions.rows_of(assignment[self.accelerator.process_index].tolist())
+
+        rounds = range(round_index + 1, min(round_index + ROUNDS_AHEAD, self._num_rounds))
+        numbers, ahead = numbers or rows_of(round_index), itertools.chain.from_iterable(map(rows_of, rounds))
+        scale = self.args.resolution_scale
+        self.prompt_encoder.encode(self.train_rows, numbers, scale, ahead)
+        return self.prompt_encoder.fetch(self.train_rows, numbers, scale)
+
     def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
         """Generate and score a round, and build this process's training micro-steps."""
         started = time.perf_counter()
         plan, args, generations = self.round_plan, self.args, self.num_generations
 
-        # 1. Encode the round's prompts, and assign its images to the processes
-        row_numbers = self.schedule.rows(round_index)
-        completions = Completions(self.train_rows, row_numbers, generations, plan.num_prompts)
-        sizes = [self.train_rows.training_sizes[self.train_rows.calls[call].row] for call in completions.calls]
-        assignment = plan.assign(sizes, (args.seed, STREAMS["batches"], round_index))
-        mine = assignment[self.accelerator.process_index]  # (batches, rollout_batch_size)
-        self.prompt_encoder.encode(self.train_rows, row_numbers, args.resolution_scale)  # what is new
-        fetched = self.prompt_encoder.fetch(self.train_rows, row_numbers, args.resolution_scale)
+        # 1. Assign the round's images to the processes, and encode its prompts if an earlier round has not
+        completions, assignment = self._assign(round_index)
+        row_numbers, mine = completions.numbers, assignment[self.accelerator.process_index]
+        fetched = self._encode_round(round_index)
         encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
 
         # 2. Generate, and score at the same time, except with `offload_rewards`
@@ -675,7 +689,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             # Every process generates as many batches: one that has fewer repeats another's, which then counts once
             spare = np.repeat(assignment[is_new][:1], is_new.sum(axis=1).max() - len(own), axis=0)
             batches = np.concatenate([assignment[rank][own], spare])
-            fetched = self.prompt_encoder.fetch(self.train_rows, row_numbers, self.args.resolution_scale)
+            fetched = self._encode_round(round_index, completions.rows_of(batches.tolist()))
             self.rewards.start(generations)
             new_images, new_records = self._generate_round(round_index, batches, completions, fetched, sde)
             new = self.rewards.finish(self.state)

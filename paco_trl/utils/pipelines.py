@@ -8,14 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from .processes import wait_for_all
-
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-
-
-logger = logging.getLogger(__name__)
 
 
 def check_call(pipeline: "DiffusionPipeline", names: Sequence[str], purpose: str) -> None:
@@ -27,12 +22,9 @@ def check_call(pipeline: "DiffusionPipeline", names: Sequence[str], purpose: str
 
 
 @contextmanager
-def truncations_counted(pipeline: "DiffusionPipeline", counted: str) -> Iterator[Counter[str]]:
-    """Log how many of those `counted` were truncated, in a line for each kind. Every process enters it."""
+def truncations_counted(pipeline: "DiffusionPipeline") -> Iterator[Counter[str]]:
+    """Count in place of the pipeline's warnings how many prompts of each kind were truncated."""
     # Prompts of image sets are always longer than CLIP reads, and the pipeline logs each prompt with its full text
-    from accelerate import PartialState
-    from accelerate.utils import gather_object
-
     truncations: Counter[str] = Counter()
 
     def count(record: logging.LogRecord) -> bool:
@@ -51,8 +43,3 @@ def truncations_counted(pipeline: "DiffusionPipeline", counted: str) -> Iterator
     finally:
         for logger_ in loggers:
             logger_.removeFilter(count)
-    wait_for_all()
-    everywhere = gather_object([truncations])
-    if PartialState().is_main_process:
-        for message, number in sum(everywhere, Counter()).items():
-            logger.warning(f"For {number} of {counted}: {message}.")
