@@ -51,7 +51,7 @@ def result(args, name: str) -> Dataset | DatasetDict:
 
 def digest_of_prompts(prompts: Dataset) -> str:
     """Compute a digest of what the grids depend on."""
-    columns = ("id", "prompt", "theme", "rows", "cols", "height", "width")
+    columns = ("id", "prompt", "negative_prompt", "theme", "rows", "cols", "height", "width")
     return digest(prompts.select_columns([name for name in columns if name in prompts.column_names])[:])
 
 

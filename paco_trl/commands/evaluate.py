@@ -143,7 +143,7 @@ def _load_as_trained(args: GenerateArguments | ImagesArguments) -> Dataset:
 
 
 def _digest_of(benchmark: Dataset) -> str:
-    columns = ["id", "language", "prompt", "rows", "cols", "height", "width", "layout"]
+    columns = ["id", "language", "prompt", "negative_prompt", "rows", "cols", "height", "width", "layout"]
     columns += ["theme", "panels"] * ("layout" in benchmark.column_names)
     content = benchmark.select_columns([name for name in columns if name in benchmark.column_names])[:]
     if "references" in benchmark.column_names:

@@ -36,6 +36,7 @@ from ..rollout.loading import check_peft_config, load_pipeline, make_policy
 from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
+from ..trainer.checks import check_negative_prompts
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
 from ..utils.names import public_name
@@ -76,6 +77,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
     settings["prompts"] = digest(json.dumps([rows.content(number) for number in range(len(rows))], default=str))
+    check_negative_prompts(args.model_name_or_path, {}, rows)
     check_judged(script_args, rows.dataset)
     rewards = RewardRunner(load_rewards(script_args))
     check_columns(rewards.functions, rows.dataset, "the dataset")
@@ -150,7 +152,9 @@ def _generate(
     dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
     pipeline = load_pipeline(model, dtype)
     family = family_of(pipeline)
-    negative_prompt = family.resolve_negative_prompt(pipeline, scale, settings["negative_prompt"])
+    negative_prompt = settings["negative_prompt"]
+    if None in rows.negative_prompts:
+        negative_prompt = family.resolve_negative_prompt(pipeline, scale, negative_prompt)
     rows.measure(pipeline, family)
     policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, reference=None)
     encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt)

@@ -11,7 +11,7 @@ from ..utils.files import file_name
 from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
-from .image_files import generate_missing, name_prompts, own_arguments
+from .image_files import generate_missing, name_prompts, negative_prompts_of, own_arguments
 
 
 if TYPE_CHECKING:
@@ -78,10 +78,12 @@ def generate_edits(
     has_language = "language" in names
     places = [folder.images / file_name(row["language"]) if has_language else folder.images for row in rows]
     files = [place / f"{file_name(row['id'])}.png" for place, row in zip(places, rows, strict=True)]
+    negatives = negative_prompts_of(pipeline, prompts, call_arguments)
     call_arguments |= own_arguments(pipeline)
 
     def generate(number: int) -> dict[str, "Image"]:
         arguments = call_arguments | _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
+        arguments |= {} if negatives[number] is None else {"negative_prompt": negatives[number]}
         images, noise = sources.load(number), torch.Generator().manual_seed(seed)
         source = images[0] if len(images) == 1 else images
         return {

@@ -13,7 +13,7 @@ from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
 from .edits import check_sources
-from .image_files import generate_missing, name_prompts, own_arguments
+from .image_files import generate_missing, name_prompts, negative_prompts_of, own_arguments
 from .sample_sheet import grids_sheet
 
 
@@ -115,6 +115,9 @@ def generate_grids(
         references = SourceImages(prompts, "the prompts", "references")
         check_sources(pipeline, references, ids, is_anchored)
         batch_size = min(batch_size, len(seeds))  # a call shares its source images
+    negatives = negative_prompts_of(pipeline, prompts, call_arguments)
+    if len(set(negatives)) > 1:
+        batch_size = min(batch_size, len(seeds))
     if is_anchored:
         batch_size = 1  # the first panel is that of one set alone
     batches = plan_batches(list(sizes.values()), seeds, batch_size)
@@ -128,11 +131,12 @@ def generate_grids(
     def generate(number: int) -> dict[str, "Image"]:
         batch = batches[number]
         panels: list[list[Image]] = []
+        negative = {} if negatives[batch.rows[0]] is None else {"negative_prompt": negatives[batch.rows[0]]}
         for panel, of_panel in enumerate(zip(*(texts[row] for row in batch.rows), strict=True)):
             sources = [] if references is None else references.load(batch.rows[0])
             own = _own_arguments(pipeline, batch, sources, panels[0] if is_anchored and panel else [])
             noise = 0 if panel_generation == "shared_noise" else panel
-            panels.append(_generate(pipeline, of_panel, batch, noise, own | call_arguments))
+            panels.append(_generate(pipeline, of_panel, batch, noise, own | call_arguments | negative))
         return {
             name: images[0] if len(images) == 1 else join_grid(images, 1, len(images))
             for name, *images in zip(names[number], *panels, strict=True)

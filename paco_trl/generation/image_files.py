@@ -6,7 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -93,6 +93,27 @@ def own_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
     """Return arguments of the call that let a pipeline read the prompts that others read: LongCat-Image rewrites them."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
     return {"enable_prompt_rewrite": False} if "enable_prompt_rewrite" in parameters else {}
+
+
+def negative_prompts_of(
+    pipeline: "DiffusionPipeline", prompts: "Dataset", call_arguments: Mapping[str, Any]
+) -> list[str | None]:
+    """Return the negative prompt of each row, that of the call if it has none; refuse one that would be ignored."""
+    if "negative_prompt" not in prompts.column_names:
+        return [call_arguments.get("negative_prompt")] * len(prompts)
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    option = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
+    scale = call_arguments.get(option, parameters[option].default)
+    pipeline._guidance_scale = scale  # which the property below reads
+    is_guided = scale > 1 if option == "true_cfg_scale" else getattr(pipeline, "do_classifier_free_guidance", False)
+    own = prompts["negative_prompt"][:]
+    for row, negative in enumerate(own):
+        if negative is not None and not (is_guided and "negative_prompt" in parameters):
+            raise ValueError(
+                f"Row {row} of the prompts: `negative_prompt` is {negative!r}, which {type(pipeline).__name__} ignores at "
+                f"`{option}` = {scale}. Raise the scale if the model has true guidance, or remove the column."
+            )
+    return [call_arguments.get("negative_prompt") if negative is None else negative for negative in own]
 
 
 def generate_missing(

@@ -402,11 +402,12 @@ class ImageRun:
         self.num_prompt_tokens: dict[str, int] = {}
         for name, encoder in self.text_encoders.items():
             return_zeros(encoder, self.num_prompt_tokens, name)
-        guidance = (args.guidance_scale, args.negative_prompt)
-        self.negative_prompt = self.family.resolve_negative_prompt(pipeline, *guidance)
         rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
         self.call = max(rows.calls, key=lambda call: (math.prod(rows.training_sizes[call.row]), len(call.prompt)))
         self.number = self.call.row
+        own = rows.negative_prompts[self.number]
+        guidance = (args.guidance_scale, args.negative_prompt if own is None else own)
+        self.negative_prompt = self.family.resolve_negative_prompt(pipeline, *guidance)
         self.max_batch_size = (
             1 if rows.is_anchored and not self.family.batches_sources else self.family.max_batch_size or 1024
         )

@@ -21,10 +21,11 @@ from .resolution import check_inference_size, training_size
 
 
 class RowSettings(Protocol):
-    """Settings for rows without a size of their own, and for sets of separate images."""
+    """Settings for rows without a size of their own, for sets of separate images, and for negative prompts."""
 
     height: int
     width: int
+    guidance_scale: float
     resolution_scale: float
     set_layout: str | None
     panel_template: str
@@ -65,6 +66,10 @@ class PromptRows:
         self.dataset = dataset
         self.prompts: list[str] = list(dataset["prompt"])
         self.layouts = list(zip(self._column("rows", 1), self._column("cols", 1), strict=True))
+        self.negative_prompts: list[str | None] = self._column("negative_prompt")
+        for number, negative in enumerate(self.negative_prompts):
+            if not isinstance(negative, str | None):
+                raise ValueError(f"Row {number} of {where}: `negative_prompt` is {negative!r}. Write a text, or None.")
         self.own_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
         # A row has one image, or one for each panel, each by a call of its own
         self.calls: list[Call] = []
@@ -109,6 +114,7 @@ class PromptRows:
         if self.sources is None and family.max_images > 1:
             self.sources = self.references
         self._check_source_images(pipeline, family)
+        self.check_negative_prompts(pipeline, family)
         args, multiple = self.args, family.size_multiple(pipeline)
         self.inference_sizes = []
         for number, ((rows, cols), (height, width)) in enumerate(zip(self.image_layouts, self.own_sizes, strict=True)):
@@ -131,6 +137,13 @@ class PromptRows:
                 for height, width in (self.inference_sizes[number], self.training_sizes[number]):
                     family.check_image_size(width, height)
         return self
+
+    def check_negative_prompts(self, pipeline, family: Family) -> None:
+        """Check that the pipeline uses the rows' negative prompts, and has one for each row if it needs one."""
+        for number, negative in enumerate(self.negative_prompts):
+            if negative is not None:
+                with self.add_row_to_errors(number):
+                    family.resolve_negative_prompt(pipeline, self.args.guidance_scale, negative)
 
     def row(self, number: int) -> dict[str, Any]:
         """Return a row for rewards: with a layout, and with its source images and references decoded, in RGB."""

@@ -136,7 +136,8 @@ class PromptEncoder:
         row, prompt = rows.calls[call]
         digests = () if rows.sources is None else rows.sources.digests(row)
         seen = (digests, scale) if self.family.prompt_sees_images and rows.sources is not None else ()
-        prompts = [prompt] if self.negative_prompt is None else [prompt, self.negative_prompt]
+        negative = rows.negative_prompts[row] if rows.negative_prompts[row] is not None else self.negative_prompt
+        prompts = [prompt] if negative is None else [prompt, negative]
         return [PromptKey(each, *seen) for each in prompts], [(each, scale) for each in digests]
 
     def _places(self, rows: PromptRows, numbers: Iterable[int], scale: float) -> dict[Condition, tuple[int, int]]:

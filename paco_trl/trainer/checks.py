@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -17,7 +18,8 @@ from ..data.image_sets import PANEL_OPTIONS
 from ..data.pairs import content_text, iter_texts
 from ..rewards.paco_reward import decision_token_ids
 from ..rewards.runner import RewardRunner, check_columns, offloadable_models
-from ..rollout import Family
+from ..rollout import Family, family_of
+from ..rollout.loading import read_index
 from ..rollout.prompt_rows import PromptRows
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
 from ..utils.pipelines import check_call
@@ -77,20 +79,44 @@ def check_panels_used(args: PaCoGRPOConfig, *rows: PromptRows) -> None:
             raise ValueError(f"{problem}. Unset it, or set `set_layout='separate'`.")
 
 
+def check_negative_prompts(model: Any, model_init_kwargs: dict, *datasets: PromptRows) -> None:
+    """Check the rows' negative prompts by the class of a pipeline, before it is loaded."""
+    if all(negative is None for rows in datasets for negative in rows.negative_prompts):
+        return
+    if isinstance(model, str):
+        index = read_index(model, model_init_kwargs)
+        name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
+        model = type(name, (), {"config": SimpleNamespace(**index)})()
+        family = family_of(name)
+    else:
+        family = family_of(model)
+    for rows in datasets:
+        rows.check_negative_prompts(model, family)
+
+
 def check_prompts(
     args: PaCoGRPOConfig, pipeline: Any, family: Family, train_rows: PromptRows, eval_rows: Sequence[PromptRows]
-) -> None:
-    """Compute the sizes of all prompts, and check prompts and settings against the pipeline."""
-    guidance = (args.guidance_scale, args.negative_prompt)
-    if args.detach_unconditional and family.resolve_negative_prompt(pipeline, *guidance) is None:
+) -> str | None:
+    """
+    Compute the sizes of all prompts, and check prompts and settings against the pipeline.
+
+    Returns the negative prompt of rows without one.
+    """
+    negative_prompt = args.negative_prompt
+    if any(None in rows.negative_prompts for rows in (train_rows, *eval_rows)):
+        negative_prompt = family.resolve_negative_prompt(pipeline, args.guidance_scale, negative_prompt)
+    if args.detach_unconditional and negative_prompt is None and None in train_rows.negative_prompts:
         problem = f"{type(pipeline).__name__} has none at `guidance_scale` = {args.guidance_scale}"
         raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
     if args.adapter_fraction < 1:
         check_call(pipeline, ["callback_on_step_end"], "switch its adapter off. Unset `adapter_fraction`.")
     for rows in (train_rows, *eval_rows):
         rows.measure(pipeline, family)
+    if args.vae_tiling:
+        pipeline.vae.enable_tiling()
     _check_micro_batches(args, pipeline, family, train_rows)
     _warn_of_tiles(pipeline.vae, train_rows)
+    return negative_prompt
 
 
 def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:

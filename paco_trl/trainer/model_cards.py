@@ -101,7 +101,8 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRo
         arguments = {key: each for key, each in arguments.items() if key.endswith(("guidance_scale", "cfg_scale"))}
     arguments["num_inference_steps"] = args.num_inference_steps_eval
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
-    arguments["negative_prompt"] = args.negative_prompt
+    own = rows.negative_prompts[0]
+    arguments["negative_prompt"] = args.negative_prompt if own is None else own
     return {name: value for name, value in arguments.items() if value is not None and name != "image"}
 
 

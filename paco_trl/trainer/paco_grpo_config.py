@@ -111,7 +111,8 @@ class PaCoGRPOConfig(GRPOConfig):
         guidance_scale (`float`, *optional*, defaults to `3.5`):
             Guidance scale in training and evaluation, distilled or true according to the model.
         negative_prompt (`str`, *optional*):
-            Negative prompt of true guidance. If `None`, the pipeline's own, an error without one (Qwen-Image).
+            Negative prompt of true guidance, of rows without one (column `negative_prompt`). If `None`, the pipeline's
+            own, an error without one (Qwen-Image).
         detach_unconditional (`bool`, *optional*, defaults to `False`):
             Whether no gradient flows through the unconditional prediction of true guidance.
         sde_type (`str`, *optional*, defaults to `"flow_sde"`):

@@ -77,6 +77,7 @@ from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from .checks import (
     check_eval_datasets,
+    check_negative_prompts,
     check_panels_used,
     check_prompts,
     check_quantization,
@@ -164,6 +165,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
               with `layout: "separate"`, `theme` and `panels` has an image for each panel (`set_layout`).
             - Edits: `prompt`, the instruction, and the source `image` (or `images` for several), optionally `height`
               and `width`. See [`~paco_trl.data.load_edit_prompts`].
+
+            Both may have a `negative_prompt`, for models with true guidance.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Prompts of the same format for `evaluate()`.
         eval_reward_funcs (`Callable` or `list[Callable]`, *optional*):
@@ -229,6 +232,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.round_plan = args.round_plan
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
+        if family is None:
+            check_negative_prompts(model, args.model_init_kwargs or {}, self.train_rows, *eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)
         self._open_run(args, model, peft_config)
         models = offload_models(args, self.rewards, self.eval_rewards)
@@ -256,10 +261,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
             has_unused = is_full and bool(self.family.unused_layers(self.pipeline.transformer))
             args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
-        negative_prompt = self.family.resolve_negative_prompt(self.pipeline, args.guidance_scale, args.negative_prompt)
-        if args.vae_tiling:
-            self.pipeline.vae.enable_tiling()
-        check_prompts(args, self.pipeline, self.family, self.train_rows, eval_rows)
+        negative_prompt = check_prompts(args, self.pipeline, self.family, self.train_rows, eval_rows)
         if is_deepspeed:
             # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})

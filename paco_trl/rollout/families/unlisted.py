@@ -47,10 +47,10 @@ class UnlistedFamily(Family):
     has_fixed_length = False
 
     def __init__(self, pipeline):
+        self.name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
         kind = getattr(diffusers, pipeline, None) if isinstance(pipeline, str) else type(pipeline)
         if kind is None:  # of code in a repository
             return
-        self.name = kind.__name__
         missing = f"There is no family class for {self.name}"
         parameters = inspect.signature(kind.__call__).parameters
         has = {*inspect.signature(kind.__init__).parameters, *parameters, *dir(kind)}
