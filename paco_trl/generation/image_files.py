@@ -99,20 +99,23 @@ def negative_prompts_of(
     pipeline: "DiffusionPipeline", prompts: "Dataset", call_arguments: Mapping[str, Any]
 ) -> list[str | None]:
     """Return the negative prompt of each row, that of the call if it has none; refuse one that would be ignored."""
+    from ..rollout import FAMILIES
+
     if "negative_prompt" not in prompts.column_names:
         return [call_arguments.get("negative_prompt")] * len(prompts)
     parameters = inspect.signature(type(pipeline).__call__).parameters
     option = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
-    scale = call_arguments.get(option, parameters[option].default)
-    pipeline._guidance_scale = scale  # which the property below reads
-    is_guided = scale > 1 if option == "true_cfg_scale" else getattr(pipeline, "do_classifier_free_guidance", False)
+    scale, name = call_arguments.get(option, parameters[option].default), type(pipeline).__name__
+    family = FAMILIES[name]() if name in FAMILIES and option == "guidance_scale" else None  # which may be distilled
     own = prompts["negative_prompt"][:]
     for row, negative in enumerate(own):
-        if negative is not None and not (is_guided and "negative_prompt" in parameters):
+        if negative is not None and ("negative_prompt" not in parameters or family is None and scale <= 1):
             raise ValueError(
-                f"Row {row} of the prompts: `negative_prompt` is {negative!r}, which {type(pipeline).__name__} ignores at "
-                f"`{option}` = {scale}. Raise the scale if the model has true guidance, or remove the column."
+                f"Row {row} of the prompts: `negative_prompt` is {negative!r}, which {name} ignores at `{option}` = {scale}. "
+                "Raise the scale if the model has true guidance, or remove the column."
             )
+        if negative is not None and family is not None:
+            family.resolve_negative_prompt(pipeline, scale, negative)
     return [call_arguments.get("negative_prompt") if negative is None else negative for negative in own]
 
 
