@@ -4,6 +4,7 @@
 import os
 import platform
 import re
+import runpy
 import signal
 import sys
 from argparse import ArgumentError
@@ -243,6 +244,15 @@ class TestErrors:
         monkeypatch.setenv("RANK", "1")
         assert main.answer(command, lambda: os.kill(os.getpid(), signal.SIGUSR1)) == 75
         assert capsys.readouterr().err == ""
+
+
+def test_windows(capsys, monkeypatch):
+    monkeypatch.delattr(os, "EX_TEMPFAIL")  # as there
+    runpy.run_path(str(ROOT / "paco_trl" / "utils" / "stopping.py"))
+    monkeypatch.setattr(sys, "platform", "win32")
+    for command in ("--version", "grpo"):
+        assert main.main([command]) == 1
+        assert "Linux" in capsys.readouterr().err
 
 
 def test_version_and_environment(capsys):

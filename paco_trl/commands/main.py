@@ -151,6 +151,9 @@ def _check_names(words: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> int | str | None:
     """Run a command; return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if sys.platform == "win32":
+        sys.stderr.write("paco_trl runs on Linux only. On Windows, use it in WSL 2.\n")
+        return 1
     if arguments[:1] in (["--help"], ["-h"], ["--version"]):
         sys.stdout.write((import_module("paco_trl").__version__ if "--version" in arguments else _usage()) + "\n")
         return 0

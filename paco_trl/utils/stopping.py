@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop when a scheduler asks for it, with SIGTERM or SIGUSR1: at once, or where all processes agree on it."""
 
-import os
 import signal
 import threading
 import time
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 # "Try again" in sysexits.h: neither an error (1) nor a process that was killed (128 + signal), which has saved nothing
-EXIT_CODE = os.EX_TEMPFAIL  # 75
+EXIT_CODE = 75  # `os.EX_TEMPFAIL`, which Windows lacks
 SIGNALS = ("SIGTERM", "SIGUSR1")
 # Launchers pass on a signal that the scheduler may have sent to all processes: seconds in which it is the same one
 _REPEATED = 1.0
