@@ -233,6 +233,7 @@ class TestAgreement:
         # W = 12 * sum of squares of the rank sums' deviations / (m^2 (n^3 - n)): sums 2, 5, 5, with mean 4
         assert kendalls_w([[1, 2, 3], [1, 3, 2]]) == pytest.approx(12 * (4 + 1 + 1) / (4 * 24))
         assert math.isnan(kendalls_w([[1, 2, 3]])) and math.isnan(kendalls_w([[1, 1, 1]] * 2))
+        assert math.isnan(kendalls_w([[1, 2], [2, 1]]))
         assert count_agreement([1, 2, 3, 4], [4, 3, 2, 1]) == (0, 6)
         assert count_agreement([1, 2, 2, 4], [1, 2, 3, 3]) == (4, 4)
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
@@ -29,6 +29,7 @@ from PIL import Image
 from paco_trl.rollout import (
     FAMILIES,
     EncodedImage,
+    Family,
     PipelinePolicy,
     SDESettings,
     cast_floating_inputs,
@@ -808,6 +809,16 @@ class TestSettingsThatWouldBeIgnored:
         found = setup.family.resolve_negative_prompt(setup.policy.pipeline, guidance_scale, negative_prompt)
         assert found == expected
 
+    def test_a_model_without_guidance(self, setup_of):
+        setup = setup_of("flux")
+        components = setup.plain.components
+        config = components["transformer"].config | {"guidance_embeds": False}
+        schnell = FluxPipeline(**components | {"transformer": FluxTransformer2DModel.from_config(config)})
+        resolve = setup.family.resolve_negative_prompt
+        assert resolve(setup.plain, 3.5, None) is None and resolve(schnell, 1.0, None) is None
+        with pytest.raises(ValueError, match="takes none"):
+            resolve(schnell, 3.5, None)
+
 
 class TestLongCatImageEdit:
     @pytest.mark.parametrize(("width", "height"), [(64, 64), (37, 53), (201, 1501)])
@@ -822,6 +833,21 @@ class TestLongCatImageEdit:
         assert prepared.size[::-1] == rows.training_sizes[0]
         own = pipeline_longcat_image_edit.calculate_dimensions(1024 * 1024, width / height)
         assert own[::-1] == rows.inference_sizes[0]
+
+
+class TestEditedSizes:
+    def test_an_extreme_source_keeps_a_side(self, setup_of):
+        setup = setup_of("kontext")
+        pipeline, step = setup.policy.pipeline, setup.family.size_multiple(setup.policy.pipeline)
+        assert Family.edited_size(setup.family, pipeline, [(64, 64)], 64 * 64) == (64, 64)
+        assert Family.edited_size(setup.family, pipeline, [(10_000, 10)], 64 * 64)[0] == step
+        assert Family.edited_size(setup.family, pipeline, [(10, 10_000)], 64 * 64)[1] == step
+
+    def test_qwen_image_21_follows_the_last_source(self, setup_of):
+        setup = setup_of("qwen-2.1, editing")
+        sizes = [(96, 32), (32, 96)]
+        heights = [setup.family.edited_size(setup.policy.pipeline, order, 64 * 64) for order in (sizes, sizes[::-1])]
+        assert heights[0][0] > heights[0][1] and heights[1][0] < heights[1][1]
 
 
 def test_a_source_keeps_the_size_that_it_has():
@@ -876,6 +902,11 @@ class TestQwenImage21:
             with pytest.raises(ValueError, match="`resolution_scale` 0.125 the processor resizes"):
                 encode(scale=0.125)
             encode(scale=0.25)
+            monkeypatch.setattr(
+                pipeline.processor.image_processor, "size", {"shortest_edge": 32**2, "longest_edge": 64**2}
+            )
+            with pytest.raises(ValueError, match="`resolution_scale` 0.25 the processor resizes"):
+                encode(scale=0.25)  # to fewer pixels
 
 
 @pytest.mark.slow

@@ -73,6 +73,11 @@ class TestAllWeights:
         assert str(tiny_flux) not in (tmp_path / "saved" / "transformer" / "config.json").read_text()
         tuned = draw(FluxPipeline.from_pretrained(tiny_flux, transformer=transformer))
         assert np.abs(tuned - base).mean() > 2
+        # With the buffers, which are not trained
+        trainer.model.register_buffer("extra", torch.tensor([3.0]))
+        trainer.save_model(str(tmp_path / "with-buffer"))
+        files = (tmp_path / "with-buffer" / "transformer").glob("*.safetensors")
+        assert torch.equal(load_file(next(files))["extra"], torch.tensor([3.0]))
         last = draw(trainer.pipeline)
         assert not np.array_equal(last, tuned)
         with use_weights(trainer.model, trainer.ema.average, 0):

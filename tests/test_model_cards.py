@@ -220,6 +220,23 @@ class TestSettings:
         (tmp_path / SETTINGS).unlink()
         assert load_settings(tmp_path) is None
 
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *((name, "x(); import os") for name in ("family", "pipeline_class", "transformer_class", "dtype", "device")),
+            ("call", {"x=1); import os; f(y": 1}), ("call", {"height": {"a": 1}}), ("call", {"sizes": [1, [2]]}),
+            ("layout", [2]), ("layout", [0, 2]), ("layout", ["2", 2]),
+        ],
+    )  # fmt: skip
+    def test_what_becomes_code_is_names_and_numbers(self, tmp_path, name, value):
+        plain = {"kind": "image model", "title": "a", "repo_id": "u/a", "base_model": "flux"}
+        fine = {"family": "FluxFamily", "call": {"height": 64, "sigmas": [1.0, 0.5]}, "layout": [2, 2]}
+        (tmp_path / SETTINGS).write_text(json.dumps(plain | fine))
+        assert load_settings(tmp_path).call == fine["call"]
+        (tmp_path / SETTINGS).write_text(json.dumps(plain | fine | {name: value}))
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            load_settings(tmp_path)
+
     def test_commit_of_the_base_model(self, tmp_path):
         with HubServer({TOKEN: "tester"}) as hub, hub.connected(tmp_path / "cache", TOKEN):
             repo = hub.add_repo("user/base", {"model_index.json": b"{}"})

@@ -176,6 +176,18 @@ class TestInstances:
             seen.add((reference, other))
         assert len(seen) == len(instances)
 
+    @pytest.mark.parametrize("role", ["reference", "candidates"])
+    def test_the_digest_is_that_of_all_images(self, role):
+        panels = make_panels(["p"], [0, 1], 2)
+        before = make_instances(panels)
+        changed = before[0]["reference"] if role == "reference" else before[0]["candidates"][1]
+        columns = panels.remove_columns("image")[:]
+        columns["sha256"][columns["id"].index(changed)] = "other"
+        after = make_instances(Dataset.from_dict(columns))
+        assert before[0]["digest"] != after[0]["digest"] and before[0]["id"] == after[0]["id"]
+        uses = [changed in (row["reference"], *row["candidates"]) for row in before]
+        assert [old != new for old, new in zip(before["digest"], after["digest"], strict=True)] == uses
+
     @pytest.mark.parametrize(
         ("left_out", "token"),
         [

@@ -117,6 +117,11 @@ class TestDuplicateReward:
         assert poses["coat"] < 0.42 and poses["a step"] < 0.745 and poses["larger"] < 0.75
         assert 0.8 < poses["arm"] < (0.905 if size[0] == size[1] else 0.965)
 
+    def test_a_clear_change_of_brightness_is_no_copy(self):
+        image = character(backdrop("room", (256, 256)))
+        dimmed = [panel_similarity(image, brightness(image, factor)) for factor in (0.95, 0.7, 0.5)]
+        assert dimmed[0] > 0.986 and dimmed[1] < 0.95 and dimmed[2] < 0.8
+
     def test_is_the_mean_over_all_pairs(self):
         scene = backdrop("plain", (128, 128))
         first, second = character(scene), character(scene, at=(0.8, 0.5))

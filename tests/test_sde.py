@@ -171,8 +171,9 @@ class TestRefusals:
             sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, "sde")
         with pytest.raises(ValueError, match=r"`noise_level` is -0\.1"):
             sde_step(v, x, SIGMA, SIGMA_NEXT, -0.1)
-        with pytest.raises(ValueError, match="1 generators for a batch of 3 images"):
-            sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=[keyed_generator(0)])
+        for count in (1, 4):
+            with pytest.raises(ValueError, match=f"{count} generators for a batch of 3 images"):
+                sde_step(v, x, SIGMA, SIGMA_NEXT, NOISE_LEVEL, generator=[keyed_generator(0)] * count)
 
 
 class TestBatches:

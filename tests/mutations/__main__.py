@@ -2,7 +2,7 @@
 """
 Plant errors in the lines that decide numbers or safety, one at a time, and see whether the tests notice.
 
-    python tests/mutations [--jobs 2] [--only TEXT] [--list core|edges]
+    python tests/mutations [--jobs 2] [--only TEXT] [--list core|edges|sampled]
 
 Each error is planted in a copy of the repository; the heavy libraries are imported once, and a test run is a fork.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-LISTS = ("core", "edges")
+LISTS = ("core", "edges", "sampled")
 REQUIRED = 0.98  # fraction of errors that the tests must notice
 SECONDS = 120  # limit of a test run
 LEFT_OUT = (".git", ".venv*", ".*_cache", "__pycache__", "build", "demo-output", "gpu-output", "site")
