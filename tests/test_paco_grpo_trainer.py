@@ -11,9 +11,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import DatasetDict
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FluxTransformer2DModel
 from peft import LoraConfig
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 from trl import ModelConfig, get_peft_config
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
@@ -557,6 +558,8 @@ class TestEvaluation:
         rewards = {"reward_funcs": [redness_reward, broken_reward], "reward_weights": [1.0, 0.0]}
         trainer = make_trainer(**rewards, eval_dataset=prompts.select(range(1)), num_inference_steps_eval=2)
         metrics = trainer.evaluate()
+        found = trainer.predict(trainer.eval_dataset).metrics  # of Trainer's users
+        assert found == {name.replace("eval_", "test_", 1): value for name, value in metrics.items()}
         assert metrics["eval_reward"] == pytest.approx(metrics["eval_rewards/redness_reward/mean"])
         assert metrics["eval_rewards/broken_reward/failure_rate"] == 1
         # Of a single image there is no deviation, of no value no mean
@@ -709,6 +712,54 @@ class TestBadInput:
         trainer = make_trainer(eval_dataset=splits)  # each split is evaluated
         with pytest.raises(TypeError, match="`eval_dataset` is"):
             trainer.evaluate(stream)
+
+
+def test_a_pipeline_that_was_compiled_as_a_whole(make_small, tiny_flux, caplog):
+    """peft#2957."""
+    pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+    for name in ("transformer", "vae", "text_encoder"):
+        setattr(pipeline, name, torch.compile(getattr(pipeline, name), backend="eager"))
+    trainer = make_small(model=pipeline, max_steps=2, save_strategy="steps", save_steps=2)
+    said = [message for message in caplog.messages if "`compile_repeated_blocks`" in message]
+    assert len(said) == 3 and any("`transformer`" in message for message in said)
+    trainer.train()
+    plain = make_small(max_steps=2)
+    plain.train()
+    assert are_equal(weights_of(trainer), weights_of(plain))
+
+
+def test_arguments_that_a_transformer_collects(make_small, tiny_flux):
+    """`forward(hidden_states, ..., **kwargs)`, as remote code may have."""
+
+    class Collecting(FluxTransformer2DModel):
+        def forward(self, hidden_states, encoder_hidden_states, **kwargs):
+            return super().forward(hidden_states, encoder_hidden_states, **kwargs)
+
+    pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+    pipeline.transformer.__class__ = Collecting
+    for branch_size in (1, 2):
+        trainer = make_small(model=pipeline, max_steps=1, branch_size=branch_size)
+        trainer.train()
+        plain = make_small(max_steps=1, branch_size=branch_size)
+        plain.train()
+        assert are_equal(weights_of(trainer), weights_of(plain))
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+        pipeline.transformer.__class__ = Collecting
+
+
+def test_a_round_with_objects_that_are_no_data(make_small, tmp_path, caplog):
+    """An unlisted pipeline may pass some, which no checkpoint gives back."""
+
+    class Planted(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            first.buffer.entries[0]["record"].calls[0]["joint_attention_kwargs"] = {"mask": redness_reward}
+
+    first = make_small(max_steps=1, save_strategy="steps", save_steps=1, callbacks=[Planted()])
+    first.train()
+    trainer = make_small(max_steps=2)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert trainer.state.global_step == 2
+    assert len([message for message in caplog.messages if "generated again, since" in message]) == 1
 
 
 def test_dropout_of_the_model(make_trainer, tiny_flux):

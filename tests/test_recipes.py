@@ -16,7 +16,7 @@ from transformers import CLIPConfig
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, tiny
 from paco_trl.commands import doctor, reward
 from paco_trl.commands.parser import CommandParser
-from paco_trl.commands.script_arguments import ScriptArguments
+from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
 from paco_trl.planning import MemoryPlan
 from paco_trl.planning.memory import USABLE
 from paco_trl.rollout.families import FAMILIES
@@ -38,14 +38,14 @@ CLASSES = {"grpo": (ScriptArguments, PaCoGRPOConfig), "reward": (reward.ScriptAr
 JUDGE = {
     "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct", "dataset_name": "X-GenGroup/PaCo-Dataset",
     "dataset_files": ["consistency_reward_cot_train", "sharegpt_editing_cot"], "bf16": True, "max_pixels": 2_097_152,
-    "lora_r": 32, "lora_alpha": 64, "lora_target_modules": None, "first_token_weight": 0.1, "loss_variant": "paper",
+    "lora_r": 32, "lora_target_modules": None, "first_token_weight": 0.1, "loss_variant": "paper",
     "learning_rate": 2e-4, "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "num_train_epochs": 2.0,
     "per_device_train_batch_size": 8,
 }  # fmt: skip
 ALL_POLICIES = {
     "height": 1024, "width": 1024, "sde_type": "flow_sde", "num_generations": 16, "num_prompts_per_generation": 42,
     "optimizer_steps_per_generation": 2, "per_device_train_batch_size": 1, "judge_model": "X-GenGroup/PaCo-Reward-7B",
-    "scale_rewards": "group", "advantage_clip": 5.0, "lora_r": 64, "lora_alpha": 128, "loss_type": "grpo",
+    "scale_rewards": "group", "advantage_clip": 5.0, "lora_r": 64, "loss_type": "grpo",
     "epsilon": 1e-4, "beta": 0.0, "learning_rate": 3e-4,
 }  # fmt: skip
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
@@ -103,6 +103,13 @@ def values_of(recipe: str) -> dict:
 
 def differing(values: dict, expected: dict) -> dict:
     return {name: values[name] for name, value in expected.items() if values[name] != value}
+
+
+@pytest.mark.parametrize("recipe", [name for name in PAPER if "reward" not in name])
+def test_another_rank_keeps_the_scale(recipe):
+    for words, expected in (((), (64, 128)), (("--lora_r", "8"), (8, 16))):
+        adapter = get_peft_config(parse(recipe, *words)[0])
+        assert (adapter.r, adapter.lora_alpha) == expected
 
 
 # What differs from paco-flux.1-dev
@@ -254,7 +261,7 @@ class TestDefaultsOfAFamily:
         assert len(defaults) >= 8 and differing(recipe, defaults) == {}
         values, said = parse(pipeline)
         assert differing(values, defaults) == {} and all(name in said for name in defaults)
-        own = {"model_name_or_path", "lora_r", "lora_alpha", "lora_target_modules"}
+        own = {"model_name_or_path", "lora_r", "lora_target_modules"}
         assert differing(values, PAPER[self.RECIPES[pipeline]]).keys() <= own
         # DiffusionNFT has no stochastic steps
         values, said = parse(pipeline, command="nft")

@@ -35,7 +35,7 @@ SETTINGS = {
     "dataset_split": "train", "eval_split": "test", "first_token_weight": 0.3, "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none",
     "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "use_cpu": True, "bf16": False,
-    "lora_r": 4, "lora_alpha": 8, "disable_tqdm": True,
+    "lora_r": 4, "disable_tqdm": True,
 }  # fmt: skip
 
 

@@ -111,6 +111,21 @@ def test_own_rewards_by_their_file(tmp_path, monkeypatch):
             load_rewards(ScriptArguments(rewards=[name]))
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (64, 128)),
+        ({"lora_r": 8}, (8, 16)),
+        ({"lora_alpha": 8}, (64, 8)),
+        ({"lora_r": 8, "lora_alpha": 1}, (8, 1)),
+    ],
+    ids=str,
+)
+def test_the_scale_of_an_adapter(options, expected):
+    adapter = get_peft_config(ScriptArguments(**options))
+    assert (adapter.r, adapter.lora_alpha) == expected
+
+
 def test_an_adapter_is_continued_with_its_own_settings(tmp_path):
     LoraConfig(r=8, lora_alpha=16, target_modules=["to_q", "to_v"]).save_pretrained(tmp_path)
     save_file({}, tmp_path / "adapter_model.safetensors")

@@ -54,7 +54,7 @@ class ScriptArguments:
     )
     load_in_8bit: bool = option(False, "Whether to quantize the frozen model to 8 bits by bitsandbytes.")
     lora_r: int = option(32, "Rank of the adapter (paper).")
-    lora_alpha: int = option(64, "Scale of the adapter (paper).")
+    lora_alpha: int | None = option(None, "Scale of the adapter. If `None`, twice its rank (paper).")
     lora_target_modules: list[str] | None = option(
         None, "Layers that get an adapter. If `None`, all linear layers of the language model (paper)."
     )
@@ -111,7 +111,9 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
             )
         ),
         peft_config=LoraConfig(
-            r=script_args.lora_r, lora_alpha=script_args.lora_alpha, target_modules=script_args.lora_target_modules
+            r=script_args.lora_r,
+            lora_alpha=2 * script_args.lora_r if script_args.lora_alpha is None else script_args.lora_alpha,
+            target_modules=script_args.lora_target_modules,
         ),
     )
     images = None if eval_dataset is None else f"{training_args.output_dir}/evaluation"

@@ -83,7 +83,7 @@ class ScriptArguments(RewardOptions, PromptDataArguments):
     eval_judge_model: str | None = option(None, "Judge of the evaluation's rewards. If `None`, `judge_model`.")
     eval_judge_url: str | None = option(None, "Its address. If `None`, `judge_url` unless `eval_judge_model` is set.")
     lora_r: int | None = option(None, "Rank of a new adapter. If `None`, 64 (paper).")
-    lora_alpha: int | None = option(None, "Scale of a new adapter. If `None`, 128 (paper).")
+    lora_alpha: int | None = option(None, "Scale of a new adapter. If `None`, twice its rank (paper).")
     lora_target_modules: list[str] | None = option(None, "Layers with an adapter. If `None`, the family's default.")
     adapter: str | None = option(None, "Adapter (Hub id, directory or LoRA file) to continue, instead of a new one.")
     use_peft: bool = option(True, "Whether to train an adapter. If `False`, the full transformer is trained.")
@@ -315,9 +315,10 @@ def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None
             if value is not None and (set(value) if isinstance(value, list) else value) != its:
                 raise ValueError(f"`--{option}` is {value}, but the adapter has {its}. Leave it out.")
         return script_args.adapter
+    rank = 64 if script_args.lora_r is None else script_args.lora_r
     return LoraConfig(
-        r=64 if script_args.lora_r is None else script_args.lora_r,
-        lora_alpha=128 if script_args.lora_alpha is None else script_args.lora_alpha,
+        r=rank,
+        lora_alpha=2 * rank if script_args.lora_alpha is None else script_args.lora_alpha,
         target_modules=script_args.lora_target_modules,
         init_lora_weights="gaussian",
     )

@@ -16,6 +16,7 @@ from typing import Any
 import diffusers
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_compiled_module
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import apply_layerwise_casting
@@ -110,11 +111,18 @@ def load_pipeline(
         pipeline = model
         if isinstance(pipeline.name_or_path, Path):  # names in JSON and on cards are strings
             pipeline.register_to_config(_name_or_path=str(pipeline.name_or_path))
+    for name, component in pipeline.components.items():
+        if is_compiled_module(component):
+            setattr(pipeline, name, component._orig_mod)
+            logger.warning(
+                f"`{name}` of the pipeline is used as it was before `torch.compile`, which would compile other kernels with "
+                "gradients than without. Set `compile_repeated_blocks` to compile the transformer."
+            )
     transformer = getattr(pipeline, "transformer", None)
     if transformer is None:
         raise ValueError(f"{type(pipeline).__name__} has no `transformer`. Pass a flow-matching pipeline with one.")
     if isinstance(transformer, PeftModel) or getattr(transformer, "peft_config", None):
-        cure = "Pass it as `peft_config`, or merge it: `pipeline.fuse_lora()` and `pipeline.unload_lora_weights()`."
+        cure = "Pass it as `peft_config`, or merge it (`fuse_lora`, `unload_lora_weights`), save the pipeline, and pass that."
         raise ValueError(f"The pipeline's transformer already has an adapter. {cure}")
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module):

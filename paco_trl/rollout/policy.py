@@ -84,6 +84,8 @@ class PipelinePolicy:
         pipeline.set_progress_bar_config(disable=True)
         self.model = model
         self._signature = forward_signature
+        extra = [name for name, each in forward_signature.parameters.items() if each.kind is each.VAR_KEYWORD]
+        self._extra = extra[0] if extra else ""  # the parameter that collects other arguments by name
         self._recorded_steps: tuple[int, ...] = ()
         self._calls: list[dict[str, Any]] = []
         self._outputs: list[torch.Tensor] = []
@@ -269,9 +271,12 @@ class PipelinePolicy:
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.scheduler.next_step_index in self._recorded_steps:
             # The tensors stay the same, but a transformer may remove items from a dict argument
-            self._calls.append(
-                recursively_apply(lambda tensor: tensor, self._signature.bind(*args, **kwargs).arguments)
-            )
+            self._calls.append(recursively_apply(lambda tensor: tensor, self._bind(args, kwargs)))
+
+    def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """Return the arguments of a call of the transformer by name."""
+        arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        return arguments | arguments.pop(self._extra, {})
 
     def _record_output(self, module: nn.Module, args: tuple, output):
         # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
@@ -287,7 +292,7 @@ class PipelinePolicy:
         def narrow(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if self.scheduler.next_step_index > last:
                 return None
-            call = dict(self._signature.bind(*args, **kwargs).arguments)
+            call = self._bind(args, kwargs)
             for name, value in _batched(call, self.family).items():
                 rows = value[::branch_size]
                 call[name] = rows if isinstance(value, list) else rows.clone()  # a view would hold the other rows
