@@ -37,6 +37,7 @@ from ..rewards.runner import RewardRunner
 from ..rollout.policy import split_record
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
+from ..trainer.config_utils import warn_of_newer_versions
 from ..trainer.rounds import RoundSchedule
 from ..utils.errors import is_message_enough, is_traceback_wanted
 from . import reward
@@ -173,6 +174,7 @@ def check_configuration(state: DoctorState) -> Row:
             row.verdict = WARNING
             row.advice = f"The run stops here: {error} `--use_cpu` makes the other checks as well, on the CPU."
     state.args = args
+    warn_of_newer_versions()
     if not isinstance(args, PaCoGRPOConfig):
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         return replace(row, finding=f"{batch} pairs for each optimizer step.")

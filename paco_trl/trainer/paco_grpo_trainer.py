@@ -86,7 +86,7 @@ from .checks import (
     check_train_dataset,
     offload_models,
 )
-from .config_utils import copy_config, end_explained
+from .config_utils import copy_config, end_explained, warn_of_newer_versions
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
 from .losses import (
     PolicyStep,
@@ -223,6 +223,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if not isinstance(args, self._config_class) or args.loss_types != self._config_class.loss_types:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         args = copy_config(args)
+        warn_of_newer_versions()
         if peft_config is not None:
             peft_config = check_peft_config(peft_config, model, args.model_init_kwargs)
         self.rewards = RewardRunner(

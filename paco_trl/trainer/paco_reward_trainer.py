@@ -47,7 +47,7 @@ from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, leave_stop
 from .checks import check_has_evaluation, check_pairs
-from .config_utils import check_best_metric, copy_config, end_explained
+from .config_utils import check_best_metric, copy_config, end_explained, warn_of_newer_versions
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import judge_settings, lora_of
@@ -249,6 +249,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
         args = copy_config(args)
+        warn_of_newer_versions()
         named = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         datasets: list[tuple[str, Any]] = [("train_dataset", train_dataset)]
         datasets += [(key, dataset) for key, dataset in named.items() if dataset is not None]
