@@ -6,7 +6,7 @@
 #         --dataset_name paco_trl/data/prompts/demo.jsonl --num_prompts_per_generation 24
 #
 # torch brings CUDA's libraries; the driver is the host's (NVIDIA Container Toolkit). Both directories must be writable
-# for user 1000. A weekly workflow builds it.
+# for user 1000. A weekly workflow builds it on GitHub; it has not been built yet.
 FROM python:3.12-slim
 
 # A C compiler, which torch.compile and DeepSpeed call while they run
