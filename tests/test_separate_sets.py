@@ -366,12 +366,23 @@ class TestAnchored:
             distances = [np.abs(one - other).max() for other in found[2] if other.shape == one.shape]
             assert sorted(distance <= 1 for distance in distances) == [False, True]  # the same, and another noise's
 
-    def test_what_makes_up_the_numbers_finishes_nothing(self, make, monkeypatch):
-        # As on a process with a batch less than another, of each kind
+    @pytest.fixture
+    def with_another(self, monkeypatch):
+        """As on a process with a batch less than another, of each kind."""
         monkeypatch.setattr(
             "paco_trl.rollout.sampler.gather_object",
             lambda values: [*values, values[0] + 1] if values and isinstance(values[0], int) else values,
         )
+
+    def test_merged_batches_train_the_same_if_some_make_up_the_numbers(self, make, request):
+        settings = {"per_device_train_batch_size": 1, "per_device_rollout_batch_size": 2}
+        plain = round_of(make(**settings))
+        request.getfixturevalue("with_another")
+        for entry, other in zip(round_of(make(**settings)).entries, plain.entries, strict=True):
+            assert torch.equal(entry["record"].sample, other["record"].sample)
+            assert torch.equal(entry["advantages"], other["advantages"])
+
+    def test_what_makes_up_the_numbers_finishes_nothing(self, make, with_another):
         trainer = make(train_dataset=sets(1, 2, 3, 2, 3, 2))
         rows = trainer.train_rows
         trainer.sampler.prompt_encoder.encode(rows, [0, 1], 1.0)

@@ -288,7 +288,7 @@ class Completions:
         for place, batch in enumerate(batches):
             parts[self.anchor_of(batch[0]) is not None].append((place, batch))
         for part in parts:
-            spare = (len(batches), [0])  # image 0 has no anchor
+            spare = (len(batches), [0] * len(batches[0]))  # image 0 has no anchor
             yield from part + [spare] * (max(gather([len(part)])) - len(part))
             if part is parts[0]:
                 self._gather_anchors({self.anchor_of(image) for _, batch in parts[1] for image in batch}, gather)
