@@ -15,10 +15,11 @@ from paco_trl.rewards.runner import RewardError
 from testing_utils import are_equal, weights_of
 
 
-def dull_reward(prompts, completions, num_generations, log_extra, **kwargs):
+def dull_reward(prompts, completions, num_generations, log_extra, log_metric, **kwargs):
     """Redness; half of the prompts have a reward that does not differ."""
     rewards = [0.5] * len(prompts) if is_dull(prompts[0]) else redness_reward(prompts, completions)
     log_extra("redness", rewards)
+    log_metric("dullness", is_dull(prompts[0]))
     if is_dull(prompts[0]):
         log_extra("dull", ["yes"] * len(prompts))
     return rewards
@@ -65,6 +66,7 @@ def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
     twin.schedule.rows = lambda round_index: final
     other = rounds_of(twin)
     assert other.metrics["reward"] == buffer.metrics["reward"]
+    assert other.metrics["dullness"] == buffer.metrics["dullness"] == 0
     for entry, expected in zip(buffer.entries, other.entries, strict=True):
         assert torch.equal(entry["advantages"], expected["advantages"]) and expected["advantages"].any()
         assert torch.equal(entry["record"].sample, expected["record"].sample)
@@ -74,7 +76,8 @@ def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
     pictures = [shown.pictures[number] for number in sorted(shown.pictures)]
     assert redness_reward(None, pictures) == pytest.approx(shown.rewards[sorted(shown.pictures), 0].tolist(), abs=0.02)
     # Twin: without resampling they are left out
-    assert rounds_of(make_trainer(**SETTINGS | {"max_resample_times": 0})).metrics["frac_groups_uninformative"] > 0
+    metrics = rounds_of(make_trainer(**SETTINGS | {"max_resample_times": 0})).metrics
+    assert metrics["frac_groups_uninformative"] == metrics["dullness"] > 0
 
 
 @pytest.mark.parametrize(("times", "resampled"), [(1, 4), (5, 8)])

@@ -76,9 +76,19 @@ class Scores:
 
     rewards: torch.Tensor  # (images, rewards), on the CPU, NaN where one could not be computed
     extra: dict[str, list]  # columns that rewards logged (`log_extra`)
-    metrics: dict[str, float]  # metrics that rewards logged (`log_metric`), averaged over the calls of all processes
+    logged: list[tuple[set[int], int, dict[str, list[float]]]]  # images of a call, their number, and its `log_metric`
     waited: float  # seconds this process waited for rewards after its last image was generated
     hidden: float  # seconds in which rewards were computed during generation
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics that rewards logged, averaged over the calls of all processes."""
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for images, count, entries in self.logged:
+            share = len(images) / count  # of a call whose other images were replaced
+            for name, value in ((name, value) for name, values in entries.items() for value in values):
+                sums[name] = [sums[name][0] + share * value, sums[name][1] + share]
+        return {name: total / weight for name, (total, weight) in sorted(sums.items()) if weight}
 
 
 @dataclass
@@ -216,13 +226,13 @@ class RewardRunner:
             calls = [call.values for call in self._calls]
             is_pending = self._raise_together(wait(calls, _SECONDS_PER_AGREEMENT, FIRST_EXCEPTION).not_done)
         waited = time.perf_counter() - started
-        rewards, extra, metrics = self._gather()
+        rewards, extra, logged = self._gather()
         hidden = _union_seconds([call.span for call in self._calls], started)
         self.start(self.num_generations)
-        return Scores(rewards, extra, metrics, waited, hidden)
+        return Scores(rewards, extra, logged, waited, hidden)
 
-    def _gather(self) -> tuple[torch.Tensor, dict[str, list], dict[str, float]]:
-        """Return values, logged columns and averaged metrics of all calls of all processes. Collective: call on all ranks."""
+    def _gather(self) -> tuple[torch.Tensor, dict[str, list], list]:
+        """Return values, logged columns and metrics of all calls of all processes. Collective: call on all ranks."""
         problem = None
         for call in self._calls:
             if wrong := [column for column, values in call.extra.items() if len(values) != len(call.image_numbers)]:
@@ -244,16 +254,13 @@ class RewardRunner:
         if shared := {column for column in columns if columns.count(column) > 1}:
             raise RewardError(f"Several rewards log the column(s) {', '.join(sorted(shared))}. Give each its own.")
         extra: dict[str, list] = {column: [None] * len(rewards) for column in sorted(columns)}
-        metrics: dict[str, list[float]] = defaultdict(list)
-        for images, indices, values, logged, entries_by_name in reversed(results):  # the first of two results counts
+        for images, indices, values, logged, _ in reversed(results):  # the first of two results counts
             for index, column in zip(indices, values, strict=True):
                 rewards[images, index] = torch.tensor([math.nan if value is None else value for value in column])
             for name, cells in logged.items():
                 for image, cell in zip(images, cells, strict=True):
                     extra[name][image] = cell
-            for name, entries in entries_by_name.items():
-                metrics[name] += entries
-        return rewards, extra, {name: sum(entries) / len(entries) for name, entries in sorted(metrics.items())}
+        return rewards, extra, [(set(images), len(images), metrics) for images, *_, metrics in reversed(results)]
 
     def call(self, index: int, **arguments) -> Any:
         """Call a reward: values, or a coroutine of them. Raises `RewardError` with its name."""
