@@ -173,13 +173,15 @@ def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bo
 
 
 def offload_models(args: PaCoGRPOConfig, *runners: RewardRunner) -> dict[RewardRunner, list[nn.Module]]:
-    """Move the models of rewards to the CPU with `offload_rewards`, and return them; refuse it if there are none."""
+    """Move the models of rewards to the CPU with `offload_rewards`, and return them."""
     if not args.offload_rewards:
         return {runner: [] for runner in runners}
     models = {runner: offloadable_models(runner.functions, args.device) for runner in runners}
     if not any(models.values()):
-        problem = f"no reward or its `judge` has a `torch.nn.Module` on the CPU or on {args.device} as `model`"
-        raise ValueError(f"`offload_rewards` is True, but {problem}. Unset it, or give your reward this attribute.")
+        logger.warning(
+            f"`offload_rewards` has nothing to offload: no reward or its `judge` has a `torch.nn.Module` on the CPU or on "
+            f"{args.device} as `model`."
+        )
     return models
 
 
