@@ -4,6 +4,7 @@
 import os
 import sys
 
+from peft import PeftModel
 from transformers import Trainer
 
 from ..checkpointing.checkpoints import how_to_resume
@@ -26,7 +27,8 @@ def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | Non
         trainer.save_model(args.output_dir)
         trainer.create_model_card(dataset_name=dataset_name)
     if trainer.accelerator.is_main_process:
-        sys.stdout.write(f"Adapter: {args.output_dir}\n")
+        kind = "Adapter" if isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel) else "Model"
+        sys.stdout.write(f"{kind}: {args.output_dir}\n")
         if images is not None:
             sys.stdout.write(f"Images: {images}\n")
     end_training(trainer.accelerator)
