@@ -21,7 +21,7 @@ from launching import CONFIGS, ROOT
 from paco_trl import PaCoGRPOConfig, __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import main
-from paco_trl.commands.parser import CommandParser, option
+from paco_trl.commands.parser import CommandParser, option, refuse_unused
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
@@ -73,13 +73,66 @@ class TestFiles:
             ("resume_from_checkpoint: true", "resume_from_checkpoint", "True"),
             ("model_init_kwargs: {revision: main}", "model_init_kwargs", '{"revision": "main"}'),
             ("height:", "height", None),
+            ("rewards: {a: 0.5, my.py:b: }", "rewards", ["a", "my.py:b"]),
+            ("rewards: {a: 0.5, my.py:b: }", "reward_weights", [0.5, 1.0]),
         ],
     )
     def test_a_value_that_fits(self, tmp_path, text, name, value):
         assert getattr(self.parse(tmp_path, text), name) == value
 
-    def test_the_command_line_comes_first(self, tmp_path):
+    def test_the_command_line_comes_first(self, tmp_path, capsys):
         assert self.parse(tmp_path, "rewards: a", "--reward_funcs", "b", "c").rewards == ["b", "c"]
+        assert capsys.readouterr().err == ""
+        weighted = "rewards: {a: 0.5, b: 2}"
+        for words, rewards, weights in (
+            ([], ["a", "b"], [0.5, 2]),
+            (["--rewards", "c", "d"], ["c", "d"], None),
+            (["--rewards", "x=1/c.py", "=d", "e=0"], ["x=1/c.py", "=d", "e"], [1, 1, 0]),
+            (["--reward_weights", "3", "4"], ["a", "b"], [3, 4]),
+        ):
+            parsed = self.parse(tmp_path, weighted, *words)
+            assert (parsed.rewards, parsed.reward_weights) == (rewards, weights)
+        assert (
+            capsys.readouterr().err
+            == "paco-trl test: without reward_weights=[0.5, 2.0] of the file, because of `--rewards`.\n"
+        )
+        for text, words in (
+            (f"{weighted}\nreward_weights: [1, 2]", []),
+            ("", ["--rewards", "a=1", "--reward_weights", "1"]),
+        ):
+            with pytest.raises(ValueError, match="reward_weights"):
+                self.parse(tmp_path, text or "swap: no", *words)
+
+    @staticmethod
+    def parse_checked(tmp_path, text: str, *words: str) -> Arguments:
+        """With a rule between two options, and one about a third."""
+
+        def check(parsed: Arguments) -> None:
+            if parsed.height is not None and parsed.height > parsed.max_steps:
+                raise ValueError(f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps}.")
+            refuse_unused(parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
+
+        (tmp_path / "a.yaml").write_text(text)
+        words = ["--config", str(tmp_path / "a.yaml"), *words]
+        return CommandParser(Arguments, prog="paco-trl test", check=check).parse_args_and_config(words)[0]
+
+    def test_what_contradicts_the_command_line_is_left_out(self, tmp_path, capsys):
+        text = "height: 20\nmax_steps: 30\nswap: no\nsde_steps: [1]\n"
+        parsed = self.parse_checked(tmp_path, text, "--max_steps", "10", "--swap")
+        assert (parsed.height, parsed.max_steps, parsed.sde_steps) == (5, 10, None)
+        assert parsed.typed == {"max_steps", "swap"}
+        said = capsys.readouterr().err.splitlines()
+        assert "test: without height=20 of the file, because of `--max_steps`." in said[0] and len(said) == 2
+        parsed = self.parse_checked(tmp_path, text, "--max_steps", "25")
+        assert (parsed.height, parsed.sde_steps) == (20, [1]) and capsys.readouterr().err == ""
+        for text, words in (
+            ("height: 20\nmax_steps: 10\n", ["--learning_rate", "1"]),  # within the file
+            ("learning_rate: 1.0\n", ["--height", "20", "--max_steps", "10"]),  # within the command line
+            ("swap: yes\nsde_steps: [1]\n", ["--learning_rate", "1"]),
+            ("learning_rate: 1.0\n", ["--max_steps", "0", "--height", "None"]),
+        ):
+            with pytest.raises(ValueError, match="height|--sde_steps|--max_steps"):
+                self.parse_checked(tmp_path, text, *words)
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -116,6 +169,17 @@ class TestOptions:
             (["--noise_level", "-1", *DATA], "noise_level"),
             (["--eval_split", "b", *DATA], "--eval_split"),
             ([], "--dataset_name"),
+            (["prompts.txt"], "`--dataset_name prompts.txt`"),
+            (["--datset_name", "a.txt"], "`--dataset_name`"),
+            (["--modle_name", "a", *DATA], "`--model_name_or_path`"),
+            (["--config", "paco-reward-7b", *DATA], "paco-reward-7b"),
+            (["--lora_r", "0", *DATA], "--lora_r"),
+            (["--num_processes", "0", *DATA], "--num_processes"),
+            (["--judge_model", "a/b", "--clip_model", "c/d", *DATA], "`--clip_model`, `--judge_model`"),
+            (["--rewards", "redness=1", "clip_t=nan", *DATA], "reward_weights"),
+            (["--reward_weights", "1", "2", *DATA], "reward_weights"),
+            (["--use_peft", "False", "--lora_r", "8", *DATA], "--lora_r"),
+            (["--eval_rewards", "redness", *DATA], "--eval_rewards"),
         ],
         ids=str,
     )
@@ -135,6 +199,15 @@ class TestOptions:
             assert main.main(["grpo", *DATA, *words]) == 1
             shown = capsys.readouterr().err
             assert "--hub_tokenn" in shown and "hf_secret" not in shown
+
+    @pytest.mark.parametrize("word", ["None", "null", "none"])
+    def test_an_option_is_unset(self, word):
+        names = ("sde_steps", "reward_weights", "resume_from_checkpoint", "model_init_kwargs", "height")
+        words = [each for name in names for each in (f"--{name}", word)]
+        (parsed,) = CommandParser(Arguments).parse_args_and_config([*words, "--save_strategy", "no"])
+        assert {getattr(parsed, name) for name in names} == {None} and parsed.typed == {"save_strategy"}
+        with pytest.raises(ValueError, match=word):
+            CommandParser(Arguments).parse_args_and_config(["--max_steps", word])
 
     def test_an_option_without_its_name(self):
         parser = CommandParser(Arguments, positional="resume_from_checkpoint")

@@ -278,7 +278,7 @@ class TestFaults:
 
 
 def test_all_weights_are_trained(examine):
-    rows = examine(use_peft=False, bf16=True, beta=0.01, ema_decay=0.9)
+    rows = examine(use_peft=False, lora_r=None, lora_alpha=None, bf16=True, beta=0.01, ema_decay=0.9)
     assert verdicts(rows) == HEALTHY
     number = re.search(r"in torch.float32: (\S+) parameters trained", rows["model and adapter"].finding)[1]
     assert int(number.replace(",", "")) > 10_000

@@ -129,17 +129,22 @@ def test_a_judge_on_a_server(workspace, tmp_path):
         assert [part.get("text", "")[:7] for part in asked] == ["<img1>: "[:7], "", "<img2>: "[:7], "", "Do the "]
 
 
-def test_wrong_options(arguments, tmp_path):
-    for options, message in (
-        ({"benchmark": "edit_reward", "template": "plain"}, "--template"),
-        ({"judge_url": "http://127.0.0.1:1/v1"}, "--device"),
-        ({"max_concurrency": 2}, "--max_concurrency"),
-        ({"api_key_variable": "NO_SUCH_KEY"}, "--api_key_variable"),
-        ({"template": "themes"}, "themes"),
+def test_wrong_options(workspace, tiny_clip, tmp_path):
+    common = f"--judge_model clip-i --dataset_name {workspace / 'rankings'} --output_dir {tmp_path} "
+    for words, message in (
+        ("--benchmark edit_reward --template plain", "--template"),
+        ("--judge_url http://127.0.0.1:1/v1 --device cpu", "--device"),
+        ("--max_concurrency 2", "--max_concurrency"),
+        ("--max_concurrency 8", "--max_concurrency"),  # the default, typed
+        ("--api_key_variable NO_SUCH_KEY", "--api_key_variable"),
+        ("--trust_remote_code", "--trust_remote_code"),
+        ("--judge_model a/b --clip_model c/d", "--clip_model"),
+        (f"--template themes --clip_model {tiny_clip}", "themes"),
+        ("--batch_size 0", "--batch_size"),
+        ("--benchmark ranking", "--benchmark"),
+        ("--dtype float", "--dtype"),
+        ("--protocol paper", "--protocol"),
     ):
         with pytest.raises(ValueError, match=message):
-            script.evaluate(arguments(tmp_path, **options))
-    for option, value in (("--benchmark", "ranking"), ("--dtype", "float"), ("--protocol", "paper")):
-        with pytest.raises(ValueError, match=option):
-            evaluate_main(["judge", "--output_dir", str(tmp_path), option, value])
+            evaluate_main(["judge", *(common + words).split()])
     assert not list(tmp_path.iterdir())

@@ -21,8 +21,8 @@ from trl import ModelConfig, get_quantization_config
 
 import launching
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
+from paco_trl.commands.evaluate import main as evaluate_main
 from paco_trl.commands.evaluate_arguments import JudgeOptions, load_judge
-from paco_trl.commands.evaluate_judge import JudgeArguments, evaluate
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.hub.cards import render_card
@@ -349,10 +349,10 @@ class TestJudge:
         judge = load_judge(JudgeOptions(device="cpu"), str(tiny_qwen), None)
         assert judge.model.config._attn_implementation == "sdpa"
         assert not any(hasattr(weight, "__tensor_flatten__") for weight in judge.model.parameters())
-        for options in ({"judge_model": "m", "judge_url": "http://127.0.0.1:1/v1"}, {"judge_model": "clip-i"}):
+        for words in (["m", "--judge_url", "http://127.0.0.1:1/v1"], ["clip-i"]):
             for name, value in (("judge_quantization", "int8"), ("judge_attn_implementation", "eager")):
                 with pytest.raises(ValueError, match=f"`--{name}.*Leave it out"):
-                    evaluate(JudgeArguments(**{name: value}, **options))
+                    evaluate_main(["judge", f"--{name}", value, "--judge_model", *words])
         arguments.judge_url = "http://127.0.0.1:1/v1"
         with pytest.raises(ValueError, match="'int8', but a served judge"):
             load_rewards(arguments)

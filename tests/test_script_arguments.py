@@ -141,7 +141,7 @@ def test_an_adapter_is_continued_with_its_own_settings(tmp_path):
 def test_prompts_that_a_judge_cannot_compare_are_refused_before_it_is_loaded(tiny_flux, tmp_path):
     (tmp_path / "prompts.txt").write_text("A fox.\nA hare.\n")
     words = f"--dataset_name {tmp_path / 'prompts.txt'} --output_dir {tmp_path / 'out'} --use_cpu --bf16 False"
-    words += f" --model_name_or_path {tiny_flux} --judge_model nobody/judge --num_prompts_per_generation 2 --rewards"
+    words += f" --model_name_or_path {tiny_flux} --num_prompts_per_generation 2 --rewards"
     words = words.split()
     with pytest.raises(ValueError, match="'ConsistencyReward'.*1 x 1"):
         grpo.main([*words, "redness", "consistency"])
@@ -153,6 +153,8 @@ def test_prompts_that_a_judge_cannot_compare_are_refused_before_it_is_loaded(tin
 
 class TestBeforeAnythingIsLoaded:
     """What is missing or may not be read, of all models of a run, is found before one of them is loaded."""
+
+    EVALUATION = {"eval_split": "train", "eval_on_start": True}
 
     @pytest.fixture
     def train(self, monkeypatch, tmp_path, tiny_flux, tiny_clip):
@@ -175,7 +177,7 @@ class TestBeforeAnythingIsLoaded:
 
     def test_a_missing_judge(self, train, tiny_qwen):
         assert train(OSError, "nobody/judge", judge_model="nobody/judge") == []
-        options = {"judge_model": tiny_qwen, "eval_judge_model": "nobody/other"}
+        options = {"judge_model": tiny_qwen, "eval_judge_model": "nobody/other", **self.EVALUATION}
         assert train(OSError, "nobody/other", **options) == []
         # The stand-in for CLIP is none, with which a run ends
         assert train(AttributeError, "eval", judge_model=tiny_qwen) == ["reward"]
@@ -183,7 +185,7 @@ class TestBeforeAnythingIsLoaded:
     def test_a_server_that_has_another_judge(self, train, server):
         options = {"judge_url": server.url, "judge_model": "judge"}
         assert train(JudgeUnavailableError, "'missing'", judge_url=server.url, judge_model="missing") == []
-        evaluated = {"eval_judge_url": server.url, "eval_judge_model": "bad"}
+        evaluated = {"eval_judge_url": server.url, "eval_judge_model": "bad", **self.EVALUATION}
         assert train(JudgeUnavailableError, "'bad'", **options, **evaluated) == []
         assert train(AttributeError, "eval", **options) == ["reward"]
 

@@ -21,6 +21,7 @@ Interrupted stages resume automatically. The pairs train a judge:
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
 from ..utils.stage_folder import StageFolder
 from . import build_arguments as arguments
-from .evaluate_arguments import refuse_unused
-from .parser import run_stage
+from .parser import refuse_unused, run_stage
+
+
+_OF_REQUESTS = tuple(field.name for field in fields(arguments.RequestArguments))
 
 
 def stage(args, name: str, settings: dict | None = None) -> StageFolder:
@@ -89,6 +92,7 @@ def _endpoint_of(args) -> ChatEndpoint:
 def make_prompts(args: arguments.PromptsArguments) -> None:
     """Load the prompts, or let a language model write them, and keep the most diverse."""
     if args.dataset_name is None:
+        refuse_unused(args, ("dataset_split",), "without `--dataset_name`")
         endpoint = _endpoint_of(args)
         try:
             layouts = [(int(rows), int(cols)) for rows, cols in (text.split("x") for text in args.layouts)]
@@ -99,7 +103,8 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
         prompts = building.write_prompts(endpoint, written, args.num_written, args.categories, layouts, args.seed)
         report: dict[str, Any] = {"model": args.model, **written.report}
     else:
-        refuse_unused(args, ("base_url", "model", "num_written", "categories", "seed"), "with `--dataset_name`")
+        writing = ("base_url", "model", "num_written", "categories", "layouts", "seed", *_OF_REQUESTS)
+        refuse_unused(args, writing, "with `--dataset_name`")
         prompts = load_image_set_prompts(args.dataset_name, args.dataset_split)
         report = {"source": Path(args.dataset_name).name if Path(args.dataset_name).exists() else args.dataset_name}
     if "id" not in prompts.column_names:
@@ -113,6 +118,8 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
         raise ValueError(
             f"`--num_selected` is {args.num_selected!r} and `--embedding_model` {args.embedding_model!r}. Give both or none."
         )
+    if args.num_selected is None:
+        refuse_unused(args, ("duplicate_threshold",), "without `--num_selected`")
     if args.num_selected is not None and args.embedding_model is not None:
         prompts, diversity = building.diversify_prompts(
             prompts, args.embedding_model, args.num_selected, args.duplicate_threshold
@@ -180,6 +187,7 @@ def rank(args: arguments.RankArguments) -> None:
         return
     annotator = args.annotator or building.judge_annotator_name(args.judge_model)
     if args.judge_url is not None:
+        refuse_unused(args, ("dtype",), "with `--judge_url`")
         from ..rewards import ServedJudge
 
         judge = ServedJudge(args.judge_url, args.judge_model)

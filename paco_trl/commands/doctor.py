@@ -47,9 +47,8 @@ from .parser import CommandParser, option
 from .sample_generator import SampleGenerator
 from .script_arguments import (
     ScriptArguments,
-    check_evaluation,
     check_judged,
-    check_reward_names,
+    check_rewards,
     get_peft_config,
     judges_of,
     load_eval_prompts,
@@ -219,7 +218,6 @@ def check_hub(state: DoctorState) -> str:
 def check_data(state: DoctorState) -> str:
     """Check the prompts, their sizes, and whether there are enough of them."""
     script_args, args = state.script_args, state.args
-    check_evaluation(script_args, args)
     state.train_dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
     check_judged(script_args, state.train_dataset)
     rewards = RewardRunner([_no_reward])  # metrics are known when the rewards are loaded
@@ -460,9 +458,9 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
+        if check is check_rewards_load:
+            check_rewards(state.script_args, state.args)
         if state.skips and check in (check_rewards_load, check_model):
-            if check is check_rewards_load:
-                check_reward_names(state.script_args)
             return [Row(SKIPPED, state.skips)]
         if is_generating and state.args.deepspeed_plugin is not None:
             skipped = "DeepSpeed places the model only when training begins."

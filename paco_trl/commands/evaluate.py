@@ -75,13 +75,11 @@ from .evaluate_arguments import (
     PromptsArguments,
     ReportArguments,
     ScoreArguments,
-    check_positive,
     load_judge,
-    refuse_unused,
 )
 from .evaluate_judge import OF_JUDGES, JudgeArguments, evaluate
 from .evaluate_prompts import evaluate_prompts, load_run_card
-from .parser import run_stage
+from .parser import refuse_unused, run_stage
 
 
 _ELSEWHERE = "system.json"  # says where the scored images are that were generated elsewhere
@@ -90,6 +88,12 @@ _ELSEWHERE = "system.json"  # says where the scored images are that were generat
 _T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
 _T2IS_ONLY += ("batch_size", "trust_remote_code", *OF_JUDGES)
 _GEDIT_ONLY = ("protocol", "gedit_repo")
+# What an option of `score` is for
+_NEEDED = {
+    "judges": ("judge_url",),
+    "alignment_model": ("alignment_file", "alignment_url"),
+    "aesthetics_head": ("clip_model",),
+}
 
 # The work behind its `yield` takes hours: what can be wrong is found before
 Step = Generator[None, None, None]
@@ -118,6 +122,7 @@ def _load_benchmark(args) -> Dataset:
         return arrange_sets(sets, args.set_layout)
     refuse_unused(args, ("set_layout",), f"with `--benchmark {args.benchmark}`")
     if args.benchmark == "stories":
+        refuse_unused(args, ("dataset_split",), "with `--benchmark stories`")
         return complete_image_sets(load_stories(args.dataset_name))
     # The source that the published script shows its judge is not the one that is edited
     source = "input_image" if getattr(args, "protocol", None) == "published" else None
@@ -183,7 +188,6 @@ def generate(args: GenerateArguments) -> Step:
         refuse_unused(args, ("panel_files", "batch_size"), "with `--benchmark gedit`")
     if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
         raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
-    check_positive(args, "num_inference_steps", "batch_size")
     fraction, steps = args.adapter_fraction, args.num_inference_steps or 0
     if not 0 <= fraction <= 1:
         raise ValueError(f"`--adapter_fraction` is {fraction}; it must be from 0 to 1.")
@@ -237,6 +241,9 @@ def score(args: ScoreArguments) -> Step:
     refuse_unused(args, _T2IS_ONLY if is_gedit else _GEDIT_ONLY, f"with `--benchmark {args.benchmark}`")
     if args.judge_url is None and args.alignment_url is None:
         refuse_unused(args, SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
+    for name, unused in _NEEDED.items():
+        if getattr(args, name) is None:
+            refuse_unused(args, unused, f"without `--{name}`")
     benchmark = _load_benchmark(args)
     scorers: Any = _edit_judge(args, benchmark) if is_gedit else _judges(args)
     yield
@@ -272,7 +279,9 @@ def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
     for name in args.judges or []:
         work.setdefault((name, args.judge_url), []).append(score_consistency)
     if all(url is not None for _, url in work):
-        refuse_unused(args, OF_JUDGES, "without a judge in the process")
+        refuse_unused(args, (*OF_JUDGES, "trust_remote_code"), "without a judge in the process")
+        if args.aesthetics_head is None:
+            refuse_unused(args, ("device", "dtype", "batch_size"), "without a model in the process")
     for name, url in work:
         if url is None:
             PaCoReward.load_processor(name, args.trust_remote_code)
@@ -325,7 +334,6 @@ def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
 
 def report(args: ReportArguments) -> Step:
     """Write the report of one system, or of two and their difference."""
-    check_positive(args, "num_shown")
     if args.card is not None:
         if args.tuned is None:
             raise ValueError("`--card` is for the adapter of a tuned system, but there is none.")
@@ -367,7 +375,9 @@ def images(args: ImagesArguments) -> None:
 
     def of(kind: type, role: str, **changed: Any) -> Any:
         shared = {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
-        return kind(**shared | changed | {"output_dir": str(folder / role)})
+        part = kind(**shared | changed | {"output_dir": str(folder / role)})
+        part.typed = {name for name in getattr(args, "typed", ()) if name not in changed}
+        return part
 
     without = {"adapter": None, "adapter_fraction": 1.0}
     judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}  # those of the pipeline are not the judge's

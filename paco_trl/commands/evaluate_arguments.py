@@ -2,9 +2,8 @@
 """Arguments of the stages of `paco-trl evaluate`."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..data.image_sets import PANEL_GENERATIONS, SET_LAYOUTS
 from ..evaluation.runs import PROTOCOLS
@@ -36,20 +35,6 @@ class JudgeOptions(RequestArguments):
     )  # fmt: skip
     batch_size: int = option(16, "Queries per forward pass.")
     trust_remote_code: bool = option(False, "Whether code that comes with a judge may be run.")
-
-
-def check_positive(args: Any, *names: str) -> None:
-    """Refuse numbers below 1; `None` is the default's."""
-    for name in names:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"`--{name}` is {getattr(args, name)}, but must be at least 1.")
-
-
-def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
-    """Refuse options that differ from their defaults and would do nothing; `where` says in which case."""
-    given = [f"`--{name}`" for name in names if getattr(args, name) != type(args).__dataclass_fields__[name].default]
-    if given:
-        raise ValueError(f"{', '.join(given)} would do nothing {where}. Leave it out.")
 
 
 def load_judge(args: JudgeOptions, name: str, url: str | None) -> "PaCoReward | ServedJudge":

@@ -29,8 +29,8 @@ from ..evaluation import (
 from ..evaluation.edit_pairs import LAYOUTS
 from ..evaluation.runs import PROTOCOLS
 from ..utils.chat import ChatEndpoint
-from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge, refuse_unused
-from .parser import judge_options, option
+from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge
+from .parser import judge_options, option, refuse_unused
 
 
 # Benchmark -> its dataset
@@ -42,7 +42,7 @@ BENCHMARKS = {
 }
 # What only a judge in the process has
 OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
-IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code", "clip_model")
+IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code")
 
 
 @dataclass
@@ -102,7 +102,10 @@ def evaluate(script_args: JudgeArguments) -> None:
     unused += ["protocol"] * (script_args.benchmark in LAYOUTS)
     refuse_unused(script_args, unused, f"with `--benchmark {script_args.benchmark}`")
     if script_args.judge_model == "clip-i":
-        refuse_unused(script_args, OF_JUDGES, "with `--judge_model clip-i`")
+        unused = (*OF_JUDGES, "trust_remote_code")
+        refuse_unused(script_args, unused, "with `--judge_model clip-i`")
+    else:
+        refuse_unused(script_args, ("clip_model",), "without `--judge_model clip-i`")
     is_served = script_args.judge_url is not None
     where = "with `--judge_url`" if is_served else "without `--judge_url`"
     refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)
@@ -111,6 +114,7 @@ def evaluate(script_args: JudgeArguments) -> None:
     # The published rankings are not in a form that `load_dataset` reads: JSON lines that name files
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name) / RANK_FILE).is_file()
     if script_args.benchmark == "rankings" and is_published:
+        refuse_unused(script_args, ("dataset_split",), "with ConsistencyRank-Bench, which has only one")
         dataset = load_consistency_rank(dataset_name)
     elif script_args.benchmark in LAYOUTS:
         dataset = load_edit_pairs(script_args.benchmark, dataset_name, script_args.dataset_split)

@@ -41,12 +41,15 @@ from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
-from .evaluate_arguments import PromptsArguments, check_positive, refuse_unused
+from .evaluate_arguments import PromptsArguments
+from .parser import refuse_unused
 from .script_arguments import (
     PromptDataArguments,
     RewardOptions,
     ScriptArguments,
+    check_data_options,
     check_judged,
+    check_reward_options,
     load_rewards,
     load_train_prompts,
 )
@@ -58,7 +61,8 @@ Place = tuple[int, int]
 
 def evaluate_prompts(args: PromptsArguments) -> None:
     """Generate, score, and write a page for each adapter; a stopped evaluation resumes."""
-    check_positive(args, "num_generations", "num_inference_steps", "num_shown")
+    check_data_options(args)
+    check_reward_options(args)
     adapters = args.adapter or []
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
     if len({*folders, "sources"}) <= len(folders):

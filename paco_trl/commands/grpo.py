@@ -22,9 +22,10 @@ from .main import say
 from .parser import CommandParser
 from .script_arguments import (
     ScriptArguments,
-    check_evaluation,
     check_judged,
     check_models,
+    check_options,
+    check_rewards,
     get_peft_config,
     load_eval_prompts,
     load_eval_rewards,
@@ -56,12 +57,19 @@ def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
     is_nft = any(issubclass(each, PaCoNFTConfig) for each in classes)
     hidden = (*REFUSED_GRPO_FIELDS, *(UNUSED_FIELDS if is_nft else ()))
     presets = partial(family_defaults, prog, hidden)
-    return CommandParser(classes, hidden, is_launched=True, presets=presets, prog=prog, **kwargs)
+
+    def foreign(options: dict[str, Any]) -> tuple[str, ...]:
+        is_of_grpo = is_nft and options.get("loss_type") in PaCoGRPOConfig.loss_types
+        return (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_of_grpo else ()
+
+    return CommandParser(
+        classes, hidden, is_launched=True, presets=presets, foreign=foreign, check=check_options, prog=prog, **kwargs
+    )
 
 
 def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     """Train an image model, and save it."""
-    check_evaluation(script_args, training_args)
+    check_rewards(script_args, training_args)
     train_dataset = load_train_prompts(script_args)
     eval_dataset = load_eval_prompts(script_args)
 

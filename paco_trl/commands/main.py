@@ -95,18 +95,23 @@ def find_yaml(option: str, name: str, directory: str) -> str:
     return packaged[name]
 
 
-def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Read the YAML file of options, or the recipe, that `--config` names; return the other words too."""
+def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str], str | None]:
+    """Read the YAML file of options that `--config` names; return the other words too, and its name if it is a recipe."""
     parser = ArgumentParser(prog="paco-trl", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parsed, rest = parser.parse_known_args(words)
     if parsed.config is None:
-        return {}, rest
-    with open(find_yaml("config", parsed.config, "recipes"), encoding="utf-8") as file:
+        return {}, rest, None
+    path = Path(find_yaml("config", parsed.config, "recipes"))
+    with path.open(encoding="utf-8") as file:
         config = yaml.safe_load(file)
     if not isinstance(config, dict):
         raise ValueError(f"`--config` is {parsed.config!r}, which must have options in it, such as `max_steps: 100`.")
-    return config, rest
+    return (
+        config,
+        rest,
+        path.stem if path.resolve().parent == Path(__file__).resolve().parents[1] / "recipes" else None,
+    )
 
 
 def _launch(command: str, words: list[str]) -> None:
@@ -122,6 +127,8 @@ def _launch(command: str, words: list[str]) -> None:
         raise ValueError("`--num_processes` and `--accelerate_config` are for a command that is not launched yet.")
     if file is None and number is None:
         return
+    if number is not None and number < 1:
+        raise ValueError(f"`--num_processes` is {number}; it must be at least 1.")
     given = []
     if file is not None:
         given.append(f"--config_file={find_yaml('accelerate_config', file, 'accelerate_configs')}")

@@ -4,16 +4,18 @@
 import argparse
 import inspect
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args, get_type_hints
 
+from transformers import TrainingArguments
 from trl import TrlParser
 
-from .main import read_config
+from .main import read_config, say
 
 
 # What a run usually sets, in the order of the help
@@ -36,6 +38,16 @@ _HELP = {
     "latest; or the directory of one.",
 }
 
+
+# What a file says about an option is not for another value of it. All other contradictions are found by trying.
+_REPLACED = {
+    "rewards": ("reward_weights", "reward_required"),
+    "adapter": ("lora_r", "lora_alpha", "lora_target_modules"),
+    "num_train_epochs": ("max_steps",),
+    "save_steps": ("save_strategy",),
+    "logging_steps": ("logging_strategy",),
+}
+_UNSET = object()
 
 # Help of options of several commands
 JUDGE_QUANTIZATION = "Quantization of a judge in the process: `nf4`, `int8` or `fp8`."
@@ -60,12 +72,23 @@ def judge_options(args: Any, url: str | None) -> dict[str, Any]:
     return options
 
 
+def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
+    """Refuse options that were typed and would do nothing; `where` says in which case."""
+    if unused := [f"`--{name}`" for name in names if name in getattr(args, "typed", ())]:
+        raise ValueError(f"{', '.join(unused)} would do nothing {where}. Leave it out.")
+
+
+def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
+    return {option: value for option, value in options.items() if option != name}
+
+
 class CommandParser(TrlParser):
     """
-    Parser that hides the `hidden` options, names the nearest of an unknown one, and reads a file as the command line.
+    Parser that hides the `hidden` options, names the nearest of an unknown one, and knows which options were typed.
 
     `positional` is an option that may be given first without its name: `paco-trl push paco-flux`. `presets` returns
-    defaults that depend on the options that are given.
+    defaults that depend on the options that are given, `foreign` names those of a file that are not for this command,
+    and `check` refuses options that contradict one another.
     """
 
     def __init__(
@@ -75,12 +98,17 @@ class CommandParser(TrlParser):
         positional: str | None = None,
         is_launched: bool = False,
         presets: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        foreign: Callable[[dict[str, Any]], Collection[str]] = lambda options: (),
+        check: Callable[..., None] = lambda *parsed: None,
         **kwargs,
     ):
         named = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
         kwargs = {"usage": f"%(prog)s {named}[--config FILE] [options]", **kwargs}
         super().__init__(dataclass_types, formatter_class=argparse.HelpFormatter, allow_abbrev=False, **kwargs)
         self.positional, self.is_launched, self.presets = positional, is_launched, presets
+        self.foreign, self.check = foreign, check
+        hints = {name: hint for each in self.dataclass_types for name, hint in get_type_hints(each).items()}
+        self.nullable = {name for name, hint in hints.items() if type(None) in get_args(hint)}
         if is_launched:  # by `main`, before the options are parsed
             texts = {
                 "num_processes": "Start that many processes, one for each GPU.",
@@ -109,6 +137,8 @@ class CommandParser(TrlParser):
             if action.default not in (None, argparse.SUPPRESS):
                 action.help = f"{action.help} (default: %(default)s)"
         usual.sort(key=lambda action: _USUAL.index(action.dest))
+        for action in required:
+            action.required = False  # for argparse, which would hide a misspelled one behind it
 
     def format_help(self) -> str:
         """List the options in sections."""
@@ -125,58 +155,159 @@ class CommandParser(TrlParser):
         """Raise the error instead of ending the process: of several processes one says it."""
         raise ValueError(message)
 
-    def parse_known_args(self, args=None, namespace=None):
-        """Parse the options; refuse an unknown one, and name the nearest."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            word = unknown[0].partition("=")[0]  # its value may be a token
-            known = [name for each in self._actions if each.help != argparse.SUPPRESS for name in each.option_strings]
-            near = get_close_matches(f"--{word.lstrip('-').replace('-', '_')}", known, 1, cutoff=0.7)
-            raise ValueError(
-                f"there is no option `{word}`. " + (f"Did you mean `{near[0]}`?" if near else "See `--help`.")
-            )
-        return namespace, unknown
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        is_none = arg_string.lower() in ("none", "null") and arg_string != action.default  # a value of `report_to`
+        return None if is_none and action.dest in self.nullable else super()._get_value(action, arg_string)
 
-    def parse_args_and_config(self, args: Sequence[str] | None = None, **kwargs) -> tuple:
-        """Parse the options of the YAML file that `--config` names, then those of the command line."""
-        config, words = read_config(sys.argv[1:] if args is None else args)
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value is not None:
+            super()._check_value(action, value)
+
+    def parse_args_and_config(self, args: Sequence[str] | None = None) -> tuple:
+        """
+        Parse the options of the command line, and of the YAML file or recipe that `--config` names.
+
+        What contradicts the command line in the file is left out, in one line. The command's own dataclasses get
+        `typed`, the options that the user gave, on the command line or in a file that is no recipe of the package.
+        """
+        config, words, recipe = read_config(sys.argv[1:] if args is None else args)
         # As `TrlParser` does
         os.environ |= {name: str(value) for name, value in (config.pop("env", None) or {}).items()}
         if self.positional is not None and words and not words[0].startswith("-"):
             words = [f"--{self.positional}", *words]
-        more, defaults = self._read(config)
-        words = [*more, *words]
-        if self.presets is not None:
-            unset = argparse.Namespace(**{action.dest: None for action in self._actions})
-            parsed, _ = self.parse_known_args(words, unset)
-            given = {name: value for name, value in vars(parsed).items() if value is not None}
-            self.set_defaults(**self.presets(given | defaults))
-        self.set_defaults(**defaults)
+        typed, given = self._parse(words), self._read(config, recipe)
+        for action in self.sections["required"]:
+            if (typed | given).get(action.dest) is None:
+                raise ValueError(f"`--{action.dest}` is required.")
+        left_out = {name: f"`--{by}`" for by in typed for name in _REPLACED.get(by, ()) if given.get(name) != "steps"}
+        left_out |= dict.fromkeys(self.foreign(given), f"`{self.prog}`")
+        left_out = {name: by for name, by in left_out.items() if name in given and name not in typed}
+        defaults = {name: value for name, value in given.items() if name not in left_out}
+        defaults = ({} if self.presets is None else self.presets(defaults | typed)) | defaults
+        own = {*typed} if recipe else {*typed, *given}
         try:
-            return super().parse_args_and_config(words, **kwargs)
-        except ValueError as error:  # also of TRL's and transformers' settings
-            raise ValueError(str(error)) from error
+            parsed = self._build(defaults | typed, own)
+        except ValueError as error:
+            conflicts = self._find_conflicts(typed, defaults, own, error)
+            given, left_out = defaults | given, left_out | conflicts
+            parsed = self._build({name: defaults[name] for name in defaults if name not in conflicts} | typed, own)
+        for by in dict.fromkeys(left_out.values() if os.environ.get("RANK", "0") == "0" else ()):
+            listed = ", ".join(f"{name}={given[name]!r}" for name in left_out if left_out[name] == by)
+            say(self.prog.removeprefix("paco-trl "), f"without {listed} of {recipe or 'the file'}, because of {by}.")
+        return parsed
 
-    def _read(self, config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-        """Return the options of a file as words of a command line, and those that have no such form as defaults."""
-        hints = {name: hint for each in self.dataclass_types for name, hint in get_type_hints(each).items()}
+    def _build(self, options: dict[str, Any], own: Collection[str]) -> tuple:
+        """Build the dataclasses, and check them together."""
+        parsed: list[Any] = []
+        for kind in self.dataclass_types:
+            names = [each.name for each in fields(kind) if each.init and each.name in options]
+            parsed.append(kind(**{name: options[name] for name in names}))
+            if issubclass(kind, TrainingArguments):  # which checks itself
+                continue
+            parsed[-1].typed = {name for name in own if options.get(name) is not None}
+            for name, value in vars(parsed[-1]).items():
+                values, least = value if isinstance(value, list) else [value], 0 if "seed" in name else 1
+                if any(type(number) is int and number < least for number in values):
+                    raise ValueError(f"`--{name}` is {value}, but must be at least {least}.")
+        self.check(*parsed)
+        return tuple(parsed)
+
+    def _find_conflicts(
+        self, typed: dict[str, Any], defaults: dict[str, Any], own: Collection[str], error: ValueError
+    ) -> dict[str, str]:
+        """Find what contradicts the command line in `defaults`, and which option it contradicts, by leaving each out."""
+
+        def error_of(typed: dict[str, Any], defaults: dict[str, Any]) -> str:
+            try:
+                self._build(defaults | typed, own)
+            except ValueError as found:
+                return str(found)
+            return ""
+
+        conflicts, text = {}, str(error)
+        logging.disable(logging.WARNING)  # of each trial
+        try:
+            while text:
+                # Without `--use_cpu` the machine refuses other things
+                needed = {"use_cpu", *(action.dest for action in self.sections["required"])}
+                words = [name for name in typed if name not in needed]
+                by = next((name for name in words if error_of(_without(typed, name), defaults) != text), None)
+                found = {name: error_of(typed, _without(defaults, name)) for name in defaults if name not in typed}
+                changed = [name for name, other in found.items() if other != text]
+                if by is None or not changed:
+                    raise ValueError(str(error)) from error  # also of TRL's and transformers' settings
+                name = min(changed, key=lambda name: found[name] != "")  # the first that mends all, or only this error
+                conflicts[name], text, defaults = f"`--{by}`", found[name], _without(defaults, name)
+        finally:
+            logging.disable(logging.NOTSET)
+        return conflicts
+
+    def _parse(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the options that are among these words."""
+        unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
+        parsed, unknown = self.parse_known_args(words, unset)
+        if unknown:
+            raise ValueError(self._describe_unknown(unknown[0]))
+        options = {name: value for name, value in vars(parsed).items() if value is not _UNSET}
+        return self._split_weights({name: None if value == [None] else value for name, value in options.items()})
+
+    def _describe_unknown(self, word: str) -> str:
+        """Name the nearest option."""
+        actions = [action for actions in self.sections.values() for action in actions]
+        known = [name for action in actions if action.help != argparse.SUPPRESS for name in action.option_strings]
+        if not word.startswith("-"):
+            needed = [f" Did you mean `{action.option_strings[0]} {word}`?" for action in self.sections["required"]]
+            return f"`{word}` belongs to no option.{''.join(needed[:1]) or ' See `--help`.'}"
+        word = word.partition("=")[0]  # its value may be a token
+        full = f"--{word.lstrip('-').replace('-', '_')}"
+        starts = {name[: len(full)]: name for name in reversed(known)}
+        near = get_close_matches(full, known, 1, cutoff=0.7)
+        near = near or [starts[start] for start in get_close_matches(full, starts, 1, cutoff=0.8)]
+        return f"there is no option `{word}`. " + (f"Did you mean `{near[0]}`?" if near else "See `--help`.")
+
+    def _split_weights(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Move the weights of `rewards` (`consistency=0.2 clip_t`) to `reward_weights`; those without one have 1."""
+        names, weights = [], []
+        for word in options.get("rewards") or ():
+            name, _, number = word.rpartition("=")
+            try:
+                weight = float(number) if name else None
+            except ValueError:  # of a path with a `=`
+                weight = None
+            names.append(word if weight is None else name)
+            weights.append(weight)
+        if not any(weight is not None for weight in weights):
+            return options
+        if "reward_weights" not in self.nullable:
+            raise ValueError(f"`rewards` has weights, but `{self.prog}` takes none. Leave them out.")
+        if options.get("reward_weights") is not None:
+            raise ValueError("`rewards` has weights, and `reward_weights` is set too. Give them once.")
+        return options | {"rewards": names, "reward_weights": [1.0 if each is None else each for each in weights]}
+
+    def _read(self, config: dict[str, Any], recipe: str | None) -> dict[str, Any]:
+        """Return the options of a file: most are read as words of a command line."""
         words: list[str] = []
-        defaults: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for name, value in config.items():
             option = f"--{str(name).replace('-', '_')}"
             action = self._option_string_actions.get(option)
             if self.is_launched and option in ("--num_processes", "--accelerate_config"):
                 continue  # `main` has started them
+            if action is None and recipe is not None:
+                raise ValueError(f"{recipe} is no recipe for `{self.prog}`, which has no option `{name}`.")
             if value is None and action is not None:
-                if type(None) not in get_args(hints[action.dest]):
+                if action.dest not in self.nullable:
                     raise ValueError(f"`{name}` has no value in the file. Give it one, or leave the line out.")
-                defaults[action.dest] = None
-            elif isinstance(value, list) and action is not None and (action.nargs == "+" or action.type is str):
+                options[action.dest] = None
+                continue
+            if isinstance(value, dict) and action is not None and action.nargs == "+":  # rewards and their weights
+                value = [key if each is None else f"{key}={each}" for key, each in value.items()]
+            if isinstance(value, list) and action is not None and (action.nargs == "+" or action.type is str):
                 # Words may begin with dashes, and `report_to` takes a text or a list
-                defaults[action.dest] = [self._get_value(action, str(each)) for each in value]
+                options[action.dest] = [self._get_value(action, str(each)) for each in value]
             else:
                 words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
-        return words, defaults
+        return self._split_weights(self._parse(words) | options)
 
 
 def run_stage(

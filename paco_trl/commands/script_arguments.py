@@ -20,9 +20,10 @@ from transformers import AutoConfig
 from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
 from ..rewards.judge_rewards import RUBRICS, read_rubric
-from ..rewards.runner import check_columns
+from ..rewards.runner import check_columns, check_reward_weights
 from ..rollout.loading import check_config, read_peft_config
-from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
+from ..trainer.checks import check_quantization
+from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, refuse_unused
 
 
 @dataclass
@@ -52,7 +53,8 @@ class RewardOptions:
         "`no_duplicates`, `layout`, `ocr`; ratings by any vision-language model: `rubric:instruction`, `rubric:unchanged` "
         "(edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; `redness` and `panel_similarity` are for trying "
         "things out. Your own: "
-        "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments.",
+        "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments. For "
+        "training each may have a weight: `consistency=0.2 clip_t=1`, in a file `{consistency: 0.2, clip_t: 1}`.",
         "--reward_funcs",
     )
     judge_model: str = option(
@@ -117,6 +119,44 @@ def _judge_arguments(script_args: ScriptArguments) -> dict[str, Any]:
     return judge_options(script_args, script_args.judge_url)
 
 
+def check_options(script_args: ScriptArguments, training_args: PaCoGRPOConfig, *others: Any) -> None:
+    """Refuse options that contradict one another, or that were typed and would do nothing."""
+    lora, is_full = ("lora_r", "lora_alpha", "lora_target_modules"), not script_args.use_peft
+    if is_full and script_args.adapter is not None:
+        raise ValueError("`--adapter` and `--use_peft False`, which trains all weights, exclude each other.")
+    if is_full and (given := [f"`--{name}`" for name in lora if getattr(script_args, name) is not None]):
+        raise ValueError(f"{', '.join(given)} would do nothing with `--use_peft False`. Leave it out.")
+    is_deepspeed = training_args.deepspeed_plugin is not None
+    check_quantization(training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
+    judge_options(script_args, script_args.judge_url)
+    check_data_options(script_args)
+    check_reward_options(script_args)
+    given = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
+    if given and training_args.eval_strategy == "no" and not training_args.eval_on_start:
+        raise ValueError(
+            f"{given[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
+        )
+    if not given:
+        unused = ("eval_rewards", "eval_judge_model", "eval_judge_url")
+        refuse_unused(script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
+
+
+def check_data_options(args: PromptDataArguments) -> None:
+    """Refuse options of edits that were typed for other prompts."""
+    if not args.edits:
+        refuse_unused(args, ("image_folder", "max_source_images", "exclude_dataset_name"), "without `--edits`")
+
+
+def check_reward_options(args: RewardOptions) -> None:
+    """Refuse options of a judge or of CLIP that were typed for rewards without one."""
+    names = [*args.rewards, *(getattr(args, "eval_rewards", None) or ())]
+    unused = ["clip_model"] * (not {"clip_t", "clip_i"} & {*names})
+    unused += ["judge_question", "judge_max_pairs"] * ("consistency" not in names)
+    if not _with_judge(names):
+        unused += ["judge_model", "judge_url", "judge_quantization", "judge_attn_implementation"]
+    refuse_unused(args, unused, f"with the rewards {', '.join(names)}")
+
+
 def load_train_prompts(script_args: ScriptArguments) -> Dataset:
     """Load the prompts to train on."""
     return _load_prompts(script_args, cast(str, script_args.dataset_name), script_args.dataset_split)
@@ -131,15 +171,6 @@ def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
     return _load_prompts(script_args, cast(str, name), split or "train", is_training=False)
 
 
-def check_evaluation(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
-    """Refuse prompts to evaluate on that no evaluation would use."""
-    given = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
-    if given and training_args.eval_strategy == "no" and not training_args.eval_on_start:
-        raise ValueError(
-            f"{given[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
-        )
-
-
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
     if split != "train" and Path(name).expanduser().is_file():
         option = "dataset" if is_training else "eval"
@@ -147,9 +178,6 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
             f"`--{option}_split` is {split!r}, but all rows of the file '{name}' are in the split `train`."
         )
     if not script_args.edits:
-        for option in ("image_folder", "max_source_images", "exclude_dataset_name"):
-            if getattr(script_args, option) is not None:
-                raise ValueError(f"`--{option}` is {getattr(script_args, option)!r}, but is for `--edits`.")
         return load_image_set_prompts(name, split)
     benchmark = script_args.exclude_dataset_name if is_training else None
     return load_edit_prompts(
@@ -177,6 +205,12 @@ def check_reward_names(script_args: ScriptArguments) -> None:
             )
         if script_args.rewards.count(name) > 1:
             raise ValueError(f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight.")
+
+
+def check_rewards(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
+    """Refuse names of rewards that are none, and weights that are not one for each, before anything is loaded."""
+    check_reward_names(script_args)
+    check_reward_weights(training_args.reward_weights, script_args.rewards, training_args.multi_objective_aggregation)
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
@@ -249,7 +283,6 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
     """Refuse a pipeline or a judge that is missing or gated, and a server that is down, before weights are loaded."""
     from ..rewards.paco_reward import resolve_base_model
 
-    check_reward_names(script_args)
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
     for model, url in judges_of(script_args):
         if url is not None:
@@ -304,8 +337,6 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
 def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None = None) -> LoraConfig | str | None:
     """Return the adapter that the arguments describe, as the trainer's `peft_config`."""
     if not script_args.use_peft:
-        if script_args.adapter is not None:
-            raise ValueError("`--adapter` and `--use_peft False`, which trains all weights, exclude each other.")
         return None
     if script_args.adapter is not None:
         existing = read_peft_config(script_args.adapter, script_args.model_name_or_path, model_init_kwargs)

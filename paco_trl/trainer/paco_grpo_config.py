@@ -519,6 +519,8 @@ class PaCoGRPOConfig(GRPOConfig):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
         check_panel_options(self.panel_template, self.panel_generation)
+        if self.set_layout == "grid" and self.panel_generation != PaCoGRPOConfig.panel_generation:
+            raise ValueError(f"`panel_generation` is {self.panel_generation!r}, but `set_layout` is 'grid'. Unset it.")
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
             problem = "'normalize_then_sum' scales each reward by its group and their sum by the batch, as in TRL"
             raise ValueError(f"`scale_rewards` is {self.scale_rewards!r}, but {problem}. Unset it.")
