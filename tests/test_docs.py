@@ -104,8 +104,11 @@ class TestSnippets:
         assert "ratio 1.0" in printed  # of the page that docs/families.md writes from scratch
         assert (tmp_path / "paco-edit" / "pytorch_lora_weights.safetensors").exists()
 
+    # On the CPU nothing is quantized by diffusers
+    @pytest.mark.parametrize("recipe", ["", "--config flux.1-dev-24gb --quantization None"])
     @pytest.mark.slow
-    def test_the_command_of_the_readme_needs_no_clone(self, tmp_path):
+    def test_the_command_of_the_readme_needs_no_clone(self, recipe, tmp_path):
+        assert recipe.partition(" --quant")[0] in text_of(ROOT / "README.md")
         (code,) = [code for _, code in blocks(ROOT / "README.md", "bash") if code.startswith("printf")]
         write, train = code.replace("\\\n", " ").splitlines()
         subprocess.run(["bash", "-c", write], cwd=tmp_path, check=True)
@@ -113,7 +116,10 @@ class TestSnippets:
         weights = ROOT / "examples/miniature/weights"
         toy = f"--model_name_or_path {weights / 'flux'} --clip_model {weights / 'clip'} --use_cpu --bf16 False"
         toy += " --guidance_scale 1 --num_generations 2 --height 64 --width 64 --num_inference_steps 3 --max_steps 2"
-        launching.check_run(["-m", "paco_trl.commands.main", *words, *toy.split()], cwd=tmp_path)
+        words += f"{recipe} {toy}".split()
+        checked = launching.check_run(["-m", "paco_trl.commands.main", "doctor", *words], cwd=tmp_path)
+        assert "failed" not in checked and "warning" not in checked
+        launching.check_run(["-m", "paco_trl.commands.main", *words], cwd=tmp_path)
         assert command == "paco-trl"
         assert (tmp_path / "paco-flux" / "pytorch_lora_weights.safetensors").is_file()
 

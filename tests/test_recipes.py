@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from peft import LoraConfig
+from safetensors.torch import save_file
 from transformers import CLIPConfig
 
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, tiny
 from paco_trl.commands import doctor, reward
+from paco_trl.commands.main import main
 from paco_trl.commands.parser import CommandParser
-from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
+from paco_trl.commands.script_arguments import ScriptArguments, check_rewards, get_peft_config
+from paco_trl.data import demo_prompts_path
 from paco_trl.planning import MemoryPlan
 from paco_trl.planning.memory import USABLE
 from paco_trl.rollout.families import FAMILIES
@@ -231,8 +235,8 @@ class TestPolicies:
         assert differing(values_of(name), expected) == {}
         lines = text_of(name).splitlines()
         for key in expected:
-            (line,) = [line for line in lines if line.startswith(f"{key}:")]
-            assert "  # published code" in line
+            (line,) = [line for line in lines if line.startswith(f"{key.replace('reward_weights', 'rewards')}:")]
+            assert re.search("  # (paper; weights: )?published code", line)
 
     def test_the_layers_that_get_an_adapter_are_those_of_the_family(self, name):
         family = QwenImageFamily if "qwen" in name else FluxFamily
@@ -285,6 +289,93 @@ class TestDefaultsOfAFamily:
         assert (values["sde_steps"], values["noise_level"]) == ([1], 1.0) and "sde_steps" not in said
         values, said = parse("FluxKontextPipeline", "--edits", "False")
         assert values["rewards"] == ["consistency", "clip_t"] and said == ""
+
+
+# Typed options -> what a recipe then says otherwise, and what it brings no longer
+TYPED = {
+    "--rewards my_rewards.py:bright": (
+        {"rewards": ["my_rewards.py:bright"], "reward_weights": None},
+        "reward_weights",
+    ),
+    "--rewards a.py=2 my.b.c": ({"rewards": ["a.py", "my.b.c"], "reward_weights": [2.0, 1.0]}, ""),
+    "--rewards clip_t": ({"rewards": ["clip_t"], "reward_weights": None}, "reward_weights"),
+    "--adapter {adapter}": ({"lora_r": None, "lora_alpha": None, "lora_target_modules": None}, "lora_r lora_alpha"),
+    "--lora_r 8": ({"lora_r": 8}, ""),
+    "--use_peft False": ({"lora_r": None, "lora_target_modules": None, "quantization": None}, "lora_r lora_alpha"),
+    "--set_layout grid": ({"set_layout": "grid", "panel_generation": "independent"}, ""),
+    "--num_inference_steps 4": ({"num_inference_steps": 4, "tail_steps": None}, ""),
+    "--num_train_epochs 2": ({"num_train_epochs": 2.0, "max_steps": -1}, "max_steps"),
+    "--gradient_accumulation_steps 5": ({"gradient_accumulation_steps": 5}, ""),
+    "--judge_url http://127.0.0.1:1/v1": ({"judge_quantization": None}, ""),
+    "--loss_type flow_dppo": ({"loss_type": "flow_dppo", "epsilon": 1e-4}, ""),
+    "--quantization None --tail_steps null": ({"quantization": None, "tail_steps": None}, ""),
+    "nft": ({"loss_type": "nft", "epsilon": 1.0, "sde_steps": [1], "noise_level": 0.7}, "loss_type epsilon"),
+    "nft --loss_type awm": ({"loss_type": "awm", "epsilon": 1.0}, "epsilon"),
+}
+
+
+class TestTypedOptions:
+    """What is typed wins over a recipe, and what contradicts it there is left out in a line."""
+
+    @pytest.fixture
+    def read(self, tmp_path, capsys):
+        LoraConfig(r=4, lora_alpha=8, target_modules=["to_q"]).save_pretrained(tmp_path / "adapter")
+        save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
+
+        def read(recipe: str, typed: str) -> tuple[dict, str, object]:
+            classes = {
+                "kontext": "FluxKontextPipeline",
+                "qwen": "QwenImageEditPipeline",
+                "klein": "Flux2KleinPipeline",
+            }
+            name = next((name for part, name in classes.items() if part in recipe), "FluxPipeline")
+            (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+            command = "nft" if typed.startswith("nft") else "grpo"
+            words = typed.removeprefix("nft").format(adapter=tmp_path / "adapter").split()
+            words += ["--config", recipe, "--model_name_or_path", str(tmp_path), *DATA, "--use_cpu"]
+            parsed = doctor._parser(command).parse_args_and_config(words)
+            check_rewards(*parsed[:2])
+            values = {f.name: getattr(each, f.name) for each in parsed for f in fields(each)}
+            return values, capsys.readouterr().err, get_peft_config(parsed[0])
+
+        return read
+
+    @pytest.mark.parametrize("typed", TYPED)
+    @pytest.mark.parametrize("recipe", [name for name in [*NAMES, *PRESETS] if "reward" not in name])
+    def test_they_win(self, recipe, typed, read, tmp_path):
+        values, said, peft_config = read(recipe, typed)
+        expected, left_out = TYPED[typed]
+        assert differing(values, expected) == {}
+        written = yaml.safe_load(text_of(recipe))
+        if isinstance(written["rewards"], dict):
+            written["reward_weights"] = [*written["rewards"].values()]
+        assert [name for name in left_out.split() if name in written and f"{name}={written[name]!r}" not in said] == []
+        assert said.count(f" of {recipe}, because of ") <= 3
+        if "--adapter" in typed:
+            assert peft_config == str(tmp_path / "adapter")
+        else:
+            assert (peft_config is None) == ("use_peft" in typed)
+        # Nothing else that the recipe has is changed
+        kept = [name for name in written if name in values and f"{name}=" not in said and f"--{name}" not in typed]
+        kept = [name for name in kept if name not in ("rewards", "reward_weights", "model_name_or_path")]
+        assert len(kept) > 20 and differing(values, {name: written[name] for name in kept}) == {}
+
+
+@pytest.mark.parametrize("words", ["grpo --config flux.1-dev-24gb", "nft --config flux.2-klein-4b-stories"])
+def test_a_recipe_trains_with_a_reward_of_ones_own(words, folder_of, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("def bright(prompts, completions, **kwargs): return list(range(len(completions)))\n")
+    model = folder_of("flux2_klein" if "klein" in words else "flux")
+    words += (
+        f" --model_name_or_path {model} --dataset_name {demo_prompts_path()} --rewards own.py:bright --output_dir out"
+    )
+    words += " --use_cpu --bf16 False --quantization None --num_inference_steps 3 --num_generations 2"
+    words += (
+        " --resolution_scale 0.0625 --num_prompts_per_generation 2 --max_steps 1 --optimizer_steps_per_generation 1"
+    )
+    words += " --set_layout grid --num_train_epochs 1 --report_to none --save_strategy no --save_steps 5"
+    assert main(words.split()) == 0
+    assert Path("out/adapter_model.safetensors").exists() and "reward_weights=" in capsys.readouterr().err
 
 
 def test_both_configs_of_the_judge_train_the_same():
