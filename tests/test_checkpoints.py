@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 
 from paco_trl.checkpointing.checkpoints import (
     RUN_FILE,
     check_output_folder,
     check_resumed_run,
-    dataset_digest,
     drop_old_checkpoints,
     find_checkpoint,
     incomplete_files,
@@ -25,7 +23,7 @@ from paco_trl.checkpointing.checkpoints import (
 from paco_trl.checkpointing.weights import load_weights
 
 
-RUN = {"identity": {"r": 4}, "hyperparameters": {"seed": 1}, "num_processes": 1, "is_deepspeed": False}
+RUN = {"identity": {"r": 4}, "settings": {"seed": 1}, "num_processes": 1, "is_deepspeed": False}
 RUN["is_round_pending"] = True
 
 
@@ -66,6 +64,8 @@ def test_what_is_incomplete_is_not_found(tmp_path, damage):
     ("saved", "now", "token"),
     [
         ({}, {"identity": {"r": 2}}, "r: 4, now 2"),
+        ({"identity": {"data": {"a": 1, "b": 2}}}, {"identity": {"data": {"a": 1}}}, "data/b: 2, now None"),
+        ({"settings": {"seed": 1}, "identity": {}}, {}, "r: None, now 4"),
         ({"is_deepspeed": True}, {"num_processes": 2, "is_deepspeed": True}, "DeepSpeed: 1, now 2"),
         ({"is_deepspeed": True}, {"num_processes": 2}, "DeepSpeed: 1, now None"),
         ({}, {"is_deepspeed": True}, "DeepSpeed: None, now 1"),
@@ -76,6 +76,15 @@ def test_another_run_cannot_be_resumed(tmp_path, saved, now, token):
     run = {"identity": {"r": 4}, "settings": {"seed": 1}, "num_processes": 1, "is_deepspeed": False}
     with pytest.raises(ValueError, match=token):
         check_resumed_run(checkpoint, **run | now)
+
+
+def test_one_of_an_older_version(tmp_path):
+    staged = tmp_path / ".saving" / "checkpoint-1"
+    staged.mkdir(parents=True)
+    run = {name: value for name, value in RUN.items() if name != "settings"}
+    checkpoint = publish(staged, tmp_path, run | {"hyperparameters": {"seed": 1}})
+    with pytest.raises(ValueError, match="older version"):
+        check_resumed_run(checkpoint, {"r": 4}, {"seed": 1}, 1, False)
 
 
 def test_what_may_change_is_a_warning(tmp_path, caplog):
@@ -111,21 +120,6 @@ def test_the_best_and_the_complete_ones_are_kept(tmp_path):
         os.utime(path, (number, number))
     drop_old_checkpoints(str(tmp_path), 2, str(paths[0]))
     assert [path.exists() for path in paths] == [True, False, True, False]
-
-
-def test_the_digest_of_prompts_is_of_all_that_decides_images():
-    rows = {
-        "prompt": ["a", "b"],
-        "rows": [1, 2],
-        "cols": [2, 1],
-        "height": [64, 64],
-        "width": [32, 64],
-        "note": [0, 0],
-    }
-    changes = [{}, {"note": [1, 1]}, *({name: values[::-1]} for name, values in rows.items() if name != "note")]
-    changes[5] = {"height": [64, 32]}
-    digests = [dataset_digest(Dataset.from_dict(rows | change)) for change in changes]
-    assert digests[0] == digests[1] and len(set(digests)) == 6
 
 
 @pytest.mark.parametrize("names", [["weight"], ["weight", "bias", "more"]])

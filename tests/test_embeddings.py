@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paco_trl.rollout import sampler
+from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.sampler import on_device
 from paco_trl.trainer import paco_grpo_trainer
 from paco_trl.trainer.paco_grpo_trainer import ROUNDS_AHEAD
@@ -22,6 +23,11 @@ from testing_utils import are_equal, count_images, weights_of
 
 
 SHORT = {"num_generations": 2, "num_prompts_per_generation": 2, "per_device_train_batch_size": 2}
+
+
+class ShoutingFlux(FluxFamily):
+    def encode_prompt(self, pipeline, prompt, *args, **kwargs):
+        return super().encode_prompt(pipeline, prompt.upper(), *args, **kwargs)
 
 
 def files_in(folder) -> list:
@@ -132,15 +138,21 @@ class TestDirectory:
         assert are_equal(results[0], results[1]) and are_equal(results[0], results[2])
         assert load_file(files[0])["prompt_embeds"].shape[0] == 1
 
-    @pytest.mark.parametrize("what", ["weights", "tokenizer", "damage"])
-    def test_what_another_model_or_half_a_file_has_is_encoded_again(self, make_trainer, tiny_flux, tmp_path, what):
+    @pytest.mark.parametrize("what", ["weights", "tokenizer", "damage", "family", "version"])
+    def test_what_another_model_or_half_a_file_has_is_encoded_again(
+        self, make_trainer, tiny_flux, tmp_path, monkeypatch, what
+    ):
         settings = {**SHORT, "embeddings_dir": str(tmp_path / "embeddings")}
         trainer = make_trainer(**settings)
         trainer.prompt_encoder.encode(trainer.train_rows, [0, 1])
         first = {path: path.read_bytes() for path in files_in(tmp_path / "embeddings")}
         assert len(first) == 2
         model = str(tiny_flux)
-        if what == "damage":
+        if what == "family":
+            settings["family"] = ShoutingFlux()
+        elif what == "version":
+            monkeypatch.setattr("paco_trl.utils.fingerprint.version", lambda name: "0.0.1")
+        elif what == "damage":
             for path, content in first.items():
                 path.write_bytes(content[:-4])
         else:

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -540,26 +540,72 @@ def test_a_processor_that_does_not_know_lengths(make_reward_trainer, tiny_qwen, 
         make_reward_trainer(NOWHERE, **settings)
 
 
-def test_another_adapter_cannot_be_resumed(make_reward_trainer):
-    first = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-    trainer = make_reward_trainer(peft_config=LoraConfig(**first), save_strategy="steps", save_steps=1, max_steps=1)
-    trainer.train()
-    for change in ({"r": 8}, {"target_modules": ["k_proj", "v_proj"]}, {}):
-        resumed = make_reward_trainer(peft_config=LoraConfig(**first | change), max_steps=2)
-        with pytest.raises(ValueError, match="cannot be resumed") if change else nullcontext():
-            resumed.train(resume_from_checkpoint=True)
-        assert resumed.state.global_step == (0 if change else 2)
+def recolored(dataset: Dataset) -> Dataset:
+    """The same questions and answers about other images of the same sizes."""
+    green = [[PILImage.new("RGB", image.size, "green") for image in pair] for pair in dataset["images"]]
+    return pair_dataset([row | {"images": images} for row, images in zip(dataset, green, strict=True)])
 
 
-def test_other_pairs_and_a_missing_optimizer_cannot_be_resumed(make_reward_trainer, tmp_path):
-    make_reward_trainer(save_strategy="steps", save_steps=1, max_steps=1).train()
-    other = make_reward_trainer(train_dataset=mixed(12), max_steps=2)
-    with pytest.raises(ValueError, match="cannot be resumed: it was trained on other pairs"):
-        other.train(resume_from_checkpoint="auto")
-    same = make_reward_trainer(max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True)
-    same.train(resume_from_checkpoint="auto")
-    assert same.state.global_step == 2
-    with pytest.raises(ValueError, match="checkpoint-2' cannot be resumed: it has no state of the optimizer"):
+RESUMED = {  # changes, the token of an error, and that of a warning
+    "nothing": ({}, None, None),
+    "more epochs": ({"max_steps": 2, "save_steps": 2, "logging_steps": 5, "dataloader_num_workers": 1}, None, None),
+    "rank": ({"peft_config": LoraConfig(r=8, target_modules=["q_proj", "v_proj"])}, "adapter/r: 4, now 8", None),
+    "targets": ({"peft_config": LoraConfig(r=4, target_modules=["k_proj", "v_proj"])}, "adapter/target_modules", None),
+    "pairs": ({"train_dataset": mixed(12)}, "dataset/rows: 11, now 12", None),
+    "images": ({"train_dataset": recolored(mixed())}, "dataset/images", None),
+    "a column": ({"train_dataset": mixed().add_column("source", ["a"] * 11)}, "dataset/source", None),
+    "learning rate": ({"learning_rate": 0.5}, "learning_rate", None),
+    "weight": ({"first_token_weight": 0.9}, None, "first_token_weight: 0.3, now 0.9"),
+    "variant": ({"loss_variant": "released"}, None, "loss_variant"),
+    "images' size": ({"max_pixels": 56 * 56}, None, "max_pixels"),
+    "accumulation": ({"gradient_accumulation_steps": 2}, None, "pairs_per_step: "),
+}
+
+
+class TestResumed:
+    settings: ClassVar[dict] = {
+        "max_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "lr_scheduler_type": "constant",
+    }
+    adapter: ClassVar[dict] = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def earlier(cls, tiny_qwen, tmp_path_factory) -> Path:
+        folder = tmp_path_factory.mktemp("earlier")
+        trainer = make(tiny_qwen, folder, mixed(), **cls.settings | {"max_steps": 1}, **cls.adapter)
+        trainer.train()
+        return Path(trainer.args.output_dir)
+
+    @pytest.mark.parametrize("change", RESUMED)
+    def test_what_it_shares_with_its_checkpoint(
+        self, make_reward_trainer, tiny_qwen, earlier, tmp_path, caplog, change
+    ):
+        changes, error, warning = RESUMED[change]
+        without_weights = shutil.ignore_patterns("*.safetensors")
+        model = str(shutil.copytree(tiny_qwen, tmp_path / tiny_qwen.name, ignore=without_weights))
+        arguments = {"model": model, "output_dir": str(earlier), "resume_from_checkpoint": "True"}
+        with pytest.raises(ValueError if error else OSError, match=error):  # before the model is loaded
+            make_reward_trainer(**self.settings | self.adapter | arguments | changes)
+        assert ("with other settings" in caplog.text) == (warning is not None) and (warning or "") in caplog.text
+
+    @pytest.mark.parametrize("factor", [1.0, 1.05])
+    def test_its_base_model(self, make_reward_trainer, tiny_qwen, earlier, tmp_path, factor):
+        model = base_of(tiny_qwen)
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(factor)
+        output = shutil.copytree(earlier, tmp_path / "out")
+        trainer = make_reward_trainer(model, output_dir=str(output), **self.settings, **self.adapter)
+        with nullcontext() if factor == 1 else pytest.raises(ValueError, match="weights/model"):
+            trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == (2 if factor == 1 else 0)
+
+
+def test_a_missing_optimizer_cannot_be_resumed(make_reward_trainer):
+    make_reward_trainer(max_steps=1, save_strategy="steps", save_steps=1, save_only_model=True).train()
+    with pytest.raises(ValueError, match="cannot be resumed: it has no state of the optimizer"):
         make_reward_trainer(max_steps=3).train(resume_from_checkpoint="auto")
 
 

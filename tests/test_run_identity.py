@@ -5,16 +5,21 @@ import copy
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
+from datasets import Image as DatasetImage
+from diffusers import DiffusionPipeline
 from peft import LoraConfig
-from PIL import Image
+from PIL import Image as PILImage
 from torch import nn
 
 from paco_trl import (
@@ -28,16 +33,18 @@ from paco_trl import (
 )
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
 from paco_trl.rewards.runner import RewardRunner
-from paco_trl.rollout.prompt_rows import PromptRows
+from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
-from paco_trl.trainer.run_settings import HARMLESS, adjustable_settings, evaluation_settings, run_identity
-from paco_trl.utils.fingerprint import describe_scorer
+from paco_trl.trainer.run_settings import HARMLESS, HARMLESS_UNTRAINED, describe_run, evaluation_settings
+from paco_trl.utils.fingerprint import describe, describe_code, differences, file_digest
 from test_paco_reward_trainer import colours
-from testing_utils import SMALL_RUN
+from testing_utils import LORA, SMALL_RUN, noise, square_prompts
 
 
 SETTINGS = {"use_cpu": True, "bf16": False, "report_to": "none"}
+CONFIGS = (PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig)
+PAIRS = colours(4, 0)
 
 
 class TestSettings:
@@ -48,9 +55,9 @@ class TestSettings:
             module: nn.Module = None
 
         def settings(**changes):
-            args = Mine(str(tmp_path), **SETTINGS, **changes)
-            rewards = RewardRunner(redness_reward)
-            return json.loads(json.dumps(adjustable_settings(args, rewards, rewards)))
+            described = describe_run(Mine(str(tmp_path), **SETTINGS, **changes), PAIRS, None)
+            assert described == tuple(json.loads(json.dumps(described)))
+            return described
 
         plain, layer = settings(), nn.Linear(2, 2)
         assert plain == settings()
@@ -61,31 +68,17 @@ class TestSettings:
         assert "hf_secret" not in str(settings(hub_token="hf_secret"))
 
     def test_what_is_named_as_harmless_is_a_field(self):
-        fields = {field.name for field in dataclasses.fields(PaCoGRPOConfig)}
-        assert not set(HARMLESS) - fields and not set(HARMLESS) & REFUSED_GRPO_FIELDS
+        fields = {field.name for config in CONFIGS for field in dataclasses.fields(config)}
+        assert not {*HARMLESS, *HARMLESS_UNTRAINED} - fields and not {*HARMLESS} & REFUSED_GRPO_FIELDS
 
-    def test_what_is_loaded_is_identity_and_from_where_is_not(self, tmp_path, make_trainer):
-        rows = make_trainer().train_rows
-
+    def test_what_is_loaded_is_identity_and_from_where_is_not(self, tmp_path):
         def identity(**kwargs):
             args = PaCoGRPOConfig(str(tmp_path), **SETTINGS, model_init_kwargs=kwargs)
-            return run_identity(args, "base", None, None, rows)
+            return describe_run(args, PAIRS, None)[0]
 
         assert identity() != identity(revision="v2") != identity(variant="fp16") != identity()
         assert identity(dtype=torch.float32) != identity(dtype=torch.bfloat16)
         assert identity() == identity(token="hf_secret", cache_dir="/elsewhere")
-
-    @pytest.mark.parametrize("with_source", [False, True])
-    def test_references_and_sources_are_identity(self, tmp_path, with_source):
-        args = PaCoGRPOConfig(str(tmp_path), **SETTINGS)
-
-        def identity(width, color="red"):
-            row = {"prompt": "A.", "references": [Image.new("RGB", (width, 64))]}
-            row |= {"image": Image.new("RGB", (64, 64), color)} if with_source else {}
-            return run_identity(args, "base", None, None, PromptRows(Dataset.from_list([row]), args, "it"))
-
-        assert identity(64) == identity(64) != identity(72)
-        assert (identity(64) != identity(64, "blue")) is with_source
 
     def test_a_baseline_belongs_to_what_evaluations_see(self, tmp_path):
         def settings(**changes):
@@ -101,10 +94,191 @@ class TestSettings:
     ):
         settings = {"save_strategy": "steps", "save_steps": 1}
         make_trainer(max_steps=1, **settings).train()
-        resumed = make_trainer(vae_tiling=tiling, epsilon=2e-4, **settings)  # the loss alone has the latter
+        resumed = make_trainer(
+            vae_tiling=tiling, num_generations_eval=2, **settings
+        )  # evaluations alone have the latter
         resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
         assert ("generated with other values of vae_tiling" in caplog.text) == tiling
         assert ("in the middle of round" in caplog.text) == tiling
+
+
+# ---- What a checkpoint shares with the run that resumes it ----
+
+
+def dataset_with(prompts, **columns):
+    """Prompts with columns for rewards, two of them of nested values, and a reference."""
+    rows = [row | {"note": "a", "criteria": [{"name": "style", "texts": ["same"]}]} for row in prompts]
+    return Dataset.from_list([row | columns for row in rows])
+
+
+def reward_above(threshold):
+    def sensitive_reward(prompts, completions, **kwargs):
+        return [float(value > threshold) for value in redness_reward(prompts, completions)]
+
+    return sensitive_reward
+
+
+def own_family(version: int):
+    """A family of the user's own, that is edited."""
+
+    class Flux(FluxFamily):
+        if version == 0:
+
+            def encode_prompt(self, *args, **kwargs):
+                return super().encode_prompt(*args, **kwargs)
+        else:
+
+            def encode_prompt(self, *args, **kwargs):
+                return {name: -tensor for name, tensor in super().encode_prompt(*args, **kwargs).items()}
+
+    return Flux()
+
+
+ERROR, WARNING, SILENT = "cannot be resumed", "is resumed with other settings", ""
+COLUMNS = {
+    "note": "b", "criteria": [{"name": "style", "texts": ["other"]}], "theme": "Another theme.",
+    "panels": ["1", "2", "3", "4"], "mine": 7, "picture": PILImage.new("RGB", (8, 8), "blue"),
+}  # fmt: skip
+CHANGES = {
+    "nothing": ({}, SILENT, ""),
+    "more steps": ({"max_steps": 9}, SILENT, ""),
+    "saving and logging": ({"save_steps": 3, "logging_steps": 7, "run_name": "x", "save_total_limit": 2}, SILENT, ""),
+    "placement": ({"offload_embeddings": True, "gradient_checkpointing": False}, SILENT, ""),
+    "learning rate": ({"learning_rate": 2e-2}, ERROR, "learning_rate: 0.01, now 0.02"),
+    "optimizer": ({"adam_beta2": 0.9}, ERROR, "adam_beta2"),
+    "steps of a round": ({"num_iterations": 2}, ERROR, "num_iterations"),
+    "precision": ({"bf16": True}, ERROR, "bf16"),
+    "adapter": ({"peft_config": LoraConfig(r=2, lora_alpha=8, init_lora_weights="gaussian")}, ERROR, "adapter/r: 4, now 2"),
+    "its scale": ({"peft_config": LoraConfig(r=4, lora_alpha=8, use_rslora=True)}, ERROR, "adapter/use_rslora"),
+    "another loss": ({"epsilon": 2e-4}, WARNING, "epsilon: 0.0001, now 0.0002"),
+    "more noise": ({"noise_level": 0.5}, WARNING, "noise_level"),
+    "code of a family": ({"family": own_family(1)}, WARNING, "family/source"),
+    "a reward's argument": ({"reward_funcs": reward_above(0.6)}, WARNING, "rewards/sensitive_reward/variables"),
+    **{f"column {name}": ({"column": {name: value}}, ERROR, f"dataset/{name}") for name, value in COLUMNS.items()},
+}  # fmt: skip
+
+
+class TestResume:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def earlier(cls, tiny_flux, tmp_path_factory):
+        """A run that has made a step: it is in the middle of a round."""
+        output = tmp_path_factory.mktemp("earlier") / "out"
+        cls.make(tiny_flux, output).train()
+        return output
+
+    @staticmethod
+    def make(model, output, column=None, **changes) -> PaCoGRPOTrainer:
+        arguments = {
+            "train_dataset": dataset_with(square_prompts(), **column or {}),
+            "reward_funcs": reward_above(0.5),
+            "peft_config": LORA, "family": own_family(0),
+        }  # fmt: skip
+        arguments |= {name: changes.pop(name) for name in arguments if name in changes}
+        settings = SMALL_RUN | {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **changes}
+        return PaCoGRPOTrainer(str(model), args=PaCoGRPOConfig(str(output), **settings), **arguments)
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_before_its_model_loads(self, tiny_flux, earlier, tmp_path, caplog, change):
+        changes, outcome, named = CHANGES[change]
+        nowhere = tmp_path / tiny_flux.name
+        nowhere.mkdir()
+        with pytest.raises(ValueError if outcome is ERROR else OSError) as error:
+            self.make(nowhere, earlier, resume_from_checkpoint="True", **changes)
+        text = str(error.value) if outcome is ERROR else caplog.text
+        if outcome is SILENT:
+            assert "with other settings" not in text
+        else:
+            assert outcome in text and named in text
+            assert text.count(", now ") == 1  # only what differs is named
+
+    @pytest.mark.parametrize("component", ["transformer", "text_encoder_2", "vae", None])
+    def test_once_its_model_is_loaded(self, tiny_flux, earlier, tmp_path, caplog, component):
+        model = shutil.copytree(tiny_flux, tmp_path / tiny_flux.name)  # moved, of the same name
+        if component is not None:
+            pipeline = DiffusionPipeline.from_pretrained(model)
+            with torch.no_grad():
+                next(getattr(pipeline, component).parameters()).mul_(1.05)
+            pipeline.save_pretrained(model)
+        output = shutil.copytree(earlier, tmp_path / "out")
+        with nullcontext() if component is None else pytest.raises(ValueError, match=f"weights/{component}: "):
+            trainer = self.make(model, output, max_steps=2, resume_from_checkpoint="True")
+        with nullcontext() if component is None else pytest.raises(ValueError, match=f"weights/{component}: "):
+            trainer = trainer if component is None else self.make(model, tmp_path / "new", max_steps=2)
+            trainer.train(resume_from_checkpoint=str(output / "checkpoint-1"))
+        assert component is not None or trainer.state.global_step == 2 and "generated again" not in caplog.text
+
+    def test_a_pending_round_is_generated_again_by_another_reward(self, tiny_flux, earlier, tmp_path, caplog):
+        output = shutil.copytree(earlier, tmp_path / "out")
+        trainer = self.make(tiny_flux, output, max_steps=2, reward_funcs=reward_above(0.6))
+        trainer.train(resume_from_checkpoint=True)
+        assert "rewards/sensitive_reward/variables: it is generated again" in caplog.text
+
+
+def with_images(first: PILImage.Image, where: Path | None = None, **columns) -> Dataset:
+    """Two rows with images: embedded, or in files of a directory."""
+    images = [first, PILImage.new("RGB", (8, 8), "red")]
+    if where is not None:
+        where.mkdir(parents=True)
+        paths = [str(where / f"{number}.png") for number in (0, 1)]
+        for image, path in zip(images, paths, strict=True):
+            image.save(path)
+        images = paths
+    columns = {"prompt": ["a", "b"], "sizes": [[1, 2], None], "set": [[image] for image in images], **columns}
+    features = {"image": DatasetImage(), "set": List(DatasetImage())}
+    dataset = Dataset.from_dict({"image": images, **columns})
+    return dataset.cast(Features(dataset.features | features))
+
+
+class TestDatasets:
+    def test_rows_are_what_they_contain(self, tmp_path):
+        plain = describe(with_images(noise(0)))
+        # From elsewhere, in another place, of other pieces, in another type of the same values
+        same = with_images(noise(0), tmp_path / "a")
+        assert describe(same) == describe(with_images(noise(0), tmp_path / "b" / "c")) == plain
+        same.save_to_disk(tmp_path / "saved")
+        pieces = concatenate_datasets([same.select([0]), same.select([1])])
+        turned = same.select([1, 0]).select([1, 0]).with_format("torch")
+        for dataset in (load_from_disk(tmp_path / "saved"), pieces, turned):
+            assert describe(dataset) == plain
+        sizes = List(Value("int32"))
+        assert describe(same.cast_column("sizes", sizes).cast_column("prompt", Value("large_string"))) == plain
+
+    @pytest.mark.parametrize("in_files", [False, True])
+    def test_each_column_tells_what_changed(self, tmp_path, in_files):
+        plain = with_images(noise(0), tmp_path / "a" if in_files else None)
+        other = with_images(noise(1), tmp_path / "b" if in_files else None)  # of the same size and kind
+
+        def changed(dataset):
+            return {
+                line.partition(":")[0].split("/")[1]
+                for line in differences({"": describe(plain)}, {"": describe(dataset)})
+            }
+
+        assert changed(other) == {"image", "set"}
+        assert changed(plain.select([1, 0])) == {"prompt", "sizes", "image", "set"}
+        assert changed(with_images(noise(0), sizes=[[1, 2], []])) == {"sizes"}
+        assert changed(plain.add_column("mine", [0, 0])) == changed(plain.add_column("mine", [None, None])) == {"mine"}
+        assert changed(plain.remove_columns("prompt")) == {"prompt"}
+        assert changed(plain.select([0])) == {"rows", "prompt", "sizes", "image", "set"}
+
+    def test_of_large_files_both_ends_are_read(self, tmp_path):
+        """Embedded or not, and never all of it."""
+        content = bytearray(os.urandom(200_000))
+        file = tmp_path / "file"
+
+        def digest():
+            file.write_bytes(content)
+            embedded = describe(Dataset.from_dict({"file": [bytes(content)]}))["file"]
+            return embedded, file_digest(file), file_digest(file, 2)
+
+        digests = [digest()]
+        for place in (0, -1):
+            content[place] ^= 1
+            digests.append(digest())
+        content[100_000] ^= 1  # in the middle, where those of weights are read
+        digests.append(digest())
+        assert [len({*found}) for found in zip(*digests, strict=True)] == [3, 4, 3]
 
 
 class Own:
@@ -124,8 +298,8 @@ class TestDescriptions:
     def test_a_judge(self, tiny_qwen, tmp_path):
         other = build_tiny_qwen2_5_vl(tmp_path / tiny_qwen.name, seed=1)
         judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
-        plain = describe_scorer(ConsistencyReward(judge))
-        assert plain == describe_scorer(ConsistencyReward(tiny_qwen, device="cpu", batch_size=3))
+        plain = describe_code(ConsistencyReward(judge))
+        assert plain == describe_code(ConsistencyReward(tiny_qwen, device="cpu", batch_size=3))
         assert plain["model_name"] == tiny_qwen.name and str(tiny_qwen) not in str(plain)
         changed = [
             ConsistencyReward(other, device="cpu"),  # of the same name
@@ -135,18 +309,18 @@ class TestDescriptions:
         template = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
         template.processor.chat_template += " "
         changed.append(ConsistencyReward(template))
-        found = [describe_scorer(reward) for reward in changed]
+        found = [describe_code(reward) for reward in changed]
         assert plain not in found and len({json.dumps(each) for each in found}) == len(found)
 
     def test_other_rewards_of_the_package(self, tmp_path):
         clips = [ClipTReward(build_tiny_clip(tmp_path / f"{number}" / "clip")) for number in (0, 1)]
-        assert describe_scorer(clips[0]) == describe_scorer(clips[1])
+        assert describe_code(clips[0]) == describe_code(clips[1])
         with torch.no_grad():
             clips[1].model.visual_projection.weight.add_(1e-3)
-        assert describe_scorer(clips[0])["model_name"] == describe_scorer(clips[1])["model_name"]
-        assert describe_scorer(clips[0]) != describe_scorer(clips[1])
-        assert describe_scorer(DuplicateReward()) != describe_scorer(DuplicateReward(0.5))
-        assert describe_scorer(DuplicateReward()) == describe_scorer(DuplicateReward())
+        assert describe_code(clips[0])["model_name"] == describe_code(clips[1])["model_name"]
+        assert describe_code(clips[0]) != describe_code(clips[1])
+        assert describe_code(DuplicateReward()) != describe_code(DuplicateReward(0.5))
+        assert describe_code(DuplicateReward()) == describe_code(DuplicateReward())
 
     def test_a_function_and_an_object_of_the_user(self):
         def of_kind(kind):
@@ -161,19 +335,19 @@ class TestDescriptions:
 
             return reward
 
-        assert describe_scorer(of_kind(0)) == describe_scorer(of_kind(0)) != describe_scorer(of_kind(1))
-        assert describe_scorer(Own()) == describe_scorer(Own()) != describe_scorer(Own(seed=1))
-        assert describe_scorer(Own().__call__) == describe_scorer(Own())
-        assert "secret" not in str(describe_scorer(Own()))
+        assert describe_code(of_kind(0)) == describe_code(of_kind(0)) != describe_code(of_kind(1))
+        assert describe_code(Own()) == describe_code(Own()) != describe_code(Own(seed=1))
+        assert describe_code(Own().__call__) == describe_code(Own())
+        assert "secret" not in str(describe_code(Own()))
         stricter = Own()
         stricter.threshold = 0.3
-        assert describe_scorer(stricter) != describe_scorer(Own())
+        assert describe_code(stricter) != describe_code(Own())
         versions = [Own(), Own()]
         versions[1].fingerprint = "version 2"
-        assert describe_scorer(versions[0]) != describe_scorer(versions[1])
+        assert describe_code(versions[0]) != describe_code(versions[1])
         typed: dict = {}
         exec("def reward(**kwargs): ...", typed)
-        assert describe_scorer(len) and describe_scorer(typed["reward"])  # without a source
+        assert describe_code(len) and describe_code(typed["reward"])  # without a source
 
 
 class TestBaseline:
@@ -197,9 +371,6 @@ class TestBaseline:
         for name, value in harmless:
             setattr(trainer.args, name, value)
             assert evaluator.baseline_key(rows) == keys[-1]
-
-
-PAIRS = colours(4, 0)
 
 
 def state_of(config) -> dict:

@@ -25,6 +25,7 @@ from paco_trl.rollout import keyed_generator
 from paco_trl.rollout.prompt_rows import Completions, PromptRows
 from paco_trl.rollout.sde import STREAMS
 from paco_trl.trainer.rounds import RoundSchedule
+from paco_trl.utils.fingerprint import differences
 from test_short_tail import RunsOfOptions
 from testing_utils import are_equal, jsonl, logs_with, weights_of
 
@@ -442,10 +443,9 @@ def test_grids_are_trained_as_separate_sets(make_trainer):
     trainer = make_trainer(**settings)
     assert trainer.schedule.rows_per_round == 2 and trainer.train_rows.lengths == [4] * 12
     trainer.train()
-    assert trainer._identity != make_trainer()._identity
+    assert differences(trainer._identity, make_trainer()._identity)
     other = make_trainer(**settings, panel_template="{panel}")
-    changed = {name for name, value in trainer._identity.items() if other._identity[name] != value}
-    assert changed == {"panels"}
+    assert differences(trainer._settings, other._settings) == ["panel_template: '{theme} {panel}', now '{panel}'"]
 
 
 def test_what_is_generated_in_vain_is_told(make_trainer, caplog):

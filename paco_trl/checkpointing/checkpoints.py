@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints, complete or absent: find them, compare them with the run that they belong to, write them."""
 
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-from datasets import Dataset
 from safetensors import SafetensorError
 from transformers.trainer_utils import rotate_checkpoints
 
+from ..utils.fingerprint import differences
 
-if TYPE_CHECKING:
-    from ..data import SourceImages
 
 logger = get_logger(__name__)
 
@@ -32,18 +29,6 @@ RUN_FILE = "run.json"
 STAGING = ".saving"
 
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
-
-
-def dataset_digest(dataset: Dataset, *images: "SourceImages") -> str:
-    """Compute a short digest of the prompts, the sizes, and the source images and references."""
-    digest = hashlib.sha256()
-    for column in ("prompt", "rows", "cols", "height", "width"):
-        if column in dataset.column_names:
-            digest.update(json.dumps([column, list(dataset[column])]).encode())
-    for each in images:  # by sizes and file lengths: reading all files of a large dataset takes minutes
-        rows = range(len(dataset))
-        digest.update(json.dumps([(each.sizes(row), each.lengths(row)) for row in rows]).encode())
-    return digest.hexdigest()[:16]
 
 
 def clear_staging(output_dir: str | Path) -> None:
@@ -134,29 +119,37 @@ def read_run(checkpoint: str | Path) -> dict:
         return {}
 
 
-def _differences(saved: dict, now: dict) -> str:
-    """Describe what differs between two runs, a line each."""
-    different = [name for name in dict.fromkeys([*saved, *now]) if saved.get(name) != now.get(name)]  # in order
-    return "".join(f"\n  {name}: {saved.get(name)!r}, now {now.get(name)!r}" for name in different)
-
-
 def check_resumed_run(
     checkpoint: Path, identity: dict, settings: dict, num_processes: int, is_deepspeed: bool
 ) -> None:
     """Check that a checkpoint has the same `identity`, and warn of other `settings`, before any model is loaded."""
     saved = read_run(checkpoint)
+    if "settings" not in saved:
+        made_by = "was made by an older version of paco_trl, or is not of this trainer"
+        raise ValueError(
+            f"'{checkpoint}' cannot be resumed: it {made_by}. Start anew from its adapter (`peft_config`)."
+        )
     before, key = saved["num_processes"], "processes of DeepSpeed"  # over which the optimizer's state is divided
-    then = saved.get("identity", {}) | {key: before if saved["is_deepspeed"] else None}
-    if different := _differences(then, identity | {key: num_processes if is_deepspeed else None}):
-        cure = "Give it the same ones (the optimizer's are restored), or start anew from its adapter (`peft_config`)."
-        raise ValueError(f"'{checkpoint}' cannot be resumed: it was made with other settings.{different}\n{cure}")
+    then = saved["identity"] | {key: before if saved["is_deepspeed"] else None}
+    check_identity(checkpoint, then, identity | {key: num_processes if is_deepspeed else None})
     if before != num_processes:
-        result = ": the images are the same, but sums are rounded differently."
-        if saved["is_round_pending"]:
+        result = ": the images are the same, but sums are rounded differently." if "is_round_pending" in saved else "."
+        if saved.get("is_round_pending"):
             result = ". It is in the middle of a round, whose images are stored per process: it is generated again."
         logger.warning(f"'{checkpoint}' was made by {before} processes, now {num_processes}{result}")
-    if different := _differences(saved["hyperparameters"], settings):
-        logger.warning(f"'{checkpoint}' is resumed with other settings, so this is another run:{different}")
+    if different := differences(saved["settings"], settings):
+        lines = "\n  ".join(["", *different])
+        logger.warning(f"'{checkpoint}' is resumed with other settings, so this is another run:{lines}")
+
+
+def check_identity(checkpoint: Path, saved: dict, identity: dict) -> None:
+    """Refuse to resume a checkpoint of another run."""
+    if different := differences(saved, identity):
+        lines = "\n  ".join(["", *different])
+        cure = (
+            "Give it the same (the optimizer's settings are restored), or start anew from its adapter (`peft_config`)."
+        )
+        raise ValueError(f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\n{cure}")
 
 
 def check_output_folder(output_dir: str | Path, identity: dict, settings: dict | None = None) -> None:
@@ -168,12 +161,13 @@ def check_output_folder(output_dir: str | Path, identity: dict, settings: dict |
                 continue
             problem = f"'{checkpoint}' in `output_dir` is not a complete checkpoint of PaCoGRPOTrainer"
             raise ValueError(f"{problem}. Choose another directory, or move it away.")
-        different = _differences(saved["identity"], identity)
+        different = differences(saved["identity"], identity)
         if settings is not None:
-            different += _differences(saved["hyperparameters"], settings)
+            different += differences(saved.get("settings", {}), settings)
         if different:
+            lines = "\n  ".join(["", *different])
             cure = "Choose another directory, or delete that run with `overwrite_output_dir=True`."
-            raise ValueError(f"`output_dir` has '{checkpoint}' of another run:{different}\n{cure}")
+            raise ValueError(f"`output_dir` has '{checkpoint}' of another run:{lines}\n{cure}")
     if found and settings is not None:
         cure = "To resume it, pass `resume_from_checkpoint=True`."
         logger.warning(f"`output_dir` has '{found[0]}' of this run, and it starts from scratch. {cure}")

@@ -6,7 +6,6 @@ import gc
 import hashlib
 import inspect
 import itertools
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from ..rollout.sde import STREAMS
 from ..trainer.checks import check_negative_prompts
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
+from ..utils.fingerprint import describe
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
@@ -80,7 +80,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     if not rows.has_separate:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
-    settings["prompts"] = digest(json.dumps([rows.content(number) for number in range(len(rows))], default=str))
+    settings["prompts"] = digest(describe(rows.dataset))
     check_negative_prompts(args.model_name_or_path, {}, rows)
     check_judged(script_args, rows.dataset)
     rewards = RewardRunner(load_rewards(script_args))

@@ -39,7 +39,7 @@ from trl.trainer.utils import (
 from ..data import split_grid
 from ..data.image_sets import SEPARATE
 from ..rollout.sampler import on_device
-from ..utils.fingerprint import describe_scorer
+from ..utils.fingerprint import describe_code
 from ..utils.stopping import Stopped, agree
 from .aggregation import AggregationDetails, aggregate_rewards
 
@@ -148,7 +148,7 @@ class RewardRunner:
         """What the values of each reward depend on, by its name."""
         settings = zip(self.names, self.functions, self.weights.tolist(), self.required, strict=True)
         return {
-            name: {**describe_scorer(function), "weight": weight, "required": required}
+            name: {**describe_code(function), "weight": weight, "required": required}
             for name, function, weight, required in settings
         }
 

@@ -201,15 +201,6 @@ def base_model_name(model: "str | DiffusionPipeline") -> str:
     return Path(os.path.normpath(name)).name if os.path.exists(name) else name
 
 
-def adapter_digest(config: LoraConfig | None) -> dict | str:
-    """Return the settings of an adapter that a checkpoint must match."""
-    if config is None:
-        return "none, all weights of the transformer are trained"
-    names = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-    values = {name: getattr(config, name) for name in names}
-    return {name: sorted(value) if isinstance(value, set | list) else value for name, value in values.items()}
-
-
 def read_peft_config(
     peft_config: LoraConfig | str, model: "str | DiffusionPipeline", model_init_kwargs: dict | None = None
 ) -> LoraConfig:

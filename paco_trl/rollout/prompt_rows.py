@@ -176,11 +176,6 @@ class PromptRows:
                 raise
             raise ValueError(f"{name}: {error}") from error
 
-    def content(self, number: int) -> dict[str, Any]:
-        """Return a row for a digest: images as digests of their files."""
-        row = dict(self._without_images[number])
-        return row | {images.column: images.digests(number) for images in self.image_columns}
-
     def _column(self, name: str, default: Any = None) -> list:
         values = self.dataset[name] if name in self.dataset.column_names else [None] * len(self.dataset)
         return [default if value is None else value for value in values]

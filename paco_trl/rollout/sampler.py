@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import diffusers
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather_object, send_to_device
@@ -31,7 +29,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..utils.files import digest, write_atomically
-from ..utils.fingerprint import weights_fingerprint
+from ..utils.fingerprint import describe, versions, weights_fingerprint
 from ..utils.images import to_device
 from ..utils.pipelines import truncations_counted
 from . import Family
@@ -259,8 +257,8 @@ def _to_cpu(modules: list[nn.Module], memory: list[tuple[nn.Module, str, nn.Para
 
 
 def _models_digest(pipeline, family: Family) -> str:
-    """Compute a digest of what encodes: text encoders, VAE, tokenizers and processors, and the libraries' versions."""
-    parts: list[Any] = [type(pipeline).__name__, diffusers.__version__, transformers.__version__]
+    """Compute a digest of what encodes: family, text encoders, VAE, tokenizers and processors, and versions."""
+    parts: list[Any] = [type(pipeline).__name__, describe(family), versions()]
     for name, component in sorted(pipeline.components.items()):
         if component is not None and name in (*family.text_encoders, "vae"):
             parts.append(weights_fingerprint(component))

@@ -31,6 +31,7 @@ from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import RolloutSampler
 from ..rollout.sde import STREAMS
 from ..utils.files import write_atomically
+from ..utils.fingerprint import describe
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import preserve_rng_state
 from .run_settings import evaluation_settings
@@ -60,7 +61,7 @@ class Evaluator:
         identity: dict[str, Any] | None = None,
     ):
         self.sampler, self.rewards, self.args = sampler, rewards, args
-        self.base_model = {name: (identity or {}).get(name) for name in ("base_model", "quantization")}
+        self.weights = (identity or {}).get("weights")
         self._rows = list(rows)
         self._baselines: dict[str, Evaluation] = {}
 
@@ -159,8 +160,8 @@ class Evaluator:
     def baseline_key(self, rows: PromptRows) -> str:
         """Compute a digest of everything that a baseline depends on."""
         settings = [
-            self.base_model, evaluation_settings(self.args), list(self.rewards.descriptions.items()),
-            rows.inference_sizes, [rows.content(number) for number in range(len(rows))],
+            self.weights, describe(self.sampler.policy.family), evaluation_settings(self.args),
+            list(self.rewards.descriptions.items()), rows.inference_sizes, describe(rows.dataset),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]
 

@@ -20,6 +20,7 @@ from diffusers import DiffusionPipeline
 from peft import LoraConfig, PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl
@@ -33,7 +34,6 @@ from ..checkpointing.checkpoints import (
     EMA_WEIGHTS,
     POLICY_WEIGHTS,
     check_output_folder,
-    check_resumed_run,
     delete_run,
     find_checkpoint,
     load_round,
@@ -75,6 +75,7 @@ from ..rollout.sampler import EncodedRows, PromptEncoder, RolloutSampler
 from ..rollout.sde import STREAMS
 from ..utils.deepspeed import gathered_weights, partition
 from ..utils.files import sole_writer
+from ..utils.fingerprint import describe, differences, weights_fingerprint
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from .checks import (
@@ -112,7 +113,7 @@ from .model_cards import (
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import ResumesExactly, RunCallback
 from .rounds import RoundBuffer, RoundSchedule
-from .run_settings import LOSS_ONLY_FIELDS, adjustable_settings, reference_setting, run_identity
+from .run_settings import describe_run, reference_setting
 
 
 logger = get_logger(__name__)
@@ -238,7 +239,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if family is None:
             check_negative_prompts(model, args.model_init_kwargs or {}, self.train_rows, *eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)
-        self._open_run(args, model, peft_config)
+        self._open_run(args, model, peft_config, family)
         models = offload_models(args, self.rewards, self.eval_rewards)
 
         # 2. The frozen pipeline, and its trained weights. An adapter's are random: seed first.
@@ -255,6 +256,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization, family,
             **(args.model_init_kwargs or {}),
         )  # fmt: skip
+        modules = {name: each for name, each in self.pipeline.components.items() if isinstance(each, nn.Module)}
+        self._identify_weights({name: weights_fingerprint(module) for name, module in sorted(modules.items())})
         quantization = describe_quantization(self.pipeline.transformer)
         check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         self.family = family_of(self.pipeline) if family is None else family
@@ -341,16 +344,22 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     # ---- Start, resume and stop ----
 
     def _open_run(
-        self, args: PaCoGRPOConfig, model: str | DiffusionPipeline, peft_config: LoraConfig | str | None
-    ) -> None:
+        self, args: PaCoGRPOConfig, model: str | DiffusionPipeline, peft_config: LoraConfig | str | None,
+        family: Family | None,
+    ) -> None:  # fmt: skip
         """Identify the run, and check the output directory and the Hub, before a model is loaded."""
         self.base_model = base_model_name(model)
         self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
-        self._reference_setting = reference_setting(args, peft_config)
         self.averages: dict[str, EMA] = {}  # by file, from the start of `train()`
         loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
         adapter = None if peft_config is None else read_peft_config(peft_config, model, args.model_init_kwargs)
-        self._identity = run_identity(args, self.base_model, loaded, adapter, self.train_rows)
+        self._identity, self._settings = describe_run(
+            args, self.train_rows.dataset, adapter, family=describe(family),
+            reference=reference_setting(args, peft_config), rewards=self.rewards.descriptions,
+            eval_rewards=None if self.eval_rewards is self.rewards else self.eval_rewards.descriptions,
+        )  # fmt: skip
+        self._identity |= {"method": self._name, "base_model": self.base_model}
+        self._identity["quantization"] = self._identity["quantization"] or loaded
         with sole_writer(args.output_dir, "checkpoints", is_inside=True):
             pass  # a run that is training refuses this one before its model is loaded
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
@@ -383,14 +392,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """The average of the trained weights."""
         return self.averages.get(EMA_WEIGHTS)
 
-    def _adjustable_settings(self, args: PaCoGRPOConfig) -> dict[str, Any]:
-        settings = adjustable_settings(args, self.rewards, self.eval_rewards)
-        return settings | {"reference": self._reference_setting}
-
-    def _check_resumed_run(self, checkpoint: Path, args: PaCoGRPOConfig) -> None:
-        settings = self._adjustable_settings(args)
-        check_resumed_run(checkpoint, self._identity, settings, args.world_size, args.deepspeed_plugin is not None)
-
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """
         Train as [`~transformers.Trainer.train`] does; resuming is exact, to the bit on the CPU or with deterministic kernels.
@@ -409,7 +410,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             if args.should_save:
                 delete_run(args.output_dir)
         elif checkpoint is None and resume_from_checkpoint != "auto":
-            check_output_folder(args.output_dir, self._identity, self._adjustable_settings(args))
+            check_output_folder(args.output_dir, self._identity, self._settings)
         elif checkpoint not in (None, self._checked):
             self._check_resumed_run(checkpoint, args)
         if self._is_zero3:
@@ -947,11 +948,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     # ---- Checkpoints ----
 
     def _run_record(self) -> dict[str, Any]:
-        identity, hyperparameters = self._identity, self._adjustable_settings(self.args)
-        return super()._run_record() | {
-            "identity": identity, "hyperparameters": hyperparameters, "is_round_pending": self.is_round_pending,
-            "images_of_round_0": self.drift_alarm.state,
-        }  # fmt: skip
+        round_state = {"is_round_pending": self.is_round_pending, "images_of_round_0": self.drift_alarm.state}
+        return super()._run_record() | round_state
 
     def _write_weights(self, folder: Path) -> None:
         keep, ema = self.args.should_save, self.ema
@@ -983,12 +981,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         index, run = self.accelerator.process_index, read_run(checkpoint)
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
-        settings = self._adjustable_settings(self.args)
-        before = run["hyperparameters"]
-        names = [name for name in settings | before if name.split("/")[0] not in LOSS_ONLY_FIELDS]
-        if changed := [name for name in names if before.get(name) != settings.get(name)]:
+        of_training = {name: value for name, value in self._settings.items() if "eval" not in name}
+        if changed := differences(run["settings"], of_training):
+            names = ", ".join(line.partition(":")[0] for line in changed)
             message = f"'{checkpoint}' is in the middle of a round that was generated with other values of"
-            logger.warning(f"{message} {', '.join(changed)}: it is generated again.")
+            logger.warning(f"{message} {names}: it is generated again.")
             return
         device, is_offloaded = self.accelerator.device, self.args.offload_embeddings
         try:

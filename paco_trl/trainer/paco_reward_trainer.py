@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from PIL import Image
 from torch import nn
 from transformers import (
@@ -28,9 +28,8 @@ from transformers.trainer import OPTIMIZER_NAME
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
-from ..checkpointing.checkpoints import find_checkpoint, read_run
+from ..checkpointing.checkpoints import find_checkpoint
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
-from ..data.pairs import iter_texts
 from ..evaluation import auroc, expected_calibration_error
 from ..hub.cards import save_card
 from ..hub.files import JUDGE_ADAPTER
@@ -38,9 +37,10 @@ from ..hub.settings import JudgeCard
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
-from ..rollout.loading import adapter_digest, check_lora_start, check_target_modules
+from ..rollout.loading import base_model_name, check_lora_start, check_target_modules
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import digest, sole_writer
+from ..utils.files import sole_writer
+from ..utils.fingerprint import describe, weights_fingerprint
 from ..utils.images import limit_pixels, pixel_limit, tower_arguments
 from ..utils.names import check_model_name
 from ..utils.paper import PAPER
@@ -53,6 +53,7 @@ from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import judge_settings, lora_of
 from .paco_reward_config import PaCoRewardConfig
 from .resuming import ResumesExactly, RunCallback
+from .run_settings import describe_run
 
 
 logger = get_logger(__name__)
@@ -272,16 +273,25 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             limit_pixels(processing_class, args.max_pixels)
         for key, dataset in datasets:
             check_pairs(dataset, key, processing_class, args, is_training=dataset is train_dataset)
-        self._pairs = digest([digest(texts) for _, *texts in iter_texts(cast(Any, train_dataset))])[:16]
         self._base_model_source = name
         if args.push_to_hub:
             self._prepare_hub(args)
-        if isinstance(model, str):
-            args.model_init_kwargs = init_kwargs
         if isinstance(model, PeftModel):
             model.set_requires_grad(model.active_adapters)  # loaded for inference, it has none
         else:
             peft_config = complete_peft_config(peft_config, model, **source)
+        adapter = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else peft_config
+        pairs = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self._identity, self._settings = describe_run(
+            args, cast(Any, train_dataset), adapter, quantization=describe(quantization_config),
+            processor=describe(processing_class), pairs_per_step=pairs,
+        )  # fmt: skip
+        self._identity |= {"method": self._name, "base_model": base_model_name(name)}
+        self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
+        if self._checked is not None:
+            self._check_resumed_run(self._checked, args)
+        if isinstance(model, str):
+            args.model_init_kwargs = init_kwargs
 
         # 3. SFTTrainer loads the model, wraps it, and gives it the fused head
         stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
@@ -305,6 +315,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             peft_config=peft_config,
         )
         args.enable_jit_checkpoint = stops
+        self._identify_weights({"model": weights_fingerprint(self.model, frozen_only=True)})
         config = self._inner_model().config
         if (scale := scales_logits(config)) is not None:
             changes = f"`{scale}` = {getattr(config.get_text_config(), scale)}"
@@ -515,7 +526,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
             checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
             if checkpoint is not None:
-                self._check_resumed_run(checkpoint)
+                self._check_optimizer(checkpoint)
+                self._check_resumed_run(checkpoint, self.args)
             with self._resumable(checkpoint):
                 output = super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
                 # The callback has evaluated the last model, which may not be the best
@@ -526,25 +538,14 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
                     self.evaluate()
         return output
 
-    def _check_resumed_run(self, checkpoint: Path) -> None:
-        """Check that a checkpoint has the optimizer's state, this adapter and these pairs."""
-        problem = f"'{checkpoint}' cannot be resumed:"
+    def _check_optimizer(self, checkpoint: Path) -> None:
+        """Check that a checkpoint has the optimizer's state."""
         if self.args.deepspeed_plugin is None and not (checkpoint / OPTIMIZER_NAME).is_file():
             reason = "it has no state of the optimizer (`save_only_model`)"
             cure = (
                 "Load its adapter with `PeftModel.from_pretrained` and pass it as `model`, with another `output_dir`"
             )
-            raise ValueError(f"{problem} {reason}. {cure}.")
-        # PEFT only warns of missing layers, and the optimizer's states are in order, without names
-        saved = adapter_digest(PeftConfig.from_pretrained(str(checkpoint)))
-        if saved != (now := adapter_digest(self.model.peft_config[self.model.active_adapter])):
-            raise ValueError(f"{problem} its adapter is {saved}, now {now}.")
-        if read_run(checkpoint).get("pairs", self._pairs) != self._pairs:
-            cure = "Give this run the same ones, or another `output_dir`"
-            raise ValueError(f"{problem} it was trained on other pairs. {cure}.")
-
-    def _run_record(self) -> dict[str, Any]:
-        return super()._run_record() | {"pairs": self._pairs}
+            raise ValueError(f"'{checkpoint}' cannot be resumed: {reason}. {cure}.")
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's adapter."""

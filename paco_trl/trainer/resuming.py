@@ -11,11 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checkpointing.checkpoints import STATE, clear_staging, drop_old_checkpoints, write_checkpoint
+from ..checkpointing.checkpoints import (
+    STATE,
+    check_identity,
+    check_resumed_run,
+    clear_staging,
+    drop_old_checkpoints,
+    read_run,
+    write_checkpoint,
+)
 from ..utils.processes import end_training
 from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
 from .publishing import TRAIN_SECONDS, PushesToHub, training_seconds
@@ -38,7 +46,22 @@ class ResumesExactly(PushesToHub):
     control: TrainerControl
     _restore_rng_state: Callable[[], None] | None = None  # as after the last step of this `train()`
 
+    # What a run must share with one that resumes it, and what may change; see `describe_run`
+    _identity: dict[str, Any]
+    _settings: dict[str, Any]
+    _checked: Path | None = None  # the checkpoint of `args.resume_from_checkpoint`
+
     # ---- Start and stop ----
+
+    def _check_resumed_run(self, checkpoint: Path, args: TrainingArguments) -> None:
+        is_deepspeed = args.deepspeed_plugin is not None
+        check_resumed_run(checkpoint, self._identity, self._settings, args.world_size, is_deepspeed)
+
+    def _identify_weights(self, weights: dict[str, str]) -> None:
+        """Make the fingerprints of the loaded weights part of the run's identity, and compare them with the checkpoint's."""
+        self._identity["weights"] = weights
+        if self._checked is not None:
+            check_identity(self._checked, read_run(self._checked)["identity"], {"weights": weights})
 
     @contextmanager
     def _resumable(self, checkpoint: Path | None) -> Iterator[None]:
@@ -138,7 +161,10 @@ class ResumesExactly(PushesToHub):
 
     def _run_record(self) -> dict[str, Any]:
         """Return what a checkpoint says of its run."""
-        return {"num_processes": self.accelerator.num_processes, "is_deepspeed": self.is_deepspeed_enabled}
+        return {
+            "identity": self._identity, "settings": self._settings, "num_processes": self.accelerator.num_processes,
+            "is_deepspeed": self.is_deepspeed_enabled,
+        }  # fmt: skip
 
     def _save_checkpoint(self, model, trial) -> None:
         """Write a checkpoint that appears when it is complete."""

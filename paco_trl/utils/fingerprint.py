@@ -1,66 +1,266 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of weights and descriptions of rewards, to tell apart those of the same name."""
+"""Describe what decides numbers, as data that can be saved and compared: settings, rows, weights, and code."""
 
+import functools
 import hashlib
 import inspect
+import json
+import os
+import re
+from collections.abc import Iterator
 from contextlib import suppress
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import torch
+from datasets import Dataset
 from torch import nn
 
 from .files import digest
-from .names import public_name
+from .names import is_local, public_name
+from .text import shorten
 
 
 # Number of values per weight. Training changes nearly all of them
 _SAMPLE = 1024
+# Bytes of a part of a file. Of an image, whose format compresses it, two tell; of weights, of which some may be changed, many
+_PART = 16 * 1024
+_PARTS_OF_WEIGHTS = 64
 
-# Arguments of rewards and judges that decide where and how fast they score, not what
+# Arguments and attributes of rewards and judges that decide where and how fast they score, not what
 _HARMLESS = ("device", "batch_size", "name", "model", "base_url", "max_concurrency", "timeout", "time_budget")
 
 
-def weights_fingerprint(*modules: nn.Module) -> str:
-    """Compute a digest of a sample of each weight, with its name, shape and dtype: the same on every device."""
-    digest = hashlib.sha256()
-    for module in modules:
-        for name, weight in sorted(module.named_parameters()):
-            is_torchao = hasattr(weight, "__tensor_flatten__")  # which cannot be flattened
-            flat = (weight.dequantize() if is_torchao else weight).detach().flatten()
-            sample = flat[:: max(1, flat.numel() // _SAMPLE)].float().cpu().numpy()
-            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} ".encode() + sample.tobytes())
-    return digest.hexdigest()[:16]
-
-
-def describe_scorer(scorer: Any) -> dict[str, Any]:
+def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
     """
-    Describe what the scores of a reward or a judge depend on: code, arguments, model, weights, processor and judge, and
-    its `fingerprint`, if it has one. Not what it reads elsewhere: a server's weights, a file, a global variable.
+    Compute a digest of a sample of each weight and saved buffer, with its name, shape and dtype: the same on every device,
+    and in each process of a model that ZeRO-3 has partitioned (collective there).
+    """
+    found = hashlib.sha256()
+    for module in modules:
+        for name, weight in sorted(_saved_tensors(module), key=lambda item: item[0]):
+            if frozen_only and weight.requires_grad:
+                continue
+            if hasattr(weight, "ds_id"):
+                import deepspeed
+
+                with deepspeed.zero.GatheredParameters([weight]):
+                    found.update(_sample(name, weight))
+            else:
+                found.update(_sample(name, weight))
+    return found.hexdigest()[:16]
+
+
+def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    for path, layer in module.named_modules():
+        for name, buffer in layer.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in layer._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _sample(name: str, weight: Any) -> bytes:
+    is_torchao = hasattr(weight, "__tensor_flatten__")  # which cannot be flattened
+    flat = (weight.dequantize() if is_torchao else weight).detach().flatten()
+    values = flat[:: max(1, flat.numel() // _SAMPLE)].float().cpu().numpy()
+    found = f"{name} {tuple(weight.shape)} {weight.dtype} ".encode() + values.tobytes()
+    # The values of a weight that bitsandbytes has quantized are codes, and their scale is elsewhere
+    state = getattr(weight, "quant_state", None)
+    scales = {"SCB": getattr(weight, "SCB", None)} if state is None else state.as_dict()
+    return found + b"".join(_sample(key, scale) for key, scale in scales.items() if isinstance(scale, torch.Tensor))
+
+
+def describe(value: Any) -> Any:
+    """
+    Describe whatever decides numbers as JSON has it: settings as they are, the columns of a dataset and modules by
+    digests, rewards, judges and families by [`describe_code`]. No path and no address in memory is part of it.
+    """
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, str | Path):
+        return public_name(str(value)) if isinstance(value, Path) or is_local(value) else value
+    if isinstance(value, dict):
+        return {str(name): describe(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [describe(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, Dataset):
+        return _describe_dataset(value)
+    if isinstance(value, nn.Module):
+        return weights_fingerprint(value)
+    if isinstance(value, torch.Tensor):
+        return hashlib.sha256(_sample("", value)).hexdigest()[:16]
+    if hasattr(value, "to_json_string"):  # a processor
+        return digest([value.to_json_string(), getattr(value, "chat_template", None)])[:16]
+    if callable(value) or type(value).__repr__ is object.__repr__:
+        return describe_code(value)
+    return re.sub(r" at 0x\w+", "", str(value))  # without an address in memory
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that compute."""
+    names = ("paco_trl", "torch", "diffusers", "transformers", "peft")
+    return {name: version(name).partition("+")[0] for name in names}  # not for which accelerator they are built
+
+
+# ---- Code ----
+
+
+def describe_code(scorer: Any) -> dict[str, Any]:
+    """
+    Describe what a reward, a judge or a family gives depends on: source, arguments, model, weights, processor and judge,
+    and its `fingerprint`, if it has one. Not what it reads elsewhere: a server's weights, a file, a global variable.
     """
     scorer = scorer.__self__ if inspect.ismethod(scorer) else scorer
-    code: Any = scorer if inspect.isroutine(scorer) else type(scorer)
+    if isinstance(scorer, functools.partial):
+        arguments = digest(describe([*scorer.args, scorer.keywords]))[:16]  # one may be a secret
+        return {**describe_code(scorer.func), "arguments": arguments}
+    code: Any = scorer if inspect.isroutine(scorer) or inspect.isclass(scorer) else type(scorer)
     description: dict[str, Any] = {"code": f"{code.__module__}.{code.__qualname__}"}
-    package_class = next((base for base in type(scorer).__mro__ if base.__module__.startswith("paco_trl.")), None)
-    if not str(code.__module__).startswith("paco_trl."):  # `None` after `exec`
-        with suppress(OSError, TypeError):  # typed into an interpreter, or not written in Python
-            description["source"] = digest(inspect.getsource(code))[:16]
+    if source := _source(code):  # `None` of what was typed into an interpreter, or is not written in Python
+        description["source"] = source
+    if inspect.isfunction(code):
+        with_values = inspect.getclosurevars(inspect.unwrap(code)).nonlocals
+        if values := {name: value for name, value in with_values.items() if _is_plain(value)}:
+            description["variables"] = digest(describe(values))[:16]
     if name := getattr(scorer, "model_name", None) or getattr(scorer, "name", None):
         description["model_name"] = public_name(str(name))
     if fingerprint := getattr(scorer, "fingerprint", None):
         description["fingerprint"] = str(fingerprint)
+    package_class = next((base for base in type(scorer).__mro__ if base.__module__.startswith("paco_trl.")), None)
     for name in inspect.signature(package_class).parameters if package_class is not None else ():
         value = getattr(scorer, name, None)
-        if name not in _HARMLESS and isinstance(value, str | int | float):  # `None` is as good as left out
-            description[name] = value
-    attributes = getattr(scorer, "__dict__", {})
-    if package_class is None:  # of a user's own class, as a digest: one may be a secret
-        values = {name: value for name, value in attributes.items() if isinstance(value, str | int | float)}
-        values = {name: value for name, value in values.items() if not name.startswith("_")}
-        description |= {"attributes": digest(values)[:16]} if values else {}
+        if name not in _HARMLESS and value is not None and _is_plain(value):  # `None` is as good as left out
+            description[name] = describe(value)
+    attributes = {} if inspect.isclass(scorer) else getattr(scorer, "__dict__", {})
+    if not code.__module__ or not code.__module__.startswith("paco_trl."):  # as a digest: one may be a secret
+        left_out = () if package_class is None else _HARMLESS
+        names = [name for name in attributes if not name.startswith("_") and name not in left_out]
+        values = {name: attributes[name] for name in names if _is_plain(attributes[name])}
+        description |= {"attributes": digest(describe(values))[:16]} if values else {}
     for name, value in attributes.items():
         if isinstance(value, nn.Module) and not fingerprint:
             description[name] = weights_fingerprint(value)
         elif name == "processor" and hasattr(value, "to_json_string"):
-            description[name] = digest([value.to_json_string(), getattr(value, "chat_template", None)])[:16]
+            description[name] = describe(value)
         elif name == "judge":
-            description[name] = describe_scorer(value)
+            description[name] = describe_code(value)
     return description
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value is a number, a text or a tensor, or consists of them; lists that a reward fills as it goes are empty."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return bool(value) and all(map(_is_plain, value))
+    return isinstance(value, str | int | float | Path | torch.Tensor) or value is None
+
+
+def _source(code: Any) -> str | None:
+    """Digest the source of a function, or of the methods and the plain values of a class and those it is derived from."""
+    # Not of a class as a whole, which a notebook does not have, and of which there may be another with this name
+    members = (
+        [item for part in code.__mro__[:-1] for item in vars(part).items()] if inspect.isclass(code) else [("", code)]
+    )
+    found: list[Any] = []
+    for name, member in members:
+        for attribute in ("__func__", "fget", "func"):
+            member = getattr(member, attribute, member)
+        if _is_plain(member) and not name.startswith("_"):
+            found.append([name, describe(member)])
+        with suppress(OSError, TypeError):
+            found.append(inspect.getsource(member) if inspect.isroutine(member) else "")
+    return digest(found)[:16] if any(found) else None
+
+
+# ---- Data ----
+
+
+def _describe_dataset(dataset: Dataset) -> dict[str, Any]:
+    """Digest each column of a dataset; files by their content at both ends, and not by their paths."""
+    # Not the fingerprint of `datasets`, which depends on how the dataset was made
+    names = dataset.column_names
+    table, schema = dataset.with_format("arrow"), dataset.features.arrow_schema
+    with_bytes = [name for name in names if _has_bytes(schema.field(name).type)]
+    found = {name: hashlib.sha256() for name in names}
+    if plain := table.select_columns([name for name in names if name not in with_bytes]):
+        for batch in plain.iter(batch_size=1000):
+            for name in batch.column_names:
+                for value in batch[name].to_pylist():
+                    found[name].update(json.dumps(value, sort_keys=True, default=str).encode("utf-8", "replace"))
+    files = table.select_columns(with_bytes)
+    for row in range(len(dataset)) if with_bytes else ():  # a single row is not copied
+        values = files[row]
+        for name in with_bytes:
+            found[name].update(json.dumps(_file_contents(values[name][0]), sort_keys=True, default=str).encode())
+    return {"rows": len(dataset), **{name: each.hexdigest()[:16] for name, each in found.items()}}
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return True
+    return any(_has_bytes(kind.field(number).type) for number in range(kind.num_fields))
+
+
+def _file_contents(value: Any) -> Any:
+    """Return an Arrow value with files and bytes as digests, which copies none of them."""
+    if not value.is_valid:
+        return None
+    if isinstance(value, pa.ListScalar | pa.LargeListScalar | pa.FixedSizeListScalar):
+        return [_file_contents(item) for item in value]
+    if isinstance(value, pa.StructScalar):
+        if {*value} == {"bytes", "path"}:
+            is_file = not value["bytes"].is_valid and value["path"].is_valid
+            path = value["path"].as_py() if is_file else None
+            if path is None or not os.path.isfile(path):
+                return _file_contents(value["bytes"]) if path is None else public_name(path)
+            return file_digest(path, 2)
+        return {name: _file_contents(item) for name, item in value.items()}
+    if isinstance(value, pa.BinaryScalar | pa.LargeBinaryScalar):
+        content = memoryview(value.as_buffer())
+        parts = (content[start : start + _PART] for start in _starts(len(content), 2))
+        return _digest_parts(len(content), parts)
+    return value.as_py()
+
+
+def _starts(size: int, parts: int) -> list[int]:
+    """Return where the parts of a file begin, of which the last ends with it; all of it if it is short."""
+    if size <= parts * _PART:
+        return list(range(0, size, _PART))
+    return [(size - _PART) * number // (parts - 1) for number in range(parts)]
+
+
+def _digest_parts(size: int, parts: Any) -> str:
+    found = hashlib.sha256(f"{size} ".encode())
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:16]
+
+
+def file_digest(path: str | Path, parts: int = _PARTS_OF_WEIGHTS) -> str:
+    """Digest the length of a file and some evenly spaced parts of it: those of many gigabytes in a moment."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        return _digest_parts(size, (file.read(_PART) for start in _starts(size, parts) if file.seek(start) >= 0))
+
+
+# ---- Comparison ----
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """List what differs between two descriptions, a line each: of the entries of `now`, and of all within them."""
+    return [line for name in now for line in _differences(name, saved.get(name), now[name])]
+
+
+def _differences(name: str, saved: Any, now: Any) -> list[str]:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        inner = dict.fromkeys([*saved, *now])  # in order
+        return [line for each in inner for line in _differences(f"{name}/{each}", saved.get(each), now.get(each))]
+    return [] if saved == now else [f"{name}: {shorten(saved)}, now {shorten(now)}"]
