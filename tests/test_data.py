@@ -333,7 +333,7 @@ class TestCompleteImageSets:
         assert complete_image_sets(Dataset.from_list(rows))["theme"][:] == themes
         assert load_image_set_prompts(write_jsonl(tmp_path / "a.jsonl", rows))["theme"][:] == themes
         own = Dataset.from_list([image_set_row(theme="Foxes.")])
-        assert complete_image_sets(own) is own
+        assert complete_image_sets(own)[:] == own[:]
         # Where the text does not have one, a reward says that it is missing
         unknown = Dataset.from_list([{**rows[0], "prompt": "Two foxes, left and right."}])
         assert "theme" not in complete_image_sets(unknown).column_names

@@ -104,6 +104,20 @@ class TestEveryLoader:
         assert np.array_equal(load(tmp_path / "data", "a/b.png"), noise(4))
 
 
+def test_only_a_download_links_to_blobs(tmp_path):
+    """A link into a directory that happens to be called `blobs` would read any file that its owner put there."""
+    for parent, is_download in (("snapshots", True), ("versions", False)):
+        blob = write_image(tmp_path / parent / "blobs" / "secret.png", 3)
+        folder = tmp_path / parent / parent / "commit"
+        folder.mkdir(parents=True)
+        (folder / "a.png").symlink_to(blob)
+        if is_download:
+            assert np.array_equal(load_edit_prompts(edits_file(folder, "a.png"))[0]["image"], noise(3))
+        else:
+            with pytest.raises(ValueError, match="leaves"):
+                load_edit_prompts(edits_file(folder, "a.png"))
+
+
 def test_absolute_paths_inside_stay(tmp_path):
     inside = write_image(tmp_path / "data" / "a.png", 4)
     for dataset in (

@@ -105,7 +105,7 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
     else:
         writing = ("base_url", "model", "num_written", "categories", "layouts", "seed", *_OF_REQUESTS)
         refuse_unused(args, writing, "with `--dataset_name`")
-        prompts = load_image_set_prompts(args.dataset_name, args.dataset_split)
+        prompts = load_image_set_prompts(args.dataset_name, args.dataset_split, args.dataset_config)
         report = {"source": Path(args.dataset_name).name if Path(args.dataset_name).exists() else args.dataset_name}
     if "id" not in prompts.column_names:
         prompts = prompts.add_column("id", [f"{row:06}" for row in range(len(prompts))])

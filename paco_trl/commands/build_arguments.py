@@ -58,6 +58,7 @@ class PromptsArguments(ServerArguments, BuildArguments):
     """Image-set prompts: from a dataset, or written by a language model; then the most diverse of them."""
 
     dataset_name: str | None = option(None, "Prompts: Hub id, directory or file. If `None`, an LLM writes them.")
+    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
     dataset_split: str = option("train", "Split of the dataset.")
     num_written: int = option(2000, "Number of prompts to write (paper).")
     categories: list[str] | None = option(None, "Categories to write prompts for. If `None`, all of the paper.")

@@ -118,7 +118,9 @@ def _free_memory() -> None:
 
 def _load_benchmark(args) -> Dataset:
     if args.benchmark == "t2is":
-        sets = load_t2is_bench(args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None))
+        sets = load_t2is_bench(
+            args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None), args.dataset_config
+        )
         return arrange_sets(sets, args.set_layout)
     refuse_unused(args, ("set_layout",), f"with `--benchmark {args.benchmark}`")
     if args.benchmark == "stories":
@@ -126,7 +128,7 @@ def _load_benchmark(args) -> Dataset:
         return complete_image_sets(load_stories(args.dataset_name))
     # The source that the published script shows its judge is not the one that is edited
     source = "input_image" if getattr(args, "protocol", None) == "published" else None
-    return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source)
+    return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source, config=args.dataset_config)
 
 
 def _load_as_trained(args: GenerateArguments | ImagesArguments) -> Dataset:

@@ -107,6 +107,7 @@ class BenchmarkArguments(SetOptions):
     dataset_name: str | None = option(
         None, "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted."
     )
+    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
     dataset_split: str = option("train", "Split of the dataset.")
 
     def __post_init__(self):

@@ -61,6 +61,7 @@ class JudgeArguments(JudgeOptions):
         "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
         "the benchmark on the Hub.",
     )
+    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
     protocol: str = option(
         "default",
@@ -112,14 +113,17 @@ def evaluate(script_args: JudgeArguments) -> None:
 
     dataset_name = script_args.dataset_name or BENCHMARKS[script_args.benchmark]
     # The published rankings are not in a form that `load_dataset` reads: JSON lines that name files
-    is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name) / RANK_FILE).is_file()
+    is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name).expanduser() / RANK_FILE).is_file()
     if script_args.benchmark == "rankings" and is_published:
         refuse_unused(script_args, ("dataset_split",), "with ConsistencyRank-Bench, which has only one")
         dataset = load_consistency_rank(dataset_name)
     elif script_args.benchmark in LAYOUTS:
-        dataset = load_edit_pairs(script_args.benchmark, dataset_name, script_args.dataset_split)
+        dataset = load_edit_pairs(
+            script_args.benchmark, dataset_name, script_args.dataset_split, script_args.dataset_config
+        )
     else:
-        dataset = load_split(dataset_name, script_args.dataset_split)
+        columns = ("reference", "candidates", "input_image", "output_images")
+        dataset = load_split(dataset_name, script_args.dataset_split, columns, config=script_args.dataset_config)
 
     judge = load_scorer(script_args)
     template = getattr(judge, "template", script_args.template)

@@ -17,6 +17,7 @@ from trl import ModelConfig, get_quantization_config
 from .. import PaCoRewardConfig, PaCoRewardTrainer
 from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
 from ..data.dataset_files import load_split
+from ..data.pairs import as_pairs
 from ..trainer.config_utils import REFUSED_SFT_FIELDS
 from ..utils.files import digest, take_lock
 from ..utils.stage_folder import is_saved
@@ -33,8 +34,10 @@ class ScriptArguments:
     )
     dataset_name: str = option(
         "X-GenGroup/PaCo-Dataset",
-        "Hub id or directory of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or rankings.",
+        "Hub id or directory of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or rankings. Or a file "
+        "of those, such as JSON lines with the paths of images.",
     )
+    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
     dataset_files: list[str] = option(
         ["consistency_reward_cot_train", "sharegpt_editing_cot"], "Files of PaCo-Dataset to train on (paper)."
     )
@@ -42,7 +45,9 @@ class ScriptArguments:
         None, "Files of PaCo-Dataset to evaluate on, for example `consistency_reward_cot_test`."
     )
     dataset_split: str | None = option(
-        None, "Split to train on, for data that are not in the layout of PaCo-Dataset.", "--dataset_train_split"
+        None,
+        "Split to train on, for data that are not in the layout of PaCo-Dataset. If `None`, all rows of a file.",
+        "--dataset_train_split",
     )
     eval_split: str | None = option(None, "Split of the same data to evaluate on.", "--dataset_test_split")
     swap: bool = option(
@@ -65,7 +70,7 @@ def load_pairs(
 ) -> Dataset:
     """Load the pairs of a split, or of files of PaCo-Dataset, and check them."""
     name = script_args.dataset_name
-    if split is None:
+    if split is None and not Path(name).expanduser().is_file():
         remedy = "For your own pairs or rankings, give `--dataset_split`, such as `--dataset_split train`."
         if is_saved(name):
             raise ValueError(f"'{name}' was saved with `save_to_disk`, not in the layout of PaCo-Dataset. {remedy}")
@@ -74,9 +79,10 @@ def load_pairs(
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error} {remedy}") from error
     else:
-        dataset = load_split(name, split)
-        if "ranking" in dataset.column_names:
-            dataset = rankings_to_pairs(dataset)
+        columns = ("images", "reference", "candidates")
+        dataset = load_split(name, split or "train", columns, config=script_args.dataset_config)
+        is_ranked = "ranking" in dataset.column_names
+        dataset = rankings_to_pairs(dataset) if is_ranked else as_pairs(dataset, name, script_args.skip_broken)
     return validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
 
 

@@ -37,6 +37,7 @@ class PromptDataArguments:
         "ShareGPT-4o-Image rows.",
         required=True,
     )
+    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
     dataset_split: str = option("train", "Split of the prompts.", "--dataset_train_split")
     edits: bool = option(False, "Whether the prompts are instructions with source images, not image-set prompts.")
     image_folder: str | None = option(None, "Directory of source images. If `None`, that of the file naming them.")
@@ -172,13 +173,9 @@ def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
 
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
-    if split != "train" and Path(name).expanduser().is_file():
-        option = "dataset" if is_training else "eval"
-        raise ValueError(
-            f"`--{option}_split` is {split!r}, but all rows of the file '{name}' are in the split `train`."
-        )
+    config = script_args.dataset_config if name == script_args.dataset_name else None
     if not script_args.edits:
-        return load_image_set_prompts(name, split)
+        return load_image_set_prompts(name, split, config)
     benchmark = script_args.exclude_dataset_name if is_training else None
     return load_edit_prompts(
         name,
@@ -186,6 +183,7 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
         script_args.image_folder if name == script_args.dataset_name else None,
         exclude=None if benchmark is None else load_edit_prompts(benchmark),
         max_images=script_args.max_source_images,
+        config=config,
     )
 
 

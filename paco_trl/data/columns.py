@@ -35,6 +35,8 @@ def check_is_dataset(dataset: Any, name: str, needed: Sequence[str] = ()) -> Non
     if not isinstance(dataset, Dataset):
         kind = type(dataset).__name__
         raise TypeError(f"`{name}` is a `{kind}`. Pass a `datasets.Dataset`: one split, without `streaming=True`.")
+    if dataset.format["type"] == "custom":
+        raise ValueError(f"`{name}` has a transform, which is not called. Apply it with `dataset.map`.")
     if len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows. Check the file, the split or the filter that it comes from.")
     if missing := [column for column in needed if column not in dataset.column_names]:
@@ -55,6 +57,8 @@ def check_image_column(dataset: Dataset, column: str, name: str, decoded: bool =
 
 def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> Dataset:
     """Build a dataset of rows; `kinds` are its columns, see [`column_types`]."""
+    if not rows:
+        raise ValueError(f"Nothing is left of what came in: there is no row of {', '.join(kinds)}. Leave less out.")
     columns = dict(zip(kinds, map(list, zip(*rows, strict=True)), strict=True))
     return Dataset.from_dict(columns, features=column_types(**kinds))
 

@@ -1,32 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find, load and read the files of datasets, reject unsafe paths, and report broken rows."""
 
+import csv
+import glob
+import io
 import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, Image, List, Value, config, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    DatasetInfo,
+    Features,
+    Image,
+    Json,
+    LargeList,
+    List,
+    ReadInstruction,
+    Value,
+    concatenate_datasets,
+    data_files,
+    get_dataset_config_names,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
+from datasets import config as datasets_config
+from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from ..utils.addresses import refuse_address
 from ..utils.names import is_local
 from ..utils.stage_folder import is_saved
-from ..utils.text import is_text
+from ..utils.text import COMPRESSED, is_text, read_text, shorten
 from .columns import criteria_list
 
 
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
-_COMPRESSED = (".gz", ".bz2", ".xz")
-_JSON = (".jsonl", ".json")
-_BUILDERS = {".csv": "csv", ".tsv": "csv", ".txt": "text", ".parquet": "parquet"}  # of `datasets`
+_JSON, _TABLES, _LINES, _PARQUET = (".jsonl", ".json", ".ndjson"), (".csv", ".tsv"), ".txt", ".parquet"
+_TEXTS = (*_JSON, *_TABLES, _LINES)
+# What a file stores for an image that `datasets` does not know for one
+_STORED_IMAGES = [Value(f"{size}{kind}") for size in ("", "large_") for kind in ("string", "binary")]
+
+
+class _JsonAsWritten(Json):
+    """JSON whose numbers are decoded to the last digit; that of `datasets` makes 0.7000000000000001 of 0.7."""
+
+    def decode_example(self, example_data: Any, token_per_repo_id: Any = None) -> Any:
+        return None if example_data is None else json.loads(example_data)
 
 
 def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
@@ -40,33 +72,44 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
 
 
 def load_split(
-    path: str | Path, split: str, images: Sequence[str] = (), image_folder: str | Path | None = None
+    path: str | Path,
+    split: str,
+    images: Sequence[str] = (),
+    image_folder: str | Path | None = None,
+    config: str | None = None,
 ) -> Dataset:
     """Load a split, also of a file or of a saved dataset. The columns `images` become images, see [`image_file`]."""
     folder = Path(path).expanduser().absolute()
-    folders = [folder] if folder.is_dir() else []
-    if folder.is_file():
-        folders = [folder.parent]
-        if split != "train":
-            raise ValueError(f"'{path}' is a file, whose rows are all in the split `train`, not {split!r}.")
-        dataset = _load_file(folder)
-    elif is_saved(folder):
+    folders = [folder] if folder.is_dir() else [folder.parent]
+    if config is not None and (folder.is_file() or is_saved(folder)):
+        raise ValueError(f"`dataset_config` is {config!r}, but '{path}' is no repository with several. Leave it out.")
+    if is_saved(folder):
         saved = load_from_disk(str(folder))
         # A dataset alone is all there is, also where its split has another name than the default
-        splits = {*saved} if isinstance(saved, DatasetDict) else {"train", str(saved.split or "train")}
-        if split not in splits:
-            raise ValueError(f"There is no split {split!r} in {path}, only {', '.join(sorted(splits))}.")
-        dataset = saved[split] if isinstance(saved, DatasetDict) else saved
+        parts = (
+            saved if isinstance(saved, DatasetDict) else dict.fromkeys(("train", str(saved.split or "train")), saved)
+        )
+        dataset = _take(parts, split, path)
         # The result of a stage names images of earlier ones, which are next to it
         stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]  # of all splits, or one
         folders += [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
-    elif folder.is_dir():
-        dataset = load_dataset(str(folder), split=split)
-    elif isinstance(path, Path) or is_local(path) or folder.suffix in (*_JSON, *_BUILDERS):
+    elif folder.is_file() and _ending(folder) != _PARQUET:
+        dataset = _take({"train": _load_texts([folder])}, split, path)
+    elif folder.exists():
+        dataset = _load_local(folder, split, config)
+    elif isinstance(path, Path) or is_local(path) or _ending(folder) in (*_TEXTS, _PARQUET):
         raise FileNotFoundError(f"There is no file or directory '{path}'. Check the path.")
     else:
-        dataset = load_dataset(path, split=split)
-    dataset = with_image_types(dataset, images)
+        folders = []
+        with _in_one_sentence(path):
+            dataset = load_dataset(path, config, split=split)
+        if dataset.builder_name == "csv" and "__index_level_0__" in dataset.column_names:
+            raise ValueError(
+                f"A row of a CSV file of '{path}' has more fields than its header. Download and correct it."
+            )
+    if len(dataset) == 0:
+        raise ValueError(f"'{path}' has no rows (split {split!r}).")
+    dataset = with_image_types(dataset, images, str(path))
     named = named_images(dataset)
     if image_folder is not None:
         if not any(named.values()):
@@ -75,25 +118,82 @@ def load_split(
     return _with_image_files(dataset, named, folders)
 
 
-def _load_file(path: Path) -> Dataset:
-    suffix = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
-    if suffix in _JSON:
-        return dataset_of_rows(read_rows(path))
-    if suffix not in _BUILDERS:
-        endings = ", ".join([*_JSON, *_BUILDERS])
-        raise ValueError(f"'{path}' is not a file of rows: it must end in {endings}, or those with .gz.")
-    options = {} if suffix == ".parquet" else {"encoding": "utf-8-sig"}  # of spreadsheets
-    options |= {"sep": "\t"} if suffix == ".tsv" else {}
-    return load_dataset(_BUILDERS[suffix], data_files=str(path), split="train", **options)
+def _load_local(path: Path, split: str, config: str | None) -> Dataset:
+    """Load a Parquet file or a directory. Text files are read here, as `datasets` shifts or fills what is wrong in them."""
+    with _in_one_sentence(path):
+        with _no_patterns():
+            if path.is_file():
+                builder = load_dataset_builder("parquet", data_files=glob.escape(str(path)))
+            else:
+                builder = load_dataset_builder(str(path), config)
+        files = {str(name): [*map(Path, of_split)] for name, of_split in (builder.config.data_files or {}).items()}
+        endings = {_ending(file) for of_split in files.values() for file in of_split}
+        if endings <= {*_TEXTS} and builder.info.features is None:
+            return _take({name: _load_texts(of_split) for name, of_split in files.items()}, split, path)
+        builder.download_and_prepare()
+        return _take(builder.as_dataset(), split, path)
+
+
+@contextmanager
+def _no_patterns() -> Iterator[None]:
+    """Let `datasets` take a directory for a path, not for a part of a pattern."""
+    # https://github.com/huggingface/datasets/issues/7468
+    resolve = data_files.resolve_pattern
+    data_files.resolve_pattern = lambda pattern, base_path, *args, **kwargs: resolve(
+        pattern, glob.escape(base_path), *args, **kwargs
+    )
+    try:
+        yield
+    finally:
+        data_files.resolve_pattern = resolve
+
+
+@contextmanager
+def _in_one_sentence(path: str | Path) -> Iterator[None]:
+    """Say which dataset cannot be read, and which configurations it has."""
+    try:
+        yield
+    except (DatasetGenerationError, pa.ArrowInvalid) as error:
+        raise ValueError(f"'{path}' cannot be read: {error.__cause__ or error}") from error
+    except ValueError as error:
+        if not str(error).startswith("Config name is missing"):
+            raise
+        with _no_patterns():
+            names = ", ".join(get_dataset_config_names(str(path)))
+        raise ValueError(f"'{path}' has several configurations: {names}. Choose one by `dataset_config`.") from error
+
+
+def _take(parts: Mapping[str, Dataset], split: str, path: str | Path) -> Dataset:
+    """Take a split or a slice, such as `train[:50%]`, as [`~datasets.load_dataset`] does."""
+    try:
+        slices = ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in parts.items()})
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"There is no split {split!r} in '{path}', only {', '.join(sorted(parts))}.") from error
+    taken = [parts[part.splitname].select(range(part.from_, part.to)) for part in slices]
+    return taken[0] if len(taken) == 1 else concatenate_datasets(taken)
+
+
+def _ending(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
+
+
+def _load_texts(files: Sequence[Path]) -> Dataset:
+    return dataset_of_rows([row for file in files for row in read_rows(file)], str(files[0]))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a file of JSON or JSON lines, compressed or not."""
-    # Not `load_dataset`, which names no line of a broken file
-    import fsspec  # type: ignore[import-untyped]
+    """Read the rows of a file of JSON, JSON lines, CSV, TSV or plain lines (as `text`), compressed or not."""
+    ending = _ending(path)
+    if ending not in _TEXTS:
+        endings = ", ".join([*_TEXTS, _PARQUET])
+        raise ValueError(f"'{path}' is not a file of rows: it must end in {endings}, or a text's with .gz.")
+    text = read_text(path)
+    if ending == _LINES:
+        return [{"text": line} for line in re.split(r"\r\n?|\n", text) if line.strip()]
+    return _read_table(path, text) if ending in _TABLES else _read_json_rows(path, text)
 
-    with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-        text = file.read()
+
+def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     # Not `splitlines`, which would also cut at characters that JSON allows inside a string
     parts = [text] if text.lstrip().startswith("[") else text.split("\n")
     rows: list[dict[str, Any]] = []
@@ -105,25 +205,95 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         rows += value if isinstance(value, list) else [value]
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ValueError(f"Row {index} of {path} is {row!r}. It must be a JSON object with the columns as keys.")
+            raise ValueError(
+                f"Row {index} of {path} is {shorten(row)}. It must be an object with the columns as keys."
+            )
     return rows
 
 
-def dataset_of_rows(rows: list[dict[str, Any]]) -> Dataset:
-    """Build a dataset with the keys of all rows (`Dataset.from_list`: of the first)."""
+def _read_table(path: Path, text: str) -> list[dict[str, Any]]:
+    header = text.partition("\n")[0]
+    is_tabs = _ending(path) == ".tsv"
+    separator = "\t" if is_tabs else next((mark for mark in ",;\t" if mark in header), ",")
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+    rows: list[list[str]] = []
+    try:
+        names = [name.strip() for name in next(lines, [])]
+        for row in filter(None, lines):
+            if len(row) != len(names):
+                counts = f"{len(row)} fields, but the header has {len(names)}"
+                cure = f"Put a text that contains {separator!r} in double quotes"
+                raise ValueError(f"'{path}', line {lines.line_num} has {counts}: {shorten(row)}. {cure}.")
+            rows.append(row)
+    except csv.Error as error:
+        raise ValueError(f"'{path}', line {lines.line_num} cannot be read: {error}. Correct its quotes.") from error
+    columns = {name: _typed([row[index] or None for row in rows]) for index, name in enumerate(names)}
+    if len(columns) < len(names) or "" in names[1:]:
+        raise ValueError(f"The header of '{path}' is {shorten(names)}. Each column needs a name of its own.")
+    columns.pop("", None)  # the index that pandas writes
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _typed(texts: list[str | None]) -> list[Any]:
+    """Convert a column of texts that are all numbers, or all true or false."""
+    for kind in (pa.int64(), pa.float64(), pa.bool_()):
+        with suppress(pa.ArrowInvalid):
+            values = pa.array(texts, pa.string()).cast(kind).to_pylist()
+            pairs = zip(texts, values, strict=True)
+            # "007" is a name, as is what has more digits than a number
+            is_name = any(text and text.isdigit() and str(int(value)) != text for text, value in pairs)
+            return texts if is_name else values
+    return texts
+
+
+def dataset_of_rows(rows: list[dict[str, Any]], where: str = "the dataset") -> Dataset:
+    """
+    Build a dataset with the keys of all rows (`Dataset.from_list`: of the first). A column that Arrow cannot store, or would
+    change (it gives each dictionary the keys of all), is kept as JSON: its values are those of the rows.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    if "criteria" in columns:
-        columns["criteria"] = [criteria_list(each) if isinstance(each, dict) else each for each in columns["criteria"]]
-    return Dataset.from_dict(columns)
+    columns = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        if name == "criteria":
+            values = [criteria_list(value) if isinstance(value, dict) else value for value in values]
+        columns[name] = _arrow_column(name, values, where)
+    table = pa.table(columns)
+    features = Features.from_arrow_schema(table.schema)
+    as_written = {name: _JsonAsWritten() if isinstance(kind, Json) else kind for name, kind in features.items()}
+    return Dataset(table, DatasetInfo(features=Features(as_written)))
 
 
-def with_image_types(dataset: Dataset, columns: Sequence[str]) -> Dataset:
-    """Let columns of paths, or of lists of them, be images."""
-    for name in dataset.column_names:
+def _arrow_column(name: str, values: list[Any], where: str) -> pa.Array:
+    with suppress(pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        try:
+            column = pa.array(values)
+        except UnicodeEncodeError as error:
+            row = next(row for row, value in enumerate(values) if "\\ud" in json.dumps(value))
+            raise ValueError(
+                f"`{name}` of row {row} of '{where}' has half a character ({error}). Correct it."
+            ) from error
+        if column.to_pylist() == values:
+            return column
+    texts = [None if value is None else json.dumps(value) for value in values]
+    return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
+
+
+def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the dataset") -> Dataset:
+    """Let columns of paths or files, as other programs store them, or of lists of them, be images."""
+    for name in filter(columns.__contains__, dataset.column_names):
         feature = dataset.features[name]
-        if name in columns and feature in (Value("string"), Value("large_string"), List(Value("string"))):
-            dataset = dataset.cast_column(name, Image() if isinstance(feature, Value) else List(Image()))
+        is_list = isinstance(feature, List | LargeList)
+        inner = feature.feature if is_list else feature
+        if isinstance(inner, Json):
+            values = dataset[name][:]
+            row = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
+            raise ValueError(
+                f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. Give each row a path, or each a list."
+            )
+        is_struct = isinstance(inner, dict) and {*inner} <= {"bytes", "path"}
+        if is_struct or inner in _STORED_IMAGES or isinstance(feature, LargeList) and isinstance(inner, Image):
+            dataset = dataset.cast_column(name, List(Image()) if is_list else Image())
     return dataset
 
 
@@ -145,6 +315,7 @@ def _with_image_files(dataset: Dataset, named: dict[str, list[str]], folders: li
     for column, names in named.items():
         try:
             files = {name: str(image_file(name, folders)) for name in names}
+            _find_first_beside(names, folders)
         except ValueError as error:
             raise ValueError(f"An image of the column `{column}`: {error}") from error
         if any(name != file for name, file in files.items()):
@@ -155,6 +326,15 @@ def _with_image_files(dataset: Dataset, named: dict[str, list[str]], folders: li
             )
             dataset = renamed.with_format(None)
     return dataset
+
+
+def _find_first_beside(names: list[str], folders: list[Path]) -> None:
+    """Name the directory that has the images, where it is not the one that is searched but one in it."""
+    if names and folders and not (folders[0] / names[0]).exists():
+        for folder in filter(Path.is_dir, folders[0].iterdir()):
+            if (folder / names[0]).is_file():
+                cure = f"Pass `--image_folder '{folder}'`, or write '{folder.name}/{names[0]}'"
+                raise ValueError(f"{names[0]!r} is not in {folders[0]}, but in its directory '{folder.name}'. {cure}.")
 
 
 def _rename_images(batch: pa.Table, column: str, files: dict[str, str]) -> pa.Table:
@@ -171,10 +351,15 @@ def _rename_images(batch: pa.Table, column: str, files: dict[str, str]) -> pa.Ta
 def image_file(name: Any, folders: Sequence[Path]) -> Path:
     """Find the file that a row names in the first of the folders. It may leave them, or follow a link, into caches only."""
     if not is_text(name):
-        raise ValueError(f"an image is {name!r}, but it must be a path relative to the directory.")
+        raise ValueError(f"an image is {shorten(name)}, but it must be a path relative to the directory.")
     refuse_address(name)
     path = Path(*folders[:1], name)
-    caches = [config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, config.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
+    caches = [
+        datasets_config.HF_DATASETS_CACHE,
+        datasets_config.DOWNLOADED_DATASETS_PATH,
+        datasets_config.EXTRACTED_DATASETS_PATH,
+        HF_HUB_CACHE,
+    ]
     # A download into a cache elsewhere: `snapshots/<commit>/` has links to `blobs/`
     caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
     target = path.resolve()

@@ -105,6 +105,7 @@ def load_edit_prompts(
     exclude: Dataset | None = None,
     max_images: int | None = None,
     source_column: str | None = None,
+    config: str | None = None,
 ) -> Dataset:
     """
     Load editing prompts from the Hub or from disk, and check their columns. Images are not decoded.
@@ -117,7 +118,7 @@ def load_edit_prompts(
             A `.jsonl`, `.json`, `.csv` or `.tsv` file with the paths of the images in it, such as ShareGPT-4o-Image's; a
             `.parquet` file; a directory written by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
-            Split to load. A file, or a saved `Dataset`, is one split, `"train"`.
+            Split to load, or a slice of it, such as `"train[:50%]"`. A file, or a saved `Dataset`, is one split, `"train"`.
         image_folder (`str` or `Path`, *optional*):
             Directory that the paths in a file are relative to and must stay in. If `None`, the directory of the file.
         exclude ([`~datasets.Dataset`], *optional*):
@@ -126,11 +127,13 @@ def load_edit_prompts(
             Largest number of source images of a row; rows with more are left out, and counted. No limit if `None`.
         source_column (`str`, *optional*):
             Column of raw GEdit-Bench rows that becomes `image`, see [`convert_gedit_bench`]. Other rows are an error.
+        config (`str`, *optional*):
+            Configuration of the dataset, where it has several: `name` of [`~datasets.load_dataset`].
 
     Raises:
         ValueError: If there is no such split, the rows are not editing prompts, or no row is left.
     """
-    dataset = load_split(name_or_path, split, _IMAGES, image_folder)
+    dataset = load_split(name_or_path, split, _IMAGES, image_folder, config)
     names = dataset.column_names
     if "prompt" not in names and _is_gedit(names):
         dataset = convert_gedit_bench(dataset, source_column=source_column)

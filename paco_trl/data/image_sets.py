@@ -118,7 +118,7 @@ def complete_image_sets(dataset: Dataset) -> Dataset:
     for name in _SIZE_COLUMNS:  # pandas has no integers next to missing values
         if dataset.features.get(name) in (Value("float32"), Value("float64")):
             dataset = dataset.cast_column(name, Value("int64"))
-    names = set(dataset.column_names)
+    dataset, names = dataset.with_format(None), set(dataset.column_names)
     if "panels" in names or names.isdisjoint(("image", "images")):  # no editing prompts, which the check reports
         rows = list(_columns_of(dataset))
         dataset = _with_columns(dataset, rows, [_complete_row(index, row) for index, row in enumerate(rows)])
@@ -185,7 +185,7 @@ def prompt_texts(dataset: Dataset) -> list[str]:
         "\n".join(" ".join(text.split()) for text in [row["theme"], *row["panels"]])
         if row.get("layout") == SEPARATE
         else row["prompt"]
-        for row in dataset
+        for row in dataset.with_format(None)
     ]
 
 
@@ -225,7 +225,7 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
     return {**row, **own_sizes, "layout": None, "prompt": prompt, "rows": rows, "cols": cols}
 
 
-def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> Dataset:
+def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config: str | None = None) -> Dataset:
     """
     Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
@@ -240,12 +240,14 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train") -> Data
             (`.gz`); a `.parquet` file; a directory written by `save_to_disk`; or what else [`~datasets.load_dataset`]
             reads.
         split (`str`, *optional*, defaults to `"train"`):
-            Split to load. A file, or a saved `Dataset`, is one split, `"train"`.
+            Split to load, or a slice of it, such as `"train[:50%]"`. A file, or a saved `Dataset`, is one split, `"train"`.
+        config (`str`, *optional*):
+            Configuration of the dataset, where it has several: `name` of [`~datasets.load_dataset`].
 
     Raises:
         ValueError: If there is no such split, or the rows are not image-set prompts.
     """
-    dataset = load_split(path_or_id, split, ["references"])
+    dataset = load_split(path_or_id, split, ["references"], config=config)
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
         dataset = cast(Dataset, convert_t2is(dataset))
     if dataset.column_names == ["text"]:  # text files

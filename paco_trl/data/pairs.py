@@ -21,7 +21,7 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, Features, Image, concatenate_datasets
+from datasets import Dataset, Features, Image, List, concatenate_datasets
 
 from ..utils.addresses import refuse_address
 from ..utils.text import is_text, shorten
@@ -33,6 +33,11 @@ logger = logging.getLogger(__name__)
 
 _COLUMNS = ["images", "prompt", "completion"]
 _ORDINALS = ["first", "second"]
+
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_PLACEHOLDER = "<image>"
+# Columns of turns in other formats
+_TURNS = {"conversations", "messages", "query"}
 
 _DECISION = re.compile(r"(Yes|No)\b")
 _LABEL_ONLY = re.compile(r"(Yes|No)\.?\s*")
@@ -138,6 +143,61 @@ def check_pair_texts(prompt: Any, completion: Any) -> None:
     decision_of(completion)
 
 
+def as_turns(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """
+    Read prompt and completion of a row: turns or texts of these names, or what LLaMA-Factory and ms-swift have, a list of
+    `conversations` (`from`, `value`) or `messages` (`role`, `content`), or `query` and `response`, with or without `system`.
+    Both images come before the question: the placeholders `<image>` in front of it are removed.
+    """
+    prompt: Any = row.get("prompt")
+    completion: Any = row.get("completion")
+    turns: Any = row.get("conversations") or row.get("messages")
+    if turns is None and row.get("query") is not None:
+        turns = [{"role": "user", "content": row["query"]}, {"role": "assistant", "content": row.get("response")}]
+    if turns and isinstance(turns, list):
+        *prompt, answer = (
+            {
+                "role": _ROLES.get(turn.get("from") or turn.get("role")),
+                "content": turn.get("value") or turn.get("content"),
+            }
+            for turn in turns
+        )
+        if row.get("system") and len(prompt) == 1:
+            prompt.insert(0, {"role": "system", "content": row["system"]})
+        completion = [{**answer, "content": (answer["content"] or "").strip()}]
+    elif isinstance(prompt, str) and isinstance(completion, str):
+        prompt = [{"role": "user", "content": prompt}]
+        completion = [{"role": "assistant", "content": completion.strip()}]
+    check_pair_texts(prompt, completion)
+    if others := [turn["content"] for turn in prompt if not isinstance(turn["content"], str)]:
+        raise ValueError(f"a turn has the content {shorten(others[0])}. It must be a text.")
+    text = prompt[-1]["content"]
+    question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
+    if text.count(_PLACEHOLDER) not in (0, 2) or _PLACEHOLDER in question or not question:
+        rule = f"Put no or two placeholders `{_PLACEHOLDER}`, before a text"
+        raise ValueError(f"its question is {shorten(text)}. {rule}.")
+    return [*prompt[:-1], {"role": "user", "content": question}], completion
+
+
+def as_pairs(dataset: Dataset, name: str, skip_broken: bool = False) -> Dataset:
+    """Convert rows with texts or with the turns of other formats, see [`as_turns`], to pairs. No image is read."""
+    columns = {*dataset.column_names}
+    has_turns = all(isinstance(dataset.features.get(column), List) for column in ("prompt", "completion"))
+    if "images" not in columns or has_turns or not (columns >= {*_COLUMNS} or columns & _TURNS):
+        return dataset
+    texts, rows, broken = [], [], []
+    for number, row in enumerate(dataset.with_format(None).remove_columns("images")):
+        try:
+            texts.append(dict(zip(("prompt", "completion"), as_turns(row), strict=True)))
+            rows.append(number)
+        except (ValueError, AttributeError, TypeError) as error:  # also of a turn of another type
+            broken.append(f"Row {number} of '{name}': {error}")
+    report_broken(broken, len(dataset), "rows", skip_broken)
+    features = Features({column: kind for column, kind in pair_features().items() if column != "images"})
+    turns = Dataset.from_list(texts, features=features)
+    return concatenate_datasets([dataset.select_columns("images").select(rows), turns], axis=1)
+
+
 def _find_problems(dataset: Dataset) -> Iterator[tuple[int, str]]:
     """Find the rows that are not valid pairs, without reading images."""
     lengths = list_lengths(dataset, "images")
@@ -154,8 +214,6 @@ def _check_columns(dataset: Any, name: str) -> None:
     check_is_dataset(dataset, name, _COLUMNS)
     if extra := [column for column in ("image", "messages") if column in dataset.column_names]:
         raise ValueError(f"TRL would train on the columns {extra} of `{name}`: `dataset.remove_columns({extra})`.")
-    if dataset.format["type"] == "custom":
-        raise ValueError(f"`{name}` has a transform, which is not called. Apply it with `dataset.map`.")
     check_image_column(dataset, "images", name, is_list=True)
 
 
@@ -180,17 +238,21 @@ def check_pair_columns(dataset: Dataset, name: str = "train_dataset") -> None:
 
 
 def _image_problem(image: Mapping[str, Any] | None, feature: Image) -> str | None:
-    """Describe why an image cannot be decoded, or None."""
+    """Describe why an image cannot be decoded, or no judge can be shown it, or None."""
+    from ..utils.images import check_sides, to_rgb
+
     if image is None:
         return "is missing (None)"
     try:
         if image["bytes"] is None:
             refuse_address(image["path"])
-        feature.decode_example(image)
+        opened = to_rgb(feature.decode_example(image), "It")
+        for patch_size in (14, 16):  # of the judges
+            check_sides(*opened.size, patch_size)
     # Whatever a decoder raises for a damaged file: OSError, SyntaxError, zlib.error, struct.error, ...
     except Exception as error:
         where = image["path"] if image["bytes"] is None else f"embedded image {image['path'] or ''}".strip()
-        return f"({where}) cannot be decoded: {type(error).__name__}: {error}"
+        return f"({where[:300]}) cannot be decoded: {type(error).__name__}: {error}"
     return None
 
 
@@ -220,8 +282,9 @@ def _decode_images(dataset: Dataset, num_proc: int | None) -> dict[str, str]:
 
 def _cache_file(dataset: Dataset) -> Path:
     """Name the cached result of [`_decode_images`] by the dataset, and by the sizes and times of its image files."""
-    # Another version of Pillow may decode more, or less
-    digest = hashlib.sha256(f"{dataset._fingerprint} Pillow {version('pillow')}\n".encode())
+    # Other versions may decode more, or less
+    versions = f"Pillow {version('pillow')}, qwen-vl-utils {version('qwen-vl-utils')}"
+    digest = hashlib.sha256(f"{dataset._fingerprint} {versions}\n".encode())
     for path in named_images(dataset)["images"]:
         stat = os.stat(path) if os.path.exists(path) else None
         digest.update(f"{path!r} {(stat.st_size, stat.st_mtime_ns) if stat else 'missing'}\n".encode())

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """T2IS-Bench (https://huggingface.co/papers/2506.23275): its raw rows and its own files as image-set prompts."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features
 
+from ..utils.text import read_json
 from .columns import CRITERIA_TYPE, column_types, criteria_list
 from .dataset_files import find_dataset_folder
 from .grid_prompts import GRID, GRID_LAYOUT, ImageSetPrompt, parse_image_set_prompt, usual_grid
@@ -35,7 +35,9 @@ def convert_t2is(row_or_dataset: Mapping[str, Any] | Dataset) -> dict[str, Any] 
     if not isinstance(row_or_dataset, Dataset):
         return _convert_row(row_or_dataset)
     names = row_or_dataset.column_names
-    return row_or_dataset.map(_convert_row, remove_columns=names, features=_features(), desc="Converting T2IS prompts")
+    return row_or_dataset.with_format(None).map(
+        _convert_row, remove_columns=names, features=_features(), desc="Converting T2IS prompts"
+    )
 
 
 def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def find_t2is_bench(path_or_id: str | Path) -> Path | None:
 
 def read_t2is_bench(folder: Path) -> Dataset:
     """Read T2IS-Bench's own files as [`convert_t2is`] does raw rows; a case without a grid prompt has no `panels`."""
-    cases, criteria = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (_BENCH, _CRITERIA))
+    cases, criteria = (read_json(folder / name) for name in (_BENCH, _CRITERIA))
     rows = []
     for name, case in cases.items():
         try:

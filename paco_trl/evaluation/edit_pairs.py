@@ -17,6 +17,7 @@ from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest
 from ..utils.images import data_url
 from ..utils.names import public_name
+from ..utils.text import read_text
 
 
 # Columns that the benchmarks' own scripts read: instruction, verdict, kind; and images
@@ -35,18 +36,18 @@ _MAX_SIDE, _MAX_TOKENS, _ATTEMPTS = 1024, 2048, 4
 _WINNER = re.compile(r'"winner":\s*"(?:image[ _])?(a|b|tie)"', re.IGNORECASE)
 
 
-def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train") -> Dataset:
+def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", config: str | None = None) -> Dataset:
     """
     Load VCReward-Bench (`"vc_reward"`) or EditReward-Compass (`"editreward_compass"`) for [`evaluate_edit_reward`].
 
-    `path` is a Hub id, directory or file. VCReward-Bench has `instruction`, `source_image`, `edited_images` (two), `winner`
+    `path` is a Hub id, directory or file, `config` a configuration of it, where it has several. VCReward-Bench has `instruction`, `source_image`, `edited_images` (two), `winner`
     (`Image A` or `Image B`) and `task`; EditReward-Compass `dimension` (`IA`, `VC` or `VQ`), `prompt`, `label`
     (`preference` or `tie`), and the paths `source_image`, `winner` and `loser` in the directory of the file. Its rows of
     `VQ` are left out: how natural an image looks is no question about a pair. A column that is missing or another verdict
     raises `ValueError`.
     """
     has_files, verdicts, (texts, images) = benchmark == "editreward_compass", VERDICTS[benchmark], LAYOUTS[benchmark]
-    dataset = load_split(path, split, images).with_format(None)
+    dataset = load_split(path, split, images, config=config).with_format(None)
     if missing := [name for name in texts + images if name not in dataset.column_names]:
         raise ValueError(f"'{path}' has no columns {missing}, only {dataset.column_names}. Check `benchmark`.")
     if has_files:
@@ -86,7 +87,7 @@ class ComparingJudge:
 
     def __init__(self, endpoint: ChatEndpoint, template: str | Path):
         self.endpoint, self.name, self.model_name = endpoint, endpoint.name, public_name(endpoint.model)
-        self.prompt = yaml.safe_load(Path(template).expanduser().read_text(encoding="utf-8"))
+        self.prompt = yaml.safe_load(read_text(template))
         self.template = f"{self.prompt['prompt_id']} {self.prompt['version']} ({digest(self.prompt)[:8]})"
 
     def score(self, images: Sequence[tuple[Image.Image, ...]], prompts: Sequence[str]) -> list[float | None]:

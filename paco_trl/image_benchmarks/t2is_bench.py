@@ -4,7 +4,6 @@ Load the prompts and criteria of T2IS-Bench (https://huggingface.co/papers/2506.
 scorers. Interrupted runs resume.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from ..generation.image_files import name_prompts
 from ..rewards.image_rewards import panel_similarity
 from ..utils.images import patch_size_of
 from ..utils.names import public_name
-from ..utils.text import some_of
+from ..utils.text import read_json, some_of
 from .image_sets import FoundImages
 from .score_store import open_scores
 
@@ -62,7 +61,10 @@ Asking = Generator[Any, Iterator, None]
 
 
 def load_t2is_bench(
-    name_or_path: str | Path, split: str = "train", alignment_file: str | Path | None = None
+    name_or_path: str | Path,
+    split: str = "train",
+    alignment_file: str | Path | None = None,
+    config: str | None = None,
 ) -> Dataset:
     """
     Load the prompts of T2IS-Bench with their criteria: the benchmark's own files, or a copy such as the one published
@@ -82,13 +84,15 @@ def load_t2is_bench(
         alignment_file (`str` or `Path`, *optional*):
             `prompt_alignment.json` of the benchmark: case id -> panel (in order) -> `Entity`, `Attribute`, `Relation` ->
             texts. If `None`, prompt alignment cannot be scored, unless the rows have a column `alignment`.
+        config (`str`, *optional*):
+            Configuration of the dataset, where it has several.
 
     Returns:
         [`~datasets.Dataset`]: image-set prompts with `id`, `criteria`, where known `category`, `subcategory` and
         `case_id`, and with an alignment file `alignment` (a list of `panel`, `dimension` and `text`).
     """
     folder = find_t2is_bench(name_or_path)
-    dataset = load_image_set_prompts(name_or_path, split) if folder is None else read_t2is_bench(folder)
+    dataset = load_image_set_prompts(name_or_path, split, config) if folder is None else read_t2is_bench(folder)
     for name, row in zip(name_prompts(dataset), dataset, strict=True):
         if row["rows"] * row["cols"] < 2 or not consistency_criteria(row):
             raise ValueError(f"The prompt {name!r} has a single panel, or no criterion of consistency: leave it out.")
@@ -137,7 +141,7 @@ def dimension_score(
 
 
 def _with_alignment(dataset: Dataset, path: Path) -> Dataset:
-    cases = json.loads(path.read_text(encoding="utf-8"))
+    cases = read_json(path)
     known = dataset["case_id"][:] if "case_id" in dataset.column_names else [None] * len(dataset)
     column, lacking = list[list](), []
     for name, case_id, rows, cols in zip(dataset["id"], known, dataset["rows"], dataset["cols"], strict=True):

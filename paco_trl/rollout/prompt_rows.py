@@ -53,6 +53,7 @@ class PromptRows:
 
     def __init__(self, dataset: Dataset, args: RowSettings, where: str):
         self.given, self.args, self.where = dataset, args, where
+        dataset = dataset.with_format(None)
         self.is_anchored = args.panel_generation == "anchored"
         self.sources: SourceImages | None = None
         if has_source_images(dataset):

@@ -5,6 +5,8 @@ import ipaddress
 import re
 from urllib.parse import urlsplit
 
+from .text import shorten
+
 
 def is_loopback(host: str) -> bool:
     """Tell whether a host is this machine, by an address that no other machine reaches."""
@@ -27,6 +29,12 @@ def check_base_url(base_url: str) -> str:
 
 
 def refuse_address(path: str | None) -> None:
-    """Reject an image that a row of a dataset names by an address: its author would choose what is requested or read."""
+    """Reject an image that a row names by an address: its author would choose what is requested or read. Or by its content."""
     if path is not None and "://" in path:
-        raise ValueError(f"{path!r} is an address, not a file of this machine. Download it if you trust the dataset.")
+        raise ValueError(
+            f"{shorten(path)} is an address, not a file of this machine. Download it if you trust the dataset."
+        )
+    # No system has longer paths
+    if path is not None and (path.startswith("data:") or len(path) > 4096):
+        cure = "Save it as a file and name that, or use Parquet with the bytes"
+        raise ValueError(f"{shorten(path)} is the content of an image in base64, not the path of a file. {cure}.")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from .addresses import refuse_address
 from .files import reading
@@ -22,10 +22,12 @@ _MAX_16_BITS = 65535
 
 
 def to_rgb(image: Image.Image, where: str) -> Image.Image:
-    """Convert an image of any mode to RGB: transparency on white, 16 bits scaled to 8."""
+    """Convert an image of any mode to RGB: turned as its EXIF says, transparency on white, 16 bits scaled to 8."""
     # Pillow's own conversion drops transparency and cuts off what is above 255
     if image.width == 0 or image.height == 0:
         raise ValueError(f"{where} has {image.width} x {image.height} pixels (width x height): check how it was cut.")
+    if image.getexif().get(ExifTags.Base.Orientation) is not None:
+        image = ImageOps.exif_transpose(image)  # as `datasets` does
     if image.mode == "F" or image.mode.startswith("I"):
         return _gray_16_to_rgb(image, where)
     try:
@@ -45,10 +47,12 @@ def _gray_16_to_rgb(image: Image.Image, where: str) -> Image.Image:
         kind = f"the mode {image.mode!r} with values from {values.min()} to {values.max()}"
         cure = "Scale it to 0..255 and convert it to 'L' or 'RGB'"
         raise ValueError(f"{where} has {kind}, of which it is unknown what is black and white. {cure}.")
+    # Pillow opens 16 bits as "I;16"; up to 255, "I" was 8 bits
+    white = 255 if image.mode == "I" and values.max() <= 255 else _MAX_16_BITS
     transparent = image.info.get("transparency")  # PNG names one gray value
     if transparent is not None:
-        values = np.where(values == transparent, _MAX_16_BITS, values)
-    gray = np.rint(values / (_MAX_16_BITS / 255)).astype(np.uint8)
+        values = np.where(values == transparent, white, values)
+    gray = np.rint(values / (white / 255)).astype(np.uint8)
     return Image.fromarray(gray).convert("RGB")
 
 
@@ -64,12 +68,21 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
     from qwen_vl_utils import process_vision_info
 
     name = image.get("path") if isinstance(image, dict) else image if isinstance(image, str | Path) else None
-    with reading(f"{where} ({name})" if name else where):
+    with reading(f"{where} ({str(name)[:300]})" if name else where):
         # Not opened by the library, which would convert it differently
         opened = to_rgb(open_image(image), "The image")
+        check_sides(*opened.size, patch_size)
         message = {"role": "user", "content": [{"type": "image", "image": opened}]}
         images, _ = process_vision_info([message], image_patch_size=patch_size)
     return images[0]
+
+
+def check_sides(width: int, height: int, patch_size: int) -> None:
+    """Raise the `ValueError` of a judge's libraries for sides that they cannot resize: one is over 200 times the other."""
+    from qwen_vl_utils.vision_process import smart_resize
+
+    for _ in range(2):  # `process_vision_info` resizes, and the processor what comes out of it
+        height, width = smart_resize(height, width, 2 * patch_size)
 
 
 def open_image(source: Any) -> Image.Image:

@@ -1,17 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check and compare texts; format numbers, texts and tables, for messages and in Markdown."""
+"""Read, check and compare texts; format numbers, texts and tables, for messages and in Markdown."""
 
+import bz2
+import gzip
+import json
+import lzma
 import math
 import re
-import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeGuard
 
 
 # Chinese and Japanese put no blanks between words: each of their characters counts as a word
 _CJK = "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # fmt: skip
 _WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
+
+
+# Ending -> what opens a compressed file
+COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def read_text(path: str | Path) -> str:
+    """Read a text file of a user, compressed or not. One that is not UTF-8 is a `ValueError` with its name."""
+    path = Path(path).expanduser()
+    try:
+        with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
+            content = file.read()
+        text = content.decode("utf-8-sig")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+        cure = "Save it again, as UTF-8" if isinstance(error, UnicodeDecodeError) else "Compress it again"
+        raise ValueError(f"'{path}' cannot be read: {error}. {cure}.") from error
+    if "\0" in text:  # UTF-16 of English text, without its mark
+        raise ValueError(f"'{path}' has zero bytes, so it is not UTF-8. Save it as UTF-8.")
+    return text
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file of a user; an error has its name."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"'{path}' is not valid JSON ({error}). Correct or replace it.") from error
 
 
 def is_text(value: Any) -> TypeGuard[str]:
@@ -32,7 +64,8 @@ def normalized(text: str) -> str:
 
 def shorten(value: Any) -> str:
     """Return the representation of a value, cut off after 100 characters."""
-    return textwrap.shorten(repr(value), width=100, placeholder="...")
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -528,6 +528,21 @@ DATA = [
         "test_named_images.py test_pairs.py::TestZipFiles test_rankings.py::TestLoadConsistencyRank",
         ("target = path.resolve()", "target = path.absolute()"),
         ("    refuse_address(name)\n", ""),
+        (' for folder in folders if folder.parent.name == "snapshots"]', " for folder in folders]"),
+    ),
+    *_mutants(
+        "data/dataset_files.py",
+        "test_dataset_files.py",
+        ("data_files=glob.escape(str(path))", "data_files=str(path)"),
+        ("pattern, glob.escape(base_path)", "pattern, base_path"),
+        ("if len(row) != len(names):", "if len(row) > len(names):"),
+        ("text and text.isdigit() and", "False and"),
+        ("if column.to_pylist() == values:", "if True:"),
+        (
+            "return None if example_data is None else json.loads(example_data)",
+            "return super().decode_example(example_data)",
+        ),
+        ("if endings <= {*_TEXTS} and", "if False and"),
     ),
 ]
 

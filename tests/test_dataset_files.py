@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files as people have them: names that look like patterns, tables, encodings, columns of any kind, stored images."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from paco_trl.commands import evaluate_judge, reward
+from paco_trl.data import SourceImages, load_edit_prompts, load_image_set_prompts
+from paco_trl.data.dataset_files import load_split
+from paco_trl.utils.stage_folder import save_with_paths
+from paco_trl.utils.text import read_json, shorten
+from testing_utils import noise, png, write_image
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    for name in ("HF_DATASETS_CACHE", "EXTRACTED_DATASETS_PATH", "DOWNLOADED_DATASETS_PATH"):
+        monkeypatch.setattr(f"datasets.config.{name}", tmp_path / "cache" / name)
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def write_prompt(path: Path, prompt: str) -> None:
+    """A file or directory with one prompt, in the format that its name says."""
+    lines = {"txt": prompt, "csv": f"prompt,seed\n{prompt},1", "tsv": f"prompt\tseed\n{prompt}\t1"}
+    lines |= {"json": json.dumps([{"prompt": prompt}]), "jsonl": json.dumps({"prompt": prompt})}
+    ending, is_compressed = path.name.removesuffix(".gz").rpartition(".")[2], path.name.endswith(".gz")
+    if ending in lines:
+        write(path, gzip.compress(lines[ending].encode()) if is_compressed else lines[ending])
+    elif ending == "parquet":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"prompt": [prompt]}), path)
+    elif path.name == "saved":
+        save_with_paths(Dataset.from_dict({"prompt": [prompt]}), path)
+    else:
+        write_prompt(path / "data" / "train.parquet", prompt)
+
+
+FORMATS = ["p.txt", "p.csv", "p.tsv", "p.json", "p.jsonl", "p.jsonl.gz", "p.parquet", "saved", "folder"]
+
+
+class TestPaths:
+    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize(
+        "mine, other", [("exp [v1]", "exp v"), ("q?", "qa"), ("a*", "ab"), ("{x} 50% Übung 一", "x")]
+    )
+    def test_a_path_is_no_pattern(self, tmp_path, name, mine, other):
+        places = ["{}/" + name] + ["{}." + name.partition(".")[2]] * ("." in name)
+        for stem, prompt in ((mine, "Mine."), (other, "Other.")):
+            for place in places:
+                write_prompt(tmp_path / place.format(stem), prompt)
+        for place in places:
+            assert load_image_set_prompts(str(tmp_path / place.format(mine)))["prompt"][:] == ["Mine."]
+
+    def test_home_and_links(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        write_prompt(tmp_path / "real [1]" / "p.txt", "Mine.")
+        (tmp_path / "link?.txt").symlink_to(tmp_path / "real [1]" / "p.txt")
+        for path in ("~/real [1]/p.txt", "~/link?.txt", "~/real [1]"):
+            assert load_image_set_prompts(path)["prompt"][:] == ["Mine."]
+
+    def test_a_missing_file_is_no_repository(self, tmp_path):
+        for name in ("no.csv", "no.jsonl.gz", "no.parquet"):
+            with pytest.raises(FileNotFoundError, match=name):
+                load_split(name, "train")
+
+
+class TestTables:
+    @pytest.mark.parametrize(
+        "name, content, expected",
+        [
+            ("p.csv", 'prompt\n"A red fox, in snow"\nA hen', ["A red fox, in snow", "A hen"]),
+            ("p.csv", 'id, prompt\n1, "A red fox, in snow"\n2, A hen\n', ["A red fox, in snow", "A hen"]),
+            ("p.csv", "\ufeffid;prompt\r\n1;A red fox, in snow\r\n\r\n2;A hen\r\n", ["A red fox, in snow", "A hen"]),
+            ("p.csv", "id\tprompt\n1\tA red fox, in snow\n", ["A red fox, in snow"]),
+            ("p.tsv", "prompt\nA red fox, in snow; a hen\n", ["A red fox, in snow; a hen"]),
+            ("p.csv", 'prompt\n"A red fox\nin snow"\n', ["A red fox\nin snow"]),
+            ("p.csv", 'prompt\nA 12" vinyl record\n', ['A 12" vinyl record']),
+            ("p.csv", ",prompt\n0,A red fox\n1,A hen\n", ["A red fox", "A hen"]),  # as pandas writes it
+            ("p.csv", "prompt,__index_level_0__\nA red fox,3\n", ["A red fox"]),
+        ],
+    )
+    @pytest.mark.parametrize("in_folder", [False, True])
+    def test_what_is_plainly_meant(self, tmp_path, name, content, expected, in_folder):
+        write(tmp_path / "data" / name, content)
+        path = tmp_path / "data" if in_folder else tmp_path / "data" / name
+        assert load_image_set_prompts(path)["prompt"][:] == expected
+
+    @pytest.mark.parametrize(
+        "content, named",
+        [
+            ("prompt\nA red fox, in snow\nA glass of water, on a table\n", "line 2"),
+            ("id,prompt\n1,A hen\n2,A red fox, in snow\n", "line 3"),
+            ("prompt,seed\nA hen,1\nA red fox\n", "line 3"),
+            ('prompt,seed\n"A hen\nand eggs",1\nA red fox\n', "line 4"),
+            ('prompt\n"A hen\nA red fox\n', "line 3"),
+            ('prompt\n"A hen" and eggs\n', "line 2"),
+            ("prompt,prompt\nA hen,A red fox\n", "header"),
+            ("prompt,\nA hen,A red fox\n", "header"),
+            ("prompt,seed\n", "no rows"),
+            ("", "no rows"),
+        ],
+    )
+    @pytest.mark.parametrize("name", ["p.csv", "p.tsv"])
+    def test_what_cannot_be_read_names_file_and_line(self, tmp_path, content, named, name):
+        if name == "p.tsv":
+            content = content.replace(",", "\t")
+        for path in (write(tmp_path / "data" / name, content), str(tmp_path / "data")):
+            with pytest.raises(ValueError, match=named) as error:
+                load_image_set_prompts(path)
+            assert "/data" in str(error.value)
+
+    def test_types_are_those_that_give_the_text_back(self, tmp_path):
+        columns = {"height": "512", "strength": "0.50", "id": "007", "hash": "12345678901234567890", "flag": "True"}
+        header, values = ",".join(columns), ",".join(columns.values())
+        path = write(tmp_path / "p.csv", f"prompt,{header}\nA fox,{values}\nA hen,,,8,1,\n")
+        row, second = load_image_set_prompts(path)
+        assert [row[name] for name in columns] == [512, 0.5, "007", "12345678901234567890", True]
+        assert (second["height"], second["strength"], second["id"], second["flag"]) == (None, None, "8", None)
+
+
+class TestEncodings:
+    TEXTS = {
+        "gbk": "一只红狐狸,雪".encode("gbk"),
+        "cp932": "赤い狐".encode("cp932"),
+        "cp1252": "A fox’s café".encode("cp1252"),
+        "utf-16": "A red fox".encode("utf-16"),
+        "utf-16-le without a mark": "A red fox".encode("utf-16-le"),
+    }
+
+    @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+    @pytest.mark.parametrize("name", ["p.txt", "p.csv", "p.tsv", "p.jsonl", "p.json", "folder/p.txt"])
+    def test_not_utf_8(self, tmp_path, text, name):
+        write(tmp_path / name, text)
+        path = tmp_path / name if "/" not in name else tmp_path / "folder"
+        with pytest.raises(ValueError, match="UTF-8") as error:
+            load_image_set_prompts(path)
+        assert Path(name).name in str(error.value) and len(str(error.value)) < 300
+
+    def test_marks_and_line_ends(self, tmp_path):
+        path = write(tmp_path / "p.txt", "\ufeffEin Füchschen\r\n\r\n  \nA hen\u2028 and eggs\rA cow")
+        assert load_image_set_prompts(path)["prompt"][:] == ["Ein Füchschen", "A hen\u2028 and eggs", "A cow"]
+
+    @pytest.mark.parametrize("name", ["p.txt", "p.csv", "p.jsonl", "p.json"])
+    def test_empty(self, tmp_path, name):
+        for content in ("", "\n\n"):
+            with pytest.raises(ValueError, match=f"{name}' has no rows"):
+                load_image_set_prompts(write(tmp_path / name, content))
+
+    def test_what_is_cut_off(self, tmp_path):
+        whole = gzip.compress(b"A fox\n" * 100)
+        for name, content in (("p.txt.gz", whole[:-9]), ("q.txt.gz", b"A fox"), ("p.parquet", b"PAR1 A fox")):
+            with pytest.raises(ValueError, match=f"{name}' cannot be read"):
+                load_image_set_prompts(write(tmp_path / name, content))
+
+    def test_other_files_of_users(self, tmp_path):
+        with pytest.raises(ValueError, match="alignment.json.*UTF-8"):
+            read_json(write(tmp_path / "alignment.json", '{"a": "é"}'.encode("cp1252")))
+        with pytest.raises(ValueError, match="alignment.json.*JSON"):
+            read_json(write(tmp_path / "alignment.json", "{"))
+
+
+GENEVAL = [
+    {"tag": "position", "include": [{"class": "cow", "count": 1, "position": ["right of", 0]}], "prompt": "A cow."},
+    {"tag": "counting", "include": [{"class": "hen", "count": 2}], "exclude": [], "prompt": "Two hens."},
+]
+
+
+class TestColumnsOfAnyKind:
+    @pytest.mark.parametrize(
+        "values",
+        [
+            [row["include"] for row in GENEVAL],
+            [1, "2", None, [3], {"four": 4}],
+            ["12", 12],
+            [{"a": 1}, {"b": "x"}, {}],
+            [[[1, "a"]], [[0.7, 1 / 3, -0.1]]],
+            [{"boxes": {"fox": [0.7, 0.3]}}, {"boxes": {"hen": [1, 2]}}],
+            [10**30, 1],
+            [True, 1],
+            ["true", "null"],
+        ],
+    )
+    @pytest.mark.parametrize("name", ["p.jsonl", "p.json", "folder"])
+    def test_values_are_those_of_the_file(self, tmp_path, values, name):
+        rows = [{"prompt": f"Prompt {number}.", "extra": value} for number, value in enumerate(values)]
+        content = json.dumps(rows) if name == "p.json" else "\n".join(map(json.dumps, rows))
+        write(tmp_path / (name if "." in name else f"{name}/p.jsonl"), content)
+        dataset = load_image_set_prompts(tmp_path / name)
+        found = [row["extra"] for row in dataset]
+        assert found == values and list(map(type, found)) == list(map(type, values))
+        assert dataset.with_format(None)["extra"][:] == values and dataset.select([1])[0]["extra"] == values[1]
+
+    def test_rewards_get_them(self, tmp_path):
+        from types import SimpleNamespace
+
+        from paco_trl.rollout.prompt_rows import PromptRows
+
+        path = write(tmp_path / "geneval.jsonl", "\n".join(map(json.dumps, GENEVAL)))
+        args = SimpleNamespace(height=64, width=64, set_layout=None, panel_template="{panel}", panel_generation="")
+        rows = PromptRows(load_image_set_prompts(path), args, "it")
+        assert [rows.row(number)["include"] for number in (0, 1)] == [row["include"] for row in GENEVAL]
+        assert [rows.row(number)["exclude"] for number in (0, 1)] == [None, []]
+
+    @pytest.mark.parametrize(
+        "rows, named",
+        [
+            ([{"prompt": "A fox."}, {"prompt": 5}], "row 1"),
+            ([{"prompt": "A fox."}, {"prompt": "\ud83d fox"}], "row 1"),
+            ([{"prompt": "A fox."}, ["A hen."]], "Row 1"),
+            ([{"prompt": "A fox.", "references": ["a.png"]}, {"prompt": "A hen.", "references": "a.png"}], "row 1"),
+        ],
+    )
+    def test_what_cannot_work_names_the_row(self, tmp_path, rows, named):
+        with pytest.raises(ValueError, match=named):
+            load_image_set_prompts(write(tmp_path / "p.jsonl", "\n".join(map(json.dumps, rows))))
+
+    def test_not_a_number(self, tmp_path):
+        path = write(tmp_path / "p.jsonl", '{"prompt": "A fox.", "weight": NaN}\n{"prompt": "A hen.", "weight": 1.5}')
+        weights = load_image_set_prompts(path)["weight"][:]
+        assert math.isnan(weights[0]) and weights[1] == 1.5
+
+
+BYTES = png(noise(3))
+BINARY, TEXT = ("bytes", pa.binary()), ("path", pa.string())
+STORED = {
+    "struct": (pa.struct([BINARY, TEXT]), {"bytes": BYTES, "path": None}),
+    "large": (pa.struct([("bytes", pa.large_binary()), ("path", pa.large_string())]), {"bytes": BYTES, "path": None}),
+    "other order": (pa.struct([TEXT, BINARY]), {"path": "x.png", "bytes": BYTES}),
+    "bytes alone": (pa.struct([BINARY]), {"bytes": BYTES}),
+    "no struct": (pa.binary(), BYTES),
+    "large binary": (pa.large_binary(), BYTES),
+    "path": (pa.struct([BINARY, TEXT]), {"bytes": None, "path": "a.png"}),
+    "large string": (pa.large_string(), "a.png"),
+}
+TURNS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+PAIR = {
+    "prompt": pa.array([[{"role": "user", "content": "Are both red?"}]], TURNS),
+    "completion": pa.array([[{"role": "assistant", "content": "Yes"}]], TURNS),
+}
+
+
+def load_pairs(path, **options):
+    arguments = reward.ScriptArguments(dataset_name=str(path), **options)
+    from types import SimpleNamespace
+
+    return reward.load_pairs(arguments, SimpleNamespace(dataset_num_proc=1), arguments.dataset_split, None)
+
+
+class TestStoredImages:
+    @pytest.mark.parametrize("kind, value", STORED.values(), ids=STORED)
+    @pytest.mark.parametrize("as_list", [None, pa.list_, pa.large_list])
+    def test_parquet_of_other_programs(self, tmp_path, kind, value, as_list):
+        write_image(tmp_path / "a.png", 3)
+        column = "image" if as_list is None else "images"
+        images = pa.array([value if as_list is None else [value] * 2], kind if as_list is None else as_list(kind))
+        pq.write_table(pa.table({"prompt": ["Add a hat."], column: images}), tmp_path / "p.parquet")
+        dataset = load_edit_prompts(tmp_path / "p.parquet")
+        assert SourceImages(dataset, "it").load(0)[-1].tobytes() == noise(3).tobytes()
+
+    def test_in_the_other_commands(self, tmp_path):
+        kind, value = STORED["large"]
+        images = pa.array([[value, value]], pa.large_list(kind))
+        pq.write_table(pa.table({"images": images, **PAIR}), tmp_path / "pairs.parquet")
+        assert load_pairs(tmp_path / "pairs.parquet")[0]["images"][1].tobytes() == noise(3).tobytes()
+        pq.write_table(pa.table({"prompt": ["A fox."], "references": images}), tmp_path / "sets.parquet")
+        assert SourceImages(load_image_set_prompts(tmp_path / "sets.parquet"), "it", "references").max_count == 2
+
+    @pytest.mark.parametrize("data_url", ["", "data:image/png;base64,"])
+    def test_base64_is_named_in_short(self, tmp_path, data_url):
+        from base64 import b64encode
+
+        text = data_url + b64encode(noise(1, (300, 300)).tobytes()).decode()
+        path = write(tmp_path / "edits.jsonl", json.dumps({"prompt": "Add a hat.", "image": text}))
+        pair = {"images": [text, text], "prompt": "Are both red?", "completion": "Yes"}
+        for load in (
+            lambda: load_edit_prompts(path),
+            lambda: load_pairs(write(tmp_path / "p.jsonl", json.dumps(pair))),
+        ):
+            with pytest.raises(ValueError, match="base64") as error:
+                load()
+            assert len(str(error.value)) < 500
+
+    def test_shown_values_are_cut(self):
+        assert len(shorten("x" * 1000)) == 100 and shorten("x" * 1000).startswith("'xxx")
+
+    def test_the_directory_of_images_is_guessed(self, tmp_path):
+        write_image(tmp_path / "images" / "a.png", 3)
+        path = write(tmp_path / "train.jsonl", json.dumps({"prompt": "Add a hat.", "image": "a.png"}))
+        with pytest.raises(ValueError, match="--image_folder"):
+            load_edit_prompts(path)
+        assert len(load_edit_prompts(path, image_folder=tmp_path / "images")) == 1
+
+
+TURNS_OF = {
+    "texts": {"prompt": "Are both red?", "completion": "Yes. Both are."},
+    "TRL": {
+        "prompt": [{"role": "user", "content": "Are both red?"}],
+        "completion": [{"role": "assistant", "content": "Yes. Both are."}],
+    },
+    "LLaMA-Factory": {
+        "messages": [
+            {"role": "user", "content": "<image><image>Are both red?"},
+            {"role": "assistant", "content": "Yes. Both are."},
+        ]
+    },
+    "ShareGPT": {
+        "conversations": [
+            {"from": "human", "value": "<image>\n<image>\nAre both red?"},
+            {"from": "gpt", "value": "Yes. Both are."},
+        ]
+    },
+    "ms-swift": {"query": "<image><image>Are both red?", "response": "Yes. Both are."},
+}
+
+
+class TestPairs:
+    @pytest.mark.parametrize("texts", TURNS_OF.values(), ids=TURNS_OF)
+    @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "pairs.parquet"])
+    def test_by_paths(self, tmp_path, texts, name):
+        images = [write_image(tmp_path / "images" / f"{seed}.png", seed) and f"images/{seed}.png" for seed in (1, 2)]
+        rows = [{"images": images, "source": "own", **texts}] * 2
+        if name == "pairs.parquet":
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+        else:
+            write(tmp_path / name, json.dumps(rows) if name == "pairs.json" else "\n".join(map(json.dumps, rows)))
+        for options in ({}, {"dataset_split": "train"}, {"dataset_split": "train[:50%]"}):
+            dataset = load_pairs(tmp_path / name, **options)
+            assert len(dataset) == (1 if "50%" in str(options) else 2)
+        assert dataset[0]["prompt"] == TURNS_OF["TRL"]["prompt"]
+        assert dataset[0]["completion"] == TURNS_OF["TRL"]["completion"]
+        assert dataset[0]["images"][1].tobytes() == noise(2).tobytes()
+
+    def test_broken_ones_are_left_out(self, tmp_path):
+        names = [write_image(tmp_path / f"{seed}.png", seed) and f"{seed}.png" for seed in (1, 2)]
+        rows = [
+            {"images": names, **texts} for texts in (TURNS_OF["texts"], {"prompt": "Both?", "completion": "Maybe"})
+        ]
+        path = write(tmp_path / "pairs.jsonl", "\n".join(map(json.dumps, rows)))
+        with pytest.raises(ValueError, match="Row 1"):
+            load_pairs(path)
+        assert len(load_pairs(path, skip_broken=True)) == 1
+
+    def test_rankings_by_paths(self, tmp_path, monkeypatch):
+        names = [write_image(tmp_path / f"{seed}.png", seed) and f"{seed}.png" for seed in range(3)]
+        row = {"reference": names[0], "candidates": names[1:], "ranking": [1, 0], "prompt": "A fox."}
+        path = write(tmp_path / "rankings.jsonl", json.dumps(row))
+        assert [pair["completion"][0]["content"] for pair in load_pairs(path)] == ["Yes", "No"]
+        found = {}
+        monkeypatch.setattr(evaluate_judge, "load_scorer", lambda args: None)
+        monkeypatch.setattr(
+            evaluate_judge, "evaluate_rankings", lambda judge, dataset, *args, **kwargs: found.update(it=dataset)
+        )
+        with pytest.raises(AttributeError):  # there is no judge
+            evaluate_judge.evaluate(evaluate_judge.JudgeArguments(dataset_name=path))
+        assert len(load_split(path, "train", ("reference", "candidates"))[0]["candidates"]) == 2
+
+
+class TestSplitsAndConfigurations:
+    def two(self, folder: Path, name: str) -> Path:
+        rows = [f"Prompt {number}." for number in range(4)]
+        if name == "saved":
+            DatasetDict({"train": Dataset.from_dict({"prompt": rows})}).save_to_disk(folder / name)
+        elif name == "folder":
+            write(folder / name / "train.csv", "prompt\n" + "\n".join(rows))
+        elif name == "p.parquet":
+            pq.write_table(pa.table({"prompt": rows}), folder / name)
+        else:
+            write(folder / name, "\n".join(rows))
+        return folder / name
+
+    @pytest.mark.parametrize("name", ["p.txt", "p.parquet", "saved", "folder"])
+    def test_slices(self, tmp_path, name):
+        path = self.two(tmp_path, name)
+        for split, count in (("train", 4), ("train[:50%]", 2), ("train[1:]", 3), ("train[:1]+train[-1:]", 2)):
+            assert len(load_image_set_prompts(path, split)) == count
+        for split in ("test", "train[", "train[:0]"):
+            with pytest.raises(ValueError, match=name):
+                load_image_set_prompts(path, split)
+
+    def test_configurations(self, tmp_path):
+        for name in ("a", "b"):
+            write(tmp_path / "data [1]" / name / "train.txt", f"Prompt {name}.")
+        configs = [{"config_name": name, "data_files": f"{name}/train.txt"} for name in ("a", "b")]
+        write(tmp_path / "data [1]" / "README.md", f"---\nconfigs: {json.dumps(configs)}\n---\n")
+        assert load_image_set_prompts(tmp_path / "data [1]", config="b")["prompt"][:] == ["Prompt b."]
+        with pytest.raises(ValueError, match="a, b.*dataset_config"):
+            load_image_set_prompts(tmp_path / "data [1]")
+        with pytest.raises(ValueError, match="'c'"):
+            load_image_set_prompts(tmp_path / "data [1]", config="c")
+        with pytest.raises(ValueError, match="dataset_config"):
+            load_image_set_prompts(write(tmp_path / "p.txt", "A fox."), config="a")
