@@ -4,16 +4,35 @@
 import gzip
 import json
 import math
+from base64 import b64encode
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from PIL import Image
 
-from paco_trl.commands import evaluate_judge, reward
-from paco_trl.data import SourceImages, load_edit_prompts, load_image_set_prompts
+from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judge, reward, script_arguments
+from paco_trl.data import (
+    SourceImages,
+    check_edit_columns,
+    check_image_set_columns,
+    check_ranking_columns,
+    convert_t2is,
+    disjoint_from,
+    load_edit_prompts,
+    load_image_set_prompts,
+    make_pair,
+    rankings_to_pairs,
+    swap_pairs,
+    validate_pairs,
+)
 from paco_trl.data.dataset_files import load_split
+from paco_trl.data.image_sets import complete_image_sets, prompt_texts
+from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.utils.stage_folder import save_with_paths
 from paco_trl.utils.text import read_json, shorten
 from testing_utils import noise, png, write_image
@@ -203,13 +222,8 @@ class TestColumnsOfAnyKind:
         assert dataset.with_format(None)["extra"][:] == values and dataset.select([1])[0]["extra"] == values[1]
 
     def test_rewards_get_them(self, tmp_path):
-        from types import SimpleNamespace
-
-        from paco_trl.rollout.prompt_rows import PromptRows
-
         path = write(tmp_path / "geneval.jsonl", "\n".join(map(json.dumps, GENEVAL)))
-        args = SimpleNamespace(height=64, width=64, set_layout=None, panel_template="{panel}", panel_generation="")
-        rows = PromptRows(load_image_set_prompts(path), args, "it")
+        rows = PromptRows(load_image_set_prompts(path), row_settings(), "it")
         assert [rows.row(number)["include"] for number in (0, 1)] == [row["include"] for row in GENEVAL]
         assert [rows.row(number)["exclude"] for number in (0, 1)] == [None, []]
 
@@ -253,8 +267,6 @@ PAIR = {
 
 def load_pairs(path, **options):
     arguments = reward.ScriptArguments(dataset_name=str(path), **options)
-    from types import SimpleNamespace
-
     return reward.load_pairs(arguments, SimpleNamespace(dataset_num_proc=1), arguments.dataset_split, None)
 
 
@@ -279,8 +291,6 @@ class TestStoredImages:
 
     @pytest.mark.parametrize("data_url", ["", "data:image/png;base64,"])
     def test_base64_is_named_in_short(self, tmp_path, data_url):
-        from base64 import b64encode
-
         text = data_url + b64encode(noise(1, (300, 300)).tobytes()).decode()
         path = write(tmp_path / "edits.jsonl", json.dumps({"prompt": "Add a hat.", "image": text}))
         pair = {"images": [text, text], "prompt": "Are both red?", "completion": "Yes"}
@@ -357,14 +367,66 @@ class TestPairs:
         row = {"reference": names[0], "candidates": names[1:], "ranking": [1, 0], "prompt": "A fox."}
         path = write(tmp_path / "rankings.jsonl", json.dumps(row))
         assert [pair["completion"][0]["content"] for pair in load_pairs(path)] == ["Yes", "No"]
-        found = {}
-        monkeypatch.setattr(evaluate_judge, "load_scorer", lambda args: None)
-        monkeypatch.setattr(
-            evaluate_judge, "evaluate_rankings", lambda judge, dataset, *args, **kwargs: found.update(it=dataset)
-        )
-        with pytest.raises(AttributeError):  # there is no judge
-            evaluate_judge.evaluate(evaluate_judge.JudgeArguments(dataset_name=path))
-        assert len(load_split(path, "train", ("reference", "candidates"))[0]["candidates"]) == 2
+        judge = SimpleNamespace(name="judge", score=lambda images, prompts: [0.5] * len(images))
+        monkeypatch.setattr(evaluate_judge, "load_scorer", lambda args: judge)
+        monkeypatch.chdir(tmp_path)
+        evaluate_judge.evaluate(evaluate_judge.JudgeArguments(dataset_name="rankings.jsonl"))
+        (results,) = read_json(tmp_path / "results" / "results.json")
+        assert results["num_instances"] == 1
+
+
+def as_plain(value):
+    """A dataset as its rows, images as their bytes."""
+    if isinstance(value, Dataset):
+        return as_plain(list(value.with_format(None)))
+    if isinstance(value, list | tuple):
+        return [as_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {name: as_plain(part) for name, part in value.items()}
+    return value.tobytes() if isinstance(value, Image.Image) else value
+
+
+def row_settings():
+    return SimpleNamespace(height=64, width=64, set_layout=None, panel_template="{panel}", panel_generation="")
+
+
+def content(dataset):
+    rows = PromptRows(dataset, row_settings(), "it")
+    return json.dumps([rows.content(number) for number in range(len(rows))]), [rows.row(0)]
+
+
+SET = {"prompt": "A 1x2 grid layout of foxes. [LEFT]:Red. [RIGHT]:Blue.", "height": 64, "width": 128, "weight": 0.5}
+SET |= {"rows": 1, "cols": 2, "panels": ["Red.", "Blue."], "theme": "Foxes."}
+T2IS = {"idx": 1, "prompt": SET["prompt"], "layout": "1x2", "height": 64, "width": 128, "criteria": None}
+EDIT = {"prompt": "Add a hat.", "image": noise(1), "height": 64, "width": 64}
+RANKING = {"reference": noise(1), "candidates": [noise(2), noise(3)], "ranking": [1, 0], "prompt": "A fox."}
+FUNCTIONS = {
+    "rows of sets": (content, SET),
+    "rows of edits": (content, EDIT),
+    "check_image_set_columns": (check_image_set_columns, SET),
+    "complete_image_sets": (complete_image_sets, SET),
+    "prompt_texts": (prompt_texts, SET),
+    "convert_t2is": (convert_t2is, T2IS),
+    "check_edit_columns": (check_edit_columns, EDIT),
+    "disjoint_from": (lambda dataset: disjoint_from(dataset, Dataset.from_list([{**EDIT, "image": noise(9)}])), EDIT),
+    "validate_pairs": (validate_pairs, make_pair(noise(1), noise(2), "Are both red?", "Yes")),
+    "swap_pairs": (swap_pairs, make_pair(noise(1), noise(2), "Are both red?", "Yes")),
+    "check_ranking_columns": (check_ranking_columns, RANKING),
+    "rankings_to_pairs": (rankings_to_pairs, RANKING),
+}
+
+
+class TestFormats:
+    @pytest.mark.parametrize("function, row", FUNCTIONS.values(), ids=FUNCTIONS)
+    def test_each_is_read_as_plain_values(self, function, row):
+        dataset = Dataset.from_list([row, row])
+        expected = as_plain(function(dataset))
+        for kind in ("torch", "numpy", "pandas", "arrow"):
+            assert as_plain(function(dataset.with_format(kind))) == expected
+
+    def test_a_transform_is_refused(self):
+        with pytest.raises(ValueError, match="transform"):
+            check_edit_columns(Dataset.from_list([EDIT]).with_transform(lambda rows: rows))
 
 
 class TestSplitsAndConfigurations:
@@ -401,3 +463,10 @@ class TestSplitsAndConfigurations:
             load_image_set_prompts(tmp_path / "data [1]", config="c")
         with pytest.raises(ValueError, match="dataset_config"):
             load_image_set_prompts(write(tmp_path / "p.txt", "A fox."), config="a")
+
+    def test_each_command_takes_one(self):
+        modules = (build_arguments, evaluate_arguments, evaluate_judge, reward, script_arguments)
+        classes = [value for module in modules for value in vars(module).values() if is_dataclass(value)]
+        with_dataset = [{field.name for field in fields(each)} for each in classes]
+        assert sum("dataset_name" in names for names in with_dataset) > 5
+        assert all("dataset_config" in names for names in with_dataset if "dataset_name" in names)

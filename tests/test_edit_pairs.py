@@ -96,6 +96,13 @@ def consistency(results):
     return results["dimensions"]["consistency"]
 
 
+def test_nothing_is_left(compass):
+    path = compass()
+    path.write_text(json.dumps([row for row in json.loads(path.read_text()) if row["dimension"] == "VQ"]))
+    with pytest.raises(ValueError, match="Nothing is left"):
+        load_edit_pairs("editreward_compass", path)
+
+
 def test_vc_reward_counts_pairs_and_not_tasks(vc_reward, tmp_path):
     dataset = load_edit_pairs("vc_reward", vc_reward)
     kept = evaluate_edit_reward(Keeper(), dataset, tmp_path / "scores.jsonl", benchmark="vc_reward")

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from PIL import ExifTags, Image
 
+from paco_trl.image_benchmarks.image_sets import image_file_size, load_image_file
 from paco_trl.utils.images import load_image, patch_size_of, to_rgb
 from testing_utils import noise
 
@@ -94,6 +97,12 @@ class TestSixteenBits:
         # The effect: elsewhere all but black would be white
         assert not np.array_equal(np.asarray(image.convert("RGB"))[..., 0], GREY_8)
 
+    def test_eight_bits_in_thirty_two_stay(self):
+        image = Image.linear_gradient("L").convert("I")
+        assert np.array_equal(np.asarray(to_rgb(image, "It"))[..., 0], np.asarray(Image.linear_gradient("L")))
+        image.info["transparency"] = 0
+        assert np.asarray(to_rgb(image, "It"))[:2, 0, 0].tolist() == [255, 1]
+
     def test_a_transparent_grey_is_white(self):
         image = Image.fromarray(GREY_16)
         image.info["transparency"] = 514
@@ -118,6 +127,24 @@ class TestLoadImage:
         assert expected.shape == (56, 84, 3) and expected.std() > 5
         for source in (path, str(path), data, {"bytes": data, "path": None}):
             assert np.array_equal(np.asarray(load_image(source, 14, "")), expected)
+
+    @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+    def test_exif_turns_it_as_in_a_dataset(self, tmp_path, kind):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = 6
+        path = tmp_path / f"a.{kind.lower()}"
+        noise(0, (84, 56)).save(path, kind, exif=exif)
+        in_dataset = Dataset.from_dict({"image": [str(path)]}).cast_column("image", ImageFeature())[0]["image"]
+        assert in_dataset.size == (56, 84)
+        for source in (path, path.read_bytes(), {"bytes": None, "path": str(path)}, Image.open(path), in_dataset):
+            assert np.array_equal(np.asarray(load_image(source, 14, "")), np.asarray(in_dataset))
+        assert np.array_equal(np.asarray(load_image_file(path)), np.asarray(in_dataset))
+        assert image_file_size(path) == (84, 56)
+
+    @pytest.mark.parametrize("size", [(10, 2500), (8000, 40), (2500, 10)])
+    def test_sides_that_no_judge_takes(self, size):
+        with pytest.raises(ValueError, match="First image.*aspect ratio"):
+            load_image(Image.new("RGB", size), 14, "First image")
 
     @pytest.mark.parametrize(("value", "expected"), [(16, 16), ({"height": 12, "width": 12}, 12), (None, 14)])
     def test_patch_size_of_a_processor(self, value, expected):

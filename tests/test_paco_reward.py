@@ -25,12 +25,12 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from other_judges import INDEPENDENT_JUDGE, OTHER_JUDGES, build_other_judge, first_logits, usage_inputs
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, t2is_bench_question, theme_question
-from paco_trl.rewards import paco_reward
+from paco_trl.rewards import ServedJudge, paco_reward
 from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.utils.fingerprint import weights_fingerprint
 from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
-from testing_utils import close, noise
+from testing_utils import close, noise, write_image
 
 
 SHORT, LONG = "Alike?", theme_question("A fox through the four seasons, in the style of a woodcut")
@@ -523,6 +523,27 @@ def test_code_is_run_only_when_asked_for(tiny_qwen, tmp_path, monkeypatch, pairs
     assert judge.score(pairs, questions) == close(expected)
     PaCoReward.from_pretrained(folder, device="cpu", trust_remote_code=True)
     assert sorted(path.name for path in tmp_path.glob("own_*")) == ["own_model", "own_processor"]
+
+
+def test_one_image_is_no_list(judge, tmp_path):
+    """Of a path, each letter would be an image."""
+    image, path = noise(1), write_image(tmp_path / "a.png", 1)
+    served = ServedJudge("http://127.0.0.1:9/v1", "a")
+    for images in (image, path, path.encode()):
+        for of_list in (
+            judge.score,
+            judge.score_sets,
+            judge.score_images,
+            judge.rate,
+            judge.explain,
+            served.score_images,
+        ):
+            with pytest.raises(ValueError, match="Pass a list"):
+                of_list(images, "Is it red?")
+    for of_groups in (judge.score_sets, judge.rate):
+        with pytest.raises(ValueError, match="Pass a list"):
+            of_groups([path], "Is it red?")
+    served.close()
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", *OTHER_JUDGES, INDEPENDENT_JUDGE])

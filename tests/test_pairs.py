@@ -13,6 +13,7 @@ import zipfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import Dataset, LargeList, List
 from datasets import Image as ImageFeature
@@ -245,6 +246,18 @@ class TestValidatePairs:
         assert "23 of 25" in first and "3 more" in last
         expected = [position for position, row in enumerate(order) if 1 <= row <= 23][:20]
         assert [int(line.split(":")[0].removeprefix("Row ")) for line in lines] == expected
+
+    def test_sides_that_no_judge_takes(self, tmp_path):
+        """The training would stop at that batch."""
+        rows = pair_rows(tmp_path, 5)
+        for number, size in enumerate([(10, 2500), (8000, 40), (1, 1), (31, 639)]):
+            Image.new("RGB", size).save(path := tmp_path / f"{number}.png")
+            rows[number]["images"][number % 2] = str(path)
+        Image.fromarray(np.array([[0.5, 70000.0]], np.float32)).save(path := tmp_path / "float.tif")
+        rows[4]["images"][0] = str(path)
+        with pytest.raises(ValueError, match="Row 0: The first image .*aspect ratio.*3 of 5"):
+            validate_pairs(pairs_of(rows))
+        assert numbers_of(validate_pairs(pairs_of(rows), skip_broken=True)) == [2, 3]
 
     @pytest.fixture
     def decoded(self, monkeypatch):

@@ -94,7 +94,7 @@ class SourceImages:
         named = [(name, value)]
         if self.column != "image":
             named = [(f"{name} {index} (counted from 0)", image) for index, image in enumerate(value or [])]
-        return [(f"{name} ({image['path'] or 'embedded'})" if image else name, image) for name, image in named]
+        return [(f"{name} ({(image['path'] or 'embedded')[:300]})" if image else name, image) for name, image in named]
 
     def _read_size(self, name: str, image: dict[str, Any] | None) -> tuple[int, int]:
         if image is None:
@@ -103,7 +103,7 @@ class SourceImages:
             if image["bytes"] is None:
                 refuse_address(image["path"])
             with _open_stream(image) as stream:
-                return _decoded_size(stream)
+                return decoded_size(stream)
 
     def _digest(self, name: str, image: dict[str, Any]) -> str:
         with reading(name), _open_stream(image) as stream:
@@ -125,7 +125,7 @@ def _open_stream(image: dict[str, Any]) -> Any:
     return open(image["path"], "rb") if image["bytes"] is None else io.BytesIO(image["bytes"])
 
 
-def _decoded_size(stream: Any) -> tuple[int, int]:
+def decoded_size(stream: Any) -> tuple[int, int]:
     """Read from its header the size that an image has when `datasets` decodes it."""
     image: Any = Image.open(stream)
     width, height = image.size

@@ -50,7 +50,7 @@ class RowImages:
                 stored.append((f"`{column}`", row[column]))
         images = []
         for name, source in stored:
-            with reading(f"{name} of row {index} ({source and source['path'] or 'embedded'})"):
+            with reading(f"{name} of row {index} ({(source and source['path'] or 'embedded')[:300]})"):
                 image = open_image(source)
                 image.load()  # closes the file, and finds one that is cut off
                 images.append(self.convert(image, "the image"))

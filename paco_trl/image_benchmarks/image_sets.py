@@ -17,6 +17,7 @@ from PIL.Image import Image
 
 from ..data.grids import panel_size, split_grid
 from ..data.image_sets import SEPARATE
+from ..data.source_images import decoded_size
 from ..generation.edits import edit_keys
 from ..utils.files import file_name, reading, to_png, write_atomically
 from ..utils.images import to_rgb
@@ -268,8 +269,8 @@ def _checked(
 
 def image_file_size(path: Path) -> tuple[int, int]:
     """Read the size of an image from its header."""
-    with reading(str(path), "Replace it"), PIL.Image.open(path) as image:
-        return image.height, image.width
+    with reading(str(path), "Replace it"), open(path, "rb") as file:
+        return decoded_size(file)[::-1]
 
 
 def load_image_file(path: Path, convert: Callable[[Image], Image] | None = None) -> Image:

@@ -21,6 +21,7 @@ from ..data.questions import plain_question
 from ..utils.chat import ChatClient, NoAnswerError
 from ..utils.images import check_text, data_url, load_image
 from ..utils.names import public_name
+from ..utils.text import shorten
 
 
 if TYPE_CHECKING:
@@ -87,8 +88,16 @@ def image_key(image: ImageSource) -> Hashable:
     return str(image) if isinstance(image, (str, Path)) else id(image)
 
 
+def check_list(images: Any, name: str = "images") -> list:
+    """Check that images are a list and not one image: of a path, each letter would be another."""
+    if not isinstance(images, Sequence) or isinstance(images, str | bytes):
+        raise ValueError(f"`{name}` is {shorten(images)}. Pass a list, also of one: `[...]`.")
+    return list(images)
+
+
 def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
     """Check that each item is a pair, and make it a tuple."""
+    images = check_list(images)
     for index, pair in enumerate(images):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise ValueError(f"`images[{index}]` is not a pair. Pass `[(first, second), ...]`.")
@@ -269,7 +278,7 @@ class ServedJudge:
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
         """Score questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does."""
-        return self._scores([(image,) for image in images], prompts)
+        return self._scores([(image,) for image in check_list(images)], prompts)
 
     def top_logprobs(
         self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
@@ -317,6 +326,7 @@ class ServedJudge:
         read: Callable[["ChatCompletion"], Answer],
         labels: tuple[str, str] | None = None,
     ) -> list[Answer]:
+        groups = [check_list(group, "images[...]") for group in check_list(groups)]
         prompts = broadcast_questions(prompts, len(groups), _CONTROL_TOKEN.findall)
         # Each image is encoded once; errors name its first question
         sources = {

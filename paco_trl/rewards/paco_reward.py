@@ -41,6 +41,7 @@ from .judge import (
     ImagePair,
     ImageSource,
     broadcast_questions,
+    check_list,
     check_pairs,
     digits_of,
     expected_rating,
@@ -233,8 +234,9 @@ class PaCoReward:
             prompts (`str` or `list[str]`), symmetric (`bool`, *optional*, defaults to `False`):
                 Question for each set, or one for all; see [`~PaCoReward.score`].
         """
+        image_sets = check_list(image_sets, "image_sets")
         prompts = self._check_prompts(prompts, len(image_sets))
-        sets = [list(combinations(images, 2)) for images in image_sets]
+        sets = [list(combinations(check_list(images, "image_sets[...]"), 2)) for images in image_sets]
         if not all(sets):
             raise ValueError("Each of `image_sets` must have at least two images.")
         questions = [prompt for prompt, pairs in zip(prompts, sets, strict=True) for _ in pairs]
@@ -251,6 +253,7 @@ class PaCoReward:
             prompts (`str` or `list[str]`):
                 Question for each image, or one for all. See [`~paco_trl.data.shows_question`].
         """
+        images = check_list(images)
         return self._scores([(image,) for image in images], self._check_prompts(prompts, len(images)))
 
     def rate(self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int = 5) -> list[float | None]:
@@ -269,7 +272,8 @@ class PaCoReward:
         tokens = digit_tokens(self.processor.tokenizer, scale)
         ids = torch.tensor(list(tokens.values()), device=self._network.get_output_embeddings().weight.device)
         read = functools.partial(self._token_logprobs, tokens=list(tokens), ids=ids)
-        answers = self._query(images, self._check_prompts(prompts, len(images)), read)
+        groups = [check_list(group, "images[...]") for group in check_list(images)]
+        answers = self._query(groups, self._check_prompts(prompts, len(groups)), read)
         return [expected_rating(answer.items(), scale) for answer in answers]
 
     def top_logprobs(
