@@ -8,6 +8,7 @@ import lzma
 import math
 import re
 import unicodedata
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -28,12 +29,15 @@ def read_text(path: str | Path) -> str:
     try:
         with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
             content = file.read()
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"'{path}' cannot be read: {error}. Compress it again.") from error
+    try:
         text = content.decode("utf-8-sig")
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
-        cure = "Save it again, as UTF-8" if isinstance(error, UnicodeDecodeError) else "Compress it again"
-        raise ValueError(f"'{path}' cannot be read: {error}. {cure}.") from error
+    except UnicodeDecodeError as error:
+        place = f"its byte {error.start} is 0x{content[error.start]:02x}"
+        raise ValueError(f"'{path}' is not UTF-8: {place}. Save it as UTF-8.") from error
     if "\0" in text:  # UTF-16 of English text, without its mark
-        raise ValueError(f"'{path}' has zero bytes, so it is not UTF-8. Save it as UTF-8.")
+        raise ValueError(f"'{path}' is not UTF-8: it has zero bytes. Save it as UTF-8.")
     return text
 
 
