@@ -464,6 +464,12 @@ class TestSplitsAndConfigurations:
         with pytest.raises(ValueError, match="dataset_config"):
             load_image_set_prompts(write(tmp_path / "p.txt", "A fox."), config="a")
 
+    def test_one_that_would_do_nothing(self, tmp_path):
+        path = write(tmp_path / "pairs.jsonl", "{}")
+        for options in (["--dataset_config", "a"], ["--dataset_name", path, "--eval_files", "a"]):
+            with pytest.raises(ValueError, match=options[-2]):
+                reward.main(["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", *options])
+
     def test_each_command_takes_one(self):
         modules = (build_arguments, evaluate_arguments, evaluate_judge, reward, script_arguments)
         classes = [value for module in modules for value in vars(module).values() if is_dataclass(value)]

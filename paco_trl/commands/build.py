@@ -92,7 +92,7 @@ def _endpoint_of(args) -> ChatEndpoint:
 def make_prompts(args: arguments.PromptsArguments) -> None:
     """Load the prompts, or let a language model write them, and keep the most diverse."""
     if args.dataset_name is None:
-        refuse_unused(args, ("dataset_split",), "without `--dataset_name`")
+        refuse_unused(args, ("dataset_config", "dataset_split"), "without `--dataset_name`")
         endpoint = _endpoint_of(args)
         try:
             layouts = [(int(rows), int(cols)) for rows, cols in (text.split("x") for text in args.layouts)]

@@ -124,7 +124,7 @@ def _load_benchmark(args) -> Dataset:
         return arrange_sets(sets, args.set_layout)
     refuse_unused(args, ("set_layout",), f"with `--benchmark {args.benchmark}`")
     if args.benchmark == "stories":
-        refuse_unused(args, ("dataset_split",), "with `--benchmark stories`")
+        refuse_unused(args, ("dataset_config", "dataset_split"), "with `--benchmark stories`")
         return complete_image_sets(load_stories(args.dataset_name))
     # The source that the published script shows its judge is not the one that is edited
     source = "input_image" if getattr(args, "protocol", None) == "published" else None

@@ -115,7 +115,7 @@ def evaluate(script_args: JudgeArguments) -> None:
     # The published rankings are not in a form that `load_dataset` reads: JSON lines that name files
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name).expanduser() / RANK_FILE).is_file()
     if script_args.benchmark == "rankings" and is_published:
-        refuse_unused(script_args, ("dataset_split",), "with ConsistencyRank-Bench, which has only one")
+        refuse_unused(script_args, ("dataset_config", "dataset_split"), "with ConsistencyRank-Bench")
         dataset = load_consistency_rank(dataset_name)
     elif script_args.benchmark in LAYOUTS:
         dataset = load_edit_pairs(

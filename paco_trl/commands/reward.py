@@ -21,7 +21,7 @@ from ..data.pairs import as_pairs
 from ..trainer.config_utils import REFUSED_SFT_FIELDS
 from ..utils.files import digest, take_lock
 from ..utils.stage_folder import is_saved
-from .parser import CommandParser, option
+from .parser import CommandParser, option, refuse_unused
 from .training import train_and_save
 
 
@@ -90,6 +90,9 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
     """Train a judge, and save it."""
     if script_args.eval_split is not None and script_args.dataset_split is None:
         raise ValueError("`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`.")
+    is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
+    unused, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
+    refuse_unused(script_args, unused, f"{where} the layout of PaCo-Dataset")
     eval_dataset = None
     # The first process downloads, unpacks and decodes, and the others then find its caches. They do not wait in a
     # collective (`main_process_first`), which ends after `ddp_timeout`.
