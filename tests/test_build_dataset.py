@@ -180,8 +180,14 @@ class TestStages:
         with pytest.raises(ValueError, match="'alone' has one panel"):
             build("prompts", dataset_name=tmp_path / "prompts.jsonl")
         file = write_prompts_file(tmp_path / "prompts.jsonl", 2)
-        with pytest.raises(ValueError, match="`--num_written` would do nothing with `--dataset_name`"):
-            build("prompts", dataset_name=file, num_written=2)
+        for options, unused in (
+            ({"dataset_name": file, "num_written": 2000, "layouts": ["9x9"]}, "`--num_written`, `--layouts`"),
+            ({"dataset_name": file, "max_concurrency": 3, "api_key_variable": "K"}, "`--api_key_variable`, `--max_c"),
+            ({"dataset_name": file, "duplicate_threshold": 0.95}, "--duplicate_threshold"),
+            ({"dataset_split": "train"}, "--dataset_split"),
+        ):
+            with pytest.raises(ValueError, match=f"{unused}.* would do nothing"):
+                build("prompts", **options)
         build("prompts", dataset_name=file)
         with pytest.raises(FileNotFoundError, match="'grids' is not finished"):
             build("panels")
@@ -191,6 +197,8 @@ class TestRankings:
     def test_construction_is_not_a_vote_along_with_people(self, planted, tmp_path):
         with pytest.raises(ValueError, match="`--judge_url` would do nothing without `--judge_model`"):
             planted("rank", judge_url="http://127.0.0.1:1/v1")
+        with pytest.raises(ValueError, match="`--dtype` would do nothing with `--judge_url`"):
+            planted("rank", judge_url="http://127.0.0.1:1/v1", judge_model="a", dtype="auto")
         planted("rank")
         annotate(tmp_path, same_ranking(planted.world))
         rankings = tmp_path / "build/rankings/dataset"

@@ -180,6 +180,25 @@ class TestOptions:
             (["--reward_weights", "1", "2", *DATA], "reward_weights"),
             (["--use_peft", "False", "--lora_r", "8", *DATA], "--lora_r"),
             (["--eval_rewards", "redness", *DATA], "--eval_rewards"),
+            (["--output_dir", "a.yaml", *DATA], "a file"),
+            (["--dataset_name", str(demo_prompts_path()), "--adapter", "no-adapter"], "no adapter 'no-adapter'"),
+            (["--dataset_name", str(demo_prompts_path()), "--model_name_or_path", "lora"], "--adapter"),
+            (["--dataset_name", str(demo_prompts_path()), "--rewards", "two.py"], "`two.py:f`"),
+            (
+                ["--dataset_name", str(demo_prompts_path()), "--rewards", "consistency", "--judge_model", "model"],
+                "image pipeline",
+            ),
+            (
+                [
+                    "--dataset_name",
+                    str(demo_prompts_path()),
+                    "--output_dir",
+                    "a",
+                    "--resume_from_checkpoint",
+                    "a/checkpoint-7",
+                ],
+                "no checkpoint 'a/checkpoint-7'",
+            ),
         ],
         ids=str,
     )
@@ -188,6 +207,10 @@ class TestOptions:
         (tmp_path / "list.yaml").write_text("- max_steps\n")
         (tmp_path / "wrong.yaml").write_text("a: [")
         monkeypatch.chdir(tmp_path)
+        (tmp_path / "lora").mkdir()
+        (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+        (tmp_path / "two.py").write_text("def f(**kwargs): pass\ndef g(**kwargs): pass\n")
+        (tmp_path / "model").symlink_to(tiny_flux)
         common = f"--rewards redness --model_name_or_path {tiny_flux} --output_dir out --use_cpu --bf16 False".split()
         code = main.main(["grpo", *common, *words])
         shown = capsys.readouterr().err

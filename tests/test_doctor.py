@@ -363,6 +363,14 @@ class TestMemory:
         assert ("The largest micro-batch that fits: " in row.finding) == (total == 1.2)
         assert row.table.row_count == 7
 
+    @pytest.mark.parametrize("size", ["24", "24G", "24g", "24 GiB", "24gib", "24576MiB", "24576M"])
+    def test_sizes_of_a_card(self, size):
+        assert doctor.PlanArguments(size).memory_of(None) == 24 * 2**30
+        assert doctor.PlanArguments("24GB").memory_of(None) == 24 * 10**9
+        for wrong in ("", "large", "24 cards", "-1"):
+            with pytest.raises(ValueError, match="--device_memory"):
+                doctor.PlanArguments(wrong).memory_of(None)
+
     @pytest.mark.slow
     def test_another_card_is_planned_without_weights(self, make_arguments, tiny_flux, tmp_path):
         configs = shutil.copytree(tiny_flux, tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors"))

@@ -359,6 +359,15 @@ class TestGEdit:
         (["score", "--max_concurrency", "2"], "--max_concurrency"),
         (["score", "--judges", "a", "--judge_url", "http://a/v1", "--judge_quantization", "nf4"], "quantization"),
         (["score", "--alignment_model", "model"], "--alignment_file"),
+        (
+            ["score", "--alignment_url", "http://a/v1", "--alignment_file", "f"],
+            "`--alignment_file`, `--alignment_url`",
+        ),
+        (["score", "--clip_model", "openai/clip-vit-large-patch14"], "--clip_model"),  # the default, typed
+        (["score", "--judge_url", "http://a/v1"], "--judge_url"),
+        (["score", "--batch_size", "16", "--dtype", "auto"], "`--dtype`, `--batch_size`"),
+        (["score", "--judges", "a", "--judge_url", "http://a/v1", "--trust_remote_code"], "--trust_remote_code"),
+        (["generate", "--benchmark", "stories", "--dataset_split", "train"], "--dataset_split"),
         (["score", "--judges", "a", "--judge_url", "http://a:1/v1", "--api_key_variable", "NO_SUCH"], "NO_SUCH"),
         (["score", "--judges", "a", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
         (["generate", "--set_layout", "separate", "--model_name_or_path", "nowhere"], "height and width"),

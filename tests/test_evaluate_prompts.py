@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import launching
 from paco_trl.commands import evaluate as script
+from paco_trl.commands.evaluate_arguments import PromptsArguments
+from paco_trl.commands.evaluate_prompts import _settings
 from paco_trl.data import demo_prompts_path
 from paco_trl.data.image_sets import PANEL_OPTIONS
 from paco_trl.hub.settings import ImageModelCard, save_settings
@@ -160,6 +162,9 @@ def test_edits_are_shown_with_their_sources(tmp_path, column):
     [
         (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
         (["--adapter", "a", "a"], "of its last name"),
+        (["--rewards", "redness=0.5"], "`rewards` has weights"),
+        (["--rewards", "redness", "--judge_url", "http://a/v1"], "--judge_url"),
+        (["--max_source_images", 1], "--max_source_images"),
         *(([name, 0], name) for name in ("--num_shown", "--num_generations", "--num_inference_steps")),
     ],
 )
@@ -176,6 +181,15 @@ def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, 
         words = ["--dataset_name", files / "single.txt", "--adapter", checkpoint / name]
         (results,) = evaluate(*words, model=tiny_flux, folder=tmp_path / "eval" / name).values()
         assert [each["settings"]["guidance_scale"] for each in results["systems"]] == [scale, scale]
+
+
+@pytest.mark.parametrize("run", [{"height": 1}, {"guidance_scale": 2.0}, {"precision": "float32"}])
+def test_a_run_of_another_version_lacks_settings(adapters, tiny_flux, tmp_path, run):
+    shutil.copytree(adapters["moved"], tmp_path / "moved")
+    save_settings(ImageModelCard("moved", "moved", str(tiny_flux), settings=run), tmp_path / "moved")
+    settings = _settings(PromptsArguments(dataset_name="a.jsonl", adapter=[str(tmp_path / "moved")]))
+    found = (settings["guidance_scale"], settings["num_inference_steps"], settings["bf16"])
+    assert found == (run.get("guidance_scale", 3.5), 20, "precision" not in run)
 
 
 def test_sets_are_generated_as_in_the_training_run(adapters, files, tiny_flux, tmp_path):

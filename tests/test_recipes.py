@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import CLIPConfig
@@ -19,7 +20,7 @@ from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, tiny
 from paco_trl.commands import doctor, reward
 from paco_trl.commands.main import main
 from paco_trl.commands.parser import CommandParser
-from paco_trl.commands.script_arguments import ScriptArguments, check_rewards, get_peft_config
+from paco_trl.commands.script_arguments import ScriptArguments, check_rewards, fit_panel_options, get_peft_config
 from paco_trl.data import demo_prompts_path
 from paco_trl.planning import MemoryPlan
 from paco_trl.planning.memory import USABLE
@@ -359,6 +360,35 @@ class TestTypedOptions:
         kept = [name for name in written if name in values and f"{name}=" not in said and f"--{name}" not in typed]
         kept = [name for name in kept if name not in ("rewards", "reward_weights", "model_name_or_path")]
         assert len(kept) > 20 and differing(values, {name: written[name] for name in kept}) == {}
+
+    @pytest.mark.parametrize(
+        ("typed", "expected"),
+        [
+            ("--dataset_name my/pairs --dataset_split train --lora_r 8", {"lora_r": 8, "dataset_split": "train"}),
+            ("--save_steps 7", {"save_steps": 7, "save_strategy": "steps"}),
+            ("--load_best_model_at_end --eval_strategy steps --eval_files a", {"save_strategy": "steps"}),
+            ("--first_token_weight None --max_pixels 4096", {"first_token_weight": None, "max_pixels": 4096}),
+        ],
+    )
+    def test_they_win_over_the_judges(self, typed, expected):
+        parsed = doctor._parser("reward").parse_args_and_config(
+            ["--config", "paco-reward-7b-lora", "--use_cpu", *typed.split()]
+        )
+        assert differing({f.name: getattr(each, f.name) for each in parsed for f in fields(each)}, expected) == {}
+
+    def test_with_other_data_or_under_deepspeed(self, read, tmp_path, monkeypatch, caplog):
+        assert read("flux.2-klein-4b-stories", "--lora_r 8")[0]["panel_generation"] == "anchored"
+        parsed = doctor._parser("grpo").parse_args_and_config(
+            ["--config", "flux.2-klein-4b-stories", "--model_name_or_path", str(tmp_path), *DATA, "--use_cpu"]
+        )
+        single = {"prompt": ["A fox."], "rows": [1], "cols": [1], "panels": [["A fox."]], "theme": ["Animals."]}
+        sets = Dataset.from_dict(single | {"cols": [2], "panels": [["A fox.", "A hare."]]})
+        fit_panel_options(*parsed[:2], Dataset.from_dict(single), sets)
+        assert parsed[1].panel_generation == "anchored"
+        fit_panel_options(*parsed[:2], Dataset.from_dict(single), None)
+        assert parsed[1].panel_generation == "independent" and "panel_generation" in caplog.text
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # by the launcher
+        assert read("flux.1-dev-24gb", "--use_peft True")[0]["quantization"] is None
 
 
 @pytest.mark.parametrize("words", ["grpo --config flux.1-dev-24gb", "nft --config flux.2-klein-4b-stories"])

@@ -94,8 +94,9 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
             return checkpoint
         problem = f"{broken[0]} is missing or truncated."
         if is_named:
-            cure = "Pass another, or `resume_from_checkpoint=True` for the latest complete one."
-            raise ValueError(f"The checkpoint '{checkpoint}' is incomplete: {problem} {cure}")
+            what = f"The checkpoint '{checkpoint}' is incomplete: {problem}"
+            what = what if checkpoint.is_dir() else f"There is no checkpoint '{checkpoint}'."
+            raise ValueError(f"{what} Pass another, or `resume_from_checkpoint=True` for the latest complete one.")
         logger.warning(f"The checkpoint '{checkpoint}' is skipped: {problem}")
     if requested == "auto":
         return None

@@ -49,6 +49,7 @@ from .script_arguments import (
     ScriptArguments,
     check_judged,
     check_rewards,
+    fit_panel_options,
     get_peft_config,
     judges_of,
     load_eval_prompts,
@@ -103,7 +104,14 @@ class PlanArguments:
         if self.device_memory is None:
             is_there = torch.cuda.is_available() and not args.use_cpu
             return torch.cuda.get_device_properties(args.device).total_memory if is_there else None
-        return convert_file_size_to_int(self.device_memory.strip().upper())  # a lower-case b would be bits
+        size = self.device_memory.replace(" ", "").upper()  # a lower-case b would be bits
+        size += "IB" if size[-1:] in "GMT" else "GIB" if size[-1:].isdigit() else ""
+        try:
+            return convert_file_size_to_int(size)
+        except ValueError:
+            raise ValueError(
+                f"`--device_memory` is {self.device_memory!r}; it must be a size, such as 24GiB."
+            ) from None
 
 
 @dataclass
@@ -220,6 +228,7 @@ def check_data(state: DoctorState) -> str:
     script_args, args = state.script_args, state.args
     state.train_dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
     check_judged(script_args, state.train_dataset)
+    fit_panel_options(script_args, args, state.train_dataset, state.eval_dataset)
     rewards = RewardRunner([_no_reward])  # metrics are known when the rewards are loaded
     rows = [check_train_dataset(state.train_dataset, args, rewards)]
     if state.eval_dataset is None:

@@ -139,10 +139,11 @@ def _settings(args: PromptsArguments) -> dict[str, Any]:
     }
     if (card := load_run_card(args.adapter[0] if args.adapter else None)) is not None:
         run = card.settings
-        settings |= {"guidance_scale": run["guidance_scale"], "negative_prompt": run.get("negative_prompt")}
-        settings |= {"num_inference_steps": card.call["num_inference_steps"], "bf16": run["precision"] == "bfloat16"}
+        # A file of another version, or of a stranger, may lack any
+        settings |= {name: run[name] for name in ("guidance_scale", "negative_prompt", *PANEL_OPTIONS) if name in run}
+        settings |= {name: card.call[name] for name in ("num_inference_steps",) if name in card.call}
+        settings["bf16"] = run.get("precision", "bfloat16") == "bfloat16"
         settings["set_layout"] = None if args.edits else run.get("set_layout")
-        settings |= {name: run[name] for name in PANEL_OPTIONS if name in run}
         if "inference_size" in run:
             settings |= dict(zip(("height", "width"), run["inference_size"], strict=True))
     settings |= {name: value for name in settings if (value := getattr(args, name)) is not None}

@@ -26,6 +26,7 @@ from .script_arguments import (
     check_models,
     check_options,
     check_rewards,
+    fit_panel_options,
     get_peft_config,
     load_eval_prompts,
     load_eval_rewards,
@@ -58,9 +59,11 @@ def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
     hidden = (*REFUSED_GRPO_FIELDS, *(UNUSED_FIELDS if is_nft else ()))
     presets = partial(family_defaults, prog, hidden)
 
-    def foreign(options: dict[str, Any]) -> tuple[str, ...]:
+    def foreign(options: dict[str, Any]) -> dict[str, str]:
         is_of_grpo = is_nft and options.get("loss_type") in PaCoGRPOConfig.loss_types
-        return (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_of_grpo else ()
+        objective = (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_of_grpo else ()
+        is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+        return dict.fromkeys(objective, f"`{prog}`") | ({"quantization": "DeepSpeed"} if is_deepspeed else {})
 
     return CommandParser(
         classes, hidden, is_launched=True, presets=presets, foreign=foreign, check=check_options, prog=prog, **kwargs
@@ -72,6 +75,7 @@ def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     check_rewards(script_args, training_args)
     train_dataset = load_train_prompts(script_args)
     eval_dataset = load_eval_prompts(script_args)
+    fit_panel_options(script_args, training_args, train_dataset, eval_dataset)
 
     check_judged(script_args, train_dataset)
     check_models(script_args, training_args)

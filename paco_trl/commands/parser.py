@@ -87,8 +87,8 @@ class CommandParser(TrlParser):
     Parser that hides the `hidden` options, names the nearest of an unknown one, and knows which options were typed.
 
     `positional` is an option that may be given first without its name: `paco-trl push paco-flux`. `presets` returns
-    defaults that depend on the options that are given, `foreign` names those of a file that are not for this command,
-    and `check` refuses options that contradict one another.
+    defaults that depend on the options that are given, `foreign` names those of a file that are not for this run,
+    with the reason, and `check` refuses options that contradict one another.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CommandParser(TrlParser):
         positional: str | None = None,
         is_launched: bool = False,
         presets: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-        foreign: Callable[[dict[str, Any]], Collection[str]] = lambda options: (),
+        foreign: Callable[[dict[str, Any]], dict[str, str]] = lambda options: {},
         check: Callable[..., None] = lambda *parsed: None,
         **kwargs,
     ):
@@ -180,7 +180,7 @@ class CommandParser(TrlParser):
             if (typed | given).get(action.dest) is None:
                 raise ValueError(f"`--{action.dest}` is required.")
         left_out = {name: f"`--{by}`" for by in typed for name in _REPLACED.get(by, ()) if given.get(name) != "steps"}
-        left_out |= dict.fromkeys(self.foreign(given), f"`{self.prog}`")
+        left_out |= self.foreign(given)
         left_out = {name: by for name, by in left_out.items() if name in given and name not in typed}
         defaults = {name: value for name, value in given.items() if name not in left_out}
         defaults = ({} if self.presets is None else self.presets(defaults | typed)) | defaults
@@ -202,6 +202,9 @@ class CommandParser(TrlParser):
         for kind in self.dataclass_types:
             names = [each.name for each in fields(kind) if each.init and each.name in options]
             parsed.append(kind(**{name: options[name] for name in names}))
+            for name in names:
+                if name.endswith("_dir") and os.path.isfile(options[name] or ""):
+                    raise ValueError(f"`--{name}` is {options[name]!r}, which is a file. Name a directory.")
             if issubclass(kind, TrainingArguments):  # which checks itself
                 continue
             parsed[-1].typed = {name for name in own if options.get(name) is not None}

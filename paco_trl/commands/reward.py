@@ -7,6 +7,7 @@ YAML file (`--config file.yaml`); the defaults are the paper's.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 from datasets import Dataset
@@ -86,13 +87,17 @@ def load_pairs(
     return validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
 
 
-def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
-    """Train a judge, and save it."""
+def check_options(script_args: ScriptArguments, *others: Any) -> None:
+    """Refuse options for data of another kind."""
     if script_args.eval_split is not None and script_args.dataset_split is None:
         raise ValueError("`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`.")
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
     unused, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
     refuse_unused(script_args, unused, f"{where} the layout of PaCo-Dataset")
+
+
+def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
+    """Train a judge, and save it."""
     eval_dataset = None
     # The first process downloads, unpacks and decodes, and the others then find its caches. They do not wait in a
     # collective (`main_process_first`), which ends after `ddp_timeout`.
@@ -131,7 +136,8 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
 
 def parser_of(*classes: type, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `paco-trl reward`."""
-    return CommandParser((ScriptArguments, PaCoRewardConfig, *classes), REFUSED_SFT_FIELDS, is_launched=True, **kwargs)
+    kwargs = {"is_launched": True, "check": check_options, **kwargs}
+    return CommandParser((ScriptArguments, PaCoRewardConfig, *classes), REFUSED_SFT_FIELDS, **kwargs)
 
 
 def main(arguments: list[str]) -> int:

@@ -13,17 +13,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from accelerate.logging import get_logger
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoConfig
 
 from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
+from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
 from ..rewards.judge_rewards import RUBRICS, read_rubric
 from ..rewards.runner import check_columns, check_reward_weights
 from ..rollout.loading import check_config, read_peft_config
 from ..trainer.checks import check_quantization
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, refuse_unused
+
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -140,6 +145,10 @@ def check_options(script_args: ScriptArguments, training_args: PaCoGRPOConfig, *
     if not given:
         unused = ("eval_rewards", "eval_judge_model", "eval_judge_url")
         refuse_unused(script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
+    if is_full and "learning_rate" not in script_args.typed:
+        logger.warning(
+            f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much less, such as 1e-5."
+        )
 
 
 def check_data_options(args: PromptDataArguments) -> None:
@@ -170,6 +179,23 @@ def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
         return None
     name = name if name is not None else script_args.dataset_name
     return _load_prompts(script_args, cast(str, name), split or "train", is_training=False)
+
+
+def fit_panel_options(script_args: ScriptArguments, args: PaCoGRPOConfig, *datasets: Dataset | None) -> None:
+    """Leave out what a recipe says of separate images where no dataset has any."""
+    sets = [
+        arrange_sets(dataset, args.set_layout) for dataset in datasets if dataset and "rows" in dataset.column_names
+    ]
+    if any(SEPARATE in dataset["layout"] for dataset in sets if "layout" in dataset.column_names):
+        return
+    for name in PANEL_OPTIONS:
+        if name not in script_args.typed and (value := getattr(args, name)) != (
+            default := getattr(PaCoGRPOConfig, name)
+        ):
+            logger.warning(
+                f"`{name}` is {value!r} in the recipe, but no dataset has a set of separate images: left out."
+            )
+            setattr(args, name, default)
 
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
@@ -235,7 +261,9 @@ def _import_reward(path: str) -> Callable:
     if not name and len(own) == 1:
         (name,) = own
     if not hasattr(module, name):
-        raise ValueError(f"'{where}' has no reward `{name}`. Name one of: {', '.join(own) or 'no function or class'}.")
+        found = f"has {len(own)} functions and classes" if not name else f"has no reward `{name}`"
+        named = f" Name one: {', '.join(f'`{where}:{each}`' for each in own)}." if own else ""
+        raise ValueError(f"'{where}' {found}.{named}")
     reward = getattr(module, name)
     reward = reward() if isinstance(reward, type) else reward
     if not callable(reward):
@@ -289,8 +317,11 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
             continue
         try:
             AutoConfig.from_pretrained(resolve_base_model(model, {})[0])
-        except OSError as error:  # which may not name the model
-            raise OSError(f"The judge '{model}' cannot be read. {error}") from error
+        except (OSError, ValueError) as error:  # which may not name the model
+            cure = " It is an image pipeline: give a vision-language model." * os.path.isfile(
+                f"{model}/model_index.json"
+            )
+            raise OSError(f"The judge '{model}' cannot be read.{cure} {error}") from error
 
 
 def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:

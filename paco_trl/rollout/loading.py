@@ -168,6 +168,11 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
     try:
         return DiffusionPipeline.load_config(model, **hub_arguments(model_init_kwargs))
     except OSError as error:
+        files = ("adapter_config.json", "pytorch_lora_weights.safetensors")
+        if any(os.path.isfile(os.path.join(model, name)) for name in files):
+            raise ValueError(
+                f"'{model}' is an adapter: give it as `--adapter` (`peft_config`), and here its base."
+            ) from error
         reason = error.__context__
         if isinstance(reason, LocalEntryNotFoundError):  # diffusers says that the repository lacks the file
             is_offline = isinstance(reason.__cause__, OfflineModeIsEnabled)

@@ -96,6 +96,10 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
 
 def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
     """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
+    if not os.path.exists(adapter) and (is_local(adapter) or "/" not in adapter):
+        raise FileNotFoundError(
+            f"There is no adapter '{adapter}': no such file or directory, and no Hub id, `user/name`."
+        )
     folder, file = _split_adapter(adapter)
     names = (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")
     read = [name for name in ([file] if file else names) if name.endswith(".safetensors")]
@@ -106,7 +110,8 @@ def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
         what = f"{len(found)} safetensors files" if found else f"no {' or '.join(names)}"
         cure = "Name the file, such as 'style.safetensors', or on the Hub 'user/name/style.safetensors'."
         note = "Other formats are pickles, which can run code. A checkpoint with all weights is no adapter."
-        raise ValueError(f"The adapter '{adapter}' has {what}. {cure} {note}")
+        where = "" if os.path.exists(adapter) else ", which is no directory here,"
+        raise ValueError(f"The adapter '{adapter}'{where} has {what}. {cure} {note}")
     return found[0]
 
 
