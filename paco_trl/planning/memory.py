@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import groupby
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,6 @@ from unittest.mock import patch
 import torch
 from accelerate import init_empty_weights
 from datasets import Dataset
-from diffusers import DiffusionPipeline
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from peft import LoraConfig, get_peft_model
 from PIL import Image
@@ -37,7 +35,7 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 from ..rewards.paco_reward import resolve_base_model
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
 from ..rollout.families.unlisted import TransformerReachedError
-from ..rollout.loading import keep_dtype_of_norms, prepare_transformer, read_index, read_peft_config
+from ..rollout.loading import keep_dtype_of_norms, load_without_weights, prepare_transformer, read_peft_config
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_reward_config import PaCoRewardConfig
@@ -228,26 +226,6 @@ class _PlanMode(FakeTensorMode):
         if has_data and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def load_without_weights(model: str, dtypes: dict[str, torch.dtype], **where) -> DiffusionPipeline:
-    """Load a pipeline whose models are built from their configs, on the meta device."""
-    parts: dict[str, Any] = {}
-    for name, entry in read_index(model, where).items():
-        if not isinstance(entry, list | tuple) or entry[0] is None:  # a setting, or a part that is left out
-            continue
-        kind = getattr(import_module(entry[0]), entry[1])
-        if not issubclass(kind, nn.Module):
-            continue
-        is_diffusers = hasattr(kind, "load_config")
-        read = kind.load_config if is_diffusers else kind.config_class.from_pretrained
-        config = read(model, subfolder=name, **where)
-        with init_empty_weights():
-            part = (kind.from_config if is_diffusers else kind)(config)
-            if not is_diffusers:
-                part.tie_weights()
-        parts[name] = part.to(dtypes.get(name, dtypes["default"])).requires_grad_(False).eval()
-    return DiffusionPipeline.from_pretrained(model, **parts, **where)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from accelerate import init_empty_weights
 from accelerate.logging import get_logger
 from accelerate.utils import is_compiled_module
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
@@ -198,6 +200,26 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
     if scheduler_class is not None:
         check_flow_matching(scheduler_class)
     return config
+
+
+def load_without_weights(model: str, dtypes: dict[str, torch.dtype], **where) -> DiffusionPipeline:
+    """Load a pipeline whose models are built from their configs, on the meta device."""
+    parts: dict[str, Any] = {}
+    for name, entry in read_index(model, where).items():
+        if not isinstance(entry, list | tuple) or entry[0] is None:  # a setting, or a part that is left out
+            continue
+        kind = getattr(import_module(entry[0]), entry[1])
+        if not issubclass(kind, nn.Module):
+            continue
+        is_diffusers = hasattr(kind, "load_config")
+        read = kind.load_config if is_diffusers else kind.config_class.from_pretrained
+        config = read(model, subfolder=name, **where)
+        with init_empty_weights():
+            part = (kind.from_config if is_diffusers else kind)(config)
+            if not is_diffusers:
+                part.tie_weights()
+        parts[name] = part.to(dtypes.get(name, dtypes["default"])).requires_grad_(False).eval()
+    return DiffusionPipeline.from_pretrained(model, **parts, **where)
 
 
 def base_model_name(model: "str | DiffusionPipeline") -> str:
