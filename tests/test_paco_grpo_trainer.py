@@ -4,6 +4,7 @@
 import copy
 import json
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from trl import ModelConfig, get_peft_config
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.rollout import FAMILIES, FluxFamily, RecordedStep, SDESettings, UnlistedFamily, sde_step
+from paco_trl.rollout import FAMILIES, Family, FluxFamily, RecordedStep, SDESettings, UnlistedFamily, sde_step
 from paco_trl.rollout.policy import score_step
 from paco_trl.trainer.losses import (
     PolicyStep,
@@ -636,6 +637,10 @@ def test_a_reward_that_differs_nowhere(make_small, caplog):
     assert "(for the first, 0.5)" in said
 
 
+class Incomplete(FluxFamily):
+    call_at = Family.call_at
+
+
 class TestBadInput:
     """Errors come before the model is loaded where that is possible: the model named here does not exist."""
 
@@ -682,16 +687,28 @@ class TestBadInput:
         [
             ("height of row 0 of the dataset is 62.*60 or 64", {"height": 62}),
             ("`detach_unconditional`.* FluxPipeline has none .* = 3.5", {"detach_unconditional": True}),
+            ("`negative_prompt`", {"negative_prompt": "blurry"}),
+            # PEFT would train the other layer
+            ("'attn.to_kk'.* Did you mean attn.to_k", {
+                "peft_config": LoraConfig(r=4, target_modules=["attn.to_q", "attn.to_kk"])
+            }),
+            ("call_at", {"trainer_class": PaCoNFTTrainer, "family": Incomplete()}),
+            ("`stochastic_sampling=True`", {"scheduler/scheduler_config.json": {"stochastic_sampling": True}}),
+            (r"quantized \(bitsandbytes\)", {
+                "transformer/config.json": {"quantization_config": {"quant_method": "bitsandbytes"}}, "peft_config": None,
+            }),
         ],
-    )
-    def test_what_the_pipeline_does_not_take(self, make_trainer, message, settings):
+    )  # fmt: skip
+    def test_what_the_pipeline_does_not_take(self, make_trainer, tiny_flux, tmp_path, message, settings):
+        """Without weights, so that it is found before they are read."""
+        model = shutil.copytree(tiny_flux, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+        for file in [name for name in settings if name.endswith(".json")]:
+            changed = json.loads((model / file).read_text()) | settings[file]
+            (model / file).write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
-            make_trainer(**settings)
+            make_trainer(model=str(model), **{name: value for name, value in settings.items() if "/" not in name})
 
-    def test_a_layer_that_does_not_exist(self, make_trainer):
-        """PEFT would train the other layer."""
-        with pytest.raises(ValueError, match="'attn.to_kk'.* Did you mean attn.to_k"):
-            make_trainer(peft_config=LoraConfig(r=4, target_modules=["attn.to_q", "attn.to_kk"]))
+    def test_layers_by_a_pattern(self, make_trainer):
         trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules=r".*\.attn\.to_[qk]k?"))  # as PEFT takes it
         assert len(trainer.model.base_model.targeted_module_names) == 4
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
@@ -39,7 +40,15 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.files import find_adapter_file, hub_arguments, peft_folder
 from ..utils.names import check_adapter_base, check_model_name
 from ..utils.quantization import describe_quantization, quantization_config
-from . import Family, PipelinePolicy, cast_floating_inputs, check_flow_matching, family_of
+from . import (
+    FAMILIES,
+    Family,
+    FlowMatchSDEScheduler,
+    PipelinePolicy,
+    cast_floating_inputs,
+    check_flow_matching,
+    family_of,
+)
 from .lora_files import convert_lora
 
 
@@ -202,10 +211,16 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
     return config
 
 
-def load_without_weights(model: str, dtypes: dict[str, torch.dtype], **where) -> DiffusionPipeline:
-    """Load a pipeline whose models are built from their configs, on the meta device."""
+def load_without_weights(
+    model: str, dtypes: dict[str, torch.dtype], encodes: bool = True, **model_init_kwargs: Any
+) -> DiffusionPipeline:
+    """Load a pipeline whose models are built from their configs, on the meta device; `encodes`: with what encodes texts."""
     parts: dict[str, Any] = {}
-    for name, entry in read_index(model, where).items():
+    where = hub_arguments(model_init_kwargs)
+    for name, entry in read_index(model, model_init_kwargs).items():
+        if name in model_init_kwargs or not encodes and name.startswith(("text_encoder", "tokenizer")):
+            parts[name] = model_init_kwargs.get(name)
+            continue
         if not isinstance(entry, list | tuple) or entry[0] is None:  # a setting, or a part that is left out
             continue
         kind = getattr(import_module(entry[0]), entry[1])
@@ -220,6 +235,22 @@ def load_without_weights(model: str, dtypes: dict[str, torch.dtype], **where) ->
                 part.tie_weights()
         parts[name] = part.to(dtypes.get(name, dtypes["default"])).requires_grad_(False).eval()
     return DiffusionPipeline.from_pretrained(model, **parts, **where)
+
+
+def is_buildable(model: "str | DiffusionPipeline", model_init_kwargs: dict, family: Family | None) -> bool:
+    """Tell whether a pipeline can be built from configs: one that is named, listed, and has no parts of the caller's own."""
+    if not isinstance(model, str) or "custom_pipeline" in model_init_kwargs:
+        return False
+    is_given = any(isinstance(value, nn.Module) for value in model_init_kwargs.values())
+    return not is_given and check_config(model, model_init_kwargs, family)["_class_name"] in FAMILIES
+
+
+def check_trained(pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str | None) -> None:
+    """Check scheduler, layers and adapter of a pipeline without weights, as [`make_policy`] would after loading them."""
+    with init_empty_weights(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come again with the weights
+        FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)
+        prepare_transformer(pipeline, family, peft_config, autocast_adapter_dtype=False)
 
 
 def base_model_name(model: "str | DiffusionPipeline") -> str:

@@ -112,10 +112,8 @@ def check_prompts(
         check_call(pipeline, ["callback_on_step_end"], "switch its adapter off. Unset `adapter_fraction`.")
     for rows in (train_rows, *eval_rows):
         rows.measure(pipeline, family)
-    if args.vae_tiling:
-        pipeline.vae.enable_tiling()
     _check_micro_batches(args, pipeline, family, train_rows)
-    _warn_of_tiles(pipeline.vae, train_rows)
+    _warn_of_tiles(pipeline.vae, train_rows, args.vae_tiling)
     return negative_prompt
 
 
@@ -146,13 +144,13 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
     raise ValueError(f"{reason}, so a batch must not cross prompts: {rule} ({args.num_generations}).")
 
 
-def _warn_of_tiles(vae: Any, rows: PromptRows) -> None:
+def _warn_of_tiles(vae: Any, rows: PromptRows, is_tiled: bool) -> None:
     """Warn if the rewards of training see the seams between the VAE's tiles."""
     # Smaller images are not tiled. Some VAEs have a size for each side
     size = getattr(vae, "tile_sample_min_size", math.inf)
     tile = [getattr(vae, f"tile_sample_min_{side}", size) for side in ("height", "width")]
     height, width = max(rows.training_sizes, key=lambda each: max(each[0] / tile[0], each[1] / tile[1]))
-    if not getattr(vae, "use_tiling", False) or height <= tile[0] and width <= tile[1]:
+    if not (is_tiled or getattr(vae, "use_tiling", False)) or height <= tile[0] and width <= tile[1]:
         return
     logger.warning(  # https://github.com/XueZeyue/DanceGRPO/issues/117
         f"Training images of {height} x {width} pixels are decoded in tiles of {tile[0]} x {tile[1]}: rewards see the "

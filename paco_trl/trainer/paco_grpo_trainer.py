@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -64,7 +65,10 @@ from ..rollout.loading import (
     base_model_name,
     check_attention_backend,
     check_peft_config,
+    check_trained,
+    is_buildable,
     load_pipeline,
+    load_without_weights,
     make_policy,
     pipeline_quantization,
     read_peft_config,
@@ -242,8 +246,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self._open_run(args, model, peft_config, family)
         models = offload_models(args, self.rewards, self.eval_rewards)
 
-        # 2. The frozen pipeline, and its trained weights. An adapter's are random: seed first.
-        set_seed(args.seed)
+        # 2. The frozen pipeline: what a name and configs tell is checked before its weights are read
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
         if is_full and args.adapter_fraction < 1:
@@ -252,22 +255,39 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
-        self.pipeline = load_pipeline(
-            model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization, family,
-            **(args.model_init_kwargs or {}),
+        init = args.model_init_kwargs or {}
+        load = partial(
+            load_pipeline, model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization, family,
+            **init,
         )  # fmt: skip
-        modules = {name: each for name, each in self.pipeline.components.items() if isinstance(each, nn.Module)}
-        self._identify_weights({name: weights_fingerprint(module) for name, module in sorted(modules.items())})
-        quantization = describe_quantization(self.pipeline.transformer)
-        check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
-        self.family = family_of(self.pipeline) if family is None else family
+        is_built = is_buildable(model, init, family)
+        dtypes = {"default": self.compute_dtype}
+        pipeline = load_without_weights(str(model), dtypes, encodes=False, **init) if is_built else load()
+        self.family = family_of(pipeline) if family is None else family
         self._check_family()
-        self.size_multiple = self.family.size_multiple(self.pipeline)
+        quantization = describe_quantization(pipeline.transformer)
+        check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
+        self.size_multiple = self.family.size_multiple(pipeline)
         if args.ddp_find_unused_parameters is None:
             # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
-            has_unused = is_full and bool(self.family.unused_layers(self.pipeline.transformer))
+            has_unused = is_full and bool(self.family.unused_layers(pipeline.transformer))
             args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
-        negative_prompt = check_prompts(args, self.pipeline, self.family, self.train_rows, eval_rows)
+        negative_prompt = check_prompts(args, pipeline, self.family, self.train_rows, eval_rows)
+        if args.attention_backend is not None:  # what a device lacks is known only where it runs
+            config = pipeline.transformer.config
+            size = config.get("attention_head_dim") or config.get("dim", 64) // config.get("n_heads", 1)
+            where = {"dtype": self.compute_dtype, "device": args.device, "requires_grad": True}
+            check_attention_backend(args.attention_backend, torch.zeros(1, 128, 1, size, **where))
+        if is_built:
+            check_trained(pipeline, self.family, peft_config)
+        self.pipeline = load() if is_built else pipeline
+        modules = {name: each for name, each in self.pipeline.components.items() if isinstance(each, nn.Module)}
+        self._identify_weights({name: weights_fingerprint(module) for name, module in sorted(modules.items())})
+        if args.vae_tiling:
+            self.pipeline.vae.enable_tiling()
+
+        # 3. The trained weights. An adapter's are random: seed first
+        set_seed(args.seed)
         if is_deepspeed:
             # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
@@ -279,13 +299,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             quantization=args.quantization,
         )  # fmt: skip
         self.quantization = pipeline_quantization(self.pipeline)
-        if args.attention_backend is not None:  # what a device lacks is known only where it runs
-            config = self.pipeline.transformer.config
-            size = config.get("attention_head_dim") or config.get("dim", 64) // config.get("n_heads", 1)
-            where = {"dtype": self.compute_dtype, "device": args.device, "requires_grad": True}
-            check_attention_backend(args.attention_backend, torch.zeros(1, 128, 1, size, **where))
 
-        # 3. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
+        # 4. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
         # methods read are set below (tests/test_contract.py lists them).
         stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
         _BaseTrainer.__init__(
@@ -304,7 +319,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self._current_train_step_time = 0.0
         self._step = 0
 
-        # 4. Components of a round
+        # 5. Components of a round
         self.reward_funcs, self.reward_func_names = self.rewards.functions, self.rewards.names
         self.reward_weights = self.rewards.weights
         self.num_generations = args.num_generations  # = G in the paper

@@ -31,6 +31,8 @@ def quantization_config(name: str, dtype: torch.dtype, library: str = "transform
 
 def describe_quantization(module: nn.Module) -> str | None:
     """Describe how the weights of a model are quantized; `None` if they are not."""
+    if any(parameter.is_meta for parameter in module.parameters()):  # built from its config
+        return (getattr(module, "config", {}).get("quantization_config") or {}).get("quant_method")
     quantizer = getattr(module, "hf_quantizer", None)  # of diffusers and transformers
     if quantizer is not None:
         config = quantizer.quantization_config
