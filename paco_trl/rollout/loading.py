@@ -133,7 +133,8 @@ def load_pipeline(
     if transformer is None:
         raise ValueError(f"{type(pipeline).__name__} has no `transformer`. Pass a flow-matching pipeline with one.")
     if isinstance(transformer, PeftModel) or getattr(transformer, "peft_config", None):
-        cure = "Pass it as `peft_config`, or merge it (`fuse_lora`, `unload_lora_weights`), save the pipeline, and pass that."
+        cure = "Pass it as `peft_config`, or merge it: `pipeline.fuse_lora()`, `pipeline.unload_lora_weights()`, and"
+        cure = f"{cure} `pipeline.save_pretrained(directory)`, whose directory is the model."
         raise ValueError(f"The pipeline's transformer already has an adapter. {cure}")
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module):
