@@ -252,6 +252,20 @@ class TestMetrics:
         # The sum exists where both do
         assert metrics["eval_reward"] == pytest.approx((2.0 + red[0] + 5.0 + red[2]) / 2, abs=1e-5)
 
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_a_gain_that_is_not_the_difference_of_the_means_is_explained(self, make, caplog, fails):
+        """The first call of a reward, for the baseline, has a score less than the second."""
+        calls = []
+
+        def scores(prompts, completions, **kwargs):
+            calls.append(prompts)
+            return [2.0, None, 5.0] if fails and len(calls) == 1 else [3.0, 9.0, 7.0]
+
+        metrics = make(eval_reward_funcs=scores, peft_config=NOT_NEW).evaluate()
+        difference = metrics["eval_reward"] - metrics["eval_reward_baseline"]
+        assert (metrics["eval_reward_gain"] == pytest.approx(difference)) is not fails
+        assert ("2 of 3" in caplog.text) is fails
+
     def test_grid_artifacts(self, make, watch):
         trainer = make(peft_config=NOT_NEW)
         assert trainer.size_multiple == 4

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from PIL import Image
@@ -35,6 +36,9 @@ from ..utils.fingerprint import describe
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import preserve_rng_state
 from .run_settings import evaluation_settings
+
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -189,7 +193,13 @@ def evaluation_metrics(
             metrics[prefix + "std"] = values[~torch.isnan(values)].std().item()
         if baseline is not None:
             _add_mean(metrics, prefix + "baseline", None, baseline, generations)
-            _add_mean(metrics, prefix + "gain", prefix + "gain_ci", values - baseline, generations)
+            gains = values - baseline
+            _add_mean(metrics, prefix + "gain", prefix + "gain_ci", gains, generations)
+            if not torch.equal(gains.isnan(), values.isnan() & baseline.isnan()):
+                logger.warning(
+                    f"`{prefix}gain` is over the {(~gains.isnan()).sum()} of {len(gains)} images that both models have a "
+                    f"value for, and not the difference of `{mean_name}` and `{prefix}baseline`, each of its own images."
+                )
     for k, name in enumerate(names):
         metrics[f"rewards/{name}/failure_rate"] = torch.isnan(after.rewards[:, k]).float().mean().item()
     return after.logged | metrics
