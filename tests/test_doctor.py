@@ -371,6 +371,13 @@ class TestMemory:
             with pytest.raises(ValueError, match="--device_memory"):
                 doctor.PlanArguments(wrong).memory_of(None)
 
+    @pytest.mark.parametrize(("processes", "fits"), [("1", True), ("2", False)])
+    def test_the_host_is_compared_too(self, tiny_plan, monkeypatch, processes, fits):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        row = doctor.memory_row(tiny_plan, 2 * tiny_plan.peak, int(1.5 * tiny_plan.host_peak))
+        assert row.verdict == ("ok" if fits else "warning") and ("Host memory" in row.advice) is not fits
+        assert f"for each of {processes} process(es)" in row.finding
+
     @pytest.mark.slow
     def test_another_card_is_planned_without_weights(self, make_arguments, tiny_flux, tmp_path):
         configs = shutil.copytree(tiny_flux, tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors"))

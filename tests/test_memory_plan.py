@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from peft import LoraConfig
 from safetensors.torch import save_file
@@ -22,7 +22,16 @@ from paco_trl.commands.doctor import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.planning import MemoryPlan, Phase, plan_memory
-from paco_trl.planning.memory import LiveBytes, affine, as_in_training, measure_peak, training_parts, weights_bytes
+from paco_trl.planning.memory import (
+    LiveBytes,
+    affine,
+    as_in_training,
+    measure_peak,
+    quantized_layers,
+    training_parts,
+    weights_bytes,
+)
+from paco_trl.trainer.paco_grpo_trainer import ROUNDS_AHEAD
 
 
 def allocated(function: Callable[[], object]) -> int:
@@ -198,6 +207,22 @@ def test_quantized_weights():
     assert weights_bytes(model, False, "nf4") == 640 // 2 + 4 * 640 // 64 + rest
     model[0].weight.requires_grad_(True)
     assert weights_bytes(model, False, "nf4") == weights_bytes(model, trainable=False) == rest
+
+
+def test_the_host_has_quantized_weights_and_the_embeddings_of_some_rounds(make_trainer, tiny_flux, prompts):
+    args = make_trainer(num_prompts_per_generation=1, optimizer_steps_per_generation=1).args
+    plan = plan_memory(str(tiny_flux), args, concatenate_datasets([prompts] * 5), LORA)
+    load = plan.phases[0].host
+    one = sum(tensor.nbytes for tensor in plan.run.embeddings().values())
+    assert load["embeddings"] == ROUNDS_AHEAD * one
+    assert plan_memory(str(tiny_flux), args, prompts.select(range(2)), LORA).phases[0].host["embeddings"] == 2 * one
+    quantized = replace(plan, quantization="int8").phases[0].host
+    for part, model in (("text encoders", None), ("transformer", plan.run.model)):
+        models = plan.run.text_encoders.values() if model is None else [model]
+        layers = [layer for model in models for layer in quantized_layers(model, "int8")]
+        saved = sum(layer.weight.nbytes - layer.weight.numel() for layer in layers)
+        assert load[part] - quantized[part] == saved > 0
+    assert plan.host_peak == max(sum(phase.host.values()) for phase in plan.phases) > load["libraries"]
 
 
 def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_qwen, prompts, tmp_path):

@@ -298,7 +298,15 @@ def check_memory(state: DoctorState) -> Row:
     """Plan the memory of a process by phase, from configs alone, and compare it with a device's."""
     total = state.plan_args.memory_of(state.args)
     make_plan = image_plan if isinstance(state.args, PaCoGRPOConfig) else judge_plan
-    return memory_row(make_plan(state.script_args, state.args, state.train_dataset), total)
+    host = host_memory() if state.plan_args.device_memory is None else None  # another card may be in another machine
+    return memory_row(make_plan(state.script_args, state.args, state.train_dataset), total, host)
+
+
+def host_memory() -> int:
+    """Return the memory of this machine, or of the container that this process runs in."""
+    limit, total = Path("/sys/fs/cgroup/memory.max"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    given = limit.read_text().strip() if limit.exists() else "max"
+    return total if given == "max" else min(int(given), total)
 
 
 def judge_plan(script_args: reward.ScriptArguments, args: Any, dataset: None = None) -> MemoryPlan:
@@ -317,8 +325,8 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
     return plan_memory(*arguments, models, script_args.judge_quantization)
 
 
-def memory_row(plan: MemoryPlan, total: int | None) -> Row:
-    """Show the phases of a run, and compare them with a device of `total` bytes."""
+def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> Row:
+    """Show the phases of a run, and compare them with a device of `total` bytes and a machine of `host` bytes."""
     lines, verdict, advice, limit = [plan.describe()], OK, "", USABLE * (total or 0)
     optim: Any = getattr(plan.run.args.optim, "value", plan.run.args.optim)
     if not optim.startswith("adamw_torch"):
@@ -333,7 +341,14 @@ def memory_row(plan: MemoryPlan, total: int | None) -> Row:
         advice = f"Settings that save memory: {saving}. Or a larger device, smaller images or models."
     elif total is not None:
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
-    return Row(verdict, "\n".join(lines), advice, table=plan.table())
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", plan.num_processes))
+    lines.append(f"Host memory: {format_size(plan.host_peak)} for each of {count} process(es) of a machine.")
+    if host is not None:
+        lines[-1] = f"{lines[-1][:-1]}; this one has {format_size(host)}."
+        if count * plan.host_peak > host:
+            verdict = verdict if verdict == FAILED else WARNING
+            advice += " Host memory is short: `--quantization int8` or `nf4`, fewer processes, no `offload` options."
+    return Row(verdict, "\n".join(lines), advice.strip(), table=plan.table())
 
 
 def check_noise_free(state: DoctorState) -> Row | str:

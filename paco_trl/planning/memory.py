@@ -38,6 +38,7 @@ from ..rollout.families.unlisted import TransformerReachedError
 from ..rollout.loading import keep_dtype_of_norms, load_without_weights, prepare_transformer, read_peft_config
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
+from ..trainer.paco_grpo_trainer import ROUNDS_AHEAD
 from ..trainer.paco_reward_config import PaCoRewardConfig
 from ..trainer.paco_reward_trainer import complete_peft_config
 from ..utils.files import hub_arguments
@@ -48,6 +49,7 @@ USABLE = 0.9
 # Bytes of a weight of a linear layer; nf4 has a float32 scale for each 64 weights
 BYTES_PER_WEIGHT = {"nf4": 0.5 + 4 / 64, "int8": 1, "fp8": 1, "fp8_storage": 1}
 _FLOAT32 = 4
+_LIBRARIES = 5 * 2**28  # host memory of a process with torch, transformers and diffusers, without CUDA
 FEW_BLOCKS = 4  # from which on each adds the same to a peak
 _QWEN_MAX_PIXELS = 12_845_056  # of Qwen2.5-VL's own processor
 
@@ -329,7 +331,7 @@ class JudgeRun:
         trained = affine(lambda size: self.peak(size, count, True, checkpointing), plan.batch_size)
         evaluated = affine(lambda size: self.peak(size, count), self.args.per_device_eval_batch_size)
         return [
-            Phase("load", {}, {"weights": weights_bytes(self.network)}),
+            Phase("load", {}, {"libraries": _LIBRARIES, "weights": frozen}),
             Phase("train", {**always, **adds, "activations": trained}, {}),
             Phase("evaluate", {**always, "activations": evaluated}, {}),
         ]
@@ -554,12 +556,12 @@ class ImageRun:
         # Rewards are computed while the next images are generated; offloaded ones visit after the last
         visits, judging = plan.offload_rewards, {"activations of the judge": scored}
         score = {**always, "rewards": rewards} if visits else {**rollout, "activations": max(step, decode)}
-        # Weights come to the device after the prompts are encoded, except those that bitsandbytes quantizes there
-        encoding = {"text encoders": encoders, "activations": self.encoding()}
-        encoding["frozen weights"] = frozen if plan.quantization == "nf4" else 0
-        encoding["rewards"] = 0 if visits else judged  # CLIP comes with its first image
+        # Between rounds, when the frozen weights leave the device to the text encoders, except with DeepSpeed
+        encoding = {**always, "round": 0, "text encoders": encoders, "activations": self.encoding()}
+        encoding["frozen weights"] = 0 if plan.zero_stage is None else always["frozen weights"]
         host = {
-            "text encoders": self.frozen_bytes(None)[1],
+            "libraries": _LIBRARIES,
+            "text encoders": encoders,
             "VAE": vae,
             "average": averages * _FLOAT32 * self.num_trained // stage3 if plan.ema_offload else 0,
             "round": embeddings if plan.offload_embeddings else 0,
@@ -567,8 +569,9 @@ class ImageRun:
         }
         if args.embeddings_dir is None:
             size = sum(tensor.nbytes for tensor in self.embeddings().values())
-            host["embeddings"] = len({call.prompt for call in self.rows.calls}) * size // layout.num_processes
-        loaded = {**host, "transformer": weights_bytes(self.model)}
+            host["embeddings"] = min(len(self.rows.calls), ROUNDS_AHEAD * prompts) * size
+        # Quantized weight by weight, while they are read from files that take no memory of the process
+        loaded = {**host, "transformer": weights_bytes(self.model, quantization=plan.quantization)}
         return [
             Phase("load", {}, loaded),
             Phase("encode", encoding, loaded),
@@ -622,6 +625,11 @@ class MemoryPlan:
     def peak(self) -> int:
         """Largest number of bytes on the device, in any phase."""
         return max(phase.total for phase in self.phases)
+
+    @property
+    def host_peak(self) -> int:
+        """Largest number of bytes of host memory, in any phase."""
+        return max(sum(phase.host.values()) for phase in self.phases)
 
     def largest_batch(self, limit: float) -> int:
         """Return the largest micro-batch that can be and fits into `limit` bytes, a power of two; 0 if none does."""
