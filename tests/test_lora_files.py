@@ -285,6 +285,9 @@ BROKEN = {
     "another rank": (CONFIG, lambda config: json.dumps({**config, "r": 3})),
     "a layer that does not exist": (CONFIG, lambda config: json.dumps({**config, "target_modules": ["to_nowhere"]})),
     "half the weights": (WEIGHTS, lambda weights: save(weights)[:-9].decode("latin-1")),
+    "DoRA": (CONFIG, lambda config: json.dumps({**config, "use_dora": True})),
+    "a list for a dictionary": (CONFIG, lambda config: json.dumps({**config, "rank_pattern": [3]})),
+    "a base that is a number": (CONFIG, lambda config: json.dumps({**config, "base_model_name_or_path": 3})),
     "no matrix": (WEIGHTS, lambda weights: save(dict(list(weights.items())[1:])).decode("latin-1")),
     "a row": (WEIGHTS, lambda weights: save({name: each[0] for name, each in weights.items()}).decode("latin-1")),
 }

@@ -273,6 +273,8 @@ class TestErrors:
         [
             ({"adapter": "full"}, "all weights"),
             ({"adapter": "vera"}, "VERA"),
+            ({"adapter": "broken"}, "The adapter 'broken' cannot be read"),
+            ({"adapter": "lists"}, "The adapter 'lists' does not fit"),
             ({"adapter": "nameless"}, "--model_name_or_path"),
             ({"model_name_or_path": "gone"}, "gone"),
             ({"output_dir": "adapter"}, "Nothing is overwritten"),
@@ -285,6 +287,8 @@ class TestErrors:
         adapter = shutil.copytree(flux_adapter, tmp_path / "adapter")
         edit_config(shutil.copytree(adapter, tmp_path / "nameless"), base_model_name_or_path=None)
         edit_config(shutil.copytree(adapter, tmp_path / "vera"), peft_type="VERA")
+        edit_config(shutil.copytree(adapter, tmp_path / "broken"), base_model_name_or_path=3)
+        edit_config(shutil.copytree(adapter, tmp_path / "lists"), rank_pattern=[3])
         words = options(**{"adapter": "adapter", "output_dir": "merged", **arguments})
         assert token in self.refused(capsys, tmp_path / "merged", *words)
 

@@ -444,8 +444,11 @@ class TestFromPretrained:
             # Layers of the configuration that have no weights, in the vision tower
             (str, {"target_modules": r".*\.(\w+_proj)"}, "does not fit.*visual"),
             (str, {"base_model_name_or_path": None}, "base_model_name_or_path"),
+            (str, {"base_model_name_or_path": 3}, "The adapter .*edited' cannot be read"),
+            (str, {"peft_type": "NEW"}, "The adapter .*edited' cannot be read"),
+            (str, {"r": "four"}, "edited' does not fit"),
         ],
-        ids=["a matrix", "no place", "no weights", "no base"],
+        ids=["a matrix", "no place", "no weights", "no base", "a number", "a new type", "a rank in words"],
     )
     def test_an_adapter_that_does_not_fit(self, edited, rename, config, message):
         with pytest.raises(ValueError, match=message):

@@ -29,7 +29,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import find_adapter_file, find_model_file, hub_arguments
+from ..utils.files import find_adapter_file, find_model_file, hub_arguments, reading
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import find_control_tokens, load_image, patch_size_of, to_device, tower_arguments
 from ..utils.names import check_model_name, public_name
@@ -505,8 +505,9 @@ def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
     hub_kwargs = hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:
         return model, kwargs, False
-    config = PeftConfig.from_pretrained(model, **hub_kwargs)
-    base = config.base_model_name_or_path
+    with reading(f"The adapter {model!r}", "Save it again, or name another"):
+        config = PeftConfig.from_pretrained(model, **hub_kwargs)
+        base = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
     if not base:
         raise ValueError(f"{model!r} names no base: set `base_model_name_or_path` in its adapter_config.json.")
     base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
@@ -537,11 +538,12 @@ def has_processor(model: str, **hub_kwargs) -> bool:
 def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> PeftModel:
     """Add an adapter, possibly with old layer names, to a vision-language model."""
     model_type = network.config.model_type
-    config = PeftConfig.from_pretrained(adapter, **hub_kwargs)
+    file = find_adapter_file(adapter, **hub_kwargs)  # PEFT would fall back to a pickle
+    with reading(f"The adapter {adapter!r}", "Save it again, or name another"):
+        config, saved = PeftConfig.from_pretrained(adapter, **hub_kwargs), load_file(file)
     config.inference_mode = True
     if not isinstance(config.target_modules, str):  # a pattern, or a list which may be of whole names
         config.target_modules = set(rename_old_layers(config.target_modules or [], model_type))
-    saved = load_file(find_adapter_file(adapter, **hub_kwargs))  # PEFT would fall back to a pickle
     names = rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in saved), model_type)
     weights = dict(zip((_PEFT_PREFIX + name for name in names), saved.values(), strict=True))
     try:
@@ -551,7 +553,7 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
         if different := sorted(weights.keys() ^ expected.keys()):
             raise ValueError(f"missing or unexpected weights {different}.")
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:  # of many kinds: PEFT trusts a config
         raise ValueError(
             f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(error)[:300]} "
             "If another version of transformers trained it, merge it with that version."

@@ -4,6 +4,7 @@
 import copy
 import inspect
 import json
+import logging
 import os
 import re
 import warnings
@@ -18,8 +19,7 @@ from typing import Any
 import diffusers
 import torch
 from accelerate import init_empty_weights
-from accelerate.logging import get_logger
-from accelerate.utils import is_compiled_module
+from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import apply_layerwise_casting
@@ -29,7 +29,6 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Offl
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from trl import ModelConfig
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import find_adapter_file, hub_arguments, peft_folder
+from ..utils.files import find_adapter_file, hub_arguments, peft_folder, reading
 from ..utils.names import check_adapter_base, check_model_name
 from ..utils.quantization import describe_quantization, quantization_config
 from . import (
@@ -52,7 +51,7 @@ from . import (
 from .lora_files import convert_lora
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = LoraConfig()
 # What a saved config has of its adapter's training, and what only mattered until the adapter had weights
@@ -124,8 +123,8 @@ def load_pipeline(
             pipeline.register_to_config(_name_or_path=str(pipeline.name_or_path))
     for name, component in pipeline.components.items():
         if is_compiled_module(component):
-            setattr(pipeline, name, component._orig_mod)
-            logger.warning(
+            setattr(pipeline, name, extract_model_from_parallel(component, keep_torch_compile=False))
+            _warn(
                 f"`{name}` of the pipeline is used as it was before `torch.compile`, which would compile other kernels with "
                 "gradients than without. Set `compile_repeated_blocks` to compile the transformer."
             )
@@ -276,11 +275,15 @@ def _read_adapter(
     folder = peft_folder(adapter)
     if folder is None:
         return convert_lora(find_adapter_file(adapter), model, **hub_arguments)
-    try:
+    with reading(f"The adapter '{adapter}'", "Save it again, or name another"):
         config = PeftConfig.from_pretrained(folder)
+        config.base_model_name_or_path = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
         return config, load_peft_weights(folder, device="cpu")
-    except (AttributeError, KeyError, SafetensorError, TypeError, ValueError) as error:  # of what is in the files
-        raise ValueError(f"The adapter '{adapter}' cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _warn(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # of the processes of a run, which may not know one another yet
+        logger.warning(message)
 
 
 def _forget_training(config: LoraConfig, has_weights: bool) -> None:
@@ -309,20 +312,21 @@ def check_peft_config(
             f"`{name}` {getattr(given, name)!r}" for name in ("task_type", "lora_dropout") if getattr(given, name)
         ]
         if dropped:
-            logger.warning(
-                f"`peft_config` has {' and '.join(dropped)}, which no image model is trained with: left out."
-            )
+            _warn(f"`peft_config` has {' and '.join(dropped)}, which no image model is trained with: left out.")
     if peft_config.task_type is not None:
         raise TypeError(f"`task_type` is {peft_config.task_type!r}, which is for language models. Leave it out.")
     if peft_config.lora_dropout:
         problem = "with which the replay scores an image with another network than the one that generated it"
         raise ValueError(f"`lora_dropout` is {peft_config.lora_dropout}, {problem}. Set it to 0.")
     check_lora_start(peft_config)
+    of, cure = "", "Use the default, {!r}."
+    if isinstance(adapter, str):
+        of, cure = f" of the adapter '{adapter}'", "Merge it into its model, and train a new adapter on that."
     for name, default in vars(_DEFAULTS).items():
         value = getattr(peft_config, name)
         if name not in _PLAIN_LORA and value and value != default:
             reason = "only plain LoRA is trained here: most programs ignore the rest in diffusers' format"
-            raise ValueError(f"`{name}` is {value!r}, but {reason}. Use the default, {default!r}.")
+            raise ValueError(f"`{name}`{of} is {value!r}, but {reason}. {cure.format(default)}")
     if isinstance(adapter, str):
         base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
@@ -516,7 +520,9 @@ def load_transformer_adapter(
         if not is_trainable:
             model.eval()
         set_peft_model_state_dict(model, weights)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of many kinds: PEFT trusts a config
         problem = f"{type(error).__name__}: {error}"[:400]
         raise ValueError(f"The adapter '{adapter}' does not fit {base_model_name(base)}: {problem}") from error
     # PEFT drops weights without a layer, and initializes layers without weights
