@@ -16,6 +16,7 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judge, reward, script_arguments
+from paco_trl.commands.main import read_config
 from paco_trl.data import (
     SourceImages,
     check_edit_columns,
@@ -32,6 +33,9 @@ from paco_trl.data import (
 )
 from paco_trl.data.dataset_files import load_split
 from paco_trl.data.image_sets import complete_image_sets, prompt_texts
+from paco_trl.data.stories import load_stories
+from paco_trl.evaluation import save_report
+from paco_trl.rewards.judge_rewards import read_rubric
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.utils.stage_folder import save_with_paths
 from paco_trl.utils.text import read_json, shorten
@@ -183,11 +187,21 @@ class TestEncodings:
             with pytest.raises(ValueError, match=f"{name}' cannot be read"):
                 load_image_set_prompts(write(tmp_path / name, content))
 
-    def test_other_files_of_users(self, tmp_path):
-        with pytest.raises(ValueError, match="alignment.json.*UTF-8"):
-            read_json(write(tmp_path / "alignment.json", '{"a": "é"}'.encode("cp1252")))
-        with pytest.raises(ValueError, match="alignment.json.*JSON"):
-            read_json(write(tmp_path / "alignment.json", "{"))
+    @pytest.mark.parametrize(
+        "name, read",
+        [
+            ("rubric.txt", read_rubric),
+            ("recipe.yaml", lambda path: read_config(["--config", str(path)])),
+            ("01/story.json", lambda path: load_stories(path.parents[1])),
+            ("prompt_alignment.json", read_json),
+            ("results.json", lambda path: save_report({}, path.parent)),
+        ],
+    )
+    def test_other_files_of_users(self, tmp_path, name, read):
+        for text, named in (('{"a": "é"}'.encode("cp1252"), "UTF-8"), (b"{", "JSON")):
+            if named == "UTF-8" or name.endswith(".json"):
+                with pytest.raises(ValueError, match=f"{Path(name).name}.*{named}"):
+                    read(Path(write(tmp_path / name, text)))
 
 
 GENEVAL = [
@@ -216,9 +230,13 @@ class TestColumnsOfAnyKind:
         rows = [{"prompt": f"Prompt {number}.", "extra": value} for number, value in enumerate(values)]
         content = json.dumps(rows) if name == "p.json" else "\n".join(map(json.dumps, rows))
         write(tmp_path / (name if "." in name else f"{name}/p.jsonl"), content)
+        write_image(tmp_path / "a.png")
+        rows = [{**row, "images": ["a.png"]} for row in rows]
+        edits = write(tmp_path / "edits" / "p.jsonl", "\n".join(map(json.dumps, rows)))
         dataset = load_image_set_prompts(tmp_path / name)
         found = [row["extra"] for row in dataset]
         assert found == values and list(map(type, found)) == list(map(type, values))
+        assert load_edit_prompts(edits, image_folder=tmp_path)["extra"][:] == values
         assert dataset.with_format(None)["extra"][:] == values and dataset.select([1])[0]["extra"] == values[1]
 
     def test_rewards_get_them(self, tmp_path):
@@ -392,7 +410,7 @@ def row_settings():
 
 def content(dataset):
     rows = PromptRows(dataset, row_settings(), "it")
-    return json.dumps([rows.content(number) for number in range(len(rows))]), [rows.row(0)]
+    return [rows.row(number) for number in range(len(rows))]
 
 
 SET = {"prompt": "A 1x2 grid layout of foxes. [LEFT]:Red. [RIGHT]:Blue.", "height": 64, "width": 128, "weight": 0.5}

@@ -16,6 +16,7 @@ import yaml
 
 from ..utils.errors import TRACEBACK, is_message_enough, is_traceback_wanted
 from ..utils.stopping import Stopped, stop_signals
+from ..utils.text import read_text
 
 
 # Command -> its module, with the function if it is not `main(arguments) -> int`, and what it does. Imported only when it is run: torch,
@@ -103,8 +104,7 @@ def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str], str | 
     if parsed.config is None:
         return {}, rest, None
     path = Path(find_yaml("config", parsed.config, "recipes"))
-    with path.open(encoding="utf-8") as file:
-        config = yaml.safe_load(file)
+    config = yaml.safe_load(read_text(path))
     if not isinstance(config, dict):
         raise ValueError(f"`--config` is {parsed.config!r}, which must have options in it, such as `max_steps: 100`.")
     return (

@@ -93,10 +93,12 @@ def roles_of(count: int, roles: Any, where: str) -> list[str]:
         raise ValueError(f"`references` of {where} has no image. Add one, or leave the row out.")
     roles = [None] * count if roles is None else roles
     if not isinstance(roles, list) or len(roles) != count:
-        raise ValueError(f"`reference_roles` of {where} is {roles!r}. It must list {count}, one per reference.")
+        raise ValueError(f"`reference_roles` of {where} is {shorten(roles)}. It must list {count}, one per reference.")
     roles = [REFERENCE_ROLES[0] if role is None else role for role in roles]
     if unknown := [role for role in roles if role not in REFERENCE_ROLES]:
-        raise ValueError(f"`reference_roles` of {where} has {unknown[0]!r}. A role is {', '.join(REFERENCE_ROLES)}.")
+        raise ValueError(
+            f"`reference_roles` of {where} has {shorten(unknown[0])}. A role is {', '.join(REFERENCE_ROLES)}."
+        )
     return roles
 
 

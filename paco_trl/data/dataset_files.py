@@ -18,8 +18,6 @@ import pyarrow.compute as pc
 from datasets import (
     Dataset,
     DatasetDict,
-    DatasetInfo,
-    Features,
     Image,
     Json,
     LargeList,
@@ -115,7 +113,10 @@ def load_split(
         if not any(named.values()):
             raise ValueError(f"`image_folder` is '{image_folder}', but '{path}' names no paths. Leave it out.")
         folders.insert(0, Path(image_folder).expanduser().absolute())
-    return _with_image_files(dataset, named, folders)
+    dataset = _with_image_files(dataset, named, folders)
+    as_written = {name: _JsonAsWritten() for name, kind in dataset.features.items() if isinstance(kind, Json)}
+    dataset.info.features.update(as_written)
+    return dataset
 
 
 def _load_local(path: Path, split: str, config: str | None) -> Dataset:
@@ -258,10 +259,7 @@ def dataset_of_rows(rows: list[dict[str, Any]], where: str = "the dataset") -> D
         if name == "criteria":
             values = [criteria_list(value) if isinstance(value, dict) else value for value in values]
         columns[name] = _arrow_column(name, values, where)
-    table = pa.table(columns)
-    features = Features.from_arrow_schema(table.schema)
-    as_written = {name: _JsonAsWritten() if isinstance(kind, Json) else kind for name, kind in features.items()}
-    return Dataset(table, DatasetInfo(features=Features(as_written)))
+    return Dataset(pa.table(columns))
 
 
 def _arrow_column(name: str, values: list[Any], where: str) -> pa.Array:
@@ -293,7 +291,8 @@ def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the
             )
         is_struct = isinstance(inner, dict) and {*inner} <= {"bytes", "path"}
         if is_struct or inner in _STORED_IMAGES or isinstance(feature, LargeList) and isinstance(inner, Image):
-            dataset = dataset.cast_column(name, List(Image()) if is_list else Image())
+            column = dataset.select_columns(name).cast_column(name, List(Image()) if is_list else Image())
+            dataset = _with_column(dataset, name, column)
     return dataset
 
 
@@ -321,11 +320,20 @@ def _with_image_files(dataset: Dataset, named: dict[str, list[str]], folders: li
         if any(name != file for name, file in files.items()):
             rename = partial(_rename_images, column=column, files=files)
             # As Arrow tables, which have the images as stored; a cache file would be in the dataset's directory
-            renamed = dataset.with_format("arrow").map(
-                rename, batched=True, batch_size=100, features=dataset.features, keep_in_memory=True
+            images = dataset.select_columns(column)
+            renamed = images.with_format("arrow").map(
+                rename, batched=True, batch_size=100, features=images.features, keep_in_memory=True
             )
-            dataset = renamed.with_format(None)
+            dataset = _with_column(dataset, column, renamed.with_format(None))
     return dataset
+
+
+def _with_column(dataset: Dataset, name: str, column: Dataset) -> Dataset:
+    """Replace a column by what became of it alone: `map` would encode JSON in the others again."""
+    others = dataset.remove_columns(name)
+    if others.column_names:
+        column = concatenate_datasets([others, column], axis=1)
+    return column.select_columns(dataset.column_names)
 
 
 def _find_first_beside(names: list[str], folders: list[Path]) -> None:

@@ -90,7 +90,9 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
     """Check the prompt, the layout and the panels of a row."""
     _check_prompt(index, prompt)
     if not all(type(number) is int and number > 0 for number in (rows, cols)):
-        raise ValueError(f"Row {index} has rows={rows!r} and cols={cols!r}. Both must be ints of at least 1.")
+        raise ValueError(
+            f"Row {index} has rows={shorten(rows)} and cols={shorten(cols)}. Both must be ints of at least 1."
+        )
     if not isinstance(panels, list | tuple) or len(panels) != rows * cols or not all(map(is_text, panels)):
         expected = f"a text for each panel of its {rows}x{cols} grid (rows x cols)"
         raise ValueError(f"`panels` of row {index} is {shorten(panels)}. It must be a list with {expected}.")

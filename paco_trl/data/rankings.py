@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset, Features
 
-from ..utils.text import is_text
+from ..utils.text import is_text, shorten
 from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import (
     CRITERIA_TYPE,
@@ -50,7 +50,9 @@ def check_ranking_columns(dataset: Dataset, name: str = "dataset") -> None:
         if count < 2:
             raise ValueError(f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2.")
         if not is_order(ranking, count):
-            raise ValueError(f"`ranking` of row {row} of `{name}` is {ranking}, not 0 to {count - 1} exactly once.")
+            raise ValueError(
+                f"`ranking` of row {row} of `{name}` is {shorten(ranking)}, not 0 to {count - 1} exactly once."
+            )
 
 
 def is_order(ranking: Any, count: int) -> bool:
@@ -71,9 +73,11 @@ def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]
     names = record.get("comp_images", record.get("comparison_images"))
     order = record.get("rank_images")
     if not isinstance(names, list) or len(names) < 2 or len(set(map(str, names))) != len(names):
-        raise ValueError(f"`comp_images` is {names!r}. It must be a list of at least two different file names.")
+        raise ValueError(f"`comp_images` is {shorten(names)}. It must be a list of at least two different file names.")
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, names)):
-        raise ValueError(f"`rank_images` is {order!r}, but `comp_images` is {names!r}. Both must have the same names.")
+        raise ValueError(
+            f"`rank_images` is {shorten(order)}, but `comp_images` is {shorten(names)}. Both must have the same names."
+        )
     folder = PurePath("images", str(record.get("folder")))
     paths = [finder.find(name, folder) for name in [reference, *names]]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
@@ -110,7 +114,9 @@ def load_consistency_rank(path: str | Path) -> Dataset:
         counts[prefix] = counts.get(prefix, -1) + 1
         try:
             if group not in prompts:
-                raise ValueError(f"its directory {record.get('folder')!r} is not among the `idx` of {_PROMPT_FILE}.")
+                raise ValueError(
+                    f"its directory {shorten(record.get('folder'))} is not among the `idx` of {_PROMPT_FILE}."
+                )
             ranking = _read_ranking(record, finder)
         except ValueError as error:
             raise ValueError(f"{RANK_FILE}, record {number}: {error}") from error

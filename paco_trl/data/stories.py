@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """ViStoryBench's stories as sets of separate images."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
+from ..utils.text import read_json
 from .dataset_files import dataset_of_rows, find_dataset_folder, with_image_types
 
 
@@ -52,7 +52,7 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
 
 
 def _read_story(file: Path, language: str) -> dict[str, Any]:
-    story = json.loads(file.read_text(encoding="utf-8-sig"))
+    story = read_json(file)
     names = {key: each[f"name_{language}"] for key, each in story["Characters"].items()}
     texts = {key: f"{names[key]} is {each[f'prompt_{language}']}" for key, each in story["Characters"].items()}
     panels = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset, Features
 
-from ..utils.text import read_json
+from ..utils.text import read_json, shorten
 from .columns import CRITERIA_TYPE, column_types, criteria_list
 from .dataset_files import find_dataset_folder
 from .grid_prompts import GRID, GRID_LAYOUT, ImageSetPrompt, parse_image_set_prompt, usual_grid
@@ -45,10 +45,12 @@ def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
         parsed = parse_image_set_prompt(row["prompt"])
         layout = GRID.fullmatch(row["layout"].strip())
         if layout is None or (int(layout[1]), int(layout[2])) != (parsed.rows, parsed.cols):
-            raise ValueError(f"`layout` is {row['layout']!r}, but the prompt has {parsed.rows}x{parsed.cols} panels.")
+            raise ValueError(
+                f"`layout` is {shorten(row['layout'])}, but the prompt has {parsed.rows}x{parsed.cols} panels."
+            )
         panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
     except ValueError as error:
-        raise ValueError(f"T2IS row with idx {row['idx']!r}: {error}") from error
+        raise ValueError(f"T2IS row with idx {shorten(row['idx'])}: {error}") from error
     columns = {name: row[name] for name in ("prompt", "height", "width")} | {"id": str(row["idx"])}
     optional = {"category": "category", "subcategory": "task_name", "case_id": "original_idx"}
     columns |= {name: row.get(raw_name) for name, raw_name in optional.items()}
@@ -98,7 +100,7 @@ def _convert_case(name: str, case: dict[str, Any], criteria: list[dict[str, str]
         parsed = ImageSetPrompt(texts[0], *usual_grid(count), [])
     rows, cols = parsed.rows, parsed.cols
     if count not in (None, rows * cols):
-        raise ValueError(f"`output_image_count` is {count!r}, but its prompt asks for a {rows}x{cols} grid.")
+        raise ValueError(f"`output_image_count` is {shorten(count)}, but its prompt asks for a {rows}x{cols} grid.")
     columns = {"id": name, "case_id": name, "category": case.get("category"), "criteria": criteria}
     columns |= {"prompt": grid or parsed.theme, "height": _PANEL * rows, "width": _PANEL * cols}
     columns["subcategory"] = str(case.get("task_name_case_id", "")).rpartition("_")[0] or None

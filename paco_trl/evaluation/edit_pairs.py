@@ -17,7 +17,7 @@ from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest
 from ..utils.images import data_url
 from ..utils.names import public_name
-from ..utils.text import read_text
+from ..utils.text import read_text, shorten
 
 
 # Columns that the benchmarks' own scripts read: instruction, verdict, kind; and images
@@ -58,8 +58,8 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
     for number, row in enumerate(dataset.select_columns(texts + images * has_files)):
         instruction, verdict, kind = (row[name] for name in texts)
         if verdict not in verdicts:
-            where = f"`{texts[1]}` of '{instruction}' in '{path}'"
-            raise ValueError(f"{where} is {verdict!r}, not {' or '.join(verdicts)}.")
+            where = f"`{texts[1]}` of {shorten(instruction)} in '{path}'"
+            raise ValueError(f"{where} is {shorten(verdict)}, not {' or '.join(verdicts)}.")
         described, pictures = (kind, "consistency"), []
         if has_files:
             described = (verdict, DIMENSIONS.get(kind, kind))

@@ -19,6 +19,7 @@ from scipy.sparse.csgraph import connected_components
 
 from ..data.columns import list_lengths
 from ..data.questions import question
+from ..utils.text import shorten
 from . import runs
 
 
@@ -133,12 +134,16 @@ def _check_rows(rows: list[dict[str, Any]], counts: list[int]) -> None:
         keys = row["key"]
         if row["dimension"] not in QUESTIONS_OF:
             raise ValueError(
-                f"`dimension` of row {index} is {row['dimension']!r}, not one of {', '.join(QUESTIONS_OF)}."
+                f"`dimension` of row {index} is {shorten(row['dimension'])}, not one of {', '.join(QUESTIONS_OF)}."
             )
         if len(keys) != 2 or keys[0] == keys[1] or counts[index] != 2:
-            raise ValueError(f"Row {index} must have two edited images, with different names in `key`: {keys!r}.")
+            raise ValueError(
+                f"Row {index} must have two edited images, with different names in `key`: {shorten(keys)}."
+            )
         if any(instruction_of.setdefault(key, row["instruction"]) != row["instruction"] for key in keys):
-            raise ValueError(f"Row {index} has another instruction than an earlier row with one of its keys {keys!r}.")
+            raise ValueError(
+                f"Row {index} has another instruction than an earlier row with one of its keys {shorten(keys)}."
+            )
 
 
 def _parts(rows: list[dict[str, Any]], protocol: str) -> tuple[list[runs.Part], dict[str, list[str]]]:

@@ -13,7 +13,7 @@ import yaml
 from ..utils.files import read_template, write_atomically
 from ..utils.paper import PAPER
 from ..utils.statistics import without_nan
-from ..utils.text import interval_text, markdown_table, number_text
+from ..utils.text import interval_text, markdown_table, number_text, read_json
 from .runs import PROTOCOLS
 
 
@@ -120,7 +120,7 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     """
     folder = Path(folder)
     path = folder / "results.json"
-    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    entries = read_json(path) if path.exists() else []
     if not isinstance(entries, list) or not all("settings" in each for each in entries):
         raise ValueError(f"'{path}' exists and is not a report of judges. Move it away, or choose another directory.")
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}

@@ -15,7 +15,7 @@ from ..utils.files import to_png, write_atomically
 from ..utils.names import check_adapter_base
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
-from ..utils.text import some_of
+from ..utils.text import shorten, some_of
 
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ def name_prompts(prompts: "Dataset", columns: Sequence[str] = ("id",)) -> list[s
     for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
         for name, value in values.items():
             if not isinstance(value, str) or not value:
-                raise ValueError(f"`{name}` of row {row} of the prompts is {value!r}, but must be a non-empty text.")
+                raise ValueError(
+                    f"`{name}` of row {row} of the prompts is {shorten(value)}, but must be a non-empty text."
+                )
         key = "/".join(values[name] for name in columns)
         if key in rows:
             raise ValueError(f"Rows {rows[key]} and {row} of the prompts are both {key!r}: give each a unique `id`.")

@@ -19,6 +19,7 @@ from ..evaluation.runs import check_protocol
 from ..utils.chat import ChatRequest
 from ..utils.files import read_template
 from ..utils.images import data_url
+from ..utils.text import read_text
 
 
 # Stands for the instruction
@@ -122,7 +123,7 @@ def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
     if not path.is_file():
         raise FileNotFoundError(f"No {path}: give a clone, `git clone https://github.com/stepfun-ai/Step1X-Edit`.")
     texts = {}
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+    for statement in ast.parse(read_text(path)).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Constant(value=str(text))):
                 texts[name] = text

@@ -21,6 +21,7 @@ from ..data.questions import (
     theme_question,
 )
 from ..utils.files import read_template
+from ..utils.text import read_text
 from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, both_orders, digits_of
 
 
@@ -354,7 +355,7 @@ def read_rubric(rubric: str | Path) -> str:
     path = Path(rubric).expanduser()
     if not path.is_file():
         raise ValueError(f"`rubric` is '{rubric}', which is neither a file nor one of {', '.join(RUBRICS)}.")
-    text = path.read_text(encoding="utf-8").strip()
+    text = read_text(path).strip()
     if missing := [name for name in ("{prompt}", "{scale}") if name not in text]:
         raise ValueError(f"The rubric '{rubric}' has no {missing[0]}. Write it where the judge is to read its value.")
     return text
