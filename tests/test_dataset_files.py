@@ -370,6 +370,14 @@ class TestPairs:
         assert dataset[0]["completion"] == TURNS_OF["TRL"]["completion"]
         assert dataset[0]["images"][1].tobytes() == noise(2).tobytes()
 
+    @pytest.mark.parametrize("texts", [TURNS_OF["TRL"], TURNS_OF["LLaMA-Factory"]], ids=["TRL", "LLaMA-Factory"])
+    def test_a_directory_of_images(self, tmp_path, texts):
+        names = [write_image(tmp_path / "data" / f"{seed}.png", seed) and f"{seed}.png" for seed in (1, 2)]
+        rows = [{"images_file_names": names, **texts}, {"images_file_names": names[::-1], **texts}]
+        write(tmp_path / "data" / "metadata.jsonl", "\n".join(map(json.dumps, rows)))
+        dataset = load_pairs(tmp_path / "data", dataset_split="train")
+        assert [row["images"][0].tobytes() for row in dataset] == [noise(1).tobytes(), noise(2).tobytes()]
+
     def test_broken_ones_are_left_out(self, tmp_path):
         names = [write_image(tmp_path / f"{seed}.png", seed) and f"{seed}.png" for seed in (1, 2)]
         rows = [
