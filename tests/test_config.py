@@ -376,6 +376,20 @@ class TestLauncher:
         assert engine.config["gradient_accumulation_steps"] == config.gradient_accumulation_steps > 1
         assert engine.config["train_micro_batch_size_per_gpu"] == 4
 
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"lr_scheduler_type": "cosine_with_min_lr"}, "cosine_with_min_lr.*min_lr"),
+            ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 2}}, "num_cycle"),
+            ({"optim": "schedule_free_adamw"}, "`optim` is 'schedule_free_adamw'.*schedulefree"),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("config_class", [PaCoGRPOConfig, PaCoRewardConfig])
+    def test_an_optimizer_that_trainer_would_refuse_later(self, make_config, settings, message, config_class):
+        with pytest.raises(ValueError, match=message):
+            make_config(config_class, **settings)
+
     @pytest.mark.parametrize("file", [{"gradient_clipping": 0.5}, {"optimizer": {"params": {"lr": 0.5}}}], ids=str)
     def test_a_deepspeed_file_of_another_run(self, make_config, file):
         pytest.importorskip("deepspeed")

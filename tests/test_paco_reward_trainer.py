@@ -1023,12 +1023,18 @@ class TestBadInput:
             make_reward_trainer(train_dataset=dataset, **released | {"first_token_weight": weight})
         make_reward_trainer(eval_dataset=dataset, **released)  # it is only evaluated on
 
-    def test_a_model_whose_logits_are_changed(self, make_reward_trainer, tiny_qwen):
+    def test_a_model_whose_logits_are_changed(self, make_reward_trainer, tiny_qwen, tmp_path):
         for scale in (30.0, 1.0):
             model = base_of(tiny_qwen)
             model.config.get_text_config().logit_scale = scale
             with pytest.raises(ValueError, match="`logit_scale`") if scale != 1 else nullcontext():
                 make_reward_trainer(model)
+            # By name, before its weights are read: there are none
+            (folder := tmp_path / str(scale)).mkdir()
+            model.config.save_pretrained(folder)
+            processor_of(tiny_qwen).save_pretrained(folder)
+            with pytest.raises(ValueError, match="`logit_scale`") if scale != 1 else pytest.raises(OSError):
+                make_reward_trainer(str(folder))
 
     def test_pickled_weights(self, make_reward_trainer, tiny_qwen, tmp_path):
         folder = tmp_path / "pickled"

@@ -16,11 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from packaging.version import Version
+from torch import nn
 from torch.distributed import DistError
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig, SFTConfig
 
@@ -154,6 +156,21 @@ def warn_of_newer_versions() -> None:
                 f"paco_trl was tested with {name} {tested}, and {installed} is installed. Its trainers override private "
                 f'methods of {name}: if a run fails in them, `pip install "{name}=={tested}.*"`.'
             )
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Refuse an optimizer or a schedule that Trainer would refuse when the models are loaded."""
+    given = f"`optim` is '{getattr(args.optim, 'value', args.optim)}' and `optim_args` {args.optim_args!r}"
+    try:
+        if not args.optim_target_modules:  # names of the model's layers
+            Trainer.get_optimizer_cls_and_kwargs(args, nn.Linear(1, 1))
+        given = (
+            f"`lr_scheduler_type` is {args.lr_scheduler_type!r} and `lr_scheduler_kwargs` {args.lr_scheduler_kwargs!r}"
+        )
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], args.learning_rate)
+        get_scheduler(args.lr_scheduler_type, optimizer, 1, 2, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
+    except (ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"{given}: {error}") from error
 
 
 def copy_config(args: Config) -> Config:

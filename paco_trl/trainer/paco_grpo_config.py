@@ -21,6 +21,7 @@ from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_GRPO_FIELDS,
     check_arguments,
+    check_optimizer,
     help_from_docstring,
     name_checkpointing,
     refuse_fields,
@@ -383,6 +384,7 @@ class PaCoGRPOConfig(GRPOConfig):
         self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups, which `evaluate()` does not
         check_compiled_blocks(self)
         complete_config(self)
+        check_optimizer(self)
         self._check_launcher()
         if self.world_size != num_processes:
             problem = f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}"

@@ -8,7 +8,14 @@ from trl import SFTConfig
 
 from ..utils.deepspeed import complete_config
 from ..utils.stopping import SIGNALS
-from .config_utils import REFUSED_SFT_FIELDS, check_arguments, help_from_docstring, name_checkpointing, refuse_fields
+from .config_utils import (
+    REFUSED_SFT_FIELDS,
+    check_arguments,
+    check_optimizer,
+    help_from_docstring,
+    name_checkpointing,
+    refuse_fields,
+)
 from .first_token_loss import LOSS_VARIANTS
 
 
@@ -114,5 +121,6 @@ class PaCoRewardConfig(SFTConfig):
         name_checkpointing(self)
         super().__post_init__()
         complete_config(self)
+        check_optimizer(self)
         # It waits for the device in each micro-step, and hides a loss that is not a number
         self.logging_nan_inf_filter = False

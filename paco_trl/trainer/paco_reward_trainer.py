@@ -292,6 +292,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             self._check_resumed_run(self._checked, args)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
+        config = AutoConfig.from_pretrained(model, **source) if isinstance(model, str) else model.config
+        if (scale := scales_logits(config)) is not None:
+            changes = f"`{scale}` = {getattr(config.get_text_config(), scale)}"
+            raise ValueError(f"The model changes its logits ({changes}): use it as a judge, but train another one.")
 
         # 3. SFTTrainer loads the model, wraps it, and gives it the fused head
         stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
@@ -316,10 +320,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         )
         args.enable_jit_checkpoint = stops
         self._identify_weights({"model": weights_fingerprint(self.model, frozen_only=True)})
-        config = self._inner_model().config
-        if (scale := scales_logits(config)) is not None:
-            changes = f"`{scale}` = {getattr(config.get_text_config(), scale)}"
-            raise ValueError(f"The model changes its logits ({changes}): use it as a judge, but train another one.")
         if describe_quantization(self.model) is not None and args.deepspeed_plugin is None:
             for parameter in trained_parameters(self.model).values():
                 parameter.data = parameter.data.float()  # SFTTrainer rounds adapters of 4- and 8-bit models to bf16
