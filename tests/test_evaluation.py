@@ -9,9 +9,11 @@ import signal
 import time
 import warnings
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, Image, List, Value, load_from_disk
 from PIL import Image as PILImage
 from PIL import ImageStat
@@ -537,7 +539,6 @@ class TestImagesOfRows:
     def test_one_that_cannot_be_read_is_named(self, tmp_path):
         file = tmp_path / "an image.png"
         file.write_bytes(png(noise(0))[:-100])
-        # The first row is also read for the fingerprint
         for row, place, name, image in (
             (0, None, "input_image", {"bytes": None, "path": str(file)}),
             (2, 1, r"output_images\[1\]", {"bytes": b"<html>", "path": "an image.png"}),
@@ -546,7 +547,7 @@ class TestImagesOfRows:
             with pytest.raises(ValueError, match=rf"^`{name}` of row {row} \(.*an image.png\).*Error"):
                 evaluate_edit_reward(scorer, with_image(image, row, place), output_path=path, batch_size=4)
             # What came before is kept
-            assert path.exists() == (len(scorer.calls) > 0) == (row > 0)
+            assert (path.read_bytes().count(b"\n") > 1) == (len(scorer.calls) > 0) == (row > 0)
 
     def test_pixels_are_those_that_the_judge_sees(self, tmp_path):
         turned = PILImage.fromarray(np.random.default_rng(1).integers(0, 2**16, (56, 56), dtype=np.uint16))
@@ -581,8 +582,42 @@ class TestResume:
         assert results["settings"]["scorer"] == "judge" and "10.0.0.1" not in json.dumps(results)
         again = Served()
         assert evaluate_rankings(again, rankings(2), output_path=path) == results and again.calls == []
-        with pytest.raises(ValueError, match="results of another run: `scorer` is 'judge at http://10"):
+        with pytest.raises(ValueError, match="results of another run: .*scorer: 'judge at http://10"):
             evaluate_rankings(ColorScorer(), rankings(2), output_path=path)
+
+    @pytest.mark.parametrize("evaluate, data", [(evaluate_rankings, "rankings"), (evaluate_edit_reward, "edits")])
+    def test_a_judge_that_was_trained_again_is_asked_again(self, tmp_path, evaluate, data):
+        class Judge(ColorScorer if data == "rankings" else EditScorer):
+            fingerprint = "before"
+
+        dataset, path = (rankings(3) if data == "rankings" else edits(EDIT_ROWS[:3])), tmp_path / "scores.jsonl"
+        results = evaluate(Judge(), dataset, output_path=path)
+        trained, moved = Judge(), Judge()
+        trained.fingerprint = "after"
+        moved.name = str(tmp_path / Judge.name)  # in another directory, of which only the last part is its name
+        Path(moved.name).mkdir()
+        with pytest.raises(ValueError, match="judge/fingerprint: 'before', now 'after'"):
+            evaluate(trained, dataset, output_path=path)
+        assert evaluate(moved, dataset, output_path=path) == results
+        assert trained.calls == moved.calls == []
+
+    def test_a_module_tells_without_a_fingerprint(self, tmp_path):
+        class Judge(ColorScorer):
+            def __init__(self, scale):
+                super().__init__()
+                self.head, self.count = torch.nn.Linear(2, 2), 0
+                torch.nn.init.constant_(self.head.weight, scale)
+                torch.nn.init.zeros_(self.head.bias)
+
+            def score(self, images, prompts):
+                self.count += 1
+                return super().score(images, prompts)
+
+        path, judge = tmp_path / "scores.jsonl", Judge(1.0)
+        results = evaluate_rankings(judge, rankings(2), output_path=path)
+        assert evaluate_rankings(judge, rankings(2), output_path=path) == results and judge.count == 1
+        with pytest.raises(ValueError, match="judge/head"):
+            evaluate_rankings(Judge(1.1), rankings(2), output_path=path)
 
     def test_after_a_kill(self, tmp_path):
         dataset = rankings(40)
@@ -614,13 +649,14 @@ class TestResume:
             name = "other"
 
         scorer = ColorScorer()
-        with pytest.raises(ValueError, match="`scorer` is 'color' there and 'other' now"):
+        with pytest.raises(ValueError, match="scorer: 'color', now 'other'"):
             evaluate_rankings(Other(), rankings(), output_path=path)
         moved = rankings().select([0, 2, 1, 3, 4, 5, 6, 7])
         prompts = rankings(prompt=["A dog."] * 8)
         images = rankings(reference=[color_image(199)] * 8)
-        for dataset in (rankings(6), moved, prompts, images):
-            with pytest.raises(ValueError, match="`dataset_fingerprint` is"):
+        last = rankings(reference=[*rankings()["reference"][:7], color_image(199)])
+        for dataset in (rankings(6), moved, prompts, images, last):
+            with pytest.raises(ValueError, match="dataset_fingerprint: "):
                 evaluate_rankings(scorer, dataset, output_path=path)
         with pytest.raises(ValueError, match="not a result file of this benchmark"):
             evaluate_edit_reward(EditScorer(), edits(), output_path=path)
@@ -649,7 +685,7 @@ class TestReport:
     def test_scorers_are_rows_and_the_same_scorer_replaces_its_row(self, tmp_path):
         color = evaluate_rankings(ColorScorer(), rankings())
         constant = evaluate_rankings(QuestionScorer(lambda prompt, color: 0.5), rankings())
-        changed = color | {"settings": color["settings"] | {"dataset": "My rankings", "dtype": "float32"}}
+        changed = color | {"settings": color["settings"] | {"dataset": "My rankings", "device": "cuda"}}
         plain = evaluate_rankings(ColorScorer(), rankings(), "plain")
         counts = [len(save_report(results, tmp_path)) for results in (color, constant, changed, plain)]
         assert counts == [1, 2, 2, 3]
@@ -665,6 +701,20 @@ class TestReport:
             assert cells["rows"] == "8 (8 without tau and rho)" and cells["rows with ties"] == "8"
             assert cells["accuracy"] == "0.000 [0.000, 0.000]"
             assert f"| {' | '.join(row)} |" in (tmp_path / "results.md").read_text()
+
+    def test_what_has_one_name_and_another_setting_is_another_row(self, tmp_path):
+        results = evaluate_rankings(ColorScorer(), rankings(2))
+
+        def save(**settings):
+            entry = results | {"settings": results["settings"] | settings}
+            ((_, columns, rows),) = report_tables(save_report(entry, tmp_path))
+            return [row[columns.index("scorer")] for row in rows]
+
+        assert save(dtype="bfloat16") == ["color"]
+        assert save(dtype="bfloat16", quantization="nf4") == ["color", "color (quantization: nf4)"]
+        assert len(save(dtype="bfloat16")) == 2  # in place of the first
+        rows = save(dtype="bfloat16", judge={"fingerprint": "after"})
+        assert len({*rows}) == 3 and "fingerprint: after" in rows[2]
 
     def test_edit_reward_has_its_own_table(self, tmp_path):
         save_report(evaluate_rankings(ColorScorer(), rankings()), tmp_path)

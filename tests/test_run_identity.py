@@ -37,7 +37,7 @@ from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, HARMLESS_UNTRAINED, describe_run, evaluation_settings
-from paco_trl.utils.fingerprint import describe, describe_code, differences, file_digest
+from paco_trl.utils.fingerprint import describe, describe_code, differences, file_digest, weights_fingerprint
 from test_paco_reward_trainer import colours
 from testing_utils import LORA, SMALL_RUN, noise, square_prompts
 
@@ -279,6 +279,34 @@ class TestDatasets:
         content[100_000] ^= 1  # in the middle, where those of weights are read
         digests.append(digest())
         assert [len({*found}) for found in zip(*digests, strict=True)] == [3, 4, 3]
+
+
+class TestWeights:
+    def test_a_buffer_that_is_saved_counts(self):
+        norms = [nn.BatchNorm1d(4) for _ in range(3)]
+        norms[1].running_mean += 1
+        norms[2].register_buffer("cache", torch.ones(2), persistent=False)
+        first, *others = map(weights_fingerprint, norms)
+        assert [other == first for other in others] == [False, True]
+
+    def test_the_scale_of_a_quantized_weight_counts(self):
+        """Its values are codes, which the scale does not change."""
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+
+        def quantized(factor, double):
+            torch.manual_seed(0)
+            layer = nn.Linear(64, 64)
+            weight = bitsandbytes.nn.Params4bit(
+                layer.weight.data * factor, quant_type="nf4", compress_statistics=double
+            )
+            layer.weight = weight.to("cpu")
+            return layer
+
+        for double in (False, True):
+            layers = [quantized(1.0, double), quantized(1.0, double), quantized(1.1, double)]
+            assert torch.equal(layers[0].weight, layers[2].weight)
+            first, same, other = map(weights_fingerprint, layers)
+            assert first == same != other
 
 
 class Own:

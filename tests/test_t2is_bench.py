@@ -487,14 +487,17 @@ class TestResume:
         whole = PlantedJudge()
         expected = score_consistency(whole, foreign, bench, tmp_path / "whole", batch_size=1)
 
-        class Stopped(PlantedJudge):
-            def score(self, images, prompts):
-                if self.calls == 2:
-                    raise KeyboardInterrupt
-                return super().score(images, prompts)
+        stopped = PlantedJudge()
+        answer = stopped.score
 
+        def stop(images, prompts):
+            if stopped.calls == 2:
+                raise KeyboardInterrupt
+            return answer(images, prompts)
+
+        stopped.score = stop
         with pytest.raises(KeyboardInterrupt):
-            score_consistency(Stopped(), foreign, bench, tmp_path, batch_size=1)
+            score_consistency(stopped, foreign, bench, tmp_path, batch_size=1)
         system = System("base", "it", foreign, tmp_path)
         with pytest.raises(ValueError, match="1 of 3 images have no scores 'consistency-planted'.*: 0003/0"):
             t2is_results(bench, [system])
@@ -528,15 +531,17 @@ class TestResume:
         assert score() == (0, expected)
 
     def test_other_weights_under_the_same_name(self, bench, foreign, tmp_path):
-        class Trained(PlantedJudge):
-            fingerprint = "after"
+        def trained():
+            judge = PlantedJudge()
+            judge.fingerprint = "after"
+            return judge
 
         systems = [System(name, name, foreign, tmp_path / name) for name in ("base", "tuned")]
         score_consistency(PlantedJudge(), foreign, bench, systems[0].folder)
-        with pytest.raises(ValueError, match="`weights` is None there and 'after' now"):
-            score_consistency(Trained(), foreign, bench, systems[0].folder)
-        score_consistency(Trained(), foreign, bench, systems[1].folder)
-        with pytest.raises(ValueError, match="`weights` None and 'after'"):
+        with pytest.raises(ValueError, match="judge/fingerprint: None, now 'after'"):
+            score_consistency(trained(), foreign, bench, systems[0].folder)
+        score_consistency(trained(), foreign, bench, systems[1].folder)
+        with pytest.raises(ValueError, match="judge/fingerprint: None, now 'after'"):
             t2is_results(bench, systems)
         with pytest.raises(ValueError, match="not compared with itself"):
             t2is_results(bench, systems[:1] * 2)

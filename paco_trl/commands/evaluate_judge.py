@@ -3,8 +3,8 @@
 `paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on pairs of edits.
 
 With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
-figures that are comparable with the paper's. Interrupted runs resume; delete the scores when a judge of the same name has
-new weights. Run several judges into one directory to compare them.
+figures that are comparable with the paper's. Interrupted runs resume, and a judge of the same name with new weights has
+scores of its own (delete those of a judge on a server). Run several judges into one directory to compare them.
 """
 
 import re
@@ -29,6 +29,8 @@ from ..evaluation import (
 from ..evaluation.edit_pairs import LAYOUTS
 from ..evaluation.runs import PROTOCOLS
 from ..utils.chat import ChatEndpoint
+from ..utils.files import digest
+from ..utils.fingerprint import describe_scorer
 from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge
 from .parser import judge_options, option, refuse_unused
 
@@ -128,7 +130,7 @@ def evaluate(script_args: JudgeArguments) -> None:
     judge = load_scorer(script_args)
     template = getattr(judge, "template", script_args.template)
     options = (template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
-    parts = (judge.name, script_args.benchmark, *options)
+    parts = (judge.name, script_args.benchmark, *options, digest(describe_scorer(judge))[:8])
     name = re.sub(r"[^\w.]+", "-", "-".join(part for part in parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
     arguments: dict[str, Any] = {name: getattr(script_args, name) for name in ("batch_size", "protocol")}

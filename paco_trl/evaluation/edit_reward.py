@@ -96,7 +96,7 @@ def evaluate_edit_reward(
     columns = (*TEXT_COLUMNS, *["winner"] * ("winner" in dataset.column_names))
     rows = list(dataset.select_columns(list(columns)))
     _check_rows(rows, list_lengths(dataset, "output_images").tolist())
-    settings = {"benchmark": benchmark, "protocol": protocol, "scorer": scorer.name}
+    settings = {"benchmark": benchmark, "protocol": protocol}
     run = (scorer, dataset, columns, IMAGE_COLUMNS, output_path)
     if getattr(scorer, "compares", False):
         settings["template"] = scorer.template

@@ -42,8 +42,8 @@ def evaluate_rankings(
     """
     Rank the candidates of each row by their consistency with the reference, and measure the agreement with people.
 
-    Interrupted runs resume from `output_path`. A file of another scorer (by name: delete the file when the weights behind
-    the name have changed), protocol, template or dataset is refused.
+    Interrupted runs resume from `output_path`. A file of another scorer (also with other weights; a server's are not
+    known), protocol, template or dataset is refused.
 
     `protocol="published"` repeats the script that measured the paper's figures, and only its results compare with
     [`published_tables`]`("ConsistencyRank")`: the question of `template="plain"` with `<img1>: ` and `<img2>: ` in front
@@ -123,7 +123,7 @@ def evaluate_rankings(
         metrics = without_nan(metrics_of(scores, row["ranking"]))
         return {"index": part.key, "id": row["id"], "scores": scores, "ranking": row["ranking"], "metrics": metrics}
 
-    settings = {"benchmark": "rankings", "protocol": protocol, "scorer": scorer.name, "template": template}
+    settings = {"benchmark": "rankings", "protocol": protocol, "template": template}
     common, by_index = runs.score_parts(
         settings, scorer, dataset, columns, IMAGE_COLUMNS, output_path, "index", parts, batch_size, record
     )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..utils.files import read_template, write_atomically
+from ..utils.fingerprint import HARMLESS_IN_SCORERS, differences
 from ..utils.paper import PAPER
 from ..utils.statistics import without_nan
 from ..utils.text import interval_text, markdown_table, number_text, read_json
@@ -72,7 +73,13 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
         else:
             names = [name.replace("_", " ") for name in DIMENSIONS[benchmark]]
             columns += [*names, *(f"{name}, ties count" for name in names)]
-        tables.append((f"{_TITLES[benchmark]}, protocol: {protocol}", columns, list(map(_row, group))))
+        tables.append(
+            (
+                f"{_TITLES[benchmark]}, protocol: {protocol}",
+                columns,
+                [_row(entry, _name(entry, group)) for entry in group],
+            )
+        )
     return tables
 
 
@@ -83,7 +90,7 @@ def _grouped(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[s
     return {key: group for key, group in groups.items() if group}
 
 
-def _row(entry: dict[str, Any]) -> list[str]:
+def _row(entry: dict[str, Any], name: str) -> list[str]:
     settings, unanswered, rows = entry["settings"], entry["num_unanswered"], str(entry["num_instances"])
     if settings["benchmark"] == "rankings":
         undefined, num_ties, template = entry["num_undefined_correlations"], entry["num_ties"], [settings["template"]]
@@ -97,15 +104,15 @@ def _row(entry: dict[str, Any]) -> list[str]:
     ties = str(num_ties) + f" ({unanswered} questions without an answer)" * bool(unanswered)
     texts = [cell and interval_text(cell["mean"], *cell["interval"], missing="undefined") for cell in cells]
     dataset = str(settings.get("dataset") or settings["dataset_fingerprint"])
-    return [settings["scorer"], *template, dataset, rows, ties, *(text or "" for text in texts)]
+    return [name, *template, dataset, rows, ties, *(text or "" for text in texts)]
 
 
 def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, Any]]:
     """
     Write results to `results.json` and, as tables, to `results.md`.
 
-    Results in the directory stay, except those of the same scorer, protocol, template and dataset, which are replaced:
-    write several scorers to one directory to compare them. `results.json` has the numbers, the settings and the versions
+    Results in the directory stay, except those with the same settings, which are replaced: write several scorers to one
+    directory to compare them, or one with other weights, dtypes or quantizations. `results.json` has the numbers, the settings and the versions
     of the packages that made them; NaN is `null` there.
 
     Args:
@@ -133,9 +140,24 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     return entries
 
 
-def _identity(entry: dict[str, Any]) -> tuple:
-    settings = entry["settings"]
-    return tuple(settings.get(name) for name in ("benchmark", "protocol", "scorer", "template", "dataset_fingerprint"))
+def _identity(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of results but for the dataset's name and where they were computed, as JSON has them."""
+    settings = {
+        name: value for name, value in entry["settings"].items() if name not in ("dataset", *HARMLESS_IN_SCORERS)
+    }
+    return json.loads(json.dumps(settings))
+
+
+def _name(entry: dict[str, Any], entries: list[dict[str, Any]]) -> str:
+    """Return the scorer's name, with the settings in which it differs from an earlier entry of this name."""
+    now, found = _identity(entry), dict[str, str]()
+    for other in entries[: entries.index(entry)]:
+        before = _identity(other)
+        if all(before.get(name) == now.get(name) for name in ("scorer", "template", "dataset_fingerprint")):
+            for line in differences(before, now):
+                name, _, values = line.partition(": ")
+                found[name.rpartition("/")[2]] = values.rpartition(", now ")[2].strip("'")
+    return now["scorer"] + (f" ({', '.join(f'{name}: {value}' for name, value in found.items())})" if found else "")
 
 
 def _markdown(entries: list[dict[str, Any]]) -> str:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read images, query scorers and compute intervals for the benchmarks of judges."""
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
@@ -15,9 +13,11 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from ..rewards import yes_probability
-from ..utils.files import reading
+from ..utils.files import digest, reading
+from ..utils.fingerprint import describe, describe_scorer
 from ..utils.images import open_image, to_rgb
 from ..utils.journals import Journal
+from ..utils.names import public_name
 from ..utils.statistics import bootstrap_interval
 
 
@@ -89,8 +89,10 @@ def score_parts(
     protocol = settings["protocol"]
     fingerprint = dataset_fingerprint(dataset, columns, image_columns)
     settings = settings | {"dataset_size": len(dataset), "dataset_fingerprint": fingerprint}
+    settings |= {"scorer": public_name(scorer.name), "judge": describe_scorer(scorer)}
     images = RowImages(dataset, image_columns, protocol)
-    journal = Journal(output_path, settings, key=key)
+    # Two servers are two runs
+    journal = Journal(output_path, settings | ({"scorer": scorer.name} if "://" in scorer.name else {}), key=key)
     rows = [list(of_row) for _, of_row in groupby(parts, key=lambda part: part.row)]
     title = f"{settings['benchmark']}, {scorer.name}"
     with tqdm(total=len(parts), initial=len(journal.by_key), desc=title, unit=key) as progress:
@@ -112,10 +114,10 @@ def score_parts(
                     records.append(record(part, list(scores)) | {"unanswered": sum(unanswered)})
                 journal.append(*records)
                 progress.update(len(missing))
-    # Results are shared: without the address of a judge's server
-    name = scorer.model_name if "://" in scorer.name else scorer.name
+    if "://" in scorer.name:  # results are shared: without the address of a judge's server
+        settings["scorer"] = scorer.model_name
     num_unanswered = sum(each["unanswered"] for each in journal.by_key.values())
-    common = {"settings": settings | {"scorer": name}, "num_instances": len(dataset), "num_unanswered": num_unanswered}
+    common = {"settings": settings, "num_instances": len(dataset), "num_unanswered": num_unanswered}
     return common, journal.by_key
 
 
@@ -141,16 +143,8 @@ def _score(
 
 
 def dataset_fingerprint(dataset: Dataset, text_columns: Sequence[str], image_columns: Sequence[str]) -> str:
-    """Digest all texts and labels of a dataset, in order, and the images of its first row."""
-    # Not the fingerprint of `datasets`, which depends on how the dataset was made. All images would have to be decoded
-    digest = hashlib.sha256()
-    for row in dataset.select_columns(list(text_columns)):
-        digest.update(json.dumps(row, sort_keys=True).encode())
-    for name in image_columns:
-        for image in RowImages(dataset, [name])[0]:
-            digest.update(f"{name} {image.mode} {image.size}".encode())
-            digest.update(image.tobytes())
-    return digest.hexdigest()[:16]
+    """Digest what is read of a dataset, in order."""
+    return digest(describe(dataset.select_columns([*text_columns, *image_columns])))[:16]
 
 
 def batches(items: Iterable[Any], size: Callable[[Any], int], batch_size: int) -> Iterator[list[Any]]:

@@ -42,8 +42,8 @@ class ScoreStore:
         own = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
         found: dict[str, dict[str, Any]] = {}
         for path in sorted(path for path in self.folder.glob("*.jsonl") if own.fullmatch(path.name)):
-            lines = [line for _, line in read_lines(path)]  # without a header yet if a run was killed as it began
-            if lines:
+            lines = [line for _, line in read_lines(path)]
+            if len(lines) > 1:  # nothing depends on a header alone, of a run that ended as it began
                 check_header(path, lines[0], self.settings)
             for record in lines[1:]:
                 if self.digests.get(record["key"]) == record["digest"]:

@@ -12,6 +12,7 @@ import yaml
 
 from ..evaluation.runs import check_protocol
 from ..utils.files import read_template
+from ..utils.fingerprint import differences
 from ..utils.statistics import bootstrap_sums, mean_of_strata
 from ..utils.text import some_of
 from .image_sets import FoundImages
@@ -155,11 +156,8 @@ def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]],
         raise ValueError(f"The two systems have other prompts or seeds: only one has {some_of(sorted(only))}.")
     before, after = ({each.settings["scores"]: each.settings for each in found} for found in scores)
     for name in sorted(before | after):
-        pair = before.get(name, {}), after.get(name, {})
-        other = [f"`{key}` {pair[0].get(key)!r} and {pair[1].get(key)!r}" for key in pair[0] | pair[1]
-                 if pair[0].get(key) != pair[1].get(key)]  # fmt: skip
-        if other:
-            raise ValueError(f"The scores {name!r} of the two systems differ in {'; '.join(other)}: score both alike.")
+        if other := differences({name: before.get(name, {})}, {name: after.get(name, {})}):
+            raise ValueError(f"The scores {name!r} of the two systems differ: {'; '.join(other)}. Score both alike.")
 
 
 def system_alerts(

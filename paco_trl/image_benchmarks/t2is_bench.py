@@ -24,6 +24,7 @@ from ..data.t2is import find_t2is_bench, read_t2is_bench
 from ..evaluation.runs import batches, dataset_fingerprint
 from ..generation.image_files import name_prompts
 from ..rewards.image_rewards import panel_similarity
+from ..utils.fingerprint import describe_scorer
 from ..utils.images import patch_size_of
 from ..utils.names import public_name
 from ..utils.text import read_json, some_of
@@ -323,7 +324,7 @@ def _score(
     row_of = {name: number for number, name in enumerate(benchmark["id"][:])}
     name = public_name(str(getattr(scorer, "model_name", None) or scorer.name))
     # What a server has behind the name of a model is not known
-    settings = {"kind": kind, "scorer": name, "weights": getattr(scorer, "fingerprint", None), **settings}
+    settings = {"kind": kind, "scorer": name, "judge": describe_scorer(scorer), **settings}
     settings["benchmark"] = dataset_fingerprint(benchmark, COLUMNS[kind], ())
 
     def asking(key: str) -> tuple[str, list[tuple], Asking]:

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import version
@@ -31,7 +30,16 @@ _PART = 16 * 1024
 _PARTS_OF_WEIGHTS = 64
 
 # Arguments and attributes of rewards and judges that decide where and how fast they score, not what
-_HARMLESS = ("device", "batch_size", "name", "model", "base_url", "max_concurrency", "timeout", "time_budget")
+HARMLESS_IN_SCORERS = (
+    "device",
+    "batch_size",
+    "name",
+    "model",
+    "base_url",
+    "max_concurrency",
+    "timeout",
+    "time_budget",
+)
 
 
 def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
@@ -41,7 +49,9 @@ def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
     """
     found = hashlib.sha256()
     for module in modules:
-        for name, weight in sorted(_saved_tensors(module), key=lambda item: item[0]):
+        saved = module.state_dict().keys()  # not buffers that a model computes for itself
+        buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+        for name, weight in sorted((dict(module.named_parameters()) | buffers).items()):
             if frozen_only and weight.requires_grad:
                 continue
             if hasattr(weight, "ds_id"):
@@ -52,14 +62,6 @@ def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
             else:
                 found.update(_sample(name, weight))
     return found.hexdigest()[:16]
-
-
-def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    for path, layer in module.named_modules():
-        for name, buffer in layer.named_buffers(path, recurse=False):
-            if name.rpartition(".")[2] not in layer._non_persistent_buffers_set:
-                yield name, buffer
 
 
 def _sample(name: str, weight: Any) -> bytes:
@@ -136,11 +138,11 @@ def describe_code(scorer: Any) -> dict[str, Any]:
     package_class = next((base for base in type(scorer).__mro__ if base.__module__.startswith("paco_trl.")), None)
     for name in inspect.signature(package_class).parameters if package_class is not None else ():
         value = getattr(scorer, name, None)
-        if name not in _HARMLESS and value is not None and _is_plain(value):  # `None` is as good as left out
+        if name not in HARMLESS_IN_SCORERS and value is not None and _is_plain(value):  # `None` is as good as left out
             description[name] = describe(value)
     attributes = {} if inspect.isclass(scorer) else getattr(scorer, "__dict__", {})
     if not code.__module__ or not code.__module__.startswith("paco_trl."):  # as a digest: one may be a secret
-        left_out = () if package_class is None else _HARMLESS
+        left_out = () if package_class is None else HARMLESS_IN_SCORERS
         names = [name for name in attributes if not name.startswith("_") and name not in left_out]
         values = {name: attributes[name] for name in names if _is_plain(attributes[name])}
         description |= {"attributes": digest(describe(values))[:16]} if values else {}
@@ -152,6 +154,11 @@ def describe_code(scorer: Any) -> dict[str, Any]:
         elif name == "judge":
             description[name] = describe_code(value)
     return description
+
+
+def describe_scorer(scorer: Any) -> dict[str, Any]:
+    """Describe what stored scores depend on: without attributes of a user's object, which may count what it is asked."""
+    return {name: value for name, value in describe_code(scorer).items() if name != "attributes"}
 
 
 def _is_plain(value: Any) -> bool:

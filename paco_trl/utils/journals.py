@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .files import write_atomically
+from .fingerprint import differences
+
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +70,10 @@ def check_header(path: Path, stored: Any, header: dict[str, Any]) -> None:
     """Refuse a file whose first line is another one than `header`."""
     if not isinstance(stored, dict) or stored.keys() != header.keys():
         raise ValueError(f"{path} exists and is not a result file of this benchmark. Give another path.")
-    names = [name for name in header if stored[name] != header[name]]
-    different = [f"`{name}` is {stored[name]!r} there and {header[name]!r} now" for name in names]
-    if different:
-        raise ValueError(f"{path} has the results of another run: {'; '.join(different)}. Give another path.")
+    if different := differences(stored, header):
+        raise ValueError(
+            f"{path} has the results of another run: {'; '.join(different)}. Move it away, or write elsewhere."
+        )
 
 
 class Journal:
@@ -86,7 +89,9 @@ class Journal:
         self.key = key
         lines = read_lines(self.path) if self.path is not None and self.path.exists() else []
         if header is not None and self.path is not None:
-            if lines:
+            if len(lines) == 1 and isinstance(lines[0][1], dict) and lines[0][1].keys() == header.keys():
+                write_atomically(self.path, json_line(lines.pop()[1] | header))  # nothing depends on it yet
+            elif lines:
                 check_header(self.path, lines.pop(0)[1], header)
             elif self.path.exists() and not json_line(header).startswith(self.path.read_bytes()):
                 raise ValueError(f"{self.path} exists and is not a result file of an evaluation. Give another path.")
