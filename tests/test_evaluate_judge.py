@@ -3,11 +3,13 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from datasets import DatasetDict
+from transformers import CLIPModel
 
 from judge_server import JudgeServer
 from paco_trl.commands import evaluate_judge as script
@@ -80,6 +82,23 @@ def test_from_the_command_line(workspace, arguments, tiny_clip, tmp_path, monkey
     # Another template is another row
     script.evaluate(arguments(output, template="plain"))
     assert [entry["settings"]["template"] for entry in results_in(output)] == ["theme", "plain"]
+
+
+def test_other_weights_and_another_dtype_of_one_name(workspace, arguments, tiny_clip, tmp_path):
+    judge = shutil.copytree(tiny_clip, tmp_path / "judge")
+    options = {"clip_model": str(judge)}
+    script.evaluate(arguments(tmp_path / "results", **options))
+    model = CLIPModel.from_pretrained(judge)
+    with torch.no_grad():
+        model.visual_projection.weight.copy_(torch.randn_like(model.visual_projection.weight))
+    model.save_pretrained(judge)
+    for again in (options, options, options | {"dtype": "bfloat16"}):  # trained again, once more, in another dtype
+        script.evaluate(arguments(tmp_path / "results", **again))
+    entries = results_in(tmp_path / "results")
+    assert len(entries) == len(list((tmp_path / "results").glob("*.jsonl"))) == 3
+    script.evaluate(arguments(tmp_path / "alone", **options))
+    (alone,) = results_in(tmp_path / "alone")
+    assert entries[1]["metrics"] == alone["metrics"] != entries[0]["metrics"]
 
 
 def test_datasets_of_other_kinds(workspace, arguments, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from ..utils.files import digest, reading
 from ..utils.fingerprint import describe, describe_scorer
 from ..utils.images import open_image, to_rgb
 from ..utils.journals import Journal
-from ..utils.names import public_name
+from ..utils.names import public_text
 from ..utils.statistics import bootstrap_interval
 
 
@@ -89,7 +89,7 @@ def score_parts(
     protocol = settings["protocol"]
     fingerprint = dataset_fingerprint(dataset, columns, image_columns)
     settings = settings | {"dataset_size": len(dataset), "dataset_fingerprint": fingerprint}
-    settings |= {"scorer": public_name(scorer.name), "judge": describe_scorer(scorer)}
+    settings |= {"scorer": public_text(scorer.name), "judge": describe_scorer(scorer)}
     images = RowImages(dataset, image_columns, protocol)
     # Two servers are two runs
     journal = Journal(output_path, settings | ({"scorer": scorer.name} if "://" in scorer.name else {}), key=key)

@@ -568,7 +568,7 @@ EVALUATION = [
         "test_evaluation.py::TestResume",
         ('"judge": describe_scorer(scorer)', '"judge": None'),
         ("[*text_columns, *image_columns]", "[*text_columns]"),
-        ('public_name(scorer.name), "judge"', 'scorer.name, "judge"'),
+        ('public_text(scorer.name), "judge"', 'scorer.name, "judge"'),
     ),
     *_mutants(
         "evaluation/report.py",
