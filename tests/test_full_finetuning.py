@@ -307,7 +307,9 @@ class TestContinuedAdapter:
         ):
             make_small(model=NOWHERE, peft_config=str(file.parent))
 
-    def test_a_pipeline_that_has_an_adapter_is_refused_with_the_way_out(self, adapter, tiny_flux, make_small):
+    def test_a_pipeline_that_has_an_adapter_is_refused_with_the_way_out(
+        self, adapter, tiny_flux, tmp_path, make_small
+    ):
         pipeline = self.with_adapter(tiny_flux, adapter, peft=False)
         tuned = draw(pipeline)
         with pytest.raises(ValueError, match="already has an adapter.*as `peft_config`.*unload_lora_weights") as error:
@@ -317,6 +319,11 @@ class TestContinuedAdapter:
         assert np.array_equal(draw(make_small(peft_config=str(adapter)).pipeline), tuned)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
-        trainer = make_small(model=pipeline)
+        # Merged alone, it would be an adapter of the model that it is named after
+        with pytest.raises(ValueError, match="`transformer` of the pipeline has other weights than .*save_pretrained"):
+            make_small(model=pipeline)
+        make_small(model=pipeline, peft_config=None)  # all weights are published
+        pipeline.save_pretrained(tmp_path / "merged")
+        trainer = make_small(model=str(tmp_path / "merged"))
         assert np.abs(draw(trainer.pipeline) - tuned).max() <= 2  # rounding: a merged product is another sum
         trainer.train()

@@ -309,6 +309,33 @@ class TestWeights:
             assert first == same != other
 
 
+class TestBaseWeights:
+    """Of a pipeline that is loaded, and so may have others than the model that it is named after."""
+
+    @pytest.mark.parametrize("component", ["transformer", "text_encoder", "vae"])
+    def test_a_change_is_refused(self, make_trainer, tiny_flux, component):
+        pipeline = DiffusionPipeline.from_pretrained(tiny_flux)
+        weight = max(getattr(pipeline, component).parameters(), key=lambda weight: weight.numel())
+        with torch.no_grad():
+            weight.add_(1e-3 * weight.std() * torch.randn_like(weight))
+        with pytest.raises(ValueError, match=f"`{component}` of the pipeline has other weights"):
+            make_trainer(model=pipeline)
+        with pytest.raises(ValueError, match=f"`{component}` of the pipeline has other weights"):
+            make_trainer(model_init_kwargs={component: getattr(pipeline, component)})
+        pipeline.register_to_config(_name_or_path=None)  # it names no base
+        make_trainer(model=pipeline)
+
+    def test_what_was_only_rounded_is_the_same(self, make_trainer, tiny_flux, tmp_path):
+        half = DiffusionPipeline.from_pretrained(tiny_flux, dtype=torch.float16)
+        for name in ("transformer", "vae"):
+            module = getattr(half, name).to(torch.bfloat16)
+            make_trainer(model_init_kwargs={name: module})
+        shutil.copytree(tiny_flux, gone := tmp_path / "gone")
+        pipeline = DiffusionPipeline.from_pretrained(gone)
+        shutil.rmtree(gone)
+        make_trainer(model=pipeline)
+
+
 class Own:
     """A user's reward with a model."""
 

@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -25,10 +25,12 @@ from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from diffusers.models import attention_dispatch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from safetensors import safe_open
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -146,6 +148,34 @@ def load_pipeline(
             if component.dtype != component_dtype:
                 component.to(component_dtype)
     return pipeline
+
+
+def check_base_weights(pipeline: DiffusionPipeline, skipped: Sequence[str] = ()) -> None:
+    """
+    Refuse a pipeline that has other weights than the model that it is named after, as after `fuse_lora`: its adapter would
+    name that model as its base. Beginnings of weights are compared, where the model's files are on this machine.
+    """
+    name = pipeline.name_or_path
+    folder = name if name and os.path.isdir(name) else None
+    if name and folder is None:
+        with suppress(OSError, ValueError):  # not in the cache, or no name of the Hub
+            folder = snapshot_download(name, local_files_only=True)
+    for component, module in pipeline.components.items():
+        if folder is None or component in skipped or not isinstance(module, nn.Module):
+            continue
+        weights = {} if describe_quantization(module) else dict(module.named_parameters())
+        for path in sorted(Path(folder, component).glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for key in weights.keys() & {*file.keys()}:
+                    weight, stored = weights[key].detach(), file.get_slice(key)
+                    if list(weight.shape) != (shape := stored.get_shape()) or not shape:
+                        continue
+                    rows = max(1, 1024 // max(1, weight[0].numel()))
+                    # As far as it was rounded from, or by way of, a smaller dtype
+                    if not torch.allclose(weight[:rows].float().cpu(), stored[:rows].float(), 2**-6, 1e-6):
+                        problem = f"`{component}` of the pipeline has other weights than '{name}' (`{key}`)"
+                        cure = "Save it, `pipeline.save_pretrained(directory)`, and pass the directory as `model`."
+                        raise ValueError(f"{problem}, which the trained model would name as its base. {cure}")
 
 
 def _store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:

@@ -64,6 +64,7 @@ from ..rollout.loading import (
     adapter_is_new,
     base_model_name,
     check_attention_backend,
+    check_base_weights,
     check_peft_config,
     check_trained,
     is_buildable,
@@ -281,6 +282,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if is_built:
             check_trained(pipeline, self.family, peft_config)
         self.pipeline = load() if is_built else pipeline
+        if not isinstance(model, str) or any(isinstance(each, nn.Module) for each in init.values()):
+            check_base_weights(self.pipeline, ["transformer"] if is_full else [])
         modules = {name: each for name, each in self.pipeline.components.items() if isinstance(each, nn.Module)}
         self._identify_weights({name: weights_fingerprint(module) for name, module in sorted(modules.items())})
         if args.vae_tiling:
