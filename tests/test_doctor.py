@@ -40,6 +40,10 @@ HEALTHY = dict.fromkeys([
 ], "ok")  # fmt: skip
 
 
+_REWARD = "def mine(prompts, completions, **kwargs):\n    return [1.0] * len(completions)\n"
+_EVALUATED = {"eval_split": "train", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+
+
 @pytest.fixture(scope="module")
 def prompt_rows() -> list[dict]:
     return prompts_of_two_sizes()
@@ -67,12 +71,15 @@ def examine(make_arguments, monkeypatch):
     name.
     """
 
-    def run(last: str | None = None, **changes) -> dict[str, doctor.Row]:
+    def run(last: str | None = None, words=(), **changes) -> dict[str, doctor.Row]:
         with monkeypatch.context() as patch:
             if last is not None:
                 names = list(doctor.CHECKS)
                 patch.setattr(doctor, "CHECKS", {n: doctor.CHECKS[n] for n in names[: names.index(last) + 1]})
-            return {row.check: row for row in doctor.examine("grpo", make_arguments(**changes), Console(quiet=True))}
+            return {
+                row.check: row
+                for row in doctor.examine("grpo", [*make_arguments(**changes), *words], Console(quiet=True))
+            }
 
     return run
 
@@ -387,6 +394,36 @@ class TestMemory:
         assert rows["memory"].verdict == "ok" and "The device has 24.0 GiB" in rows["memory"].finding
         assert rows["rewards"].verdict == rows["model and adapter"].verdict == "skipped"
         assert "no weights are loaded" in rows["rewards"].finding
+
+    @pytest.mark.parametrize(
+        ("text", "changes", "token"),
+        [
+            (_REWARD, {}, None),
+            (_REWARD, {"reward_weights": [1, 2]}, "`reward_weights`"),
+            (_REWARD, {"reward_required": [True, False]}, "`reward_required`"),
+            (_REWARD.replace("prompts", "masks"), {}, "`masks`"),
+            (_REWARD.replace(", **kwargs", ""), {}, "`**kwargs`"),
+            (_REWARD + _REWARD.replace("mine", "other"), {}, "mine.py:other`"),
+            (_REWARD.replace(":", "", 1), {}, "SyntaxError"),
+            (
+                "class Mine:\n    def __init__(self, path): pass\n    def __call__(self, **kwargs): pass\n",
+                {},
+                "'path'",
+            ),
+            (_REWARD, {"eval_rewards": ["missing.py"], **_EVALUATED}, "missing.py"),
+            (_REWARD, {"metric_for_best_model": "eval_rewards/other/mean", **_EVALUATED}, "`metric_for_best_model`"),
+        ],
+        ids=str,
+    )
+    def test_a_plan_checks_the_rewards_without_weights(self, examine, tmp_path, text, changes, token):
+        """What a run would refuse: its functions are loaded, and compared with settings and data."""
+        (tmp_path / "mine.py").write_text(text)
+        changes = {"rewards": [str(tmp_path / "mine.py")], **changes}
+        rows = examine("model and adapter", words=["--device_memory", "24GiB"], **changes)
+        failed = [row for row in rows.values() if row.verdict == "failed"]
+        assert len(failed) == (token is not None) and all(token in row.finding for row in failed)
+        assert token or rows["rewards"].verdict == "ok" and "mine (weight 1)" in rows["rewards"].finding
+        assert rows["model and adapter"].verdict in ("skipped", "failed")
 
     @pytest.mark.parametrize("is_planned", [True, False])
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

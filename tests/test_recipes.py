@@ -298,7 +298,10 @@ TYPED = {
         {"rewards": ["my_rewards.py:bright"], "reward_weights": None},
         "reward_weights",
     ),
-    "--rewards a.py=2 my.b.c": ({"rewards": ["a.py", "my.b.c"], "reward_weights": [2.0, 1.0]}, ""),
+    "--rewards a.py=2 paco_trl.rewards.redness_reward": (
+        {"rewards": ["a.py", "paco_trl.rewards.redness_reward"], "reward_weights": [2.0, 1.0]},
+        "",
+    ),
     "--rewards clip_t": ({"rewards": ["clip_t"], "reward_weights": None}, "reward_weights"),
     "--adapter {adapter}": ({"lora_r": None, "lora_alpha": None, "lora_target_modules": None}, "lora_r lora_alpha"),
     "--lora_r 8": ({"lora_r": 8}, ""),
@@ -319,7 +322,9 @@ class TestTypedOptions:
     """What is typed wins over a recipe, and what contradicts it there is left out in a line."""
 
     @pytest.fixture
-    def read(self, tmp_path, capsys):
+    def read(self, tmp_path, capsys, monkeypatch):
+        for name in ("my_rewards.py", "a.py"):
+            (tmp_path / name).write_text("def bright(prompts, completions, **kwargs): pass\n")
         LoraConfig(r=4, lora_alpha=8, target_modules=["to_q"]).save_pretrained(tmp_path / "adapter")
         save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
 
@@ -335,7 +340,9 @@ class TestTypedOptions:
             words = typed.removeprefix("nft").format(adapter=tmp_path / "adapter").split()
             words += ["--config", recipe, "--model_name_or_path", str(tmp_path), *DATA, "--use_cpu"]
             parsed = doctor._parser(command).parse_args_and_config(words)
-            check_rewards(*parsed[:2])
+            with monkeypatch.context() as patch:  # which are read
+                patch.chdir(tmp_path)
+                check_rewards(*parsed[:2])
             values = {f.name: getattr(each, f.name) for each in parsed for f in fields(each)}
             return values, capsys.readouterr().err, get_peft_config(parsed[0])
 

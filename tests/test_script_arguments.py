@@ -102,7 +102,7 @@ def test_own_rewards_by_their_file(tmp_path, monkeypatch):
     alone = load_reward("./random.py", ScriptArguments())  # its only one
     assert alone([], []) == [1.0] and alone is load_reward("random.py:bright", ScriptArguments())
     for name, error, message in (
-        ("several.py", ValueError, "brightness, Sharpness, made"),
+        ("several.py", ValueError, "several.py:brightness`, `several.py:Sharpness`, `several.py:made"),
         ("missing.py", OSError, "missing.py"),
         ("random.bright", ValueError, "random.py:bright"),  # Python's own module
         ("several", ValueError, "`several.py`"),

@@ -51,6 +51,7 @@ from .script_arguments import (
     check_rewards,
     fit_panel_options,
     get_peft_config,
+    has_model,
     judges_of,
     load_eval_prompts,
     load_eval_rewards,
@@ -227,7 +228,6 @@ def check_data(state: DoctorState) -> str:
     """Check the prompts, their sizes, and whether there are enough of them."""
     script_args, args = state.script_args, state.args
     state.train_dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
-    check_judged(script_args, state.train_dataset)
     fit_panel_options(script_args, args, state.train_dataset, state.eval_dataset)
     rewards = RewardRunner([_no_reward])  # metrics are known when the rewards are loaded
     rows = [check_train_dataset(state.train_dataset, args, rewards)]
@@ -251,9 +251,15 @@ def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> 
     return [None] * len(completions)
 
 
-def check_rewards_load(state: DoctorState) -> str:
+def check_rewards_load(state: DoctorState) -> Row | str:
     """Check the rewards and their weights, before a model is loaded."""
-    args, functions = state.args, load_rewards(state.script_args)
+    args, script_args = state.args, state.script_args
+    check_rewards(script_args, args)
+    if state.train_dataset is not None:
+        check_judged(script_args, state.train_dataset)
+    if state.skips and any(map(has_model, [*script_args.rewards, *(script_args.eval_rewards or ())])):
+        return Row(SKIPPED, state.skips)
+    functions = load_rewards(script_args)
     rewards = RewardRunner(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
     state.reward_funcs, state.eval_reward_funcs = functions, load_eval_rewards(state.script_args, functions)
     described = [f"{name} (weight {w:g})" for name, w in zip(rewards.names, rewards.weights.tolist(), strict=True)]
@@ -266,6 +272,10 @@ def check_rewards_load(state: DoctorState) -> str:
 def check_model(state: DoctorState) -> Row | str:
     """Check that the model loads and that its adapter fits."""
     args, script_args = state.args, state.script_args
+    if state.skips:
+        if state.eval_dataset is not None:
+            check_eval_datasets(state.eval_dataset, args, RewardRunner(state.eval_reward_funcs or state.reward_funcs))
+        return Row(SKIPPED, state.skips)
     trainer = PaCoGRPOTrainer(
         model=script_args.model_name_or_path, reward_funcs=state.reward_funcs, args=args,
         train_dataset=state.train_dataset, eval_dataset=state.eval_dataset, eval_reward_funcs=state.eval_reward_funcs,
@@ -484,10 +494,6 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
-        if check is check_rewards_load:
-            check_rewards(state.script_args, state.args)
-        if state.skips and check in (check_rewards_load, check_model):
-            return [Row(SKIPPED, state.skips)]
         if is_generating and state.args.deepspeed_plugin is not None:
             skipped = "DeepSpeed places the model only when training begins."
             return [Row(SKIPPED, skipped, "Run the doctor without it.")]

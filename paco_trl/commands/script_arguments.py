@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that the training commands share with `paco-trl doctor`, and what they load."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
 from ..rewards.judge_rewards import RUBRICS, read_rubric
-from ..rewards.runner import check_columns, check_reward_weights
+from ..rewards.runner import check_columns, check_required, check_reward_functions, check_reward_weights
 from ..rollout.loading import check_config, read_peft_config
 from ..trainer.checks import check_quantization
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, refuse_unused
@@ -98,6 +99,7 @@ class ScriptArguments(RewardOptions, PromptDataArguments):
 
 
 _RUBRIC = "rubric:"
+_WITHOUT_MODEL = ("no_duplicates", "layout", "redness", "panel_similarity")
 _WITH_JUDGE = {"consistency": "ConsistencyReward", "edit": "EditReward", "reference": "ReferenceReward"}
 # Lazy: the classes import their models' packages
 _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
@@ -232,9 +234,23 @@ def check_reward_names(script_args: ScriptArguments) -> None:
 
 
 def check_rewards(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
-    """Refuse names of rewards that are none, and weights that are not one for each, before anything is loaded."""
+    """Refuse rewards that are none, and settings that are not one for each, before anything is loaded."""
     check_reward_names(script_args)
-    check_reward_weights(training_args.reward_weights, script_args.rewards, training_args.multi_objective_aggregation)
+    names, method = script_args.rewards, training_args.multi_objective_aggregation
+    weights = check_reward_weights(training_args.reward_weights, names, method)
+    check_required(training_args.reward_required, names, weights)
+    for name in (*names, *(script_args.eval_rewards or ())):
+        if _is_own(name) and not has_model(name):
+            check_reward_functions([_find_reward(name)])
+
+
+def _is_own(name: str) -> bool:
+    return name not in _REWARDS and not name.startswith(_RUBRIC)
+
+
+def has_model(name: str) -> bool:
+    """Tell whether loading a reward may load the weights of a model, as that of a class of the user's may."""
+    return isinstance(_find_reward(name), type) if _is_own(name) else name not in _WITHOUT_MODEL
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
@@ -242,10 +258,14 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     if name.startswith(_RUBRIC):
         model, url, options = script_args.judge_model, script_args.judge_url, _judge_arguments(script_args)
         return rewards.RubricReward(model, name.removeprefix(_RUBRIC), url, **options)
-    return _REWARDS[name](script_args) if name in _REWARDS else _import_reward(name)
+    if name in _REWARDS:
+        return _REWARDS[name](script_args)
+    reward = _find_reward(name)
+    return reward() if isinstance(reward, type) else reward
 
 
-def _import_reward(path: str) -> Callable:
+def _find_reward(path: str) -> Callable:
+    """Import a reward of the user's, a function or a class."""
     where, _, name = path.partition(":") if path.endswith(".py") or ":" in path else path.rpartition(".")
     if where.endswith(".py"):
         module = _import_file(os.path.abspath(os.path.expanduser(where)))
@@ -265,9 +285,16 @@ def _import_reward(path: str) -> Callable:
         named = f" Name one: {', '.join(f'`{where}:{each}`' for each in own)}." if own else ""
         raise ValueError(f"'{where}' {found}.{named}")
     reward = getattr(module, name)
-    reward = reward() if isinstance(reward, type) else reward
     if not callable(reward):
         raise ValueError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
+    if isinstance(reward, type):
+        try:
+            inspect.signature(reward).bind()
+        except TypeError as error:
+            raise ValueError(
+                f"The reward {path!r} is a class, called without arguments, but {error}. Write `my_reward = {name}(...)` "
+                "there, and name `my_reward`."
+            ) from None
     return reward
 
 
@@ -325,13 +352,15 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
 
 
 def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:
-    """Check that a judge can compare what the prompts ask for, before it is loaded."""
+    """Check that the prompts have what a judge compares and what the user's functions take, before models are loaded."""
     for name, judge in _WITH_JUDGE.items():
         if name in script_args.rewards:
             check_columns(getattr(rewards, judge), dataset, "the dataset")
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
+    own = [_find_reward(name) for name in script_args.rewards if _is_own(name) and not has_model(name)]
+    check_columns(own, dataset, "the dataset")
 
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
