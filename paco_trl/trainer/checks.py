@@ -39,9 +39,10 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardR
     rows = PromptRows(dataset, args, "the dataset")
     args.fit_round(count := len(rows.calls))
     if count < (layout := args.round_plan).num_prompts:
-        problem = f"a round takes {layout.num_prompts} different ones: {layout.describe()}"
-        cure = f"Set `num_prompts_per_generation` to at most {count}, or add prompts"
-        raise ValueError(f"The dataset has {count} prompt(s), but {problem} {cure}.")
+        raise ValueError(
+            f"The dataset has {count} prompt(s), but a round takes {layout.num_prompts}: {layout.describe()} Set "
+            f"`num_prompts_per_generation` to at most {count}, or add prompts."
+        )
     check_columns(rewards.functions, rows.dataset, "the dataset")
     return rows
 

@@ -319,6 +319,7 @@ MUTANTS = [
     # ---- The sampler ----
     (P + "sampler.py", "images = rows.images(number) if condition.images else []", "images = rows.images(0) if condition.images else []", "tests/test_editing_training.py::TestEncoding::test_each_prompt_once_with_each_source_that_the_text_encoder_sees"),
     (P + "sampler.py", "rows.images(number)[place]", "rows.images(number)[0]", family(IMAGES, "flux2, editing")),
+    (P + "sampler.py", "        vae.disable_tiling()\n", "        pass\n", "tests/test_editing_training.py::TestEncoding::test_sources_are_encoded_without_tiles"),
     (P + "sampler.py", "latent_dist.mode()", "latent_dist.sample()", family(IMAGES, "kontext")),
     (P + "sampler.py", "if all(each is encoded[0] for each in encoded):", "if any(each is encoded[0] for each in encoded):", EVALUATE + "::TestDrawing::test_batches"),
     (P + "prompt_rows.py", "[0.0] * padding", "[1.0] * padding", SETS + "::TestRounds"),
