@@ -152,10 +152,14 @@ class TestTraining:
             "reward_weights": [1.0, 1.0], "eval_strategy": "steps", "eval_steps": 2, "num_inference_steps_eval": 4,
         }  # fmt: skip
 
+        turns: list[list[str]] = []
+
         def run(**kwargs):
             rewards = [ClipTReward(models["clip"]), ConsistencyReward(models["judge"])]
             options = {"reward_funcs": rewards, "eval_dataset": prompts.select([0]), **ON_DEVICE, **settings}
             trainer = make_trainer(**options, **EACH_STEP)
+            encoder, frozen = trainer.pipeline.text_encoder, trainer.model.get_base_model().proj_out
+            encoder.register_forward_pre_hook(lambda *_: turns.append([*devices_of(encoder), *devices_of(frozen)]))
             trainer.train(**kwargs)
             assert devices_of(trainer.model) == {"cuda"}
             for module in (trainer.pipeline.text_encoder, trainer.pipeline.vae, rewards[0].model):
@@ -165,6 +169,8 @@ class TestTraining:
 
         check_resuming(run, tmp_path / "out")
         assert any((tmp_path / "embeddings").rglob("*.safetensors"))
+        # Also of the evaluation, when the transformer was on the device
+        assert len(turns) > 2 and set(map(tuple, turns)) == {("cuda", "cpu")}
 
     @pytest.mark.parametrize("loss_type", ["nft", "awm"])
     def test_objectives_without_stochastic_steps(self, loss_type, tiny_flux, prompts, tmp_path):
