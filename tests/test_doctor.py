@@ -285,7 +285,8 @@ class TestFaults:
 
 
 def test_all_weights_are_trained(examine):
-    rows = examine(use_peft=False, lora_r=None, lora_alpha=None, bf16=True, beta=0.01, ema_decay=0.9)
+    settings = {"use_peft": False, "lora_r": None, "lora_alpha": None, "learning_rate": 1e-5}
+    rows = examine(**settings, bf16=True, beta=0.01, ema_decay=0.9)
     assert verdicts(rows) == HEALTHY
     number = re.search(r"in torch.float32: (\S+) parameters trained", rows["model and adapter"].finding)[1]
     assert int(number.replace(",", "")) > 10_000
@@ -505,7 +506,7 @@ def test_sets_are_generated_as_in_a_round(examine, monkeypatch, tmp_path):
     assert found["reward reward"].verdict == "ok"
     assert shown["sources"] == [0, 0, 1, 1, 1, 1] and len(set(shown["panels"])) == 6
     assert len({key for keys in shown["keys"] for key in keys}) == 6
-    assert len(set(shown["weights"])) == 1 and 0 < shown["weights"][0] < 0.01  # those of the ratio
+    assert len(set(shown["weights"])) == 1 and 0 < shown["weights"][0] < 0.1  # those of the ratio
 
 
 def test_the_smallest_image_may_be_behind_a_set_of_separate_images(examine):
