@@ -15,6 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
+from hub_server import HubServer
 from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judge, reward, script_arguments
 from paco_trl.commands.main import read_config
 from paco_trl.data import (
@@ -489,6 +490,23 @@ class TestSplitsAndConfigurations:
             load_image_set_prompts(tmp_path / "data [1]", config="c")
         with pytest.raises(ValueError, match="dataset_config"):
             load_image_set_prompts(write(tmp_path / "p.txt", "A fox."), config="a")
+
+    def test_of_the_hub(self, tmp_path):
+        files = {"a/train.csv": b"prompt\nA hen\nA cow", "b/train.csv": b"prompt\nA red fox, in snow\nA glass, full"}
+        configs = [{"config_name": path[0], "data_files": path} for path in files]
+        files["README.md"] = f"---\nconfigs: {json.dumps(configs)}\n---\n".encode()
+        with HubServer({"hf_a": "tester"}) as hub, hub.connected(tmp_path / "hub", "hf_a"):
+            hub.add_repo("tester/prompts", files, "dataset")
+            assert load_image_set_prompts("tester/prompts", "train[1:]", "a")["prompt"][:] == ["A cow"]
+            hub.add_repo("tester/geneval", {"train.jsonl": "\n".join(map(json.dumps, GENEVAL)).encode()}, "dataset")
+            assert load_image_set_prompts("tester/geneval")[0]["include"] == GENEVAL[0]["include"]
+            for options, named in (
+                ({"config": "b"}, "fields"),
+                ({}, "a, b.*dataset_config"),
+                ({"split": "no", "config": "a"}, "no"),
+            ):
+                with pytest.raises(ValueError, match=named):
+                    load_image_set_prompts("tester/prompts", **options)
 
     def test_one_that_would_do_nothing(self, tmp_path):
         path = write(tmp_path / "pairs.jsonl", "{}")

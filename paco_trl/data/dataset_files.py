@@ -6,6 +6,7 @@ import glob
 import io
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import (
     Dataset,
-    DatasetDict,
     Image,
     Json,
     LargeList,
@@ -27,7 +27,6 @@ from datasets import (
     concatenate_datasets,
     data_files,
     get_dataset_config_names,
-    load_dataset,
     load_dataset_builder,
     load_from_disk,
 )
@@ -78,36 +77,22 @@ def load_split(
 ) -> Dataset:
     """Load a split, also of a file or of a saved dataset. The columns `images` become images, see [`image_file`]."""
     folder = Path(path).expanduser().absolute()
-    folders = [folder] if folder.is_dir() else [folder.parent]
+    folders = [folder.parent if folder.is_file() else folder] if folder.exists() else []
+    if not folders and (isinstance(path, Path) or is_local(path) or _ending(folder) in (*_TEXTS, _PARQUET)):
+        raise FileNotFoundError(f"There is no file or directory '{path}'. Check the path.")
     if config is not None and (folder.is_file() or is_saved(folder)):
         raise ValueError(f"`dataset_config` is {config!r}, but '{path}' is no repository with several. Leave it out.")
     if is_saved(folder):
         saved = load_from_disk(str(folder))
         # A dataset alone is all there is, also where its split has another name than the default
-        parts = (
-            saved if isinstance(saved, DatasetDict) else dict.fromkeys(("train", str(saved.split or "train")), saved)
-        )
-        dataset = _take(parts, split, path)
+        names = ("train", str(saved.split or "train")) if isinstance(saved, Dataset) else ()
+        parts = dict.fromkeys(names, saved) or saved
         # The result of a stage names images of earlier ones, which are next to it
         stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]  # of all splits, or one
         folders += [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
-    elif folder.is_file() and _ending(folder) != _PARQUET:
-        dataset = _take({"train": _load_texts([folder])}, split, path)
-    elif folder.exists():
-        dataset = _load_local(folder, split, config)
-    elif isinstance(path, Path) or is_local(path) or _ending(folder) in (*_TEXTS, _PARQUET):
-        raise FileNotFoundError(f"There is no file or directory '{path}'. Check the path.")
     else:
-        folders = []
-        with _in_one_sentence(path):
-            dataset = load_dataset(path, config, split=split)
-        if dataset.builder_name == "csv" and "__index_level_0__" in dataset.column_names:
-            raise ValueError(
-                f"A row of a CSV file of '{path}' has more fields than its header. Download and correct it."
-            )
-    if len(dataset) == 0:
-        raise ValueError(f"'{path}' has no rows (split {split!r}).")
-    dataset = with_image_types(dataset, images, str(path))
+        parts = _read(str(folder if folders else path), config)
+    dataset = with_image_types(_take(parts, split, path), images, str(path))
     named = named_images(dataset)
     if image_folder is not None:
         if not any(named.values()):
@@ -119,20 +104,32 @@ def load_split(
     return dataset
 
 
-def _load_local(path: Path, split: str, config: str | None) -> Dataset:
-    """Load a Parquet file or a directory. Text files are read here, as `datasets` shifts or fills what is wrong in them."""
-    with _in_one_sentence(path):
+def _read(path: str, config: str | None) -> Mapping[str, Dataset]:
+    """Read the splits of a file, a directory or a repository. Texts on disk are not left to `datasets`, which fills gaps."""
+    files = {"train": [path]}
+    try:
+        if not os.path.isfile(path) or _ending(Path(path)) == _PARQUET:
+            with _no_patterns():
+                is_file = os.path.isfile(path)
+                kind, found = ("parquet", glob.escape(path)) if is_file else (path, None)
+                builder = load_dataset_builder(kind, config, data_files=found)
+            files = builder.config.data_files or {}
+            is_text = all(_ending(Path(file)) in _TEXTS for of_split in files.values() for file in of_split)
+            if not os.path.exists(path) or not is_text or builder.info.features is not None:
+                builder.download_and_prepare()
+                return builder.as_dataset()
+    except (DatasetGenerationError, pa.ArrowInvalid) as error:
+        raise ValueError(f"'{path}' cannot be read: {error.__cause__ or error}") from error
+    except ValueError as error:
+        if not str(error).startswith("Config name is missing"):
+            raise
         with _no_patterns():
-            if path.is_file():
-                builder = load_dataset_builder("parquet", data_files=glob.escape(str(path)))
-            else:
-                builder = load_dataset_builder(str(path), config)
-        files = {str(name): [*map(Path, of_split)] for name, of_split in (builder.config.data_files or {}).items()}
-        endings = {_ending(file) for of_split in files.values() for file in of_split}
-        if endings <= {*_TEXTS} and builder.info.features is None:
-            return _take({name: _load_texts(of_split) for name, of_split in files.items()}, split, path)
-        builder.download_and_prepare()
-        return _take(builder.as_dataset(), split, path)
+            names = ", ".join(get_dataset_config_names(path))
+        raise ValueError(f"'{path}' has several configurations: {names}. Choose one by `dataset_config`.") from error
+    return {
+        str(name): dataset_of_rows([row for file in of_split for row in read_rows(Path(file))], path)
+        for name, of_split in files.items()
+    }
 
 
 @contextmanager
@@ -149,37 +146,22 @@ def _no_patterns() -> Iterator[None]:
         data_files.resolve_pattern = resolve
 
 
-@contextmanager
-def _in_one_sentence(path: str | Path) -> Iterator[None]:
-    """Say which dataset cannot be read, and which configurations it has."""
-    try:
-        yield
-    except (DatasetGenerationError, pa.ArrowInvalid) as error:
-        raise ValueError(f"'{path}' cannot be read: {error.__cause__ or error}") from error
-    except ValueError as error:
-        if not str(error).startswith("Config name is missing"):
-            raise
-        with _no_patterns():
-            names = ", ".join(get_dataset_config_names(str(path)))
-        raise ValueError(f"'{path}' has several configurations: {names}. Choose one by `dataset_config`.") from error
-
-
 def _take(parts: Mapping[str, Dataset], split: str, path: str | Path) -> Dataset:
     """Take a split or a slice, such as `train[:50%]`, as [`~datasets.load_dataset`] does."""
     try:
         slices = ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in parts.items()})
     except (ValueError, AssertionError) as error:
         raise ValueError(f"There is no split {split!r} in '{path}', only {', '.join(sorted(parts))}.") from error
-    taken = [parts[part.splitname].select(range(part.from_, part.to)) for part in slices]
-    return taken[0] if len(taken) == 1 else concatenate_datasets(taken)
+    dataset = concatenate_datasets([parts[part.splitname].select(range(part.from_, part.to)) for part in slices])
+    if len(dataset) == 0:
+        raise ValueError(f"'{path}' has no rows (split {split!r}).")
+    if dataset.builder_name == "csv" and "__index_level_0__" in dataset.column_names:
+        raise ValueError(f"A row of a CSV file of '{path}' has more fields than its header. Download and correct it.")
+    return dataset
 
 
 def _ending(path: Path) -> str:
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
-
-
-def _load_texts(files: Sequence[Path]) -> Dataset:
-    return dataset_of_rows([row for file in files for row in read_rows(file)], str(files[0]))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

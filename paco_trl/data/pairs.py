@@ -184,7 +184,7 @@ def as_pairs(dataset: Dataset, name: str, skip_broken: bool = False) -> Dataset:
     columns = {*dataset.column_names}
     has_turns = all(isinstance(dataset.features.get(column), List) for column in ("prompt", "completion"))
     if "images" not in columns or has_turns or not (columns >= {*_COLUMNS} or columns & _TURNS):
-        return dataset
+        return dataset.remove_columns([*columns & {"image", "messages"}]) if has_turns else dataset
     texts, rows, broken = [], [], []
     for number, row in enumerate(dataset.with_format(None).remove_columns("images")):
         try:
