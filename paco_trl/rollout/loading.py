@@ -263,7 +263,9 @@ def load_without_weights(
             part = (kind.from_config if is_diffusers else kind)(config)
             if not is_diffusers:
                 part.tie_weights()
-        parts[name] = part.to(dtypes.get(name, dtypes["default"])).requires_grad_(False).eval()
+        if part.dtype != (dtype := dtypes.get(name, dtypes["default"])):  # diffusers may warn of any `to`
+            part.to(dtype)
+        parts[name] = part.requires_grad_(False).eval()
     return DiffusionPipeline.from_pretrained(model, **parts, **where)
 
 

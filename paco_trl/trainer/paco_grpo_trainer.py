@@ -262,7 +262,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             **init,
         )  # fmt: skip
         is_built = is_buildable(model, init, family)
-        dtypes = {"default": self.compute_dtype}
+        dtypes = {"default": torch.float32}  # that of configs
         pipeline = load_without_weights(str(model), dtypes, encodes=False, **init) if is_built else load()
         self.family = family_of(pipeline) if family is None else family
         self._check_family()
