@@ -174,6 +174,25 @@ def test_what_is_refused(words, error, files, tiny_flux, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"r": 3}, "does not fit"),
+        ({"lora_dropout": 0.05, "task_type": "CAUSAL_LM"}, "no file named"),
+        ({"r": []}, "fit"),
+    ],
+    ids=str,
+)
+def test_an_adapter_is_checked_before_a_model_is_loaded(changes, error, files, adapters, tiny_flux, tmp_path):
+    model = shutil.copytree(tiny_flux, tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = shutil.copytree(adapters["moved"], tmp_path / "moved") / "adapter_config.json"
+    values = json.loads(config.read_text()) | {"base_model_name_or_path": None}
+    config.write_text(json.dumps(values | changes))
+    words = ["--dataset_name", files / "single.txt", "--adapter", tmp_path / "moved"]
+    with pytest.raises((OSError, ValueError), match=error):
+        evaluate(*words, model=model, folder=tmp_path / "out")
+
+
 def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, tiny_flux, tmp_path, monkeypatch):
     make_trainer(guidance_scale=2.5, max_steps=1, save_strategy="steps", save_steps=1).train()
     checkpoint = tmp_path / "out" / "checkpoint-1"

@@ -31,7 +31,14 @@ from ..image_benchmarks.score_store import open_scores
 from ..image_benchmarks.statistics import Line, Unit, table
 from ..rewards.runner import IMAGES_PER_CALL, RewardRunner, check_columns, offloadable_models
 from ..rollout import family_of
-from ..rollout.loading import check_peft_config, load_pipeline, make_policy
+from ..rollout.loading import (
+    check_peft_config,
+    check_trained,
+    is_buildable,
+    load_pipeline,
+    load_without_weights,
+    make_policy,
+)
 from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
@@ -70,6 +77,9 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         raise ValueError(f"`--adapter` is {', '.join(adapters)}: {where}. Use another `--output_dir` for some.")
     for adapter in adapters:
         check_peft_config(adapter, args.model_name_or_path)
+        if is_buildable(args.model_name_or_path, {}, None):
+            pipeline = load_without_weights(args.model_name_or_path, {"default": torch.float32}, encodes=False)
+            check_trained(pipeline, family_of(pipeline), adapter)
     shared = (*fields(PromptDataArguments), *fields(RewardOptions))
     script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared})
     dataset = load_train_prompts(script_args)
