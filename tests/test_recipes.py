@@ -141,7 +141,7 @@ PRESETS = {
 def test_a_preset_is_the_papers_but_for_what_it_marks(name):
     paper, preset = values_of("paco-flux.1-dev"), values_of(name)
     derived = {"logging_dir", "steps_per_generation", "gradient_accumulation_steps", "activation_checkpointing"}
-    derived |= {"lora_target_modules"}  # the default of the family is the same
+    derived |= {"ratio_tolerance", "lora_target_modules"}  # the default of the family is the same
     expected = PRESETS[name]
     assert differing(preset, expected) == {} and preset["lora_target_modules"] is None
     assert {key for key in preset if preset[key] != paper[key]} - derived == expected.keys()
