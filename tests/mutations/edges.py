@@ -857,6 +857,14 @@ DATASET_BUILDING = [
         ("allow_nan=False", "allow_nan=True"),
     ),
     *_mutants(
+        "utils/errors.py",
+        "test_command_line.py::TestErrors::test_our_errors_are_a_line_and_bugs_have_a_traceback",
+        ('"0") != "0"', '"0") == "0"'),
+        ("return error.__cause__ is None or is_message_enough(error.__cause__)", "return True"),
+        ("while step is not None and step.tb_next is not None:", "while False:"),
+        ('return step.tb_frame.f_code.co_code[step.tb_lasti] == opmap["RAISE_VARARGS"]', "return True"),
+    ),
+    *_mutants(
         "utils/stopping.py",
         "test_preemption.py::TestInOneProcess::test_after_the_last_exchange_the_command_ends",
         ("EXIT_CODE = 75", "EXIT_CODE = 1"),
