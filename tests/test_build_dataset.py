@@ -154,6 +154,16 @@ class TestStages:
         with pytest.raises(ValueError, match=r"`seeds` was \[0, 1, 2\] and is now \[0, 1\]"):
             generated("grids", **options, num_inference_steps=1, seeds=[0, 1], batch_size=3)
 
+    def test_grids_are_begun_with_other_weights(self, generated, tiny_flux, tmp_path):
+        options = {"model_name_or_path": tiny_flux, "dtype": "float32", "height": 32, "width": 32}
+        options |= {"num_inference_steps": 1, "seeds": [0, 1, 2], "batch_size": 3}
+        generated("grids", **options)
+        file = tmp_path / "build/grids/settings.json"
+        settings = json.loads(file.read_text())
+        file.write_text(json.dumps(settings | {"model_files": settings["model_files"][::-1]}))
+        with pytest.raises(ValueError, match="`model_files` was"):
+            generated("grids", **options)
+
     def test_prompts_that_are_left_out(self, generated, tmp_path):
         assert len(set(loaded(tmp_path / "build/instances")["prompt_id"])) == 5
         generated("panels", exclude_prompts=["000001", "000004"])

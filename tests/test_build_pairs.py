@@ -197,6 +197,10 @@ class TestAnnotations:
         for name, owner in (("anna", "a person"), ("judge", "user/colour-judge")):
             with pytest.raises(ValueError, match=f"'{owner}' already"):
                 rank_with_judge(*world.data, other, name, tmp_path)
+        trained = ColorJudge()
+        trained.fingerprint = "after"
+        with pytest.raises(ValueError, match="'user/colour-judge' with other weights"):
+            rank_with_judge(*world.data, trained, "judge", tmp_path)
         assert annotator_kinds(tmp_path) == {"anna": "people", "judge": "judge"}
         rank_automatically(world.instances, world.panels, tmp_path)
         assert annotator_kinds(tmp_path, ["automatic"]) == {"automatic": "automatic"}

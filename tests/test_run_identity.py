@@ -37,7 +37,14 @@ from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, HARMLESS_UNTRAINED, describe_run, evaluation_settings
-from paco_trl.utils.fingerprint import describe, describe_code, differences, file_digest, weights_fingerprint
+from paco_trl.utils.fingerprint import (
+    describe,
+    describe_code,
+    differences,
+    file_digest,
+    model_files,
+    weights_fingerprint,
+)
 from test_paco_reward_trainer import colours
 from testing_utils import LORA, SMALL_RUN, noise, square_prompts
 
@@ -307,6 +314,18 @@ class TestWeights:
             assert torch.equal(layers[0].weight, layers[2].weight)
             first, same, other = map(weights_fingerprint, layers)
             assert first == same != other
+
+
+def test_the_files_of_a_model(tiny_flux, tmp_path):
+    """Before it is loaded: changed in place, and moved."""
+    model = shutil.copytree(tiny_flux, tmp_path / "model")
+    before = model_files(str(model))
+    assert before == model_files(str(tiny_flux)) and model_files("user/name") is None
+    transformer = DiffusionPipeline.from_pretrained(model).transformer
+    with torch.no_grad():
+        transformer.transformer_blocks[0].attn.to_q.weight.mul_(1.01)
+    transformer.save_pretrained(model / "transformer")
+    assert model_files(str(model)) != before
 
 
 class TestBaseWeights:

@@ -34,6 +34,7 @@ from ..data import load_image_set_prompts
 from ..generation.sample_sheet import pairs_sheet
 from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
+from ..utils.fingerprint import model_files
 from ..utils.stage_folder import StageFolder
 from . import build_arguments as arguments
 from .parser import refuse_unused, run_stage
@@ -138,7 +139,7 @@ def make_grids(args: arguments.GridsArguments) -> None:
 
     prompts = result(args, "prompts")
     settings = {name: getattr(args, name) for name in ("dtype", "seeds", "batch_size", "height", "width")}
-    settings["model"] = args.model_name_or_path
+    settings |= {"model": args.model_name_or_path, "model_files": model_files(args.model_name_or_path)}
     # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
     state = PartialState(cpu=not torch.accelerator.is_available())
     folder = stage(args, "grids", settings | args.call | {"prompts": digest_of_prompts(prompts)})

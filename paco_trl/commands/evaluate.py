@@ -66,6 +66,7 @@ from ..rollout.hybrid_inference import hybrid_inference
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
 from ..utils.files import adapter_weights_digest, digest, sole_writer, write_atomically
+from ..utils.fingerprint import model_files
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import (
@@ -207,7 +208,8 @@ def generate(args: GenerateArguments) -> Step:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
     names = ("benchmark", "adapter", "dtype", "seeds", "batch_size", "height", "width")
     settings = {name: getattr(args, name) for name in names} | args.call | panels
-    settings |= {"model": args.model_name_or_path, "prompts": _digest_of(benchmark)}
+    settings |= {"model": args.model_name_or_path, "model_files": model_files(args.model_name_or_path)}
+    settings["prompts"] = _digest_of(benchmark)
     if args.adapter is not None:
         check_adapter(args.adapter, args.model_name_or_path)
         settings["adapter_weights"] = adapter_weights_digest(args.adapter)
@@ -319,7 +321,7 @@ def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Datas
     found, settings = _find_images(args, folder, benchmark, elsewhere)
     if settings is None:
         return System(role, Path(cast(str, elsewhere)).name, found, Path(folder))
-    hidden = ("prompts", "benchmark", "adapter_weights")
+    hidden = ("prompts", "benchmark", "adapter_weights", "model_files")
     shown = {name: value for name, value in settings.items() if name not in hidden}
     shown |= {name: public_name(shown[name]) for name in ("model", "adapter") if shown[name] is not None}
     return System(role, shown["adapter"] or shown["model"], found, Path(folder), shown)

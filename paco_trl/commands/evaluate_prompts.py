@@ -45,7 +45,7 @@ from ..rollout.sde import STREAMS
 from ..trainer.checks import check_negative_prompts
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
-from ..utils.fingerprint import describe
+from ..utils.fingerprint import describe, model_files
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
@@ -90,7 +90,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     if not rows.has_separate:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
-    settings["prompts"] = digest(describe(rows.dataset))
+    settings |= {"prompts": digest(describe(rows.dataset)), "model_files": model_files(args.model_name_or_path)}
     check_negative_prompts(args.model_name_or_path, {}, rows)
     check_judged(script_args, rows.dataset)
     rewards = RewardRunner(load_rewards(script_args))
@@ -102,7 +102,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     models = offloadable_models(rewards.functions, accelerator.device)
     output_dir = Path(args.output_dir)
     systems: list[dict[str, Any]] = []
-    shown = {name: value for name, value in settings.items() if name != "prompts"}
+    shown = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
     with sole_writer(output_dir, "images"):
         for name, adapter in zip(folders, [None, *adapters], strict=True):
             weights = {} if adapter is None else {"adapter": adapter, "weights": adapter_weights_digest(adapter)}

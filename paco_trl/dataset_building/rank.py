@@ -14,7 +14,8 @@ from tqdm.auto import tqdm
 
 from ..data.columns import by_id
 from ..data.rankings import default_question
-from ..utils.files import write_atomically
+from ..utils.files import digest, write_atomically
+from ..utils.fingerprint import describe_scorer
 from ..utils.journals import read_lines
 from .annotations import AUTOMATIC, annotation_files, append_annotation, check_annotator, read_annotations
 
@@ -80,9 +81,14 @@ def rank_with_judge(
     """
     file = Path(folder) / f"{check_annotator(annotator)}.jsonl"
     earlier = [file] if file.exists() else []
-    others = {str(record.get("judge", "a person")) for path in earlier for _, record in read_lines(path)}
+    scorer = digest(describe_scorer(judge))[:16]
+    records = [record for path in earlier for _, record in read_lines(path)]
+    others = {str(record.get("judge", "a person")) for record in records}
     if others - {judge.name}:
         raise ValueError(f"The annotator {annotator!r} is {min(others - {judge.name})!r} already, not {judge.name!r}.")
+    if any(record["scorer"] != scorer for record in records):
+        cure = "Rank under another name (`--annotator`), or delete its file"
+        raise ValueError(f"The annotator {annotator!r} is {judge.name!r} with other weights or code. {cure}: {file}.")
     done = {annotation.instance for annotation in read_annotations(earlier, instances)}
     rows = [row for row in instances.with_format(None) if row["id"] not in done]
     paths = {name: image["path"] for name, image in by_id(panels, "image").items()}
@@ -102,7 +108,7 @@ def rank_with_judge(
                 # 1 for the highest score, equal ones tied
                 ranks = [1 + sum(other > score for other in yes) for score in yes]
                 record = {"annotator": annotator, "instance": row["id"], "ranks": ranks, "scores": yes}
-                append_annotation(folder, record | {"judge": judge.name, "digest": row["digest"]})
+                append_annotation(folder, record | {"judge": judge.name, "scorer": scorer, "digest": row["digest"]})
             bar.update(len(same_prompt))
     if unanswered:
         logger.warning(f"{annotator} did not score {unanswered} of {len(rows)} instances. Rerun to score them.")

@@ -258,6 +258,15 @@ def file_digest(path: str | Path, parts: int = _PARTS_OF_WEIGHTS) -> str:
         return _digest_parts(size, (file.read(_PART) for start in _starts(size, parts) if file.seek(start) >= 0))
 
 
+def model_files(model: str) -> str | None:
+    """Digest the files of a model in a directory, before it is loaded; `None` for one of the Hub, where a name stays."""
+    folder = Path(model)
+    paths = sorted(path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
+    kept = [path for path in paths if path.suffix in (".safetensors", ".json", ".txt", ".jinja", ".model")]
+    names = [path.relative_to(folder).as_posix() for path in kept]
+    return digest([names, *map(file_digest, kept)])[:16] if folder.is_dir() else None
+
+
 # ---- Comparison ----
 
 
