@@ -551,7 +551,7 @@ RESUMED = {  # changes, the token of an error, and that of a warning
     "more epochs": ({"max_steps": 2, "save_steps": 2, "logging_steps": 5, "dataloader_num_workers": 1}, None, None),
     "rank": ({"peft_config": LoraConfig(r=8, target_modules=["q_proj", "v_proj"])}, "adapter/r: 4, now 8", None),
     "targets": ({"peft_config": LoraConfig(r=4, target_modules=["k_proj", "v_proj"])}, "adapter/target_modules", None),
-    "pairs": ({"train_dataset": mixed(12)}, "dataset/rows: 11, now 12", None),
+    "pairs": ({"train_dataset": mixed(12)}, "dataset/number of rows: 11, now 12", None),
     "images": ({"train_dataset": recolored(mixed())}, "dataset/images", None),
     "a column": ({"train_dataset": mixed().add_column("source", ["a"] * 11)}, "dataset/source", None),
     "learning rate": ({"learning_rate": 0.5}, "learning_rate", None),

@@ -248,6 +248,8 @@ class TestDatasets:
         turned = same.select([1, 0]).select([1, 0]).with_format("torch")
         for dataset in (load_from_disk(tmp_path / "saved"), pieces, turned):
             assert describe(dataset) == plain
+        alone = turned.select_columns("image")  # images alone, in another order
+        assert describe(alone)["image"] == plain["image"]
         sizes = List(Value("int32"))
         assert describe(same.cast_column("sizes", sizes).cast_column("prompt", Value("large_string"))) == plain
 
@@ -267,7 +269,8 @@ class TestDatasets:
         assert changed(with_images(noise(0), sizes=[[1, 2], []])) == {"sizes"}
         assert changed(plain.add_column("mine", [0, 0])) == changed(plain.add_column("mine", [None, None])) == {"mine"}
         assert changed(plain.remove_columns("prompt")) == {"prompt"}
-        assert changed(plain.select([0])) == {"rows", "prompt", "sizes", "image", "set"}
+        assert changed(plain.add_column("rows", [2, 2])) == {"rows"}  # image sets have it
+        assert changed(plain.select([0])) == {"number of rows", "prompt", "sizes", "image", "set"}
 
     def test_of_large_files_both_ends_are_read(self, tmp_path):
         """Embedded or not, and never all of it."""

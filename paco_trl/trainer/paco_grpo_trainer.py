@@ -376,7 +376,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             reference=reference_setting(args, peft_config), rewards=self.rewards.descriptions,
             eval_rewards=None if self.eval_rewards is self.rewards else self.eval_rewards.descriptions,
         )  # fmt: skip
-        self._identity |= {"method": self._name, "base_model": self.base_model}
+        self._identity["base_model"] = self.base_model
         self._identity["quantization"] = self._identity["quantization"] or loaded
         with sole_writer(args.output_dir, "checkpoints", is_inside=True):
             pass  # a run that is training refuses this one before its model is loaded

@@ -286,7 +286,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             args, cast(Any, train_dataset), adapter, quantization=describe(quantization_config),
             processor=describe(processing_class), pairs_per_step=pairs,
         )  # fmt: skip
-        self._identity |= {"method": self._name, "base_model": base_model_name(name)}
+        self._identity["base_model"] = base_model_name(name)
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
         if self._checked is not None:
             self._check_resumed_run(self._checked, args)

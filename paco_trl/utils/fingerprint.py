@@ -197,17 +197,17 @@ def _describe_dataset(dataset: Dataset) -> dict[str, Any]:
     table, schema = dataset.with_format("arrow"), dataset.features.arrow_schema
     with_bytes = [name for name in names if _has_bytes(schema.field(name).type)]
     found = {name: hashlib.sha256() for name in names}
-    if plain := table.select_columns([name for name in names if name not in with_bytes]):
-        for batch in plain.iter(batch_size=1000):
-            for name in batch.column_names:
-                for value in batch[name].to_pylist():
-                    found[name].update(json.dumps(value, sort_keys=True, default=str).encode("utf-8", "replace"))
+    plain = [name for name in names if name not in with_bytes]
+    for batch in table.select_columns(plain).iter(batch_size=1000) if plain else ():
+        for name in plain:
+            for value in batch[name].to_pylist():
+                found[name].update(json.dumps(value, sort_keys=True, default=str).encode("utf-8", "replace"))
     files = table.select_columns(with_bytes)
     for row in range(len(dataset)) if with_bytes else ():  # a single row is not copied
         values = files[row]
         for name in with_bytes:
             found[name].update(json.dumps(_file_contents(values[name][0]), sort_keys=True, default=str).encode())
-    return {"rows": len(dataset), **{name: each.hexdigest()[:16] for name, each in found.items()}}
+    return {"number of rows": len(dataset), **{name: each.hexdigest()[:16] for name, each in found.items()}}
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
