@@ -13,7 +13,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 from paco_trl.evaluation import AestheticScorer
 from paco_trl.rewards import ClipIReward, ClipTReward, PickScoreReward
-from paco_trl.rewards.clip import ClipEmbedder
+from paco_trl.rewards.clip import ClipEmbedder, ClipIScorer
 from testing_utils import count_images, noise, plain
 
 
@@ -200,6 +200,10 @@ def test_a_score_is_a_tenth_of_the_rating(tiny_clip, tmp_path):
     assert np.std(scores) > 1e-3  # pictures differ
     assert scorer.name == "head.safetensors on tiny-clip"
     assert scorer.score_images([]) == []
+    for of_list in (scorer.score_images, lambda images: ClipIScorer(tiny_clip, device="cpu").score(images, [])):
+        for images in (noise(0), str(tmp_path)):
+            with pytest.raises(ValueError, match="Pass a list"):
+                of_list(images)
 
 
 @pytest.mark.parametrize(

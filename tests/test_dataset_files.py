@@ -350,6 +350,15 @@ TURNS_OF = {
             {"from": "gpt", "value": "Yes. Both are."},
         ]
     },
+    "parts": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Are both red?"}],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "Yes. Both are."}]},
+        ]
+    },
     "ms-swift": {"query": "<image><image>Are both red?", "response": "Yes. Both are."},
 }
 
@@ -477,6 +486,13 @@ class TestSplitsAndConfigurations:
         for split in ("test", "train[", "train[:0]"):
             with pytest.raises(ValueError, match=name):
                 load_image_set_prompts(path, split)
+
+    def test_other_splits_are_not_read(self, tmp_path):
+        self.two(tmp_path, "folder")
+        write(tmp_path / "folder" / "test.csv", "prompt\nA red fox, in snow\n")
+        assert len(load_image_set_prompts(tmp_path / "folder")) == 4
+        with pytest.raises(ValueError, match="test.csv"):
+            load_image_set_prompts(tmp_path / "folder", "test")
 
     def test_configurations(self, tmp_path):
         for name in ("a", "b"):

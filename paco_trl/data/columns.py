@@ -46,13 +46,13 @@ def check_is_dataset(dataset: Any, name: str, needed: Sequence[str] = ()) -> Non
 def check_image_column(dataset: Dataset, column: str, name: str, decoded: bool = True, is_list: bool = False) -> None:
     """Check that a column holds images, or lists of them, decoded when they are read unless `decoded` is `False`."""
     feature = inner = dataset.features[column]
-    kind, call = "an image", "datasets.Image()"
+    kind, call, path = "an image", "datasets.Image()", '"a.png"'
     if is_list:
         inner = feature.feature if isinstance(feature, (List, LargeList)) else None
-        kind, call = "a list of images", "datasets.List(datasets.Image())"
+        kind, call, path = "a list of images", "datasets.List(datasets.Image())", '["a.png", "b.png"]'
     if not isinstance(inner, Image) or decoded and not inner.decode:
         problem = f"The column `{column}` of `{name}` has the type {shorten(feature)}, but must be {kind}"
-        raise ValueError(f'{problem}: `dataset.cast_column("{column}", {call})`.')
+        raise ValueError(f'{problem}: in a file `{path}`, in Python `dataset.cast_column("{column}", {call})`.')
 
 
 def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> Dataset:

@@ -76,7 +76,7 @@ def load_split(
     config: str | None = None,
 ) -> Dataset:
     """Load a split, also of a file or of a saved dataset. The columns `images` become images, see [`image_file`]."""
-    folder = Path(path).expanduser().absolute()
+    folder = Path(os.path.expanduser(path)).absolute()
     folders = [folder.parent if folder.is_file() else folder] if folder.exists() else []
     if not folders and (isinstance(path, Path) or is_local(path) or _ending(folder) in (*_TEXTS, _PARQUET)):
         raise FileNotFoundError(f"There is no file or directory '{path}'. Check the path.")
@@ -91,7 +91,7 @@ def load_split(
         stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]  # of all splits, or one
         folders += [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
     else:
-        parts = _read(str(folder if folders else path), config)
+        parts = _read(str(folder if folders else path), split, config)
     dataset = with_image_types(_take(parts, split, path), images, str(path))
     named = named_images(dataset)
     if image_folder is not None:
@@ -104,7 +104,7 @@ def load_split(
     return dataset
 
 
-def _read(path: str, config: str | None) -> Mapping[str, Dataset]:
+def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
     """Read the splits of a file, a directory or a repository. Texts on disk are not left to `datasets`, which fills gaps."""
     files = {"train": [path]}
     try:
@@ -126,9 +126,10 @@ def _read(path: str, config: str | None) -> Mapping[str, Dataset]:
         with _no_patterns():
             names = ", ".join(get_dataset_config_names(path))
         raise ValueError(f"'{path}' has several configurations: {names}. Choose one by `dataset_config`.") from error
+    wanted = [name for name in files if str(name) in split] or files  # of a split that there is not, all are named
     return {
-        str(name): dataset_of_rows([row for file in of_split for row in read_rows(Path(file))], path)
-        for name, of_split in files.items()
+        str(name): dataset_of_rows([row for file in files[name] for row in read_rows(Path(file))], path)
+        for name in wanted
     }
 
 

@@ -59,7 +59,8 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
     is_dataset = isinstance(dataset_or_rows, Dataset)
     rows = list(_columns_of(dataset_or_rows) if is_dataset else dataset_or_rows)
     if not rows:
-        raise ValueError("The image-set prompts have no rows, or no `prompt`. Check the file or the split.")
+        found = f" among {dataset_or_rows.column_names}" if isinstance(dataset_or_rows, Dataset) else ""
+        raise ValueError(f"The image-set prompts have no rows, or no `prompt`{found}. Check the file or the split.")
     missing = [name for name in _NEEDED_COLUMNS if any(name not in row for row in rows)]
     if missing:
         cure = (

@@ -24,7 +24,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, Image, List, concatenate_datasets
 
 from ..utils.addresses import refuse_address
-from ..utils.text import is_text, shorten
+from ..utils.text import is_text, shorten, shorten_path
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import named_images, report_broken
 
@@ -143,6 +143,13 @@ def check_pair_texts(prompt: Any, completion: Any) -> None:
     decision_of(completion)
 
 
+def _with_placeholders(content: Any) -> Any:
+    """Write a list of parts, the images among them, as one text."""
+    if not isinstance(content, list):
+        return content
+    return "".join(_PLACEHOLDER if part.get("type") == "image" else part.get("text") or "" for part in content)
+
+
 def as_turns(row: Mapping[str, Any]) -> tuple[Any, Any]:
     """
     Read prompt and completion of a row: turns or texts of these names, or what LLaMA-Factory and ms-swift have, a list of
@@ -158,7 +165,7 @@ def as_turns(row: Mapping[str, Any]) -> tuple[Any, Any]:
         *prompt, answer = (
             {
                 "role": _ROLES.get(turn.get("from") or turn.get("role")),
-                "content": turn.get("value") or turn.get("content"),
+                "content": _with_placeholders(turn.get("value") or turn.get("content")),
             }
             for turn in turns
         )
@@ -252,7 +259,7 @@ def _image_problem(image: Mapping[str, Any] | None, feature: Image) -> str | Non
     # Whatever a decoder raises for a damaged file: OSError, SyntaxError, zlib.error, struct.error, ...
     except Exception as error:
         where = image["path"] if image["bytes"] is None else f"embedded image {image['path'] or ''}".strip()
-        return f"({where[:300]}) cannot be decoded: {type(error).__name__}: {error}"
+        return f"({shorten_path(where)}) cannot be decoded: {type(error).__name__}: {error}"
     return None
 
 

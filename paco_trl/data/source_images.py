@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from ..utils.addresses import refuse_address
 from ..utils.files import reading
+from ..utils.text import shorten_path
 
 
 # Number of rows above which a pass over them shows a progress bar
@@ -94,7 +95,10 @@ class SourceImages:
         named = [(name, value)]
         if self.column != "image":
             named = [(f"{name} {index} (counted from 0)", image) for index, image in enumerate(value or [])]
-        return [(f"{name} ({(image['path'] or 'embedded')[:300]})" if image else name, image) for name, image in named]
+        return [
+            (f"{name} ({shorten_path(image['path'] or 'embedded')})" if image else name, image)
+            for name, image in named
+        ]
 
     def _read_size(self, name: str, image: dict[str, Any] | None) -> tuple[int, int]:
         if image is None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.utils import cached_file
 
 from ..rewards.clip import ClipEmbedder
+from ..rewards.judge import check_list
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.names import public_name
 
@@ -62,7 +63,7 @@ class AestheticScorer:
     @torch.inference_mode()
     def score_images(self, images: list[Image.Image]) -> list[float]:
         """Score images: a tenth of the rating of each."""
-        if not images:
+        if not check_list(images):
             return []
         embeds = self.clip.embed(images, [f"Image {number}" for number in range(len(images))])[0]  # (N, D)
         return (self.head(embeds.float().cpu()).squeeze(-1) / 10).tolist()

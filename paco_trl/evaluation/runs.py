@@ -19,6 +19,7 @@ from ..utils.images import open_image, to_rgb
 from ..utils.journals import Journal
 from ..utils.names import public_text
 from ..utils.statistics import bootstrap_interval
+from ..utils.text import shorten_path
 
 
 PROTOCOLS = ("default", "published")
@@ -50,7 +51,7 @@ class RowImages:
                 stored.append((f"`{column}`", row[column]))
         images = []
         for name, source in stored:
-            with reading(f"{name} of row {index} ({(source and source['path'] or 'embedded')[:300]})"):
+            with reading(f"{name} of row {index} ({shorten_path(source and source['path'] or 'embedded')})"):
                 image = open_image(source)
                 image.load()  # closes the file, and finds one that is cut off
                 images.append(self.convert(image, "the image"))

@@ -11,6 +11,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from .addresses import refuse_address
 from .files import reading
+from .text import shorten_path
 
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
     from qwen_vl_utils import process_vision_info
 
     name = image.get("path") if isinstance(image, dict) else image if isinstance(image, str | Path) else None
-    with reading(f"{where} ({str(name)[:300]})" if name else where):
+    with reading(f"{where} ({shorten_path(name)})" if name else where):
         # Not opened by the library, which would convert it differently
         opened = to_rgb(open_image(image), "The image")
         check_sides(*opened.size, patch_size)

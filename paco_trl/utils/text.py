@@ -72,6 +72,12 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def shorten_path(path: Any) -> str:
+    """Cut a path that is none, as of an image in base64."""
+    text = str(path)
+    return text if len(text) <= 255 else f"{text[:97]}..."
+
+
 def some_of(names: Sequence[str]) -> str:
     """Join at most ten names."""
     return f"{', '.join(names[:10])}{', ...' * (len(names) > 10)}"
