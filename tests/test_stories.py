@@ -2,6 +2,7 @@
 """ViStoryBench: its stories as sets of separate images, and sets as its own evaluator reads them."""
 
 import json
+import os
 
 import pytest
 from PIL import Image
@@ -22,10 +23,10 @@ def _shot(index, characters, word):
     return {"index": index, "Characters Appearing": named, **both}
 
 
-def plant_story(folder, name, shots, images=True):
+def plant_story(folder, name, shots, images=True, keys=("Big Hare", "Fox")):
     characters = {
         key: {"name_en": key, "name_ch": f"ch {key}", "prompt_en": f"{size} and gray", "prompt_ch": f"ch {size}"}
-        for key, size in (("Big Hare", "tall"), ("Fox", "small"))
+        for key, size in zip(keys, ("tall", "small"), strict=True)
     }
     story = {"Story_type": {"en": "Picture book", "ch": "ch book"}, "Characters": characters, "Shots": shots}
     (folder / name).mkdir(parents=True)
@@ -67,6 +68,24 @@ def test_what_is_missing_is_named(stories, tmp_path):
         load_stories(stories, "fr")
     with pytest.raises(FileNotFoundError, match="story"):
         load_stories(stories / "ViStory" / "01" / "image")
+
+
+@pytest.mark.parametrize("way", ["absolute", "parents", "link of a character", "link of an image"])
+def test_no_image_outside_of_the_dataset(stories, tmp_path_factory, way):
+    outside = tmp_path_factory.mktemp("outside") / "Fox"
+    outside.mkdir()
+    Image.new("RGB", (8, 8), "red").save(outside / "00.jpg")
+    story = stories / "ViStory" / "03"
+    key = {"absolute": str(outside), "parents": os.path.relpath(outside, story / "image")}.get(way, "Bear")
+    plant_story(story.parent, "03", [_shot(1, [key], "blue")], images=False, keys=("Fox", key))
+    (story / "image").mkdir()
+    if way == "link of a character":
+        (story / "image" / key).symlink_to(outside)
+    elif way == "link of an image":
+        (story / "image" / key).mkdir()
+        (story / "image" / key / "00.jpg").symlink_to(outside / "00.jpg")
+    with pytest.raises(ValueError, match=r"03.*leaves"):
+        load_stories(stories)
 
 
 def test_stories_are_generated_and_written_as_the_evaluator_reads_them(stories, tiny_flux, tmp_path):

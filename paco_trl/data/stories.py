@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """ViStoryBench's stories as sets of separate images."""
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from datasets import Dataset
 
 from ..utils.text import read_json
-from .dataset_files import dataset_of_rows, find_dataset_folder, with_image_types
+from .dataset_files import dataset_of_rows, find_dataset_folder, image_file, with_image_types
 
 
 # What a shot shows, in the order of the benchmark's own prompts; characters and scene follow
@@ -33,7 +33,7 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
 
     Raises:
         FileNotFoundError: If there is no `story.json`.
-        ValueError: If a story or a shot lacks a text in this language.
+        ValueError: If a story or a shot lacks a text in this language, or a character's images are not in the directory.
     """
     found = find_dataset_folder(path_or_id, ["*/story.json", "*/image/**"])
     files = sorted(found.glob("*/story.json")) or sorted(found.glob("*/*/story.json"))
@@ -42,7 +42,7 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
     rows = []
     for file in files:
         try:
-            rows.append(_read_story(file, language))
+            rows.append(_read_story(file, language, found))
         except KeyError as error:
             raise ValueError(f"{file} has no {error} in the language {language!r}. Check the file.") from error
     if not all(row["references"] for row in rows):
@@ -51,7 +51,7 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
     return with_image_types(dataset_of_rows(rows), ["references"])
 
 
-def _read_story(file: Path, language: str) -> dict[str, Any]:
+def _read_story(file: Path, language: str, found: Path) -> dict[str, Any]:
     story = read_json(file)
     names = {key: each[f"name_{language}"] for key, each in story["Characters"].items()}
     texts = {key: f"{names[key]} is {each[f'prompt_{language}']}" for key, each in story["Characters"].items()}
@@ -60,13 +60,19 @@ def _read_story(file: Path, language: str) -> dict[str, Any]:
         # Keys are the English names
         characters = [texts[key.strip()] for key in shot[_APPEARING]["en"]]
         panels.append("; ".join([*(shot[name][language] for name in _OF_SHOT), *characters, shot[_SCENE][language]]))
-    images = (sorted((file.parent / "image" / key).glob("*")) for key in names)
-    references = [[str(path) for path in of_one if path.suffix.lower() in _IMAGES][:1] for of_one in images]
+    references = []
+    for key in names:
+        try:
+            folder = image_file(str(PurePath(file.parent.relative_to(found), "image", key)), [found])
+            images = (path for path in sorted(folder.glob("*")) if path.suffix.lower() in _IMAGES)
+            references += [str(image_file(str(path.relative_to(found)), [found])) for path in images][:1]
+        except ValueError as error:
+            raise ValueError(f"{file}, character {key!r}: {error}") from error
     return {
         "id": file.parent.name,
         "layout": "separate",
         "theme": "; ".join([story["Story_type"][language], *texts.values()]),
         "panels": panels,
         "shots": [int(shot["index"]) for shot in story["Shots"]],
-        "references": sum(references, []),
+        "references": references,
     }

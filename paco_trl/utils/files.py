@@ -10,7 +10,6 @@ import re
 import secrets
 import shutil
 import socket
-import tempfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -42,14 +41,15 @@ def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) 
     """Write a file whole or not at all, and synced to the disk unless `durable=False`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:60]}.", suffix=".part", dir=path.parent)
+    temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(8)}.part")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(temporary, "xb") as file:  # not `mkstemp`, which allows only the owner whatever the umask
             file.write(data.encode("utf-8") if isinstance(data, str) else data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # that of `open`; `mkstemp` allows only the owner
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, temporary)  # of a file that is replaced
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
