@@ -3,6 +3,7 @@
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from accelerate import PartialState
 
 from paco_trl.checkpointing.checkpoints import (
     RUN_FILE,
-    check_output_folder,
+    check_output_dir,
+    check_rerun,
     check_resumed_run,
+    check_same_run,
     drop_old_checkpoints,
     find_checkpoint,
     incomplete_files,
@@ -97,20 +100,25 @@ def test_what_may_change_is_a_warning(tmp_path, caplog):
 
 def test_the_directory_of_another_run(tmp_path):
     make(tmp_path, 1)
-    check_output_folder(tmp_path, {"r": 4}, {"seed": 1})
-    for identity, settings in (({"r": 2}, {"seed": 1}), ({"r": 4}, {"seed": 2})):
-        with pytest.raises(ValueError, match="of another run"):
-            check_output_folder(tmp_path, identity, settings)
+    check_same_run(tmp_path, {"r": 4})
+    with pytest.raises(ValueError, match="of another run"):
+        check_same_run(tmp_path, {"r": 2})
 
 
-def test_the_directory_of_a_judge(tmp_path):
-    staged = tmp_path / ".saving" / "checkpoint-1"
-    staged.mkdir(parents=True)
-    publish(staged, tmp_path, {"num_processes": 1, "is_deepspeed": False})
-    with pytest.raises(
-        ValueError, match="checkpoint-1' in `output_dir` is not a complete checkpoint of PaCoGRPOTrainer"
-    ):
-        check_output_folder(tmp_path, {"r": 4}, {"seed": 1})
+def test_what_would_be_written_over(tmp_path):
+    check_rerun(tmp_path, None)
+    checkpoint, elsewhere = make(tmp_path / "run", 1), make(tmp_path / "other", 1)
+    check_rerun(tmp_path / "run", tmp_path / "other" / ".." / "run" / "checkpoint-1")
+    for resumed in (None, elsewhere):
+        with pytest.raises(ValueError, match="checkpoint-1 of an earlier run"):
+            check_rerun(tmp_path / "run", resumed)
+    (checkpoint / "weights").unlink()  # nobody can resume it
+    check_rerun(tmp_path / "run", None)
+    (checkpoint / RUN_FILE).write_text("{")
+    check_output_dir(tmp_path / "run", [])
+    (checkpoint / RUN_FILE).unlink()
+    with pytest.raises(ValueError, match="not written by paco_trl"):
+        check_output_dir(tmp_path / "run", [])
 
 
 def test_the_best_and_the_complete_ones_are_kept(tmp_path):
@@ -120,6 +128,19 @@ def test_the_best_and_the_complete_ones_are_kept(tmp_path):
         os.utime(path, (number, number))
     drop_old_checkpoints(str(tmp_path), 2, str(paths[0]))
     assert [path.exists() for path in paths] == [True, False, True, False]
+
+
+def test_a_copied_run_loses_its_oldest_checkpoint(tmp_path):
+    paths = {step: make(tmp_path, step) for step in (2, 4, 6, 9)}
+    mine = [tmp_path / "checkpoint-best", tmp_path / "checkpoint-1"]  # a copy, and what another program has written
+    shutil.copytree(paths[4], mine[0])
+    mine[1].mkdir()
+    for minute, step in enumerate((4, 9, 2, 6)):  # resumed from 4: what came after it is given up
+        os.utime(paths[step], (60 * minute, 60 * minute))
+    drop_old_checkpoints(str(tmp_path), 2, None)
+    assert [step for step, path in paths.items() if path.exists()] == [4, 6] and all(path.exists() for path in mine)
+    drop_old_checkpoints(str(tmp_path), 1, None)
+    assert [step for step, path in paths.items() if path.exists()] == [6]
 
 
 @pytest.mark.parametrize("names", [["weight"], ["weight", "bias", "more"]])

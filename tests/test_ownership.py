@@ -1,12 +1,220 @@
 # SPDX-License-Identifier: Apache-2.0
 """What belongs to the user: nothing is removed, overwritten or read that is not the package's own."""
 
+import json
 import os
+import shutil
 import stat
+from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl.commands.main import main
+from paco_trl.data import make_pair, theme_question
+from paco_trl.hub import ImageModelCard, save_card
+from paco_trl.rewards import redness_reward
 from paco_trl.utils.files import write_atomically
+from testing_utils import LORA, SMALL_RUN, files_in, noise, plain
+
+
+FOREIGN = ["README.md", *(f"images/{n}.png" for n in range(10)), "contact_sheet.png", "curves.png", "evaluation.png"]
+
+
+def plant(folder: Path, *names: str) -> dict[str, bytes]:
+    """Plant files of a user's; return all that is there."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"my own {name}")
+    return files_in(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_flux, prompts, tmp_path_factory):
+    """A run of one step that was saved, with a checkpoint."""
+    settings = {
+        "log_completions": True,
+        "plot_curves": True,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 1,
+    }
+    args = PaCoGRPOConfig(str(tmp_path_factory.mktemp("runs") / "run"), **SMALL_RUN | settings)
+    trainer = PaCoGRPOTrainer(str(tiny_flux), redness_reward, args, prompts, peft_config=LORA)
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def make_judge(tiny_qwen):
+    pairs = [make_pair(plain(20 * n), noise(n), theme_question("a fox"), bool(n % 2), None) for n in range(2)]
+    dataset = Dataset.from_list(pairs)
+
+    def make(output_dir: Path, model: Path = tiny_qwen, **settings) -> PaCoRewardTrainer:
+        settings |= {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "max_steps": 1}
+        return PaCoRewardTrainer(
+            str(model), PaCoRewardConfig(str(output_dir), per_device_train_batch_size=2, **settings), dataset
+        )
+
+    return make
+
+
+class TestSaving:
+    @pytest.mark.parametrize("name", [*FOREIGN[:2], *FOREIGN[-3:], "adapter_model.safetensors", "paco_trl.json"])
+    def test_a_folder_of_the_users_is_refused_before_anything_is_written(self, trained, tmp_path, name):
+        before = plant(tmp_path, "images/mine.png", "main.py", name)
+        with pytest.raises(ValueError, match=name):
+            trained.save_model(tmp_path)
+        assert files_in(tmp_path) == before
+        (tmp_path / name).unlink()
+        before.pop(name)
+        trained.save_model(tmp_path)
+        assert before.items() <= files_in(tmp_path).items()
+
+    def test_all_are_named(self, trained, tmp_path):
+        before = plant(tmp_path, *FOREIGN)
+        with pytest.raises(ValueError, match=r"README.md, contact_sheet.png, .*images/0.png.*Move"):
+            trained.save_model(tmp_path)
+        assert files_in(tmp_path) == before
+
+    def test_saved_again_where_it_was_saved(self, trained, tmp_path):
+        folder, outside = tmp_path / "model", tmp_path / "outside.png"
+        trained.save_model(folder)
+        # As an earlier version listed it, with a picture that the card no longer has, and by somebody else
+        settings = json.loads((folder / "paco_trl.json").read_text())
+        settings["pictures"] += ["evaluation.png", "images/mine.png", "../outside.png"]
+        (folder / "paco_trl.json").write_text(json.dumps(settings))
+        before = plant(folder, "images/mine.png", "images/8.png", "evaluation.png")
+        outside.write_text("mine")
+        trained.save_model(folder)
+        after = files_in(folder)
+        assert before.keys() - after.keys() == {"evaluation.png"} and outside.exists()
+        assert all(after[name] == before[name] for name in ("images/mine.png", "images/8.png"))
+        (folder / "images/0.png").unlink()
+        trained.save_model(folder)
+        assert files_in(folder) == after
+
+    def test_what_an_upload_links_to_stays(self, trained, tmp_path):
+        trained.save_model(tmp_path / "model")
+        names = [name for name in files_in(tmp_path / "model") if "/" not in name]
+        for name in names:
+            os.link(tmp_path / "model" / name, tmp_path / name)
+        before = {name: (tmp_path / name).read_bytes() for name in names}
+        trained.save_model(tmp_path / "model", use_ema=False)
+        trained.create_model_card(model_name="another")
+        assert {name: (tmp_path / name).read_bytes() for name in names} == before
+        assert files_in(tmp_path / "model")["README.md"] != before["README.md"]
+
+    def test_a_card_by_hand(self, tmp_path):
+        before = plant(tmp_path, "README.md")
+        with pytest.raises(ValueError, match=r"README\.md"):
+            save_card(ImageModelCard("a", "a", "user/base"), tmp_path)
+        assert files_in(tmp_path) == before
+
+    def test_a_judge(self, make_judge, tmp_path):
+        trainer = make_judge(tmp_path / "run")
+        before = plant(tmp_path / "mine", "tokenizer.json", "eval_calibration.png")
+        with pytest.raises(ValueError, match=r"eval_calibration.png, tokenizer.json"):
+            trainer.save_model(tmp_path / "mine")
+        assert files_in(tmp_path / "mine") == before
+        trainer.save_model(tmp_path / "new")
+        trainer.save_model(tmp_path / "new")
+
+    def test_a_push(self, trained, monkeypatch):
+        folder = Path(trained.args.output_dir)
+        monkeypatch.setattr(trained, "init_hf_repo", lambda *args: pytest.fail("a repository was made"))
+        (folder / "paco_trl.json").rename(folder / "away")
+        with pytest.raises(ValueError, match=r"README\.md"):
+            trained.push_to_hub()
+        (folder / "away").rename(folder / "paco_trl.json")
+
+
+def index_alone(folder: Path) -> Path:
+    """A pipeline that cannot be loaded."""
+    plant(folder, "pipeline/model_index.json")
+    (folder / "pipeline" / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    return folder / "pipeline"
+
+
+class TestStart:
+    """Before a model is loaded: there is none."""
+
+    KINDS = ("grpo", "nft", "reward")
+
+    def start(self, kind: str, folder: Path, *words: str) -> int:
+        (folder.parent / "p.txt").write_text("a fox\na hare\n")
+        data = [] if kind == "reward" else ["--dataset_name", str(folder.parent / "p.txt")]
+        words = ("--model_name_or_path", str(index_alone(folder.parent)), *words)
+        return main([kind, "--output_dir", str(folder), "--use_cpu", *data, *words])
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("name", ["README.md", "checkpoint-7/model.safetensors"])
+    def test_files_of_the_users(self, tmp_path, capsys, kind, name):
+        before = plant(tmp_path / "run", name)
+        for words in ([], ["--overwrite_output_dir"], ["--resume_from_checkpoint", "auto"]):
+            assert self.start(kind, tmp_path / "run", *words) == 1
+            assert name.split("/")[0] in capsys.readouterr().err
+            assert files_in(tmp_path / "run") == before
+
+    @pytest.mark.parametrize("name", ["contact_sheet.png", "curves.csv", "contact_sheets/round_00000.png", "run.json"])
+    def test_what_a_run_would_write(self, make_trainer, tmp_path, name):
+        plant(tmp_path / "run", name)
+        with pytest.raises(ValueError, match=name):
+            make_trainer(model=str(index_alone(tmp_path)), output_dir=str(tmp_path / "run"))
+
+    def test_a_judge_in_python(self, make_judge, tmp_path):
+        plant(tmp_path / "run", "wrong_pairs.txt", "eval_wrong_pairs.png")
+        with pytest.raises(ValueError, match="eval_wrong_pairs"):
+            make_judge(tmp_path / "run", tmp_path / "nowhere")
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_an_interrupted_run_is_not_started_anew_beside_its_checkpoints(self, tmp_path, capsys, kind):
+        checkpoint = tmp_path / "run" / "checkpoint-8"
+        plant(checkpoint, "weights")
+        (checkpoint / "run.json").write_text(json.dumps({"run": {}, "files": {}}))
+        for words in ([], ["--resume_from_checkpoint", "False"]):
+            assert self.start(kind, tmp_path / "run", *words) == 1
+            error = capsys.readouterr().err
+            assert "checkpoint-8" in error and "auto" in error and "overwrite_output_dir" in error
+        for words in (["--overwrite_output_dir"], ["--resume_from_checkpoint", "auto"]):
+            assert self.start(kind, tmp_path / "run", *words) == 1
+            assert "checkpoint-8 of an earlier run" not in capsys.readouterr().err
+        assert (checkpoint / "weights").exists()
+
+    def test_in_python(self, trained, make_trainer, make_judge, tmp_path):
+        folder = shutil.copytree(trained.args.output_dir, tmp_path / "run")
+        before = files_in(folder / "checkpoint-1")
+        with pytest.raises(ValueError, match="checkpoint-1"):
+            make_trainer(output_dir=str(folder)).train()
+        with pytest.raises(ValueError, match="checkpoint-1"):
+            make_judge(folder).train()
+        assert files_in(folder / "checkpoint-1") == before
+
+    def test_what_a_killed_run_has_left_is_its_own(self, make_trainer, tmp_path):
+        folder = tmp_path / "run"
+        make_trainer(output_dir=str(folder))
+        plant(folder, "contact_sheets/round_00000.png", "curves.png")
+        make_trainer(output_dir=str(folder))
+
+    @pytest.mark.parametrize("kind", ["grpo", "judge"])
+    def test_only_what_a_run_has_written_is_deleted(self, trained, make_trainer, make_judge, tmp_path, kind):
+        folder = shutil.copytree(trained.args.output_dir, tmp_path / "run")
+        mine = [
+            "evaluation/notes.txt",
+            "evaluation/results.json",
+            "contact_sheets/best.png",
+            "contact_sheets/card/a.png",
+        ]
+        mine += ["checkpoint-best/weights", "images/mine.png", "evaluation/eval-calibration-1.png"]
+        plant(folder, *mine, "evaluation/eval-calibration-000001.png", "evaluation/eval_baseline.pt")
+        settings = {"output_dir": str(folder), "overwrite_output_dir": True, "max_steps": 1, "save_strategy": "no"}
+        (make_trainer if kind == "grpo" else make_judge)(**settings).train()
+        after = files_in(folder)
+        assert {name: after.get(name) for name in mine} == {name: f"my own {name}".encode() for name in mine}
+        assert not {"evaluation/eval-calibration-000001.png", "evaluation/eval_baseline.pt"} & after.keys()
+        assert not any(name.startswith(("checkpoint-1/", "contact_sheets/round")) for name in after)
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o002, 0o022])

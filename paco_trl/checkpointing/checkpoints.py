@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from transformers.trainer_utils import rotate_checkpoints
 
+from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, select_files
+from ..utils.files import write_atomically
 from ..utils.fingerprint import differences
 
 
@@ -24,7 +25,6 @@ logger = get_logger(__name__)
 POLICY_WEIGHTS = "policy.safetensors"  # what is trained; under DeepSpeed its own files hold it
 EMA_WEIGHTS = "ema.safetensors"
 STATE = "trainer_state.json"  # TRAINER_STATE_NAME of transformers
-RUN_FILE = "run.json"
 # A checkpoint is written in here and then renamed, so that a `checkpoint-N` is complete from the moment it exists
 STAGING = ".saving"
 
@@ -153,32 +153,49 @@ def check_identity(checkpoint: Path, saved: dict, identity: dict) -> None:
         raise ValueError(f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\n{cure}")
 
 
-def check_output_folder(output_dir: str | Path, identity: dict, settings: dict | None = None) -> None:
-    """Refuse to start in the directory of another run: `resume_from_checkpoint=True` would take its checkpoints."""
-    found = checkpoints_of(output_dir)
-    for checkpoint in found:
-        if "identity" not in (saved := read_run(checkpoint)):  # or one of a judge
-            if settings is None:  # it is skipped when the run is resumed
-                continue
-            problem = f"'{checkpoint}' in `output_dir` is not a complete checkpoint of PaCoGRPOTrainer"
-            raise ValueError(f"{problem}. Choose another directory, or move it away.")
-        different = differences(saved["identity"], identity)
-        if settings is not None:
-            different += differences(saved.get("settings", {}), settings)
-        if different:
+def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
+    """Refuse a directory with files of the user's that a run would overwrite or delete."""
+    problem = foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE])
+    for checkpoint in checkpoints_of(output_dir):
+        if not (checkpoint / RUN_FILE).exists():
+            problem = f"'{checkpoint}' was not written by paco_trl: it has no {RUN_FILE}. Move it away, or choose another directory."
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def begin_output_dir(output_dir: str | Path) -> None:
+    """Note that what a run writes in a directory is the package's own: a killed run may leave nothing else to tell it by."""
+    write_atomically(Path(output_dir) / RUN_FILE, json.dumps({"run": {}, "files": {}}), durable=False)
+
+
+def check_same_run(output_dir: str | Path, identity: dict) -> None:
+    """Refuse the directory of another run, which can be neither resumed nor continued."""
+    for checkpoint in checkpoints_of(output_dir):
+        # One of a judge has no identity; one that is incomplete is skipped when the run is resumed
+        if different := differences(read_run(checkpoint).get("identity", identity), identity):
             lines = "\n  ".join(["", *different])
             cure = "Choose another directory, or delete that run with `overwrite_output_dir=True`."
             raise ValueError(f"`output_dir` has '{checkpoint}' of another run:{lines}\n{cure}")
-    if found and settings is not None:
-        cure = "To resume it, pass `resume_from_checkpoint=True`."
-        logger.warning(f"`output_dir` has '{found[0]}' of this run, and it starts from scratch. {cure}")
+
+
+def check_rerun(output_dir: str | Path, resumed: Path | None) -> None:
+    """Refuse to write over the checkpoints of an interrupted run by one that does not resume it."""
+    found = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
+    if found and (resumed is None or resumed.resolve().parent != Path(output_dir).resolve()):
+        cure = "Resume it with `resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`"
+        names = ", ".join(checkpoint.name for checkpoint in found[::-1])
+        raise ValueError(
+            f"`output_dir` is '{output_dir}', which has {names} of an earlier run. {cure}, or choose another."
+        )
 
 
 def delete_run(output_dir: str | Path) -> None:
-    """Delete the checkpoints, contact sheets and evaluations of an earlier run; its encoded prompts can be used again."""
-    others = (Path(output_dir) / name for name in ("contact_sheets", "evaluation"))
-    for folder in (*checkpoints_of(output_dir), *others):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Delete the checkpoints, curves, sheets and evaluations of an earlier run; its encoded prompts can be used again."""
+    for checkpoint in checkpoints_of(output_dir):
+        if (checkpoint / RUN_FILE).exists():
+            shutil.rmtree(checkpoint, ignore_errors=True)
+    for path in select_files(output_dir, RUN_OUTPUTS).values():
+        path.unlink(missing_ok=True)
 
 
 class CheckpointError(RuntimeError):
@@ -221,13 +238,23 @@ def write_checkpoint(
 
 
 def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:
-    """Delete checkpoints beyond a limit, oldest first, but never the best one."""
-    if limit:
-        # What a run killed while deleting has left: it would count, and complete ones be deleted instead
-        for checkpoint in checkpoints_of(output_dir):
-            if incomplete_files(checkpoint):
-                shutil.rmtree(checkpoint, ignore_errors=True)
-    rotate_checkpoints(output_dir=output_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+    """Delete checkpoints beyond a limit, oldest first, but never the best one and the one just written."""
+    found = [checkpoint for checkpoint in checkpoints_of(output_dir)[::-1] if (checkpoint / RUN_FILE).exists()]
+    complete = [checkpoint for checkpoint in found if not incomplete_files(checkpoint)]
+    if not limit or not complete:
+        return
+    # Of a run that was resumed from an earlier checkpoint, later ones are the oldest. A copied run has other times
+    written = max(complete, key=lambda checkpoint: checkpoint.stat().st_mtime)
+    kept = [written, *(checkpoint for checkpoint in complete if best is not None and checkpoint == Path(best))]
+    later = complete.index(written) + 1
+    kept = list(dict.fromkeys([*kept, *complete[:later][::-1], *complete[later:]]))[: max(limit, len({*kept}))]
+    for checkpoint in found:
+        if checkpoint not in kept:
+            # Aside first: half of one, after a kill, would not be known as the package's own
+            trash = Path(output_dir) / STAGING / f"old-{checkpoint.name}"
+            trash.parent.mkdir(exist_ok=True)
+            os.replace(checkpoint, trash)
+            shutil.rmtree(trash.parent, ignore_errors=True)
 
 
 def round_file(checkpoint: Path, process_index: int) -> Path:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..rollout.families import FAMILIES, Family
 from ..rollout.loading import read_index
 from ..trainer.config_utils import REFUSED_GRPO_FIELDS
@@ -33,7 +34,7 @@ from .script_arguments import (
     load_rewards,
     load_train_prompts,
 )
-from .training import train_and_save
+from .training import check_start, train_and_save
 
 
 def family_defaults(prog: str, hidden: Collection[str], given: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
 
 def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     """Train an image model, and save it."""
+    check_start(training_args, PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER)
     check_rewards(script_args, training_args)
     train_dataset = load_train_prompts(script_args)
     eval_dataset = load_eval_prompts(script_args)

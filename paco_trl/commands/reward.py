@@ -19,11 +19,12 @@ from .. import PaCoRewardConfig, PaCoRewardTrainer
 from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
 from ..data.dataset_files import load_split
 from ..data.pairs import as_pairs
+from ..hub.files import JUDGE_ADAPTER
 from ..trainer.config_utils import REFUSED_SFT_FIELDS
 from ..utils.files import digest, take_lock
 from ..utils.stage_folder import is_saved
 from .parser import CommandParser, option, refuse_unused
-from .training import train_and_save
+from .training import check_start, train_and_save
 
 
 @dataclass
@@ -98,6 +99,7 @@ def check_options(script_args: ScriptArguments, *others: Any) -> None:
 
 def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
     """Train a judge, and save it."""
+    check_start(training_args, JUDGE_ADAPTER)
     eval_dataset = None
     # The first process downloads, unpacks and decodes, and the others then find its caches. They do not wait in a
     # collective (`main_process_first`), which ends after `ddp_timeout`.

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end that all training commands have."""
+"""The start and the end that all training commands have."""
 
 import os
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from peft import PeftModel
 from transformers import Trainer
 
-from ..checkpointing.checkpoints import how_to_resume
+from ..checkpointing.checkpoints import check_output_dir, check_rerun, find_checkpoint, how_to_resume
 from ..utils.processes import end_training
+
+
+def check_start(args: Any, published_files: Iterable[str]) -> None:
+    """Refuse an output directory with files of the user's, or of a run that is not resumed, before anything is loaded."""
+    check_output_dir(args.output_dir, published_files)
+    checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
+    if not args.overwrite_output_dir:
+        check_rerun(args.output_dir, checkpoint)
 
 
 def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | None) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Render a card as Markdown with the Hub's metadata."""
 
+import glob
 import json
 import re
-import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import jinja2
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from PIL.Image import Image
 
 from ..data import demo_prompts_path, theme_question
-from ..utils.files import read_template
+from ..utils.files import read_template, to_png
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
-from .files import PICTURES
-from .settings import ImageModelCard, JudgeCard, save_settings
+from .files import JUDGE_PICTURES, PICTURES, SETTINGS, foreign_files, saved_pictures, select_files
+from .settings import ImageModelCard, JudgeCard, save_settings, write_new
 
 
 # The Hub's names of a judge's metrics, and their labels
@@ -78,21 +79,55 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
 
 
 def save_card(
-    card: ImageModelCard | JudgeCard, folder: str | Path, pictures: Mapping[str, Path] | None = None
+    card: ImageModelCard | JudgeCard, folder: str | Path, pictures: Mapping[str, Path | Image] | None = None
 ) -> None:
-    """Save a card as `README.md` and `paco_trl.json`; with its `pictures`, which replace those of an earlier card."""
+    """
+    Save a card as `README.md` and `paco_trl.json`, with its new `pictures`; those of an earlier card that it lacks go.
+
+    Raises:
+        ValueError: If the directory has such files that paco_trl did not write.
+    """
+    folder, pictures = Path(folder), pictures or {}
+    if problem := foreign_files(folder, [SETTINGS, "README.md", *map(glob.escape, pictures)]):
+        raise ValueError(problem)
+    _begin(card, folder)
+    _finish(card, folder, pictures)
+
+
+def save_model_with_card(
+    card: ImageModelCard | JudgeCard,
+    folder: str | Path,
+    pictures: Mapping[str, Path | Image],
+    published_files: Iterable[str],
+    save_weights: Callable[[], None],
+) -> None:
+    """Save a model in place of an earlier one, whose files become new ones: an upload may link to the old ones."""
     folder = Path(folder)
-    if pictures is not None:
-        for old in [path for pattern in PICTURES for path in folder.glob(pattern)]:
-            if old.relative_to(folder).as_posix() not in pictures:
-                old.unlink()
-    for name, source in (pictures or {}).items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.resolve() != target.resolve():
-            shutil.copy(source, target)
+    for name, path in select_files(folder, published_files).items():
+        if not name.endswith(".png") and name != SETTINGS:
+            path.unlink()
+    _begin(card, folder)
+    save_weights()
+    _finish(card, folder, pictures)
+
+
+def _begin(card: ImageModelCard | JudgeCard, folder: Path) -> None:
+    """Save `paco_trl.json` before what it lists: also after a kill this is known to be the package's own."""
+    old = saved_pictures(folder) or set()
+    for name, path in select_files(folder, [*PICTURES, *JUDGE_PICTURES]).items():
+        if name in old and name not in card.pictures:
+            path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
     save_settings(card, folder)
-    render_card(card).save(folder / "README.md")
+
+
+def _finish(card: ImageModelCard | JudgeCard, folder: Path, pictures: Mapping[str, Path | Image]) -> None:
+    for name, picture in pictures.items():
+        if isinstance(picture, Image):
+            write_new(folder / name, to_png(picture))
+        elif picture.resolve() != (folder / name).resolve():
+            write_new(folder / name, picture.read_bytes())
+    write_new(folder / "README.md", str(render_card(card)).encode())
 
 
 def card_for(card: ImageModelCard | JudgeCard, repo_id: str, saved: str) -> str:

@@ -1,23 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select the files of a published model. The rest of a checkpoint (optimizer, states) stays on this machine."""
+"""
+Select the files of a published model, and tell those that the package wrote from the user's own. The rest of a checkpoint
+(optimizer, states) stays on this machine.
+"""
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
+
+from ..utils.text import some_of
 
 
 # What was trained and how, see `settings.py`
 SETTINGS = "paco_trl.json"
-# Images of the card, as patterns. Others in the directory are the user's own
+# In a checkpoint: its run and its files. In an output directory: that a run has begun there
+RUN_FILE = "run.json"
+# What a run writes besides models, as patterns
+_ROUND, _STEP = "round_" + "[0-9]" * 5, "_step_" + "[0-9]" * 6
+RUN_OUTPUTS = [
+    "curves.csv", "curves.png", f"contact_sheets/{_ROUND}.*", f"contact_sheets/*{_STEP}.*",
+    f"contact_sheets/card/{_ROUND}.png", f"contact_sheets/card/[0-9]_{_ROUND}.png", f"contact_sheets/card/*{_STEP}.png",
+    "evaluation/*_baseline.pt", *(f"evaluation/*-{kind}-{'[0-9]' * 6}.png" for kind in ("calibration", "wrong_pairs")),
+]  # fmt: skip
+# Images of the card, as patterns
 PICTURES = [
     "contact_sheet.png", "curves.png", "evaluation.png",
-    "images/[0-9].png",
+    "images/[0-3].png",
 ]  # fmt: skip
-_JUDGE_PICTURES = ["*_calibration.png", "*_wrong_pairs.png"]  # of any `metric_key_prefix`
+JUDGE_PICTURES = ["*_calibration.png", "*_wrong_pairs.png"]  # of any `metric_key_prefix`
 _PROCESSOR = [
     "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json", "processor_config.json",
     "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "video_preprocessor_config.json", "vocab.json",
 ]  # fmt: skip
-_JUDGE_CARD = [SETTINGS, "README.md", *_JUDGE_PICTURES]
+_JUDGE_CARD = [SETTINGS, "README.md", *JUDGE_PICTURES]
 
 # Patterns; `*` does not cross directories
 _ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
@@ -29,6 +45,43 @@ TRANSFORMER = ["transformer/config.json", "transformer/diffusion_pytorch_model*"
 JUDGE_ADAPTER = [*_ADAPTER, *_PROCESSOR, *_JUDGE_CARD]
 _JUDGE_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
 JUDGE = ["config.json", "generation_config.json", *_JUDGE_WEIGHTS, *_PROCESSOR, *_JUDGE_CARD]
+
+
+def select_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, Path]:
+    """Return the files of a directory that match patterns, by their path in it."""
+    folder = Path(folder)
+    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
+
+
+def saved_pictures(folder: str | Path) -> set[str] | None:
+    """Return the names of the card's images in a directory, by its `paco_trl.json`; `None` without this file."""
+    try:
+        values = json.loads((Path(folder) / SETTINGS).read_text(encoding="utf-8"))
+        return {*values.get("pictures", ())} if values["kind"] else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
+    """Return an error that names the files of these patterns that paco_trl did not write, or `None`."""
+    # `paco_trl.json` stands for the model beside it, and lists images; a run's record for what a run writes
+    found, pictures = {*select_files(folder, patterns)}, saved_pictures(folder)
+    if pictures is not None:
+        found = {name for name in found if name.endswith(".png") and name not in pictures}
+    if pictures is not None or any(Path(folder).glob(f"checkpoint-*/{RUN_FILE}")) or _is_begun(folder):
+        found -= {RUN_FILE, *select_files(folder, RUN_OUTPUTS)}
+    if not found:
+        return None
+    what = f"'{folder}' has {some_of(sorted(found))}, which paco_trl did not write there and would overwrite"
+    return f"{what}. Move this away, or choose another directory."
+
+
+def _is_begun(folder: str | Path) -> bool:
+    try:
+        return "run" in json.loads((Path(folder) / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def published_files_of(folder: str | Path) -> list[str] | None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_expo
 from ..utils.errors import is_message_enough, is_traceback_wanted
 from ..utils.names import is_local, public_name
 from .account import describe, hub_errors, is_outage
+from .files import select_files
 
 
 # Not accelerate's logger, which raises where no accelerate state exists: a log line must never stop a run
@@ -52,13 +53,6 @@ def remembered_repository(output_dir: str | Path) -> dict[str, Any]:
         return json.loads((Path(output_dir) / STAGING / _REPOSITORY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def select_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, Path]:
-    """Return the files of a directory that match patterns, by their path in it. Only these are uploaded."""
-    folder = Path(folder)
-    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def retrying(api: HfApi, repo_id: str) -> Retrying:

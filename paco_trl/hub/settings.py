@@ -136,7 +136,15 @@ class JudgeCard(_Card):
 
 def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
     """Save `paco_trl.json`, without paths of this machine."""
-    (Path(folder) / SETTINGS).write_text(settings_text(card), encoding="utf-8")  # as README.md: checkpoints are staged
+    write_new(Path(folder) / SETTINGS, settings_text(card).encode())
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file as a new one, also where an upload links to the old one; checkpoints are synced as a whole."""
+    if path.exists() and path.stat().st_nlink > 1:
+        path.unlink()
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
 
 
 def settings_text(card: ImageModelCard | JudgeCard) -> str:

@@ -238,8 +238,9 @@ class PaCoGRPOConfig(GRPOConfig):
         jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
             Names of these signals.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
-            Whether training that does not resume deletes the checkpoints and contact sheets of another run in
-            `output_dir`. If `False`, such a directory is refused.
+            Whether training that does not resume deletes what an earlier run has left in `output_dir`: its checkpoints,
+            curves, contact sheets and baselines of evaluations. If `False`, a directory with checkpoints is refused.
+            Other files stay.
 
         > Parameters that control the memory and the kernels
 

@@ -34,9 +34,6 @@ from trl.trainer.utils import identity, use_adapter
 from ..checkpointing.checkpoints import (
     EMA_WEIGHTS,
     POLICY_WEIGHTS,
-    check_output_folder,
-    delete_run,
-    find_checkpoint,
     load_round,
     read_run,
     round_file,
@@ -51,7 +48,7 @@ from ..checkpointing.weights import (
     use_weights,
     zero_stage_of,
 )
-from ..hub.cards import save_card
+from ..hub.cards import save_model_with_card
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..hub.settings import ImageModelCard
 from ..plots.contact_sheet import MAX_PROMPTS, ScoredImages, save_scored_sheet
@@ -378,14 +375,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         )  # fmt: skip
         self._identity["base_model"] = self.base_model
         self._identity["quantization"] = self._identity["quantization"] or loaded
-        with sole_writer(args.output_dir, "checkpoints", is_inside=True):
-            pass  # a run that is training refuses this one before its model is loaded
-        self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
-        if self._checked is not None:
-            self._check_resumed_run(self._checked, args)
-        elif not args.overwrite_output_dir:
-            check_output_folder(args.output_dir, self._identity)
         self.published_files = TRANSFORMER if peft_config is None else PIPELINE_ADAPTER
+        self._open_output_dir(args)
+        self._check_run(args)
         source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         self._base_model_source = source and str(source)  # may be a Path
         if args.push_to_hub:
@@ -423,13 +415,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def _train(self, resume_from_checkpoint, trial, ignore_keys_for_eval):
         args = self.args
-        checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
-        if checkpoint is None and args.overwrite_output_dir:
-            if args.should_save:
-                delete_run(args.output_dir)
-        elif checkpoint is None and resume_from_checkpoint != "auto":
-            check_output_folder(args.output_dir, self._identity, self._settings)
-        elif checkpoint not in (None, self._checked):
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        if checkpoint not in (None, self._checked):
             self._check_resumed_run(checkpoint, args)
         if self._is_zero3:
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
@@ -1040,6 +1027,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         by name.
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
+        self._refuse_foreign(folder)
         keep = self.args.should_save
         if self.ema is not None and use_ema:
             weights = self.ema.state_dict(keep)
@@ -1051,8 +1039,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             self._push_saved(folder)
 
     def _save_trained(self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True) -> None:
-        save_trained(self.model, self.pipeline, weights, folder)
-        save_card(self._model_card(use_ema=use_ema), folder, self._pictures(use_ema))
+        save_weights = partial(save_trained, self.model, self.pipeline, weights, folder)
+        card, pictures = self._model_card(use_ema=use_ema), self._pictures(use_ema)
+        save_model_with_card(card, folder, pictures, self.published_files, save_weights)
 
     def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
         """Return the card's images; no single ones of separate images, which no prompt generates side by side."""

@@ -72,6 +72,9 @@ class PaCoRewardConfig(SFTConfig):
             the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
         jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
             Names of these signals.
+        overwrite_output_dir (`bool`, *optional*, defaults to `False`):
+            Whether training that does not resume deletes what an earlier run has left in `output_dir`: its checkpoints,
+            curves and figures of evaluations. If `False`, a directory with checkpoints is refused. Other files stay.
     """
 
     # Parameters that control the loss
@@ -92,6 +95,7 @@ class PaCoRewardConfig(SFTConfig):
     ddp_find_unused_parameters: bool | None = False
     enable_jit_checkpoint: bool = True
     jit_checkpoint_signals: list[str] = field(default_factory=lambda: list(SIGNALS))
+    overwrite_output_dir: bool = False
 
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:

@@ -28,10 +28,9 @@ from transformers.trainer import OPTIMIZER_NAME
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
-from ..checkpointing.checkpoints import find_checkpoint
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
 from ..evaluation import auroc, expected_calibration_error
-from ..hub.cards import save_card
+from ..hub.cards import save_model_with_card
 from ..hub.files import JUDGE_ADAPTER
 from ..hub.settings import JudgeCard
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
@@ -256,8 +255,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         datasets += [(key, dataset) for key, dataset in named.items() if dataset is not None]
         check_has_evaluation(args, len(datasets) > 1)
         check_best_metric(args, METRICS, eval_dataset if isinstance(eval_dataset, dict) else ())
-        with sole_writer(args.output_dir, "checkpoints", is_inside=True):
-            pass  # a run that is training refuses this one before its model is loaded
+        self._open_output_dir(args)
 
         # 2. The processor, with the size limit of images, and the adapter
         init_kwargs = {"dtype": "bfloat16" if args.bf16 else "float32", "use_safetensors": True}
@@ -287,9 +285,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             processor=describe(processing_class), pairs_per_step=pairs,
         )  # fmt: skip
         self._identity["base_model"] = base_model_name(name)
-        self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
-        if self._checked is not None:
-            self._check_resumed_run(self._checked, args)
+        self._check_run(args)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         config = AutoConfig.from_pretrained(model, **source) if isinstance(model, str) else model.config
@@ -524,7 +520,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         """
         self._sums, output_dir = {}, self.args.output_dir
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
-            checkpoint = find_checkpoint(output_dir, resume_from_checkpoint)
+            checkpoint = self._find_checkpoint(resume_from_checkpoint)
             if checkpoint is not None:
                 self._check_optimizer(checkpoint)
                 self._check_resumed_run(checkpoint, self.args)
@@ -555,19 +551,23 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save adapter, processor, figures of the last evaluation and card. Collective: call on all ranks."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        self._refuse_foreign(folder)
         zero_stage = zero_stage_of(self.accelerator, self.model, self.model_wrapped)
         local = local_weights(self.model, zero_stage)
         state_dict = gather_weights(self.model, local, zero_stage, keep=self.args.should_save)
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
+
+        def save_weights() -> None:
             # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
             self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
             self.processing_class.save_pretrained(folder)
-            for name, picture in self.pictures.items():
-                picture.save(folder / name)
-            save_card(self._model_card(), folder)
+
+        if self.args.should_save:
+            save_model_with_card(self._model_card(), folder, self._pictures(), self.published_files, save_weights)
         if self.args.push_to_hub and not _internal_call:
             self._push_saved(folder)
+
+    def _pictures(self) -> dict[str, Image.Image]:
+        return self.pictures
 
     def _model_card(self, **fields) -> JudgeCard:
         """Fill in the current card of the judge."""

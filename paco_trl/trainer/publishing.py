@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 from huggingface_hub import CommitInfo, HfApi
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from ..hub.account import check_base_model, find_repository, hub_errors, prepare_repository
 from ..hub.cards import save_card
-from ..hub.files import JUDGE_ADAPTER
+from ..hub.files import JUDGE_ADAPTER, foreign_files
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
 from ..utils.names import is_local, public_name, relative_name
@@ -103,6 +104,7 @@ class PushesToHub(Trainer):
         `private` is for a new repository. Returns a [`~huggingface_hub.CommitInfo`] on the main process, with
         `blocking=False` its `Future`. After a `ConnectionError` the model is saved: `paco-trl push` uploads it later.
         """
+        self._refuse_foreign(self.args.output_dir)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token, private)
@@ -121,6 +123,12 @@ class PushesToHub(Trainer):
         arguments = (self.args.output_dir, commit_message or "End of training")
         return pusher.push_now(*arguments) if blocking else pusher.api.run_as_future(pusher.push_now, *arguments)
 
+    def _refuse_foreign(self, folder: str | Path) -> None:
+        """Refuse to save over files of the user's, on all processes."""
+        problems = gather_object([foreign_files(folder, self.published_files) if self.args.should_save else None])
+        if problem := next(filter(None, problems), None):
+            raise ValueError(problem)
+
     def _save_with_card(self, **kwargs) -> None:
         self.save_model(_internal_call=True)
         self.create_model_card(**kwargs)
@@ -136,7 +144,7 @@ class PushesToHub(Trainer):
         """Write the card, of the last step's weights with `use_ema=False`. `None` is what the run knows."""
         if self.is_world_process_zero():
             fields = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "license": license}
-            save_card(self._model_card(**fields, **kwargs), self.args.output_dir)
+            save_card(self._model_card(**fields, **kwargs), self.args.output_dir, self._pictures(**kwargs))
 
     def _card_fields(
         self,

@@ -17,13 +17,20 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpointing.checkpoints import (
     STATE,
+    begin_output_dir,
     check_identity,
+    check_output_dir,
+    check_rerun,
     check_resumed_run,
+    check_same_run,
     clear_staging,
+    delete_run,
     drop_old_checkpoints,
+    find_checkpoint,
     read_run,
     write_checkpoint,
 )
+from ..utils.files import sole_writer
 from ..utils.processes import end_training
 from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
 from .publishing import TRAIN_SECONDS, PushesToHub, training_seconds
@@ -62,6 +69,33 @@ class ResumesExactly(PushesToHub):
         self._identity["weights"] = weights
         if self._checked is not None:
             check_identity(self._checked, read_run(self._checked)["identity"], {"weights": weights})
+
+    def _open_output_dir(self, args: TrainingArguments) -> None:
+        """Take the output directory for this run, before a model is loaded."""
+        check_output_dir(args.output_dir, self.published_files)
+        with sole_writer(args.output_dir, "checkpoints", is_inside=True):
+            if args.process_index == 0:  # a run that is training refuses this one
+                begin_output_dir(args.output_dir)
+
+    def _check_run(self, args: TrainingArguments) -> None:
+        """Compare this run with that of the checkpoint to resume from, or of the output directory."""
+        self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
+        if self._checked is not None:
+            self._check_resumed_run(self._checked, args)
+        elif not args.overwrite_output_dir:
+            check_same_run(args.output_dir, self._identity)
+
+    def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> Path | None:
+        """Find the checkpoint to resume from; without one, delete an earlier run where that is asked for, or refuse it."""
+        args = self.args
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = args.resume_from_checkpoint
+        checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
+        if not args.overwrite_output_dir:
+            check_rerun(args.output_dir, checkpoint)
+        elif checkpoint is None and args.should_save:
+            delete_run(args.output_dir)
+        return checkpoint
 
     @contextmanager
     def _resumable(self, checkpoint: Path | None) -> Iterator[None]:
