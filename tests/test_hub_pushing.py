@@ -143,9 +143,10 @@ class TestUploads:
 
     def test_no_path_of_this_machine(self, hub, run, tmp_path):
         base = str(tmp_path / "models" / "tiny-base")
-        run(push_steps, str(tmp_path / "out"), [2], base=base)
-        config = json.loads(hub.files("tester/adapter", "model")["adapter_config.json"])
-        assert config["base_model_name_or_path"] == "tiny-base"
+        run(push_steps, str(tmp_path / "out"), [2], base=base, whole="last")
+        for name in ("adapter_config.json", "last-checkpoint/adapter_config.json"):
+            config = json.loads(hub.files("tester/adapter", "model")[name])
+            assert config["base_model_name_or_path"] == "tiny-base"
         # The checkpoint still loads on this machine
         assert base in (tmp_path / "out/checkpoint-2/adapter_config.json").read_text()
         run(push_steps, str(tmp_path / "other"), [2])
@@ -234,6 +235,24 @@ class TestOutages:
         outcome = run(push_steps, str(tmp_path / "out"), [2])
         assert "does not allow the token to write to tester/adapter" in outcome["log"]
         assert "Trying again" not in outcome["log"]  # it would be of no use
+
+    def test_a_push_that_is_not_waited_for_is_of_what_was_there(self, hub, run, tmp_path):
+        def push_and_save_again(output_dir: str) -> None:
+            pusher, folder = pusher_of(output_dir), Path(make_checkpoint(output_dir, 2))
+            future = pusher.push_now(folder, "the end", blocking=False)
+            for name in ("README.md", "adapter_model.safetensors"):
+                (folder / name).unlink()
+                (folder / name).write_text("saved again")
+            (folder.parent / "all asked for").touch()
+            future.result()
+
+        hub.fault = self.held_until(tmp_path / "out" / "all asked for")
+        outcome = run(push_and_save_again, str(tmp_path / "out"))
+        assert "error" not in outcome, outcome["log"]
+        files = hub.files("tester/adapter", "model")
+        for name in ("README.md", "adapter_model.safetensors"):
+            assert files[name].decode() == f"{name} of step 2"
+        assert list((tmp_path / "out/.pushing").iterdir()) == []
 
     def test_the_newest_of_several(self, hub, run, tmp_path):
         output_dir = tmp_path / "out"

@@ -137,6 +137,13 @@ class TestMetadata:
             "accuracy": evaluation["decision_accuracy"], "roc_auc": evaluation["auroc"], "ece": evaluation["ece"]
         }  # fmt: skip
 
+    def test_of_a_continued_adapter(self, trained, make_trainer, tiny_flux):
+        folder = Path(trained.args.output_dir)
+        trainer = make_trainer(peft_config=str(folder))
+        trainer.create_model_card()
+        card = load_settings(trainer.args.output_dir)
+        assert card.base_model == tiny_flux.name != folder.name and card.lora.continued_from == folder.name
+
     def test_of_a_base_model_of_the_hub(self, make_trainer, tmp_path):
         trainer = make_trainer(hub_model_id="foxes")
         assert card_of(trainer).data.license is None
@@ -265,6 +272,16 @@ class TestSettings:
             # What was added later stays
             assert card_for(given, "u/run", f"{saved}{written}") == f"{there}{written}"
 
+    @pytest.mark.parametrize("card", CARDS)
+    def test_of_a_card_of_another_version(self, card):
+        """Its lines are not those of today."""
+        saved, there = (str(render_card(dataclasses.replace(card, repo_id=name))) for name in ("run", "u/run"))
+        saved, there = (re.sub(r"^(.*\brun\b.*)$", r"\1  # old", text, flags=re.M) for text in (saved, there))
+        assert "  # old" in saved
+        assert card_for(card, "u/run", f'{saved}\n```python\n# run it\nrun("runs")\n```\n') == (
+            f'{there}\n```python\n# run it\nrun("runs")\n```\n'
+        )
+
 
 class TestWhatItSays:
     def test_nothing_of_this_machine(self, trained, judge, tiny_flux, tiny_qwen, tiny_clip):
@@ -325,6 +342,7 @@ class TestWhatItSays:
         said = "training time, with generation, scoring, evaluation and checkpoints: 1 h 2"
         assert said in str(card_of(resumed))
         # Trained anew, it begins at 0
+        resumed.args.overwrite_output_dir = True
         resumed.train()
         assert training_seconds(resumed.state) < 60
 

@@ -13,26 +13,25 @@ from paco_trl.commands.push import PushArguments, find_saved_model
 from paco_trl.hub.cards import render_card, save_card
 from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, SETTINGS, TRANSFORMER, published_files_of
 from paco_trl.hub.pushing import remember_repository
-from paco_trl.hub.settings import ImageModelCard
+from paco_trl.hub.settings import ImageModelCard, save_settings
 
 
-def card_of(title: str, repo_id: str = "run") -> ImageModelCard:
-    return ImageModelCard(title, repo_id, "someone/base")
+def card_of(title: str, repo_id: str = "run", **fields) -> ImageModelCard:
+    return ImageModelCard(title, repo_id, "someone/base", **fields)
 
 
-def save_adapter(folder: Path, text: str, minutes: int = 0) -> Path:
-    """Files of a pipeline's adapter, saved at some minute."""
+def save_adapter(folder: Path, text: str, step: int = 0, **fields) -> Path:
+    """Files of a pipeline's adapter, as an earlier version recorded it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
     for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
         (folder / name).write_text(text)
-        os.utime(folder / name, (1e9 + 60 * minutes, 1e9 + 60 * minutes))
-    save_card(card_of(text), folder)
+    save_card(card_of(text, settings={"optimizer_steps": step}, **fields), folder)
     return folder
 
 
-def save_checkpoint(output_dir: Path, step: int, minutes: int) -> Path:
-    folder = save_adapter(output_dir / f"checkpoint-{step}", f"step {step}", minutes)
+def save_checkpoint(output_dir: Path, step: int, **fields) -> Path:
+    folder = save_adapter(output_dir / f"checkpoint-{step}", f"step {step}", step, **fields)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     (folder / "run.json").write_text(json.dumps({"run": {}, "files": files}))
     return folder
@@ -40,20 +39,30 @@ def save_checkpoint(output_dir: Path, step: int, minutes: int) -> Path:
 
 class TestWhichModel:
     def test_the_newest(self, tmp_path):
-        save_checkpoint(tmp_path, 20, 1)
-        latest = save_checkpoint(tmp_path, 100, 2)
+        save_checkpoint(tmp_path, 20)
+        latest = save_checkpoint(tmp_path, 100)
         assert find_saved_model(tmp_path) == latest
-        save_adapter(tmp_path, "the end", 3)
-        assert find_saved_model(tmp_path) == tmp_path
-        os.utime(tmp_path / "checkpoint-20" / "README.md")  # touched now
+        save_adapter(tmp_path, "the end", 100)
         assert find_saved_model(tmp_path) == tmp_path
         # The run went on after it was saved
-        continued = save_checkpoint(tmp_path, 120, 4)
+        continued = save_checkpoint(tmp_path, 120)
         assert find_saved_model(tmp_path) == continued
         assert find_saved_model(tmp_path / "checkpoint-20") == tmp_path / "checkpoint-20"
 
+    @pytest.mark.parametrize(("steps", "saved"), [(80, "after"), (200, "before")])
+    def test_the_dates_of_a_copy_say_nothing(self, tmp_path, steps, saved):
+        """The best weights of a run are of an earlier step; a run that was begun anew has made fewer steps."""
+        dates = {"before": "2026-01-01T10:00:00.000+00:00", "after": "2026-01-01T12:00:00.000+00:00"}
+        checkpoint = save_checkpoint(tmp_path, 100, saved_at="2026-01-01T11:00:00.000+00:00")
+        save_adapter(tmp_path, "the end", steps, saved_at=dates[saved])
+        newest = {"before": checkpoint, "after": tmp_path}[saved]
+        for touched in (checkpoint, tmp_path):
+            for path in touched.glob("*.*"):
+                os.utime(path)
+            assert find_saved_model(tmp_path) == newest
+
     def test_a_checkpoint_that_is_cut_short_is_passed_over(self, tmp_path):
-        whole, broken = save_checkpoint(tmp_path, 20, 1), save_checkpoint(tmp_path, 40, 2)
+        whole, broken = save_checkpoint(tmp_path, 20), save_checkpoint(tmp_path, 40)
         assert find_saved_model(tmp_path) == broken
         (broken / "adapter_model.safetensors").write_text("st")
         assert find_saved_model(tmp_path) == whole
@@ -97,7 +106,7 @@ class TestCommand:
 
     def test_a_checkpoint_of_a_run_that_was_never_pushed(self, hub, push, tmp_path):
         run = tmp_path / "run"
-        folder = save_checkpoint(run, 20, 1)
+        folder = save_checkpoint(run, 20)
         for name in ("me_at_home.png", "curves.png"):  # the second is a picture of the card
             (folder / name).write_text("pixels")
         with (folder / "README.md").open("a") as readme:
@@ -113,20 +122,20 @@ class TestCommand:
         assert hub.repos["model", "tester/mine"].private
         assert "Upload model, checkpoint 20" in hub.repos["model", "tester/mine"].titles.values()
         # What it says of loading is true there, what was added stays, and the checkpoint is as it was
-        there = str(render_card(card_of("step 20", "tester/mine")))
+        there = str(render_card(card_of("step 20", "tester/mine", settings={"optimizer_steps": 20})))
         assert files["README.md"].decode() == f"{there}Written by hand.\n"
         assert json.loads(files[SETTINGS])["repo_id"] == "tester/mine"
         assert 'load_lora_weights("run")' in (folder / "README.md").read_text()
         # The second time it knows where to, also of one checkpoint
-        save_checkpoint(run, 40, 2)
+        save_checkpoint(run, 40)
         assert push(run)[0] == push(run / "checkpoint-40")[0] == 0
-        there = str(render_card(card_of("step 40", "tester/mine")))
+        there = str(render_card(card_of("step 40", "tester/mine", settings={"optimizer_steps": 40})))
         assert hub.files("tester/mine", "model", "try")["README.md"].decode() == there
 
     def test_what_was_asked_for_one_repository_is_not_for_another(self, hub, push, tmp_path):
         run = tmp_path / "run"
         remember_repository(run, "tester/mine", None, private=True)
-        save_checkpoint(run, 40, 2)
+        save_checkpoint(run, 40)
         hub.add_repo("tester/taken", {"README.md": b"", "letter.txt": b""})
         code, said = push(run, "--hub_model_id", "tester/taken")
         assert code == 1 and "files of something else" in said
@@ -150,8 +159,8 @@ class TestCommand:
         code, said = push(folder, "--hub_model_id", "mine")
         assert code == 1 and "hf upload" in said
         assert not hub.repos and sorted(folder.rglob("*")) == before
-        save_card(card_of("mine"), folder)
         (folder / "README.md").unlink()
+        save_settings(card_of("mine"), folder)
         assert push(folder, "--hub_model_id", "mine")[0] == 0
         assert b'("tester/mine")' in hub.files("tester/mine", "model")["README.md"]
 

@@ -39,6 +39,7 @@ class TestDefaults:
         # From its published code, or chosen
         others = {"max_length": 16384, "dataloader_num_workers": 0, "ddp_find_unused_parameters": False}
         others |= {"enable_jit_checkpoint": True, "jit_checkpoint_signals": ["SIGTERM", "SIGUSR1"]}
+        others |= {"overwrite_output_dir": False}
         config = make()
         for name, value in {**papers, **others}.items():
             assert getattr(config, name) == value, name

@@ -27,27 +27,26 @@ class PushArguments:
 
 
 def find_saved_model(folder: Path) -> Path:
-    """Find the newest model of an output directory: itself, or its latest complete checkpoint if that is newer."""
+    """Find the newest model of an output directory: itself, or its latest complete checkpoint if that was saved later."""
     if not folder.is_dir():
         raise ValueError(f"'{folder}' is not a directory. Give the output directory of a run, or a checkpoint.")
     models = [checkpoint for checkpoint in checkpoints_of(folder) if _is_complete(checkpoint)][:1]
-    if _is_complete(folder):
-        models.append(folder)
+    models = [*[folder] * _is_complete(folder), *models]
     if not models:
         raise ValueError(
             f"'{folder}' has no saved model, or none that is complete. Give the directory of a run or a checkpoint."
         )
-    return max(models, key=_saved_at)
+    return max(models, key=_saved_at)  # the directory itself if it was saved at the same step
 
 
 def _is_complete(folder: Path) -> bool:
-    # Only checkpoints of PaCoGRPOTrainer list their files
     return published_files_of(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
 
 
-def _saved_at(folder: Path) -> float:
-    weights = [*folder.glob("*.safetensors"), *folder.glob("transformer/*.safetensors")]
-    return max(path.stat().st_mtime for path in weights)
+def _saved_at(folder: Path) -> tuple[str, int]:
+    # As it was recorded: the dates of files are those of a copy
+    card = load_settings(folder)
+    return ("", 0) if card is None else (card.saved_at or "", card.settings.get("optimizer_steps", 0))
 
 
 def push(args: PushArguments) -> str:

@@ -134,11 +134,19 @@ def card_for(card: ImageModelCard | JudgeCard, repo_id: str, saved: str) -> str:
     """
     Render a card for the repository that it goes to, and keep what the `saved` one has besides.
 
-    Lines that the repository's name changes are replaced, so that results and edits in the saved card stay.
+    Lines that the repository's name changes are replaced, so that results and edits in the saved card stay; and in code
+    that is not of this version, the name as a text or an argument, unless the base model has the same.
     """
     lines = [str(render_card(each)).split("\n") for each in (card, replace(card, repo_id=repo_id))]
-    renamed = dict(zip(*lines, strict=True))
-    return "\n".join(renamed.get(line, line) for line in saved.split("\n"))
+    renamed, in_code, saved_lines = dict(zip(*lines, strict=True)), False, saved.split("\n")
+    name = re.compile(rf'((?<!model=)"|--model_name_or_path |serve ){re.escape(card.repo_id)}(?="|\s|$)')
+    for number, line in enumerate(saved_lines):
+        in_code ^= line.startswith("```")
+        if line in renamed:
+            saved_lines[number] = renamed[line]
+        elif in_code and card.repo_id != relative_name(card.base_model):
+            saved_lines[number] = name.sub(lambda found: found[1] + repo_id, line)
+    return "\n".join(saved_lines)
 
 
 def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:

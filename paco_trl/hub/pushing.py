@@ -116,16 +116,25 @@ class HubPusher:
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
-    def push_now(self, folder: str | Path, message: str, contents: Mapping[str, str] | None = None) -> CommitInfo:
-        """Upload a saved model and wait for it, see [`hub_errors`]; `contents` by name replace files of the directory."""
-        self.wait()
+    def push_now(
+        self, folder: str | Path, message: str, contents: Mapping[str, str] | None = None, blocking: bool = True
+    ) -> Any:
+        """
+        Upload a saved model and wait for it, see [`hub_errors`], or return its `Future`; as it is now, also if it is saved
+        again meanwhile. `contents` by name replace files of the directory.
+        """
         staged = self._stage(folder, contents=contents)
-        try:
-            return self._upload(staged, message)
-        except ConnectionError as error:
-            raise ConnectionError(f"{error} `paco-trl push {folder}` uploads it when the Hub is back.") from error
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+
+        def upload() -> CommitInfo:
+            try:
+                self.wait()
+                return self._upload(staged, message)
+            except ConnectionError as error:
+                raise ConnectionError(f"{error} `paco-trl push {folder}` uploads it when the Hub is back.") from error
+            finally:
+                shutil.rmtree(staged, ignore_errors=True)
+
+        return upload() if blocking else self.api.run_as_future(upload)
 
     def _stage(
         self, folder: str | Path, checkpoint_name: str | None = None, contents: Mapping[str, str] | None = None

@@ -81,6 +81,7 @@ class _Card:
     tags: list[str] = field(default_factory=lambda: ["paco-trl"])
     hardware: str | None = None
     seconds: float | None = None  # of training
+    saved_at: str | None = field(default=None, compare=False)  # in UTC, as ISO 8601
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries
     paper: dict[str, str] = field(default_factory=lambda: PAPER)  # title, arXiv id and citation
     settings: dict[str, Any] = field(default_factory=dict)  # of the training, mostly with the names of its config

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixin of the trainers that pushes to the Hub in the background."""
 
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,7 @@ class PushesToHub(Trainer):
             with hub_errors(pusher.api, pusher.repo_id, "Everything is saved."):
                 pusher.api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
             pusher = HubPusher(pusher.api, pusher.repo_id, revision, self.args.output_dir, self.published_files)
-        arguments = (self.args.output_dir, commit_message or "End of training")
-        return pusher.push_now(*arguments) if blocking else pusher.api.run_as_future(pusher.push_now, *arguments)
+        return pusher.push_now(self.args.output_dir, commit_message or "End of training", blocking=blocking)
 
     def _refuse_foreign(self, folder: str | Path) -> None:
         """Refuse to save over files of the user's, on all processes."""
@@ -170,6 +170,7 @@ class PushesToHub(Trainer):
             "tags": [*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
             "hardware": hardware_of(self.accelerator.device, self.accelerator.num_processes),
             "seconds": training_seconds(self.state, step),
+            "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "versions": {name: version(name) for name in LIBRARIES},
             "paper": self._paper,
         }

@@ -392,6 +392,65 @@ HUB = [
         ("values[name] and public_name(values[name])", "values[name]"),
     ),
     *_mutants(
+        "trainer/paco_grpo_trainer.py",
+        "test_model_cards.py::TestMetadata",
+        (
+            "base_model = self.pipeline.name_or_path or",
+            "base_model = self.trained_from or self.pipeline.name_or_path or",
+        ),
+    ),
+    *_mutants(
+        "hub/files.py",
+        "test_ownership.py::TestSaving",
+        ('{name for name in found if name.endswith(".png") and name not in pictures}', "set()"),
+        ('if values["kind"] else None', "if True else None"),
+        ("    if pictures is not None:\n", "    if True:\n        pictures = pictures or set()\n"),
+    ),
+    *_mutants(
+        "hub/cards.py",
+        "test_ownership.py::TestSaving",
+        ("if name in old and name not in card.pictures:", "if name not in card.pictures:"),
+        ("            path.unlink()\n    _begin(card", "            pass\n    _begin(card"),
+        ('if not name.endswith(".png") and name != SETTINGS:', "if name != SETTINGS:"),
+    ),
+    *_mutants(
+        "trainer/publishing.py",
+        "test_ownership.py::TestSaving",
+        ("        self._refuse_foreign(self.args.output_dir)\n", ""),
+        ("foreign_files(folder, self.published_files) if self", 'foreign_files(folder, ["README.md"]) if self'),
+    ),
+    *_mutants(
+        "checkpointing/checkpoints.py",
+        "test_ownership.py::TestStart test_checkpoints.py",
+        ("[*published_files, *RUN_OUTPUTS, RUN_FILE]", "[*published_files, RUN_FILE]"),
+        (
+            "    for path in select_files(output_dir, RUN_OUTPUTS).values():",
+            '    for path in Path(output_dir).glob("evaluation/*"):',
+        ),
+        ("(resumed is None or resumed.resolve().parent != Path(output_dir).resolve())", "resumed is None"),
+        (
+            "        if not (checkpoint / RUN_FILE).exists():\n            problem",
+            "        if False:\n            problem",
+        ),
+        ("later = complete.index(written) + 1", "later = len(complete)"),
+    ),
+    *_mutants(
+        "trainer/resuming.py",
+        "test_ownership.py::TestStart",
+        ("                begin_output_dir(args.output_dir)\n", "                pass\n"),
+        (
+            "        if not args.overwrite_output_dir:\n            check_rerun",
+            "        if False:\n            check_rerun",
+        ),
+        ("        check_output_dir(args.output_dir, self.published_files)\n", ""),
+    ),
+    *_mutants(
+        "commands/push.py",
+        "test_push_command.py::TestWhichModel",
+        ('(card.saved_at or "", card.settings', '("", card.settings'),
+        ("[*[folder] * _is_complete(folder), *models]", "[*models, *[folder] * _is_complete(folder)]"),
+    ),
+    *_mutants(
         "commands/push.py",
         "test_push_command.py::TestCommand",
         ("    if card is None:", "    if False:"),
@@ -405,6 +464,11 @@ HUB = [
         f"{_PUSHING}TestUploads",
         ('everything.pop("training_args.bin", None)', "pass"),
         ("if base and is_local(base):", "if False:"),
+        ("contents.get(path.relative_to(folder).as_posix())", "contents.get(name)"),
+        (
+            "        staged = self._stage(folder, contents=contents)\n\n        def upload() -> CommitInfo:\n",
+            "        def upload() -> CommitInfo:\n            staged = self._stage(folder, contents=contents)\n",
+        ),
         ("| select_files(folder, self.published_files)", '| select_files(folder, ["**/*"])'),
         ("delete_patterns=[*checkpoints, *self.published_files]", "delete_patterns=checkpoints"),
         ("delete_patterns=[*checkpoints, *self.published_files]", 'delete_patterns=["*"]'),
