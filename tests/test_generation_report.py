@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,23 @@ def test_results_are_added_to_a_card(results, card):
     # Again: in place of the first
     add_results_to_card(card, results)
     assert card.read_text(encoding="utf-8") == after
+
+
+@pytest.mark.parametrize("has_place", [True, False])
+def test_text_below_results_whose_end_is_not_marked(results, card, caplog, has_place):
+    add_results_to_card(card, results)
+    text = re.sub(r"<!-- end of the results.*-->\n", "", card.read_text(encoding="utf-8"))
+    text = (
+        text if has_place else text.replace("<!-- results -->", "")
+    ) + "\nMy words.\n\n- mine\n\n## License\n\nMIT\n"
+    card.write_text(text, encoding="utf-8")
+    for _ in range(2):
+        add_results_to_card(card, results)
+        after = card.read_text(encoding="utf-8")
+        assert not Counter(text.split("\n")) - Counter(after.split("\n"))
+        assert after.count("## T2IS-Bench\n") == 2 and after.count("<!-- results of") == 1
+        assert "\nMy words.\n\n- mine\n\n## License\n\nMIT\n" in after
+    assert "README.md" in caplog.text
 
 
 def test_cards_that_results_cannot_go_into(results, card, tmp_path):

@@ -2,6 +2,7 @@
 """Write the report of an evaluation as JSON, Markdown, a self-contained HTML page, to a terminal and into a card."""
 
 import json
+import logging
 import math
 import os
 import re
@@ -27,6 +28,8 @@ from ..utils.statistics import without_nan
 from ..utils.text import markdown_table, markdown_text, number_text
 from .image_sets import load_image_file
 
+
+logger = logging.getLogger(__name__)
 
 # A set is shown with the area of a square of this side, so that a row of seven panels is not a thin strip ...
 _SIDE = 480
@@ -288,10 +291,13 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
     section = f"{begin}\n\n## {name}\n\n{_parts(results).card()}{end}"
     before, was_there, rest = card.text.partition(begin)
-    if was_there:
-        card.text = before + section + rest.partition(end)[2]
+    _, is_whole, after = rest.partition(end)
+    if is_whole:
+        card.text = before + section + after
     else:  # where our cards have them, or at the end
-        before, mark, rest = card.text.partition(RESULTS)
+        if was_there:  # without the end it cannot be told from what was written below it
+            logger.warning(f"{card_path} has earlier results of {name}, which stay: their mark '{end}' is gone.")
+        before, mark, rest = (before + rest).partition(RESULTS)
         card.text = f"{before}{section}\n\n{mark}{rest}" if mark else f"{before.rstrip()}\n\n{section}\n"
     write_atomically(card_path, str(card))
     return card_path
