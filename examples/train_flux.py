@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # /// script
-# dependencies = ["paco_trl[deepspeed,tensorboard]"]
+# dependencies = ["paco_trl[deepspeed,tensorboard] @ git+<address of this repository>"]
 # ///
 """
 Trains a LoRA on FLUX.1-dev with PaCo-GRPO, to generate sets of images that belong together.

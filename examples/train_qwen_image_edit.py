@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # /// script
-# dependencies = ["paco_trl[deepspeed,tensorboard]"]
+# dependencies = ["paco_trl[deepspeed,tensorboard] @ git+<address of this repository>"]
 # ///
 """
 Trains a LoRA on Qwen-Image-Edit with PaCo-GRPO, to change in an image what an instruction names and nothing else.

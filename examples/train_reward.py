@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # /// script
-# dependencies = ["paco_trl[deepspeed,tensorboard]"]
+# dependencies = ["paco_trl[deepspeed,tensorboard] @ git+<address of this repository>"]
 # ///
 """
 Trains PaCo-Reward, a judge that says whether two images are consistent, as a LoRA on a vision-language model.

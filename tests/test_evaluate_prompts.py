@@ -149,12 +149,14 @@ def test_edits_are_shown_with_their_sources(tmp_path, column):
     rows = [{"prompt": f"Make it red {number}.", column: file} for number, file in enumerate(shown)]
     (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--dataset_name", tmp_path / "edits.jsonl", "--edits", is_edit, "--adapter", adapter]
+    (mine := tmp_path / "out" / "sources" / "0.png").parent.mkdir(parents=True)
+    mine.write_text("mine")
     for _ in range(2):  # then with the images of before
         results = directory_of(evaluate(*words, model=model, folder=tmp_path / "out"), "adapter")
     assert abs(row(results, "redness_reward")["difference"]["mean"]) > 1e-4
     (page,) = [path.read_text() for path in (tmp_path / "out").glob("*adapter/report.html")]
     assert page.count("<img") == 6
-    assert page.count("<figcaption>source") == 2
+    assert page.count("<figcaption>source") == 2 and mine.read_text() == "mine"
 
 
 @pytest.mark.parametrize(

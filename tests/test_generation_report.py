@@ -353,6 +353,16 @@ def test_results_are_added_to_a_card(results, card):
     assert card.read_text(encoding="utf-8") == after
 
 
+@pytest.mark.parametrize("name", ["results.json", "results.md", "report.html"])
+def test_a_report_of_the_users_is_not_replaced(results, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=name):
+        save_generation_report(copy.deepcopy(results), tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    for _ in range(2):
+        save_generation_report(copy.deepcopy(results), tmp_path / "new")
+
+
 @pytest.mark.parametrize("has_place", [True, False])
 def test_text_below_results_whose_end_is_not_marked(results, card, caplog, has_place):
     add_results_to_card(card, results)

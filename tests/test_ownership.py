@@ -13,9 +13,11 @@ from datasets import Dataset
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands.main import main
 from paco_trl.data import make_pair, theme_question
+from paco_trl.evaluation.report import save_report
 from paco_trl.hub import ImageModelCard, save_card
 from paco_trl.rewards import redness_reward
 from paco_trl.utils.files import write_atomically
+from paco_trl.utils.stage_folder import StageFolder
 from testing_utils import LORA, SMALL_RUN, files_in, noise, plain
 
 
@@ -94,7 +96,10 @@ class TestSaving:
         assert all(after[name] == before[name] for name in ("images/mine.png", "images/8.png"))
         (folder / "images/0.png").unlink()
         trained.save_model(folder)
-        assert files_in(folder) == after
+        again = files_in(folder)
+        assert {name for name in again if again[name] != after[name]} <= {
+            "paco_trl.json"
+        } and again.keys() == after.keys()
 
     def test_what_an_upload_links_to_stays(self, trained, tmp_path):
         trained.save_model(tmp_path / "model")
@@ -230,3 +235,32 @@ def test_permissions_are_those_of_the_umask(tmp_path, umask):
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes["new.txt"] == modes["plain.txt"] == 0o666 & ~umask
     assert modes["secret.txt"] == 0o600 and (tmp_path / "secret.txt").read_text() == "2"
+
+
+class TestStages:
+    @pytest.mark.parametrize("names", [["images/a/0.png"], ["settings.json"], ["settings.json", "notes.txt"]])
+    @pytest.mark.parametrize("content", ["mine", '{"mine": 1}', "[1]"])
+    def test_a_folder_of_the_users_is_not_begun(self, tmp_path, names, content):
+        plant(tmp_path, *names, ".hidden")
+        (tmp_path / names[0]).write_text(content)
+        before = files_in(tmp_path)
+        with pytest.raises(ValueError, match=names[0]):
+            StageFolder(tmp_path, {"model": "a"})
+        assert files_in(tmp_path) == before
+        StageFolder(tmp_path / "new", {"model": "a"})
+        StageFolder(tmp_path / "new", {"model": "b"})  # the first attempt has left nothing
+
+    def test_a_dataset_of_the_users_is_not_replaced(self, tmp_path):
+        Dataset.from_dict({"prompt": ["mine"]}).save_to_disk(tmp_path / "prompts" / "dataset")
+        before, folder = files_in(tmp_path), StageFolder(tmp_path / "prompts")
+        for write in (lambda: folder.finish(Dataset.from_dict({"prompt": ["a"]}), {}), folder.clear):
+            with pytest.raises(ValueError, match="has dataset"):
+                write()
+            assert files_in(tmp_path) == before
+
+
+def test_tables_of_a_judge(tmp_path):
+    before = plant(tmp_path, "results.md")
+    with pytest.raises(ValueError, match=r"results\.md"):
+        save_report({"settings": {}}, tmp_path)
+    assert files_in(tmp_path) == before

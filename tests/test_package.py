@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import InvalidRequirement, Requirement
 
 import paco_trl
 
@@ -49,6 +50,27 @@ def test_the_version_is_in_setup_cfg_alone():
     assert version in re.split(r"[ ()]", latest)
     for name in ("pyproject.toml", "CITATION.cff", "paco_trl/__init__.py"):
         assert version not in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+def test_nothing_installs_the_name_from_an_index():
+    """Anybody may register it. Until the address is known, pip and uv refuse what stands for it."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "model_cards").glob("*.md")]
+    files = [*pages, *(ROOT / "examples").rglob("*.py"), *(ROOT / "examples").rglob("*.sh"), *ROOT.glob("docker/*")]
+    url, placeholder, found = setup_cfg()["metadata"].get("url"), "git+<address of this repository>", []
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if re.search(r"install |dependencies = ", line):
+                found += [
+                    (file.name, name)
+                    for name in re.findall(r"(?<![./\w-])paco_trl(?:\[[\w,]+\])?(?: @ [^\"`]+)?(?=[\"`\s]|$)", line)
+                ]
+    installed = [(name, each) for name, each in found if each != "paco_trl"]
+    assert len(installed) >= 9
+    for name, each in installed:
+        assert each.endswith(f" @ git+{url}" if url else f" @ {placeholder}"), name
+        if not url:
+            with pytest.raises(InvalidRequirement):
+                Requirement(each)
 
 
 def test_the_console_script_is_the_dispatch():

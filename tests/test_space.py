@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import InvalidRequirement, Requirement
 from peft import LoraConfig
 from PIL import Image
 
@@ -118,7 +119,10 @@ class TestWrite:
             return *texts, capsys.readouterr().err
 
         requirements, readme, said = written("unknown")
-        assert requirements == "paco_trl[apps]\nspaces\n" and "on no package index" in readme
+        line, *others = requirements.splitlines()
+        assert line.startswith("paco_trl[apps] @ git+<") and others == ["spaces"] and "on no package index" in readme
+        with pytest.raises(InvalidRequirement):
+            Requirement(line)
         assert "once the address of paco_trl is in requirements.txt" in said
         folder = tmp_path / "paco_trl-1.dist-info"
         folder.mkdir()

@@ -72,8 +72,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     check_reward_options(args)
     adapters = args.adapter or []
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
-    if len({*folders, "sources"}) <= len(folders):
-        where = "results go to directories of its last name, of which two are the same, or `base` or `sources`"
+    if len({*folders}) < len(folders):
+        where = "results go to directories of its last name, of which two are the same, or `base`"
         raise ValueError(f"`--adapter` is {', '.join(adapters)}: {where}. Use another `--output_dir` for some.")
     for adapter in adapters:
         check_peft_config(adapter, args.model_name_or_path)
@@ -101,6 +101,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     )
     models = offloadable_models(rewards.functions, accelerator.device)
     output_dir = Path(args.output_dir)
+    sources = output_dir / "base" / "sources"  # the images that prompts come with
     systems: list[dict[str, Any]] = []
     shown = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
     with sole_writer(output_dir, "images"):
@@ -122,11 +123,11 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         rows.sources = rows.sources or rows.references  # whether or not any image was missing
         for number in range(len(rows)):
             for image in rows.images(number)[:1]:
-                write_atomically(output_dir / "sources" / f"{number}.png", to_png(image))
+                write_atomically(sources / f"{number}.png", to_png(image))
         for name, system in list(zip(folders, systems, strict=True))[len(adapters) > 0 :]:
             compared = [systems[0], system] if adapters else [system]
             dataset_name = public_name(str(args.dataset_name))
-            results = _results(dataset_name, rows, rewards.names, compared, output_dir / "sources")
+            results = _results(dataset_name, rows, rewards.names, compared, sources)
             paths = save_generation_report(results, output_dir / name, args.num_shown)
             print_report(results, console := Console())
             console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)

@@ -126,8 +126,10 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
         `list[dict[str, Any]]`: all results that are now in the directory, for [`report_tables`].
     """
     folder = Path(folder)
-    path = folder / "results.json"
+    path, tables = folder / "results.json", folder / "results.md"
     entries = read_json(path) if path.exists() else []
+    if tables.exists() and not path.exists():
+        raise ValueError(f"'{tables}' was not written by paco_trl. Move it away, or choose another directory.")
     if not isinstance(entries, list) or not all("settings" in each for each in entries):
         raise ValueError(f"'{path}' exists and is not a report of judges. Move it away, or choose another directory.")
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
@@ -136,7 +138,7 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     place = same[0] if same else len(entries)
     entries[place : place + 1] = [entry]
     write_atomically(path, json.dumps(entries, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    write_atomically(folder / "results.md", _markdown(entries))
+    write_atomically(tables, _markdown(entries))
     return entries
 
 

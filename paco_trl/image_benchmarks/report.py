@@ -74,9 +74,20 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
         "results.md": markdown_report(results),
         "report.html": page,
     }
+    found = [name for name in texts if (folder / name).exists()]
+    if found and not _is_report(folder / "results.json"):
+        cure = "Move this away, or choose another directory."
+        raise ValueError(f"'{folder}' has {', '.join(found)}, but no results.json of an evaluation. {cure}")
     for name, text in texts.items():
         write_atomically(folder / name, text)
     return dict(zip(("json", "markdown", "html"), (Path(output_dir) / name for name in texts), strict=True))
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        return {"systems", "tables"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:

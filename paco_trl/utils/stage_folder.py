@@ -13,7 +13,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from .files import scratch_folder, write_atomically
 from .journals import Journal
-from .text import shorten
+from .text import shorten, some_of
 
 
 _SETTINGS = "settings.json"
@@ -62,9 +62,13 @@ class StageFolder:
         if settings is None:
             return
         # Round trip through JSON, so that tuples compare equal
-        settings, begun, file = json.loads(json.dumps(settings)), self.settings, self.path / _SETTINGS
+        settings, begun = json.loads(json.dumps(settings)), self.settings
+        paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
+        found = sorted(str(path) for path in paths if not path.name.startswith("."))
+        if found and not begun.keys() & settings.keys():
+            raise self._foreign(some_of(found), _SETTINGS)
         # Without another file, the first attempt ended in an error, without a result
-        if not file.exists() or not any(path.is_file() and path != file for path in self.path.rglob("*")):
+        if found in ([], [_SETTINGS]):
             self._write(_SETTINGS, settings)
             return
         changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
@@ -89,8 +93,19 @@ class StageFolder:
         return self._read(_REPORT)
 
     def _read(self, name: str) -> dict[str, Any]:
-        file = self.path / name
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        try:
+            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _foreign(self, found: str, record: str) -> ValueError:
+        what = f"{self.path} has {found}, but no {record} of paco_trl that says it wrote this"
+        return ValueError(f"{what}. Move it away, or choose another directory.")
+
+    def _check_dataset(self) -> None:
+        if self._dataset.exists() and not (self.path / _REPORT).exists():
+            raise self._foreign(self._dataset.name, _REPORT)
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -101,6 +116,7 @@ class StageFolder:
 
     def finish(self, dataset: Dataset | DatasetDict, report: Mapping[str, Any]) -> None:
         """Save the result of the stage, in place of an earlier one, and its report. Images given by path stay paths."""
+        self._check_dataset()
         with scratch_folder(self.path / "dataset.saving") as staged:
             save_with_paths(dataset, staged)
             self._write(_REPORT, report)
@@ -112,6 +128,7 @@ class StageFolder:
 
     def clear(self) -> None:
         """Remove the result of an earlier run, where this one has none."""
+        self._check_dataset()
         shutil.rmtree(self._dataset, ignore_errors=True)
         (self.path / _REPORT).unlink(missing_ok=True)
 
