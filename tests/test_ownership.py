@@ -112,6 +112,18 @@ class TestSaving:
         assert {name: (tmp_path / name).read_bytes() for name in names} == before
         assert files_in(tmp_path / "model")["README.md"] != before["README.md"]
 
+    def test_a_group_can_read_what_the_umask_allows(self, make_trainer, tmp_path):
+        before = os.umask(0o002)
+        try:
+            trainer = make_trainer(output_dir=str(tmp_path / "run"), max_steps=1, save_strategy="steps", save_steps=1)
+            trainer.train()
+            trainer.save_model()
+        finally:
+            os.umask(before)
+        files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+        assert len([path for path in files if path.suffix == ".safetensors"]) >= 5
+        assert {path: oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o666 != 0o664} == {}
+
     def test_a_card_by_hand(self, tmp_path):
         before = plant(tmp_path, "README.md")
         with pytest.raises(ValueError, match=r"README\.md"):

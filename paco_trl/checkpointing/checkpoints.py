@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, select_files
-from ..utils.files import write_atomically
+from ..utils.files import open_weights, write_atomically
 from ..utils.fingerprint import differences
 
 
@@ -45,6 +45,7 @@ def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
     found = [path for path in sorted(staged.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(staged)): path.stat().st_size for path in found}
     (staged / RUN_FILE).write_text(json.dumps({"run": run, "files": files}, indent=2), encoding="utf-8")
+    open_weights(found)
     # To the disk first: after a power cut a renamed directory may otherwise contain empty files
     _sync(*staged.rglob("*"), staged)
     target = Path(output_dir) / staged.name

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL.Image import Image
 
 from ..data import demo_prompts_path, theme_question
-from ..utils.files import read_template, to_png
+from ..utils.files import open_weights, read_template, to_png
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
 from .files import JUDGE_PICTURES, PICTURES, SETTINGS, foreign_files, saved_pictures, select_files
@@ -108,6 +108,7 @@ def save_model_with_card(
             path.unlink()
     _begin(card, folder)
     save_weights()
+    open_weights(select_files(folder, published_files).values())
     _finish(card, folder, pictures)
 
 

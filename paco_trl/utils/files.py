@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,15 @@ def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) 
         raise
 
 
+def open_weights(paths: Iterable[Path]) -> None:
+    """Give files of weights the permissions that the umask allows: safetensors lets the owner alone read them."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for path in paths:
+        if path.suffix == ".safetensors":
+            path.chmod(0o666 & ~mask)
+
+
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
     """Make an empty directory, and delete it if what fills it fails or is interrupted."""
@@ -77,6 +86,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         raise ValueError(f"'{folder}' exists and is not empty. Nothing is overwritten: name a new `--output_dir`.")
     with scratch_folder(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")) as staged:
         yield staged
+        open_weights(staged.rglob("*"))
         os.replace(staged, folder)
 
 
