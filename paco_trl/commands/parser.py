@@ -203,7 +203,7 @@ class CommandParser(TrlParser):
             names = [each.name for each in fields(kind) if each.init and each.name in options]
             parsed.append(kind(**{name: options[name] for name in names}))
             for name in names:
-                if name.endswith("_dir") and os.path.isfile(options[name] or ""):
+                if name.endswith("_dir") and isinstance(options[name], str) and os.path.isfile(options[name]):
                     raise ValueError(f"`--{name}` is {options[name]!r}, which is a file. Name a directory.")
             if issubclass(kind, TrainingArguments):  # which checks itself
                 continue
