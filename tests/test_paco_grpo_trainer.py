@@ -239,9 +239,10 @@ class TestSavedAdapter:
         return folder
 
     @pytest.mark.parametrize("trainer_class", [PaCoGRPOTrainer, PaCoNFTTrainer])
-    def test_is_continued(self, make_small, saved, caplog, trainer_class):
+    def test_is_continued(self, make_small, saved, tiny_flux, caplog, trainer_class):
         before = load_file(saved / "adapter_model.safetensors")
-        trainer = make_small(trainer_class, max_steps=1, peft_config=str(saved))
+        paths = {"peft_config": saved, "model": tiny_flux}  # which the hints call strings
+        trainer = make_small(trainer_class, max_steps=1, **paths)
         (said,) = [message for message in caplog.messages if "`task_type`" in message]
         assert "`lora_dropout` 0.05" in said
         used = trainer.model.peft_config["default"]

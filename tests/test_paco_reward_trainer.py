@@ -407,6 +407,10 @@ class TestAdapter:
         with pytest.raises(ValueError, match=next(iter(settings))):
             make_reward_trainer(peft_config=LoraConfig(r=3, **settings))
 
+    def test_the_name_of_an_adapter(self, make_reward_trainer, tiny_qwen):
+        with pytest.raises(TypeError, match="PeftModel.from_pretrained"):
+            make_reward_trainer(tiny_qwen, peft_config="adapter")
+
     def test_an_adapter_that_was_loaded_for_inference(self, make_reward_trainer, tiny_qwen, tmp_path):
         get_peft_model(base_of(tiny_qwen), LoraConfig(r=3, target_modules=["q_proj"])).save_pretrained(
             tmp_path / "first"

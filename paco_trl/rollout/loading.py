@@ -307,6 +307,9 @@ def _read_adapter(
     folder = peft_folder(adapter)
     if folder is None:
         return convert_lora(find_adapter_file(adapter), model, **hub_arguments)
+    if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
+        missing = "adapter_config.json beside adapter_model.safetensors, with the scale of its weights"
+        raise ValueError(f"The adapter '{adapter}' has no {missing}. Name the directory that has both files.")
     with reading(f"The adapter '{adapter}'", "Save it again, or name another"):
         config = PeftConfig.from_pretrained(folder)
         config.base_model_name_or_path = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
@@ -331,6 +334,7 @@ def check_peft_config(
     peft_config: LoraConfig | str, model: "str | DiffusionPipeline", model_init_kwargs: dict | None = None
 ) -> LoraConfig | str:
     """Refuse an adapter that cannot be trained or saved, or is of another model; return it without TRL's defaults."""
+    peft_config = os.fspath(peft_config) if isinstance(peft_config, os.PathLike) else peft_config
     adapter, peft_config = peft_config, read_peft_config(peft_config, model, model_init_kwargs)
     if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
         raise TypeError(f"`peft_config` is a {type(peft_config).__name__}; it must be a `peft.LoraConfig`.")

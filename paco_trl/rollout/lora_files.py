@@ -24,7 +24,7 @@ _STRANGERS = {
     r"^lycoris_": "have LyCORIS's names (SimpleTuner), which diffusers does not read. Convert the file to kohya's.",
     r"base_model\.model\.": "have PEFT's names, and PEFT has their scale in `adapter_config.json`. Name the directory that "
     "has it, with the weights as `adapter_model.safetensors`.",
-    r"\.lora_[AB]\.(?!default\.weight$).+\.weight$": "have the name of a PEFT adapter in theirs, which diffusers does not "
+    r"\.lora_(?:[AB]|down|up)\.(?!default\.weight$).+\.weight$": "have the name of a PEFT adapter in theirs, which diffusers does not "
     "read. Save the adapter again with PEFT's `save_pretrained`, or the pipeline's `save_lora_weights`.",
     rf"^(?!.*{_PLAIN.pattern})": "are not those of a plain LoRA, but of DoRA or LoKr, say. Train the LoRA without them, or "
     "merge it into its model and train a new adapter on that.",

@@ -3,6 +3,7 @@
 
 import itertools
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -219,6 +220,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         family: Family | None = None,
     ):
         # 1. Checks without the model
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if args is None:
             # A pipeline that was built in memory has no name
             name = model if isinstance(model, str) else model.name_or_path or type(model).__name__

@@ -2,6 +2,7 @@
 """PaCo-Reward: fine-tuning of a vision-language model to judge whether two images are consistent, and why."""
 
 import copy
+import os
 import re
 from collections.abc import Callable
 from functools import partial, update_wrapper
@@ -97,6 +98,11 @@ def complete_peft_config(
     """Fill in the paper's adapter, the task type and the layers of the language model where left out; check the layers."""
     if peft_config is None:
         peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
+    if not isinstance(peft_config, LoraConfig):
+        problem = f"`peft_config` is a {type(peft_config).__name__}; it must be a `peft.LoraConfig`"
+        raise TypeError(
+            f"{problem}. To continue an adapter, pass `PeftModel.from_pretrained(model, adapter)` as `model`."
+        )
     check_lora_start(peft_config)
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type, peft_config.inference_mode = "CAUSAL_LM", False  # `from_pretrained` sets it to True
@@ -245,6 +251,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         peft_config: LoraConfig | None = None,
     ):
         # 1. Checks without the model
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
