@@ -333,9 +333,12 @@ def test_an_evaluation_without_a_split(examine):
     assert row.verdict == "failed" and "`eval_dataset`" in row.finding
 
 
-def test_resuming(examine, tmp_path):
-    def find(resume_from_checkpoint=None) -> doctor.Row:
-        return examine("output directory", resume_from_checkpoint=resume_from_checkpoint)["output directory"]
+def test_the_output_directory(examine, tmp_path):
+    """As the run, which writes over no checkpoint and no file of the user's."""
+
+    def find(resume_from_checkpoint=None, **changes) -> doctor.Row:
+        changes["resume_from_checkpoint"] = resume_from_checkpoint
+        return examine("output directory", **changes)["output directory"]
 
     def add(step: int) -> Path:
         folder = tmp_path / "out" / f"checkpoint-{step}"
@@ -349,12 +352,19 @@ def test_resuming(examine, tmp_path):
     row = find(True)
     assert (row.verdict, row.advice) == ("ok", "") and str(latest) in row.finding
     row = find()
-    assert row.verdict == "warning" and "starts anew" in row.finding
+    assert row.verdict == "failed" and "`overwrite_output_dir=True`" in row.finding
+    row = find(overwrite_output_dir=True)
+    assert row.verdict == "warning" and "deletes" in row.advice and latest.exists()
     cut_short = add(11)
-    (cut_short / "run.json").unlink()
+    (cut_short / "run.json").write_text("{")
     row = find(True)
     assert row.verdict == "warning" and str(latest) in row.finding and str(cut_short) in row.advice
     assert find(str(cut_short)).verdict == "failed"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("My project.")
+    row = find(output_dir=str(tmp_path / "mine"))
+    assert row.verdict == "failed" and "README.md" in row.finding
+    assert find(output_dir=str(tmp_path / "new" / "deep")).verdict == "ok" and not (tmp_path / "new").exists()
 
 
 class TestMemory:
@@ -458,9 +468,9 @@ class TestMemory:
         arguments += ["--dataset_name", "user/pairs", "--max_length", "128", "--use_cpu", "True", "--bf16", "False"]
         rows = doctor.examine("reward", [*arguments, "--device_memory", "24GiB"], Console(quiet=True))
         assert [(row.check, row.verdict) for row in rows] == [
-            ("versions", "ok"), ("configuration", "ok"), ("memory", "ok"),
+            ("versions", "ok"), ("configuration", "ok"), ("output directory", "ok"), ("hub", "ok"), ("memory", "ok"),
         ]  # fmt: skip
-        assert "Micro-batches of 8 at 128 tokens" in rows[2].finding
+        assert "Micro-batches of 8 at 128 tokens" in rows[-1].finding
         (*_, row) = doctor.examine("reward", [*arguments, "--device_memory", "1MiB"], Console(quiet=True))
         assert row.verdict == "failed" and "`--load_in_4bit`" in row.advice
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.weights import trained_parameters
 from ..hub.account import HTTPError, check_base_model, check_repository
+from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
 from ..rewards.runner import RewardRunner
@@ -58,6 +60,7 @@ from .script_arguments import (
     load_rewards,
     load_train_prompts,
 )
+from .training import check_start
 
 
 # Largest difference of the noise-free images, as a fraction of the largest number in the latent. In bf16 the pipeline's
@@ -183,6 +186,8 @@ def check_configuration(state: DoctorState) -> Row:
             row.advice = f"The run stops here: {error} `--use_cpu` makes the other checks as well, on the CPU."
     state.args = args
     warn_of_newer_versions()
+    names = ("output_dir", "push_to_hub", "resume_from_checkpoint", "overwrite_output_dir")
+    state.run = {name: getattr(args, name) for name in names}
     if not isinstance(args, PaCoGRPOConfig):
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         return replace(row, finding=f"{batch} pairs for each optimizer step.")
@@ -190,8 +195,6 @@ def check_configuration(state: DoctorState) -> Row:
         state.skips = "The memory is planned for another card: no weights are loaded."
     elif isinstance(args, PaCoNFTConfig):
         state.skips = "The checks of a rollout are for `grpo`: no weights are loaded."
-    names = ("output_dir", "push_to_hub", "resume_from_checkpoint")
-    state.run = {name: getattr(args, name) for name in names}
     args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
     if args.embeddings_dir is not None:
         args.embeddings_dir = str(Path(state.temporary_dir) / "embeddings")
@@ -199,14 +202,16 @@ def check_configuration(state: DoctorState) -> Row:
 
 
 def check_output_folder(state: DoctorState) -> Row | str:
-    """Check the real output directory for a checkpoint to resume from, or for other checkpoints."""
-    folder = state.run["output_dir"]
-    if (checkpoint := find_checkpoint(folder, state.run["resume_from_checkpoint"])) is not None:
+    """Check the real output directory as the run does at its start."""
+    run, is_image = SimpleNamespace(**state.run), isinstance(state.args, PaCoGRPOConfig)
+    published = JUDGE_ADAPTER if not is_image else PIPELINE_ADAPTER if state.script_args.use_peft else TRANSFORMER
+    check_start(run, published)
+    if (checkpoint := find_checkpoint(run.output_dir, run.resume_from_checkpoint)) is not None:
         return f"The run continues from '{checkpoint}'."
-    if not (found := checkpoints_of(folder)):
-        return f"'{folder}' has no checkpoints; the run starts from the beginning."
-    advice = "To resume, set `resume_from_checkpoint` to true. Otherwise choose another directory."
-    return Row(WARNING, f"'{folder}' has checkpoints up to '{found[0].name}', but the run starts anew.", advice)
+    if found := checkpoints_of(run.output_dir):
+        finding = f"'{run.output_dir}' has checkpoints up to '{found[0].name}', which the run does not continue."
+        return Row(WARNING, finding, "It deletes them." if run.overwrite_output_dir else "")
+    return f"'{run.output_dir}' has no checkpoints; the run starts from the beginning."
 
 
 def check_hub(state: DoctorState) -> str:
@@ -468,7 +473,7 @@ def examine(command: str, words: list[str], console: Console) -> list[Row]:
     rows: list[Row] = []
     checks = CHECKS
     if command == "reward":
-        checks = {name: CHECKS[name] for name in ("versions", "configuration", "memory")}
+        checks = {name: CHECKS[name] for name in ("versions", "configuration", "output directory", "hub", "memory")}
     with tempfile.TemporaryDirectory() as temporary_dir, ExitStack() as stack:
         stack.callback(setattr, constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
         state = DoctorState(_parser(command), words, temporary_dir)
