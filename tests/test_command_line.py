@@ -109,7 +109,8 @@ class TestFiles:
 
         def check(parsed: Arguments) -> None:
             if parsed.height is not None and parsed.height > parsed.max_steps:
-                raise ValueError(f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps}.")
+                rest = f"at a `learning_rate` of {parsed.learning_rate}"  # which has nothing to do with it
+                raise ValueError(f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps} {rest}.")
             refuse_unused(parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
 
         (tmp_path / "a.yaml").write_text(text)
@@ -117,16 +118,17 @@ class TestFiles:
         return CommandParser(Arguments, prog="paco-trl test", check=check).parse_args_and_config(words)[0]
 
     def test_what_contradicts_the_command_line_is_left_out(self, tmp_path, capsys):
-        text = "height: 20\nmax_steps: 30\nswap: no\nsde_steps: [1]\n"
+        text = "learning_rate: 0.5\nheight: 20\nmax_steps: 30\nswap: no\nsde_steps: [1]\n"
         parsed = self.parse_checked(tmp_path, text, "--max_steps", "10", "--swap")
-        assert (parsed.height, parsed.max_steps, parsed.sde_steps) == (5, 10, None)
-        assert parsed.typed == {"max_steps", "swap"}
+        assert (parsed.height, parsed.max_steps, parsed.sde_steps, parsed.learning_rate) == (5, 10, None, 0.5)
+        assert parsed.typed == {"max_steps", "swap", "learning_rate"}
         said = capsys.readouterr().err.splitlines()
         assert "test: without height=20 of the file, because of `--max_steps`." in said[0] and len(said) == 2
         parsed = self.parse_checked(tmp_path, text, "--max_steps", "25")
         assert (parsed.height, parsed.sde_steps) == (20, [1]) and capsys.readouterr().err == ""
         for text, words in (
             ("height: 20\nmax_steps: 10\n", ["--learning_rate", "1"]),  # within the file
+            ("height: 20\n", ["--learning_rate", "1"]),
             ("learning_rate: 1.0\n", ["--height", "20", "--max_steps", "10"]),  # within the command line
             ("swap: yes\nsde_steps: [1]\n", ["--learning_rate", "1"]),
             ("learning_rate: 1.0\n", ["--max_steps", "0", "--height", "None"]),

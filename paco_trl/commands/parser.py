@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
@@ -47,7 +48,11 @@ _REPLACED = {
     "save_steps": ("save_strategy",),
     "logging_steps": ("logging_strategy",),
 }
+# The paper's number of prompts is not for another effective batch
+_REPLACED_IN_RECIPES = {"gradient_accumulation_steps": ("num_prompts_per_generation",)}
 _UNSET = object()
+# In an error: with another value it is the same one
+_VALUES = re.compile(r"'[^']*'|[\d.]+")
 
 # Help of options of several commands
 JUDGE_QUANTIZATION = "Quantization of a judge in the process: `nf4`, `int8` or `fp8`."
@@ -179,7 +184,8 @@ class CommandParser(TrlParser):
         for action in self.sections["required"]:
             if (typed | given).get(action.dest) is None:
                 raise ValueError(f"`--{action.dest}` is required.")
-        left_out = {name: f"`--{by}`" for by in typed for name in _REPLACED.get(by, ()) if given.get(name) != "steps"}
+        replaced = _REPLACED | (_REPLACED_IN_RECIPES if recipe else {})
+        left_out = {name: f"`--{by}`" for by in typed for name in replaced.get(by, ()) if given.get(name) != "steps"}
         left_out |= self.foreign(given)
         left_out = {name: by for name, by in left_out.items() if name in given and name not in typed}
         defaults = {name: value for name, value in given.items() if name not in left_out}
@@ -224,23 +230,27 @@ class CommandParser(TrlParser):
             try:
                 self._build(defaults | typed, own)
             except ValueError as found:
-                return str(found)
+                return _VALUES.sub("", str(found))
             return ""
 
-        conflicts, text = {}, str(error)
+        conflicts, left, text = {}, defaults, _VALUES.sub("", str(error))
         logging.disable(logging.WARNING)  # of each trial
         try:
             while text:
                 # Without `--use_cpu` the machine refuses other things
                 needed = {"use_cpu", *(action.dest for action in self.sections["required"])}
                 words = [name for name in typed if name not in needed]
-                by = next((name for name in words if error_of(_without(typed, name), defaults) != text), None)
-                found = {name: error_of(typed, _without(defaults, name)) for name in defaults if name not in typed}
-                changed = [name for name, other in found.items() if other != text]
-                if by is None or not changed:
+                by = next((name for name in words if error_of(_without(typed, name), left) != text), None)
+                given = [name for name in left if name not in typed]
+                name = next((name for name in given if error_of(typed, _without(left, name)) != text), None)
+                if by is None or name is None:
                     raise ValueError(str(error)) from error  # also of TRL's and transformers' settings
-                name = min(changed, key=lambda name: found[name] != "")  # the first that mends all, or only this error
-                conflicts[name], text, defaults = f"`--{by}`", found[name], _without(defaults, name)
+                conflicts[name], left = f"`--{by}`", _without(left, name)
+                text = error_of(typed, left)
+            for name in list(conflicts):  # what only seemed to be in the way
+                if not error_of(typed, left | {name: defaults[name]}):
+                    del conflicts[name]
+                    left[name] = defaults[name]
         finally:
             logging.disable(logging.NOTSET)
         return conflicts

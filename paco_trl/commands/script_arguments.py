@@ -4,7 +4,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -35,6 +35,8 @@ logger = get_logger(__name__)
 @dataclass
 class PromptDataArguments:
     """Pipeline, and the prompts that it gets."""
+
+    typed: ClassVar[Set[str]] = frozenset()  # of an instance, by the parser
 
     model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of the pipeline.")
     dataset_name: str | None = option(
