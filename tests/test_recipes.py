@@ -296,7 +296,10 @@ class TestDefaultsOfAFamily:
 # Typed options -> what a run then has, and which options of the recipe a line may name that are left out
 LORA, ROUND = "lora_r lora_target_modules", "num_prompts_per_generation optimizer_steps_per_generation"
 TYPED = {
-    "--rewards my.py:f": ({"rewards": ["my.py:f"], "reward_weights": None}, "reward_weights"),
+    "--rewards my_rewards.py:bright": (
+        {"rewards": ["my_rewards.py:bright"], "reward_weights": None},
+        "reward_weights",
+    ),
     "--rewards a.py=2 paco_trl.rewards.redness_reward": ({"reward_weights": [2.0, 1.0]}, ""),
     "--rewards clip_t": ({"rewards": ["clip_t"], "reward_weights": None}, "reward_weights"),
     "--adapter {adapter}": (dict.fromkeys(["lora_r", "lora_alpha", "lora_target_modules"]), LORA),

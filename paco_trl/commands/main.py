@@ -104,14 +104,14 @@ def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str], str | 
     if parsed.config is None:
         return {}, rest, None
     path = Path(find_yaml("config", parsed.config, "recipes"))
-    config = yaml.safe_load(read_text(path))
+    try:
+        config = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"`--config` is {parsed.config!r}, which is not YAML: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"`--config` is {parsed.config!r}, which must have options in it, such as `max_steps: 100`.")
-    return (
-        config,
-        rest,
-        path.stem if path.resolve().parent == Path(__file__).resolve().parents[1] / "recipes" else None,
-    )
+    is_recipe = path.resolve().parent == Path(__file__).resolve().parents[1] / "recipes"
+    return config, rest, path.stem if is_recipe else None
 
 
 def _launch(command: str, words: list[str]) -> None:
