@@ -16,7 +16,7 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.images import to_device, to_rgb
 from ..utils.names import check_model_name, public_name
 from ..utils.text import is_text
-from .judge import check_pairs
+from .judge import check_list
 
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -227,7 +227,7 @@ class ClipIScorer(ClipEmbedder):
 
     def score(self, images: list[tuple[Image.Image, Image.Image]], prompts: list[str]) -> list[float]:
         """Return one cosine per pair. An image object of several pairs is embedded once."""
-        images = check_pairs(images)
+        images = check_list(images)
         names = [f"An image of pair {index}" for index in range(len(images)) for _ in range(2)]
         embeds = self.embed(list(chain(*images)), names)[0]  # (2N, D)
         return (embeds[0::2] * embeds[1::2]).sum(dim=-1).tolist()
