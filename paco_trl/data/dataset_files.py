@@ -29,7 +29,7 @@ from datasets import (
     get_dataset_config_names,
     load_dataset_builder,
     load_from_disk,
-)
+)  # fmt: skip
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import snapshot_download
@@ -83,15 +83,10 @@ def load_split(
     if config is not None and (folder.is_file() or is_saved(folder)):
         raise ValueError(f"`dataset_config` is {config!r}, but '{path}' is no repository with several. Leave it out.")
     if is_saved(folder):
-        saved = load_from_disk(str(folder))
-        # A dataset alone is all there is, also where its split has another name than the default
-        names = ("train", str(saved.split or "train")) if isinstance(saved, Dataset) else ()
-        parts = dict.fromkeys(names, saved) or saved
         # The result of a stage names images of earlier ones, which are next to it
         stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]  # of all splits, or one
         folders += [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
-    else:
-        parts = _read(str(folder if folders else path), split, config)
+    parts = _read(str(folder if folders else path), split, config)
     dataset = with_image_types(_take(parts, split, path), images, str(path))
     named = named_images(dataset)
     if image_folder is not None:
@@ -108,6 +103,11 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
     """Read the splits of a file, a directory or a repository. Texts on disk are not left to `datasets`, which fills gaps."""
     files = {"train": [path]}
     try:
+        if is_saved(path):
+            saved = load_from_disk(path)
+            # A dataset alone is all there is, also where its split has another name than the default
+            alone = {str(saved.split or "train"): saved, "train": saved} if isinstance(saved, Dataset) else None
+            return alone or saved
         if not os.path.isfile(path) or _ending(Path(path)) == _PARQUET:
             with _no_patterns():
                 is_file = os.path.isfile(path)
@@ -118,11 +118,9 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
             if not os.path.exists(path) or not is_text or builder.info.features is not None:
                 builder.download_and_prepare()
                 return builder.as_dataset()
-    except (DatasetGenerationError, pa.ArrowInvalid) as error:
-        raise ValueError(f"'{path}' cannot be read: {error.__cause__ or error}") from error
-    except ValueError as error:
+    except (DatasetGenerationError, ValueError) as error:
         if not str(error).startswith("Config name is missing"):
-            raise
+            raise ValueError(f"'{path}' cannot be read: {error.__cause__ or error}") from error
         with _no_patterns():
             names = ", ".join(get_dataset_config_names(path))
         raise ValueError(f"'{path}' has several configurations: {names}. Choose one by `dataset_config`.") from error
@@ -267,11 +265,11 @@ def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the
         is_list = isinstance(feature, List | LargeList)
         inner = feature.feature if is_list else feature
         if isinstance(inner, Json):
-            values = dataset[name][:]
-            row = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
-            raise ValueError(
-                f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. Give each row a path, or each a list."
+            row = next(
+                (row for row, value in enumerate(dataset[name]) if type(value) is not type(dataset[name][0])), 0
             )
+            cure = "Give each row a path, or each a list"
+            raise ValueError(f"`{name}` of row {row} of '{where}' is {shorten(dataset[name][row])}. {cure}.")
         is_struct = isinstance(inner, dict) and {*inner} <= {"bytes", "path"}
         if is_struct or inner in _STORED_IMAGES or isinstance(feature, LargeList) and isinstance(inner, Image):
             column = dataset.select_columns(name).cast_column(name, List(Image()) if is_list else Image())
