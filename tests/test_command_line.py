@@ -108,7 +108,7 @@ class TestFiles:
         """With a rule between two options, and one about a third."""
 
         def check(parsed: Arguments) -> None:
-            if parsed.height is not None and parsed.height > parsed.max_steps:
+            if parsed.height is not None and parsed.height > parsed.max_steps + 2:
                 rest = f"at a `learning_rate` of {parsed.learning_rate}"  # which has nothing to do with it
                 raise ValueError(f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps} {rest}.")
             refuse_unused(parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
