@@ -12,7 +12,8 @@ from chat_server import ChatServer
 from judge_server import JudgeServer, pictures_of
 from paco_trl.commands.main import main
 from paco_trl.data.columns import typed_dataset
-from paco_trl.evaluation import evaluate_edit_reward, load_edit_pairs
+from paco_trl.evaluation import ComparingJudge, evaluate_edit_reward, load_edit_pairs
+from paco_trl.utils.chat import ChatEndpoint
 
 
 def flat(green, size=(8, 8)):
@@ -150,6 +151,15 @@ def test_a_broken_row_or_another_benchmark_is_named(compass, vc_reward, change, 
 
 def greens_of(body):
     return [image.getpixel((0, 0))[1] for image in pictures_of(body)[0]]
+
+
+@pytest.mark.parametrize(
+    "text", ["prompt_id: a\nversion: b\nuser_prompt: []\n", "- system_prompt\n", "system_prompt\n"]
+)
+def test_a_template_of_another_kind(text, tmp_path):
+    (tmp_path / "other.yaml").write_text(text)
+    with pytest.raises(ValueError, match="`system_prompt`|`prompt_id`"):
+        ComparingJudge(ChatEndpoint("http://127.0.0.1:1/v1", "pvc"), tmp_path / "other.yaml")
 
 
 @pytest.mark.parametrize("is_fair", [True, False])

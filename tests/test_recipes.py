@@ -359,7 +359,8 @@ class TestTypedOptions:
             written["reward_weights"] = [*written["rewards"].values()]
         lines = [line for line in said.splitlines() if f" of {recipe}, because of " in line]
         found = {name for line in lines for name in re.findall(r"(\w+)=", line)}
-        assert found <= {*left_out.split()}
+        assert found <= {*left_out.split(), "lora_target_modules"}  # the layers are those of the model that is typed
+        assert values["lora_target_modules"] is None
         if "--adapter" in typed:
             assert peft_config == str(tmp_path / "adapter")
         else:

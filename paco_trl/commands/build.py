@@ -204,6 +204,7 @@ def rank(args: arguments.RankArguments) -> None:
 # 5. Pairs and held-out rankings
 def make_pairs(args: arguments.PairsArguments) -> None:
     """Turn the rankings into pairs, and hold some out."""
+    refuse_unused(args, ["max_rankings"] * (args.test_size == 0), "with `--test_size 0`")
     instances, panels, prompts = result(args, "instances"), result(args, "panels"), grid_prompts(args)
     kinds = building.annotator_kinds(_annotations_dir(args), args.annotators)
     if args.annotators is None and len(set(kinds.values())) > 1:  # people or judges count without the construction

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from transformers import TrainingArguments
 from trl import TrlParser
 
+from ..utils.text import shorten
 from .main import read_config, say
 
 
@@ -48,8 +49,11 @@ _REPLACED = {
     "save_steps": ("save_strategy",),
     "logging_steps": ("logging_strategy",),
 }
-# The paper's number of prompts is not for another effective batch
-_REPLACED_IN_RECIPES = {"gradient_accumulation_steps": ("num_prompts_per_generation",)}
+# The paper's number of prompts is not for another effective batch, and its layers are not those of another model
+_REPLACED_IN_RECIPES = {
+    "gradient_accumulation_steps": ("num_prompts_per_generation",),
+    "model_name_or_path": ("lora_target_modules",),
+}
 _UNSET = object()
 # In an error: with another value it is the same one
 _VALUES = re.compile(r"'[^']*'|[\d.]+")
@@ -198,7 +202,7 @@ class CommandParser(TrlParser):
             given, left_out = defaults | given, left_out | conflicts
             parsed = self._build({name: defaults[name] for name in defaults if name not in conflicts} | typed, own)
         for by in dict.fromkeys(left_out.values() if os.environ.get("RANK", "0") == "0" else ()):
-            listed = ", ".join(f"{name}={given[name]!r}" for name in left_out if left_out[name] == by)
+            listed = ", ".join(f"{name}={shorten(given[name])}" for name in left_out if left_out[name] == by)
             say(self.prog.removeprefix("paco-trl "), f"without {listed} of {recipe or 'the file'}, because of {by}.")
         return parsed
 

@@ -88,6 +88,9 @@ class ComparingJudge:
     def __init__(self, endpoint: ChatEndpoint, template: str | Path):
         self.endpoint, self.name, self.model_name = endpoint, endpoint.name, public_name(endpoint.model)
         self.prompt = yaml.safe_load(read_text(template))
+        for key in ("prompt_id", "version", "system_prompt", "user_prompt"):
+            if not isinstance(self.prompt, dict) or key not in self.prompt:
+                raise ValueError(f"'{template}' has no `{key}`, which a prompt of GEditBench v2 has.")
         self.template = f"{self.prompt['prompt_id']} {self.prompt['version']} ({digest(self.prompt)[:8]})"
 
     def score(self, images: Sequence[tuple[Image.Image, ...]], prompts: Sequence[str]) -> list[float | None]:
