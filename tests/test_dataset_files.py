@@ -308,9 +308,9 @@ class TestStoredImages:
         pq.write_table(pa.table({"prompt": ["A fox."], "references": images}), tmp_path / "sets.parquet")
         assert SourceImages(load_image_set_prompts(tmp_path / "sets.parquet"), "it", "references").max_count == 2
 
-    @pytest.mark.parametrize("data_url", ["", "data:image/png;base64,"])
-    def test_base64_is_named_in_short(self, tmp_path, data_url):
-        text = data_url + b64encode(noise(1, (300, 300)).tobytes()).decode()
+    @pytest.mark.parametrize("data_url, side", [("", 300), ("", 25), ("data:image/png;base64,", 2)])
+    def test_base64_is_named_in_short(self, tmp_path, data_url, side):
+        text = data_url + b64encode(noise(1, (side, side)).tobytes()).decode()
         path = write(tmp_path / "edits.jsonl", json.dumps({"prompt": "Add a hat.", "image": text}))
         pair = {"images": [text, text], "prompt": "Are both red?", "completion": "Yes"}
         for load in (

@@ -595,6 +595,26 @@ DATA = [
         (' for folder in folders if folder.parent.name == "snapshots"]', " for folder in folders]"),
     ),
     *_mutants(
+        "utils/images.py",
+        "test_image_modes.py",
+        ("image = ImageOps.exif_transpose(image)", "pass"),
+        ('white = 255 if image.mode == "I" and values.max() <= 255 else _MAX_16_BITS', "white = _MAX_16_BITS"),
+        ("    for _ in range(2):  # `process", "    for _ in range(1):  # `process"),
+    ),
+    *_mutants(
+        "data/pairs.py",
+        "test_dataset_files.py::TestPairs test_pairs.py::TestLoadPacoDataset test_pairs.py::TestValidatePairs",
+        ("text.count(_PLACEHOLDER) not in (0, 2) or", ""),
+        ('_ROLES.get(turn.get("from") or turn.get("role"))', '_ROLES.get(turn.get("role"))'),
+        ("rows.append(number)", "rows.append(0)"),
+        ("            check_sides(*opened.size, patch_size)\n", "            pass\n"),
+    ),
+    *_mutants(
+        "utils/addresses.py",
+        "test_dataset_files.py::TestStoredImages",
+        ('path.startswith("data:") or len(path) > 1000', 'path.startswith("data:")'),
+    ),
+    *_mutants(
         "data/dataset_files.py",
         "test_dataset_files.py",
         ('("parquet", glob.escape(path))', '("parquet", path)'),
