@@ -183,6 +183,8 @@ class TestOptions:
             (["--use_peft", "False", "--lora_r", "8", *DATA], "--lora_r"),
             (["--eval_rewards", "redness", *DATA], "--eval_rewards"),
             (["--output_dir", "a.yaml", *DATA], "a file"),
+            (["--seed", "-1", *DATA], "`seed`"),
+            (["--model_init_kwargs", "{revision: 5}", *DATA], "`--model_init_kwargs`"),
             (["--dataset_name", str(demo_prompts_path()), "--adapter", "no-adapter"], "no adapter 'no-adapter'"),
             (["--dataset_name", str(demo_prompts_path()), "--model_name_or_path", "lora"], "--adapter"),
             (["--dataset_name", str(demo_prompts_path()), "--rewards", "two.py"], "`two.py:f`"),

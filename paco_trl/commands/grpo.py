@@ -40,7 +40,10 @@ from .training import check_start, train_and_save
 def family_defaults(prog: str, hidden: Collection[str], given: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults of the model's family for options that are not given, and say them."""
     kwargs = given.get("model_init_kwargs") or {}
-    kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+    try:
+        kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+    except ValueError as error:
+        raise ValueError(f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}.") from error
     name = str(read_index(given.get("model_name_or_path", ScriptArguments.model_name_or_path), kwargs)["_class_name"])
     if given.get("edits") is False:  # they are for edits
         return {}

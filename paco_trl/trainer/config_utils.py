@@ -138,6 +138,9 @@ def check_arguments(args: Any) -> None:
         raise ValueError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
     if "torch_dtype" in (args.model_init_kwargs or {}):
         raise ValueError("`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`.")
+    for name in ("seed", "data_seed"):
+        if (seed := getattr(args, name)) is not None and not 0 <= seed < 2**32:  # NumPy's
+            raise ValueError(f"`{name}` is {seed}; it must be from 0 to {2**32 - 1}.")
     limits = (*_LIMITS, "num_train_epochs") if args.max_steps >= 1 else _LIMITS
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value) and (name not in limits or math.isnan(value)):
