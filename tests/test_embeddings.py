@@ -16,7 +16,7 @@ from torch import nn
 from paco_trl.rollout import sampler
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.sampler import on_device
-from paco_trl.trainer import paco_grpo_trainer
+from paco_trl.trainer import evaluator, paco_grpo_trainer
 from paco_trl.trainer.paco_grpo_trainer import ROUNDS_AHEAD
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
 from testing_utils import are_equal, count_images, weights_of
@@ -111,15 +111,15 @@ class TestAhead:
         assert are_equal(*results)
 
     def test_evaluation_prompts_too(self, make_trainer, many, monkeypatch):
-        monkeypatch.setattr(sampler, "ROWS_AHEAD", 3)
         settings = {"num_generations_eval": 2, "num_inference_steps_eval": 2, "eval_baseline": False}
         results = []
         for count in (3, 10):
-            monkeypatch.setattr(sampler, "ROWS_AHEAD", count)
+            for module in (sampler, evaluator):
+                monkeypatch.setattr(module, "ROWS_AHEAD", count)
             trainer = make_trainer(**self.ONE, **settings, eval_dataset=many.select(range(9)))
             encoded = count_images(trainer.pipeline.text_encoder_2)
             results.append(trainer.evaluate())
-            assert len(encoded) == 9 and len(trainer.prompt_encoder._encoded) == (1 if count == 3 else 9)
+            assert len(encoded) == 9 and len(trainer.prompt_encoder._encoded) == (2 if count == 3 else 9)
         assert results[0] == pytest.approx(results[1], abs=0, nan_ok=True) and results[0]["eval_reward"] > 0
 
 

@@ -40,7 +40,7 @@ from ..rollout.loading import (
     make_policy,
 )
 from ..rollout.prompt_rows import Completions, PromptRows
-from ..rollout.sampler import PromptEncoder, RolloutSampler, on_device
+from ..rollout.sampler import ROWS_AHEAD, PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
 from ..trainer.checks import check_negative_prompts
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
@@ -183,7 +183,7 @@ def _generate(
     def generate(number: int) -> dict:
         with torch.no_grad():
             row = number // settings["num_generations"]
-            encoder.encode(rows, [row], ahead=range(row + 1, len(rows)))
+            encoder.encode(rows, [row], ahead=range(row + 1, len(rows))[:ROWS_AHEAD])
             completions = Completions(rows, numbers, settings["num_generations"])
             images = [[image] for image in completions.images_of(number)]
             # The last image finishes a set

@@ -8,7 +8,6 @@ take turns on the accelerator.
 
 import functools
 import hashlib
-import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -39,7 +38,7 @@ from .prompt_rows import Completions, PromptKey, PromptRows
 
 logger = get_logger(__name__)
 
-# Rows that are encoded at a time, at most, besides those that are needed at once: 1 GiB for FLUX.1
+# Rows that are encoded at a time where there are no rounds: 1 GiB for FLUX.1
 ROWS_AHEAD = 256
 
 # What is encoded: a prompt, or a source image as digest and scale
@@ -93,14 +92,14 @@ class PromptEncoder:
     @torch.no_grad()
     def encode(self, rows: PromptRows, numbers: Iterable[int], scale: float = 1.0, ahead: Iterable[int] = ()) -> None:
         """
-        Encode some rows if they are not, and at the same time those `ahead`, up to `ROWS_AHEAD`.
+        Encode some rows if they are not, and at the same time those `ahead`.
 
         Of these rows' embeddings the others are dropped then: memory does not grow with the dataset.
         """
         needed = self._places(rows, numbers, scale)
         if needed.keys() <= self._encoded.keys():
             return
-        needed |= self._places(rows, itertools.islice(ahead, ROWS_AHEAD), scale)
+        needed |= self._places(rows, ahead, scale)
         self._needed[rows] = set(needed)
         kept = set().union(*self._needed.values())
         self._encoded = {key: tensors for key, tensors in self._encoded.items() if key in kept}
@@ -421,7 +420,7 @@ class RolloutSampler:
                 initial_keys = [(*key, *of_image) for of_image in zip(first, generation_of, strict=True)]
             if fetched is None:
                 following = in_turn[in_turn.index(row_numbers[-1]) + 1 :]
-                self.prompt_encoder.encode(rows, row_numbers, scale, following)
+                self.prompt_encoder.encode(rows, row_numbers, scale, following[:ROWS_AHEAD])
             encoded = fetched or self.prompt_encoder.fetch(rows, row_numbers, scale)
             anchors = []
             if rows.is_anchored and completions.anchor_of(numbers[0]) is not None:

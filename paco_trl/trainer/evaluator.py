@@ -29,7 +29,7 @@ from ..rewards.image_statistics import measure_image, statistics_of_prompts
 from ..rewards.runner import RewardRunner
 from ..rollout import hybrid_inference
 from ..rollout.prompt_rows import Completions, PromptRows
-from ..rollout.sampler import RolloutSampler
+from ..rollout.sampler import ROWS_AHEAD, RolloutSampler
 from ..rollout.sde import STREAMS
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe
@@ -105,8 +105,7 @@ class Evaluator:
         local = [batches[index] for index in padded[:, accelerator.process_index]]
         artifacts, pictures, measured = [], [], []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
-        first, *following = completions.rows_of(local)
-        sampler.prompt_encoder.encode(rows, [first], ahead=following)
+        sampler.prompt_encoder.encode(rows, completions.rows_of(local)[:ROWS_AHEAD])
         self.rewards.start(generations)
         # Every process makes the same denoising steps, and switches the adapter off at the same one
         with hybrid_inference(pipeline, fraction) as callback, sampler.ready():

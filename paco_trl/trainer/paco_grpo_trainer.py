@@ -714,7 +714,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 images.pop(number, None)  # which another process may have now
             images |= new_images
             scores.rewards[numbers] = new.rewards[numbers]
-            scores.logged = [(of_call - {*numbers}, *rest) for of_call, *rest in scores.logged] + new.logged
+            kept = [(of_call - {*numbers}, count, values) for of_call, count, values in scores.logged]
+            scores.logged = kept + new.logged
             for column in scores.extra | new.extra:
                 cells = scores.extra.setdefault(column, [None] * len(scores.rewards))
                 for number in numbers:

@@ -263,7 +263,7 @@ MUTANTS = [
     (R + "runner.py", "int((self.weights != 0).sum()) == 1", "len(self.weights) == 1", GRPO + "::TestRewards::test_a_single_reward_is_not_tamed"),
     (R + "runner.py", "torch.tensor([math.nan if value is None else value for value in column])", "torch.tensor([value or 0.0 for value in column])", SCORING + "::TestCeilings::test_images_below_and_above"),
     (R + "runner.py", "rewards[images, index] =", "rewards[sorted(images), index] =", SCORING + "::TestBesideTheDrawing::test_rewards_are_those_of_their_images"),
-    (T + "paco_grpo_trainer.py", "(of_call - {*numbers}, *rest)", "(of_call, *rest)", RESAMPLING),
+    (T + "paco_grpo_trainer.py", "(of_call - {*numbers}, count, values)", "(of_call, count, values)", RESAMPLING),
     (R + "runner.py", "sums[name][0] + share * value", "max(sums[name][0], value)", GRPO + "::TestLogs::test_what_rewards_log"),
     (R + "runner.py", "if is_needed and count > math.ceil(", "if is_needed and count >= math.ceil(", SCORING + "::TestCeilings::test_how_often_a_required_reward_may_fail"),
     (R + "runner.py", "if is_needed and count > math.ceil(", "if count > math.ceil(", SCORING + "::TestCeilings::test_an_optional_reward_may_fail"),
