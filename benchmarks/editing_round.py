@@ -374,7 +374,7 @@ class MeasuredEncoder(PromptEncoder):
     """The trainer's encoder, timed. Its modules move to the accelerator and back, or are there already."""
 
     def __init__(self, trainer: "EditingTrainer", is_resident: bool = False):
-        super().__init__(trainer.pipeline, trainer.family, trainer.accelerator, trainer.prompt_encoder.negative_prompt)
+        super().__init__(trainer.pipeline, trainer.family, trainer.accelerator)
         self.watch, self.is_resident = trainer.watch, is_resident
 
     def _encode_prompts(self, rows, new) -> None:

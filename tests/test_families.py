@@ -291,17 +291,19 @@ def rows_of(prompts: list[str], images: list[tuple[Image.Image, ...]]) -> Prompt
         columns |= {"rows": [1] * len(prompts), "cols": [1] * len(prompts), "panels": [[text] for text in prompts]}
         features |= {"rows": Value("int64"), "cols": Value("int64"), "panels": List(Value("string"))}
     args = SimpleNamespace(height=64, width=64, resolution_scale=1.0, set_layout=None, panel_generation="independent")
+    args.guidance_scale, args.negative_prompt = 1.0, None
     return PromptRows(Dataset.from_dict(columns, Features(features)), args, "the dataset")
 
 
-def new_encoder(policy, case) -> PromptEncoder:
+def new_encoder(policy, case, rows: PromptRows) -> PromptEncoder:
     negative = policy.family.resolve_negative_prompt(policy.pipeline, case.guidance_scale, case.negative_prompt)
-    return PromptEncoder(policy.pipeline, policy.family, Accelerator(cpu=True), negative)
+    rows.negative_prompts = [negative] * len(rows)
+    return PromptEncoder(policy.pipeline, policy.family, Accelerator(cpu=True))
 
 
 def encode(policy, case) -> tuple[dict[str, torch.Tensor], list[EncodedImage]]:
     """Prompt and images of a case as the trainer passes them for a batch of two."""
-    rows, encoder = rows_of([PROMPT], [case.images]), new_encoder(policy, case)
+    encoder = new_encoder(policy, case, rows := rows_of([PROMPT], [case.images]))
     encoder.encode(rows, [0], case.scale)
     encoded = encoder.fetch(rows, [0], case.scale).encoded[0]
     arguments = {name: tensor.expand(2, *tensor.shape[1:]) for name, tensor in encoded.place("cpu").items()}
@@ -689,7 +691,7 @@ class TestCounts:
             [PROMPT, OTHER_PROMPT, PROMPT, PROMPT, PROMPT],
             [case.images, case.images, case.images, others, case.images],
         )
-        encoder = new_encoder(setup.policy, case)
+        encoder = new_encoder(setup.policy, case, rows)
         # Prompts, or pairs of prompt and source where the text encoder sees the sources; the negative one likewise
         expected, negative = (3, 2) if case.images and case.builder in SEEN_BY_THE_TEXT_ENCODER else (2, 1)
         with counted(text_encoder=text_encoder, vae=vae) as counts:
@@ -961,9 +963,9 @@ class TestTruncation:
     @pytest.mark.parametrize("name", ["kontext", "sd3", "longcat"])
     def test_what_the_pipeline_says_itself_is_counted(self, setup_of, name, caplog):
         setup = setup_of(name)
-        encoder = new_encoder(setup.policy, setup.case)
         images = setup.case.images
         rows = rows_of([PROMPT, " ".join(["cat"] * 600), " ".join(["dog"] * 600)], [images] * 3)
+        encoder = new_encoder(setup.policy, setup.case, rows)
         with caplog.at_level(logging.WARNING):
             encoder.encode(rows, [0], setup.case.scale)
             assert "truncated" not in caplog.text

@@ -168,12 +168,9 @@ def _generate(
     dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
     pipeline = load_pipeline(model, dtype)
     family = family_of(pipeline)
-    negative_prompt = settings["negative_prompt"]
-    if None in rows.negative_prompts:
-        negative_prompt = family.resolve_negative_prompt(pipeline, scale, negative_prompt)
     rows.measure(pipeline, family)
     policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, reference=None)
-    encoder = PromptEncoder(pipeline, family, accelerator, negative_prompt)
+    encoder = PromptEncoder(pipeline, family, accelerator)
     policy.model.eval().to(accelerator.device)
     sampler = RolloutSampler(policy, encoder, accelerator, scale, offload_embeddings=True)
     numbers, calls = list(range(len(rows))), [{f"{row + 1}/{image + 1}": path} for (row, image), path in files.items()]

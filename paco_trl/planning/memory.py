@@ -385,9 +385,7 @@ class ImageRun:
         rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
         self.call = max(rows.calls, key=lambda call: (math.prod(rows.training_sizes[call.row]), len(call.prompt)))
         self.number = self.call.row
-        own = rows.negative_prompts[self.number]
-        guidance = (args.guidance_scale, args.negative_prompt if own is None else own)
-        self.negative_prompt = self.family.resolve_negative_prompt(pipeline, *guidance)
+        self.negative_prompt = rows.negative_prompts[self.number]
         self.max_batch_size = (
             1 if rows.is_anchored and not self.family.batches_sources else self.family.max_batch_size or 1024
         )

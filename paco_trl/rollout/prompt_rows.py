@@ -26,6 +26,7 @@ class RowSettings(Protocol):
     height: int
     width: int
     guidance_scale: float
+    negative_prompt: str | None
     resolution_scale: float
     set_layout: str | None
     panel_template: str
@@ -111,12 +112,15 @@ class PromptRows:
         return SEPARATE in self._column("layout")
 
     def measure(self, pipeline, family: Family) -> "PromptRows":
-        """Compute the size of each row's images, for inference and training, and check it against the pipeline."""
+        """Compute each row's sizes, for inference and training, and negative prompt, and check them against the pipeline."""
         if self.sources is None and family.max_images > 1:
             self.sources = self.references
         self._check_source_images(pipeline, family)
         self.check_negative_prompts(pipeline, family)
         args, multiple = self.args, family.size_multiple(pipeline)
+        if None in self.negative_prompts:
+            default = family.resolve_negative_prompt(pipeline, args.guidance_scale, args.negative_prompt)
+            self.negative_prompts = [default if own is None else own for own in self.negative_prompts]
         self.inference_sizes = []
         for number, ((rows, cols), (height, width)) in enumerate(zip(self.image_layouts, self.own_sizes, strict=True)):
             if self.sources not in (None, self.references) and (height is None or width is None):
@@ -140,7 +144,7 @@ class PromptRows:
         return self
 
     def check_negative_prompts(self, pipeline, family: Family) -> None:
-        """Check that the pipeline uses the rows' negative prompts, and has one for each row if it needs one."""
+        """Check that the pipeline uses the rows' negative prompts."""
         for number, negative in enumerate(self.negative_prompts):
             if negative is not None:
                 with self.add_row_to_errors(number):

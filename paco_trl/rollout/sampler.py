@@ -72,13 +72,11 @@ class PromptEncoder:
         pipeline,
         family: Family,
         accelerator: Accelerator,
-        negative_prompt: str | None = None,
         folder: str | Path | None = None,
     ):
         self.pipeline = pipeline
         self.family = family
         self.accelerator = accelerator
-        self.negative_prompt = negative_prompt
         self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
         self._is_hidden = not accelerator.is_main_process  # of progress bars
         self._encoded: dict[Condition, dict[str, torch.Tensor]] = {}
@@ -133,8 +131,7 @@ class PromptEncoder:
         row, prompt = rows.calls[call]
         digests = () if rows.sources is None else rows.sources.digests(row)
         seen = (digests, scale) if self.family.prompt_sees_images and rows.sources is not None else ()
-        negative = rows.negative_prompts[row] if rows.negative_prompts[row] is not None else self.negative_prompt
-        prompts = [prompt] if negative is None else [prompt, negative]
+        prompts = [each for each in (prompt, rows.negative_prompts[row]) if each is not None]
         return [PromptKey(each, *seen) for each in prompts], [(each, scale) for each in digests]
 
     def _places(self, rows: PromptRows, numbers: Iterable[int], scale: float) -> dict[Condition, tuple[int, int]]:

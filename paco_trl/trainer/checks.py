@@ -97,25 +97,17 @@ def check_negative_prompts(model: Any, model_init_kwargs: dict, *datasets: Promp
 
 def check_prompts(
     args: PaCoGRPOConfig, pipeline: Any, family: Family, train_rows: PromptRows, eval_rows: Sequence[PromptRows]
-) -> str | None:
-    """
-    Compute the sizes of all prompts, and check prompts and settings against the pipeline.
-
-    Returns the negative prompt of rows without one.
-    """
-    negative_prompt = args.negative_prompt
-    if any(None in rows.negative_prompts for rows in (train_rows, *eval_rows)):
-        negative_prompt = family.resolve_negative_prompt(pipeline, args.guidance_scale, negative_prompt)
-    if args.detach_unconditional and negative_prompt is None and None in train_rows.negative_prompts:
+) -> None:
+    """Compute the sizes of all prompts, and check prompts and settings against the pipeline."""
+    for rows in (train_rows, *eval_rows):
+        rows.measure(pipeline, family)
+    if args.detach_unconditional and None in train_rows.negative_prompts:
         problem = f"{type(pipeline).__name__} has none at `guidance_scale` = {args.guidance_scale}"
         raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
     if args.adapter_fraction < 1:
         check_call(pipeline, ["callback_on_step_end"], "switch its adapter off. Unset `adapter_fraction`.")
-    for rows in (train_rows, *eval_rows):
-        rows.measure(pipeline, family)
     _check_micro_batches(args, pipeline, family, train_rows)
     _warn_of_tiles(pipeline.vae, train_rows, args.vae_tiling)
-    return negative_prompt
 
 
 def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:

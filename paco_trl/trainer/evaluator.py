@@ -74,10 +74,7 @@ class Evaluator:
         check_is_dataset(dataset, "eval_dataset")
         known = (rows for rows in self._rows if rows.given is dataset)
         rows = next(known, None) or PromptRows(dataset, self.args, "the evaluation dataset")
-        policy, args = self.sampler.policy, self.args
-        if None in rows.negative_prompts:  # where those of training have one each
-            policy.family.resolve_negative_prompt(policy.pipeline, args.guidance_scale, args.negative_prompt)
-        return rows.measure(policy.pipeline, policy.family)
+        return rows.measure(self.sampler.policy.pipeline, self.sampler.policy.family)
 
     def evaluate(self, rows: PromptRows, description: str, state: TrainerState, fraction: float = 1.0) -> Evaluation:
         """

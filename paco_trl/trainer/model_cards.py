@@ -54,7 +54,7 @@ def lora_of(model: nn.Module, continued_from: str | None = None, quantization: s
 
 
 def image_settings(
-    args: PaCoGRPOConfig, rows: PromptRows, negative_prompt: str | None, step: int, is_adapter: bool, use_ema: bool
+    args: PaCoGRPOConfig, rows: PromptRows, step: int, is_adapter: bool, use_ema: bool
 ) -> dict[str, Any]:
     """Return the settings of a run that has made `step` optimizer steps, without those that it does not use."""
     layout, saved_weights = args.round_plan, None
@@ -82,7 +82,7 @@ def image_settings(
         **{name: list(*values) for name, values in sizes.items() if has_one_size},
         "set_layout": SEPARATE if is_separate else args.set_layout,
         **{name: getattr(args, name) for name in names if name not in unused},
-        "negative_prompt": negative_prompt,
+        "negative_prompt": rows.negative_prompts[0] if len({*rows.negative_prompts}) == 1 else args.negative_prompt,
         "trained_weights": None if is_adapter else "all of the transformer",
         "saved_weights": saved_weights,
         "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
@@ -101,8 +101,8 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRo
         arguments = {key: each for key, each in arguments.items() if key.endswith(("guidance_scale", "cfg_scale"))}
     arguments["num_inference_steps"] = args.num_inference_steps_eval
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
-    own = rows.negative_prompts[0]
-    arguments["negative_prompt"] = args.negative_prompt if own is None else own
+    has_own = "negative_prompt" in rows.dataset.column_names
+    arguments["negative_prompt"] = rows.negative_prompts[0] if has_own else args.negative_prompt
     return {name: value for name, value in arguments.items() if value is not None and name != "image"}
 
 

@@ -272,7 +272,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
             has_unused = is_full and bool(self.family.unused_layers(pipeline.transformer))
             args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
-        negative_prompt = check_prompts(args, pipeline, self.family, self.train_rows, eval_rows)
+        check_prompts(args, pipeline, self.family, self.train_rows, eval_rows)
         if args.attention_backend is not None:  # what a device lacks is known only where it runs
             config = pipeline.transformer.config
             size = config.get("attention_head_dim") or config.get("dim", 64) // config.get("n_heads", 1)
@@ -329,9 +329,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.epsilon_low = args.epsilon
         self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
         self.beta = args.beta
-        self.prompt_encoder = PromptEncoder(
-            self.pipeline, self.family, self.accelerator, negative_prompt, args.embeddings_dir
-        )
+        self.prompt_encoder = PromptEncoder(self.pipeline, self.family, self.accelerator, args.embeddings_dir)
         self.sampler = RolloutSampler(
             self.policy, self.prompt_encoder, self.accelerator, args.guidance_scale, args.offload_embeddings,
             self._place_weights,
@@ -1082,7 +1080,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             call=pipeline_call(self.pipeline, family, args, prompts),
             trained_on=prompts.kind,
             method=self._name,
-            settings=image_settings(args, prompts, self.prompt_encoder.negative_prompt, step, is_adapter, use_ema),
+            settings=image_settings(args, prompts, step, is_adapter, use_ema),
             rewards=reward_rows(history, *rewards),
             evaluations=evaluations,
             pictures=sorted(pictures),
