@@ -3,6 +3,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +103,8 @@ def test_a_row_without_one_needs_the_setting(pipeline, tmp_path):
 
 @pytest.mark.parametrize("build", ["flux", "flux2_klein"])
 def test_it_is_refused_before_the_model_is_loaded_where_it_would_be_ignored(folder_of, tmp_path, build):
-    index = json.loads((Path(folder_of(build)) / "model_index.json").read_text())
-    (tmp_path / "model").mkdir()  # without any weights
+    shutil.copytree(folder_of(build), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    index = json.loads((tmp_path / "model" / "model_index.json").read_text())
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index | {"is_distilled": True}))
     unguided = {"guidance_scale": 1.0, "negative_prompt": None}
     with pytest.raises(ValueError, match="Row 0 .*`negative_prompt`"):

@@ -42,7 +42,6 @@ from ..rollout.loading import (
 from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import ROWS_AHEAD, PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
-from ..trainer.checks import check_negative_prompts
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
 from ..utils.fingerprint import describe, model_files
@@ -91,7 +90,9 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
     settings |= {"prompts": digest(describe(rows.dataset)), "model_files": model_files(args.model_name_or_path)}
-    check_negative_prompts(args.model_name_or_path, {}, rows)
+    if set(rows.negative_prompts) != {None} and is_buildable(args.model_name_or_path, {}, None):
+        pipeline = load_without_weights(args.model_name_or_path, {"default": torch.float32}, encodes=False)
+        rows.measure(pipeline, family_of(pipeline))
     check_judged(script_args, rows.dataset)
     rewards = RewardRunner(load_rewards(script_args))
     check_columns(rewards.functions, rows.dataset, "the dataset")

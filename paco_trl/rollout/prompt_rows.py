@@ -116,8 +116,11 @@ class PromptRows:
         if self.sources is None and family.max_images > 1:
             self.sources = self.references
         self._check_source_images(pipeline, family)
-        self.check_negative_prompts(pipeline, family)
         args, multiple = self.args, family.size_multiple(pipeline)
+        for number, negative in enumerate(self.negative_prompts):
+            if negative is not None:
+                with self.add_row_to_errors(number):
+                    family.resolve_negative_prompt(pipeline, args.guidance_scale, negative)
         if None in self.negative_prompts:
             default = family.resolve_negative_prompt(pipeline, args.guidance_scale, args.negative_prompt)
             self.negative_prompts = [default if own is None else own for own in self.negative_prompts]
@@ -142,13 +145,6 @@ class PromptRows:
                 for height, width in (self.inference_sizes[number], self.training_sizes[number]):
                     family.check_image_size(width, height)
         return self
-
-    def check_negative_prompts(self, pipeline, family: Family) -> None:
-        """Check that the pipeline uses the rows' negative prompts."""
-        for number, negative in enumerate(self.negative_prompts):
-            if negative is not None:
-                with self.add_row_to_errors(number):
-                    family.resolve_negative_prompt(pipeline, self.args.guidance_scale, negative)
 
     def row(self, number: int) -> dict[str, Any]:
         """Return a row for rewards: with a layout, and with its source images and references decoded, in RGB."""

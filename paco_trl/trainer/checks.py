@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -18,8 +17,7 @@ from ..data.image_sets import PANEL_OPTIONS
 from ..data.pairs import content_text, iter_texts
 from ..rewards.paco_reward import decision_token_ids
 from ..rewards.runner import RewardRunner, check_columns, offloadable_models
-from ..rollout import Family, family_of
-from ..rollout.loading import read_index
+from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
 from ..utils.pipelines import check_call
@@ -78,21 +76,6 @@ def check_panels_used(args: PaCoGRPOConfig, *rows: PromptRows) -> None:
         if (value := getattr(args, name)) != getattr(PaCoGRPOConfig, name) and not any(r.has_separate for r in rows):
             problem = f"`{name}` is {value!r}, but no dataset has a set of separate images"
             raise ValueError(f"{problem}. Unset it, or set `set_layout='separate'`.")
-
-
-def check_negative_prompts(model: Any, model_init_kwargs: dict, *datasets: PromptRows) -> None:
-    """Check the rows' negative prompts by the class of a pipeline, before it is loaded."""
-    if all(negative is None for rows in datasets for negative in rows.negative_prompts):
-        return
-    if isinstance(model, str):
-        index = read_index(model, model_init_kwargs)
-        name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
-        model = type(name, (), {"config": SimpleNamespace(**index)})()
-        family = family_of(name)
-    else:
-        family = family_of(model)
-    for rows in datasets:
-        rows.check_negative_prompts(model, family)
 
 
 def check_prompts(

@@ -83,7 +83,6 @@ from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from .checks import (
     check_eval_datasets,
-    check_negative_prompts,
     check_panels_used,
     check_prompts,
     check_quantization,
@@ -240,8 +239,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.round_plan = args.round_plan
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
-        if family is None:
-            check_negative_prompts(model, args.model_init_kwargs or {}, self.train_rows, *eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)
         self._open_run(args, model, peft_config, family)
         models = offload_models(args, self.rewards, self.eval_rewards)
