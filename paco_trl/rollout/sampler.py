@@ -179,7 +179,7 @@ class PromptEncoder:
                     truncations[f"the end of the text was truncated, because it is longer than {name} reads"] += 1
         logger.info(f"{len(new)} prompts are encoded ({size / 2**20:.1f} MiB each).")
         for message in [message for message in truncations if message not in self._told]:
-            logger.warning(f"For {truncations[message]} of the first {len(new)} prompts: {message}.")
+            logger.warning(f"For {truncations[message]} of {len(new)} prompts: {message}.")
         self._told |= truncations.keys()
 
     def _encode_images(self, rows: PromptRows, new: dict[Any, tuple[int, int]]) -> None:
