@@ -51,7 +51,6 @@ MUTANTS = [
     (T + "paco_grpo_trainer.py", "if changed := differences(run[\"settings\"], of_training):", "if changed := []:", "tests/test_run_identity.py::TestResume"),
     (T + "resuming.py", '{"weights": weights})', "{})", "tests/test_run_identity.py::TestResume"),
     (T + "paco_reward_trainer.py", "frozen_only=True", "frozen_only=False", "tests/test_paco_reward_trainer.py::TestResumed"),
-    ("paco_trl/checkpointing/checkpoints.py", "            if settings is None:  # it is skipped when the run is resumed\n                continue", "            if True:\n                continue", "tests/test_resume.py::TestIdentity"),
     # ---- Objectives ----
     (T + "losses.py", "torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)", "torch.clamp(ratio, 1 - epsilon_high, 1 + epsilon_low)", ADVANTAGES),
     (T + "losses.py", "loss = -torch.min(ratio * advantages,", "loss = -torch.max(ratio * advantages,", ADVANTAGES),

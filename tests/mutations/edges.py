@@ -316,11 +316,10 @@ TRAINING = [
         ("{key: num_processes if is_deepspeed else None}", "{key: None}"),
         ('if saved.get("is_round_pending"):', "if False:"),
         ('_sync(*staged.rglob("*"), staged)', "_sync(staged)"),
-        ('different = differences(saved["identity"], identity)', "different = []"),
-        ('different += differences(saved.get("settings", {}), settings)', "pass"),
+        ('if different := differences(read_run(checkpoint).get("identity", identity), identity):', "if different := []:"),
         ("if not (broken := incomplete_files(checkpoint)):\n            return", "if True:\n            return"),
-        ("best_model_checkpoint=best,", "best_model_checkpoint=None,"),
-        ("            if incomplete_files(checkpoint):\n", "            if False:\n"),
+        ("best is not None and checkpoint == Path(best))]", "False)]"),
+        ("in found if not incomplete_files(checkpoint)]\n    if not limit", "in found]\n    if not limit"),
         ("map_location=location, weights_only=True)", "map_location=location, weights_only=False)"),
     ),
     *_mutants(
@@ -398,6 +397,12 @@ HUB = [
             "base_model = self.pipeline.name_or_path or",
             "base_model = self.trained_from or self.pipeline.name_or_path or",
         ),
+    ),
+    *_mutants(
+        "utils/files.py",
+        "test_ownership.py",
+        ("            shutil.copymode(path, temporary)", "            pass"),
+        ("            path.chmod(0o666 & ~mask)", "            pass"),
     ),
     *_mutants(
         "hub/files.py",
@@ -913,7 +918,6 @@ DATASET_BUILDING = [
         ('_UNSAFE = re.compile(r"^\\.|[^\\w.~-]")', '_UNSAFE = re.compile(r"[^\\w.~-]")'),
         ("(not folder.is_dir() or any(folder.iterdir()))", "not folder.is_dir()"),
         ("json.dumps(value, sort_keys=True, ensure", "json.dumps(value, ensure"),
-        ("        os.chmod(temporary, 0o644)", "        pass"),
         ("if len(written.encode()) <= _LONGEST_NAME:", "if len(written) <= _LONGEST_NAME:"),
     ),
     *_mutants(
