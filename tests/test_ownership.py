@@ -83,7 +83,9 @@ class TestSaving:
 
     def test_saved_again_where_it_was_saved(self, trained, tmp_path):
         folder, outside = tmp_path / "model", tmp_path / "outside.png"
-        trained.save_model(folder)
+        for where in (None, folder):
+            trained.save_model(where)
+        assert (Path(trained.args.output_dir) / "curves.png").exists()  # where it was plotted
         # As an earlier version listed it, with a picture that the card no longer has, and by somebody else
         settings = json.loads((folder / "paco_trl.json").read_text())
         settings["pictures"] += ["evaluation.png", "images/mine.png", "../outside.png"]
@@ -100,6 +102,17 @@ class TestSaving:
         assert {name for name in again if again[name] != after[name]} <= {
             "paco_trl.json"
         } and again.keys() == after.keys()
+
+    def test_beside_what_was_saved(self, trained, tmp_path):
+        trained.save_model(tmp_path / "model")
+        before = plant(tmp_path / "model", "evaluation.png")
+        with pytest.raises(ValueError, match="has evaluation.png, which"):
+            trained.save_model(tmp_path / "model")
+        assert files_in(tmp_path / "model") == before
+        plant(tmp_path / "other", "README.md")
+        (tmp_path / "other" / "paco_trl.json").write_text('{"name": "of another program"}')
+        with pytest.raises(ValueError, match=r"README.md, paco_trl.json"):
+            trained.save_model(tmp_path / "other")
 
     def test_what_an_upload_links_to_stays(self, trained, tmp_path):
         trained.save_model(tmp_path / "model")
@@ -125,10 +138,14 @@ class TestSaving:
         assert {path: oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o666 != 0o664} == {}
 
     def test_a_card_by_hand(self, tmp_path):
-        before = plant(tmp_path, "README.md")
+        before, card = plant(tmp_path, "README.md", "evaluation.png"), ImageModelCard("a", "a", "user/base")
         with pytest.raises(ValueError, match=r"README\.md"):
-            save_card(ImageModelCard("a", "a", "user/base"), tmp_path)
+            save_card(card, tmp_path)
         assert files_in(tmp_path) == before
+        (tmp_path / "README.md").unlink()
+        for _ in range(2):
+            save_card(card, tmp_path)
+        assert files_in(tmp_path)["evaluation.png"] == before["evaluation.png"]
 
     def test_a_judge(self, make_judge, tmp_path):
         trainer = make_judge(tmp_path / "run")

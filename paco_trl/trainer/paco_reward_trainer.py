@@ -39,7 +39,7 @@ from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
 from ..rollout.loading import base_model_name, check_lora_start, check_target_modules
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import sole_writer
+from ..utils.files import sole_writer, to_png, write_atomically
 from ..utils.fingerprint import describe, weights_fingerprint
 from ..utils.images import limit_pixels, pixel_limit, tower_arguments
 from ..utils.names import check_model_name
@@ -498,7 +498,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
     def _save_figures(self, rows: np.ndarray, decisions: Decisions, dataset: PairRows, name: str) -> None:
         folder = Path(self.args.output_dir) / "evaluation"
-        folder.mkdir(parents=True, exist_ok=True)
         step, ece = self._card_step, self.evaluations[name]["ece"]
         p_yes, is_yes, title = decisions.p_yes.numpy(), decisions.is_yes.numpy(), f"{name}, step {step}"
         pictures = {
@@ -507,7 +506,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         }
         for kind, picture in pictures.items():
             file_name = name.replace("/", "_")
-            picture.save(folder / f"{file_name}-{kind}-{step:06d}.png")
+            write_atomically(folder / f"{file_name}-{kind}-{step:06d}.png", to_png(picture))
             send_to_trackers(picture, f"{name}/{kind}", self.state.global_step, self.callback_handler.callbacks)
             self.pictures[f"{file_name}_{kind}.png"] = picture
 

@@ -316,7 +316,10 @@ TRAINING = [
         ("{key: num_processes if is_deepspeed else None}", "{key: None}"),
         ('if saved.get("is_round_pending"):', "if False:"),
         ('_sync(*staged.rglob("*"), staged)', "_sync(staged)"),
-        ('if different := differences(read_run(checkpoint).get("identity", identity), identity):', "if different := []:"),
+        (
+            'if different := differences(read_run(checkpoint).get("identity", identity), identity):',
+            "if different := []:",
+        ),
         ("if not (broken := incomplete_files(checkpoint)):\n            return", "if True:\n            return"),
         ("best is not None and checkpoint == Path(best))]", "False)]"),
         ("in found if not incomplete_files(checkpoint)]\n    if not limit", "in found]\n    if not limit"),
