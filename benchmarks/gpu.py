@@ -44,8 +44,8 @@ STEPS = {
     "flux-512-memory": (3.5, "gpu_rounds.py --sweep flux-512-memory"),
     # ten rounds at 256 pixels and full model size for redder images, and ten for the opposite
     "training": (2.5, "gpu_rounds.py --sweep training"),
-    # rounds with branch_size and tail_steps
-    "flux-512-branches": (1.5, "gpu_rounds.py --sweep flux-512-branches"),
+    # rounds with tail_steps
+    "flux-512-tail": (1, "gpu_rounds.py --sweep flux-512-tail"),
     # rounds with and without a 7B judge in the process, and with CLIP-T, also beside cuDNN's attention
     "flux-512-rewards": (3.5, "gpu_rounds.py --sweep flux-512-rewards"),
     # rounds at 1024 pixels by batch size, and without gradient checkpointing

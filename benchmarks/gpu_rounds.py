@@ -50,7 +50,7 @@ PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 BATCH, BACKEND, COMPILED = "per_device_train_batch_size", "attention_backend", "compile_repeated_blocks"
 CHECKPOINTING, ROLLOUT_BATCH = "gradient_checkpointing", "per_device_rollout_batch_size"
-BRANCHES, TAIL = "branch_size", "tail_steps"
+TAIL = "tail_steps"
 FORWARD, ROUND = "seconds of a forward, an image", "seconds of a round, an image"
 MEMORY, RESERVED, CURVE = "peak memory, GiB", "most memory reserved, GiB", "mean reward of each round"
 DEVIATIONS = "largest mean |ratio - 1| on policy, by round"  # the adapter is zero in the first one alone
@@ -115,9 +115,7 @@ SWEEPS = {
         {BATCH: 4}, {BATCH: 4, CHECKPOINTING: False}, {BATCH: 1, CHECKPOINTING: False}, {BATCH: 4, ENCODERS: True},
         {BATCH: 4, "quantization": "nf4"}, {BATCH: 4, "quantization": "fp8_storage"},
     ], 512),
-    "flux-512-branches": Sweep(
-        [{BATCH: 4}, {BATCH: 4, BRANCHES: 4}, {BATCH: 4, TAIL: 4}, {BATCH: 4, BRANCHES: 4, TAIL: 4}], 512
-    ),
+    "flux-512-tail": Sweep([{BATCH: 4}, {BATCH: 4, TAIL: 4}], 512),
     "flux-1024": Sweep([{BATCH: 4}, {BATCH: 1}, {BATCH: 1, CHECKPOINTING: False}], 1024),
     # 32 images: the first 16 are scored while others are generated
     "flux-512-rewards": Sweep([
@@ -336,7 +334,7 @@ def measure(args: argparse.Namespace, sweep: Sweep, options: dict, folder: Path)
         args.flops[tokens] = flops / watch.images
     flops = args.flops[tokens]
     forward = watch.seconds_per_image("rollout")
-    # Fewer than the denoising steps, with branches or a short tail
+    # Fewer than the denoising steps, with a short tail
     forwards = sum(images for *_, images in watch.stamps["rollout"]) / len(by_round)
     deviations = [
         max(v for entry in each for name, v in entry.items() if name.startswith("ratio_deviation_on_policy"))
@@ -416,7 +414,7 @@ def collect() -> None:
 
 
 LABELS = {
-    BATCH: "batch", ROLLOUT_BATCH: "rollout batch", BACKEND: "attention", COMPILED: "compiled", BRANCHES: "branches of",
+    BATCH: "batch", ROLLOUT_BATCH: "rollout batch", BACKEND: "attention", COMPILED: "compiled",
     CHECKPOINTING: "checkpointing", TAIL: "tail of",
 }  # fmt: skip
 
@@ -429,7 +427,7 @@ def label_of(options: dict) -> str:
 
 def small(options: dict) -> dict:
     """The same for a rehearsal."""
-    limits = {BATCH: 2, ROLLOUT_BATCH: 2, BRANCHES: 2, TAIL: 1, "num_generations": 4}
+    limits = {BATCH: 2, ROLLOUT_BATCH: 2, TAIL: 1, "num_generations": 4}
     return {name: min(value, limits.get(name, value)) for name, value in options.items()}
 
 

@@ -7,8 +7,8 @@ Measure a round of PaCo-GRPO with its optimizer steps against the published reci
     python benchmarks/grpo_step.py --published <clone of https://github.com/X-GenGroup/PaCo-RL>
     python benchmarks/grpo_step.py --size flux-dev --device cuda --dtype bfloat16 --resolutions 512 --batch_sizes 1 4
 
-Real rounds of `PaCoGRPOTrainer`, timed by hooks around the model calls: with the defaults, with branches
-(`branch_size`), with short tails (`tail_steps`), and with the largest branch and the shortest tail together.
+Real rounds of `PaCoGRPOTrainer`, timed by hooks around the model calls: with the defaults and with short tails
+(`tail_steps`).
 "published costs" has the cost structure of the published recipe, built from the same trainer, model and prompts: the
 text encoders stay on the device and encode the prompts of each call again, and a trained step is three forwards (old
 policy, reference, trained). `--published` also runs the published loop itself. Rounds of all recipes and resolutions
@@ -493,16 +493,10 @@ def dataset_of(plan: list[tuple[str, int, bool]], num_prompts: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def recipes_of(args: argparse.Namespace, batch_size: int) -> dict[str, dict]:
-    """What differs in the stochastic steps of each recipe; a branch must divide the micro-batch."""
-    branches = [branch for branch in args.branch_size if batch_size % branch == 0]
+def recipes_of(args: argparse.Namespace) -> dict[str, dict]:
+    """What differs in the stochastic steps of each recipe."""
     recipes: dict[str, dict] = {COSTS: {}, DEFAULTS: {}}
-    recipes |= {f"branch_size={branch}": {"branch_size": branch} for branch in branches}
-    recipes |= {f"tail_steps={tail}": {"tail_steps": tail} for tail in args.tail_steps}
-    if branches and args.tail_steps:
-        both = {"branch_size": max(branches), "tail_steps": min(args.tail_steps)}
-        recipes[", ".join(f"{name}={value}" for name, value in both.items())] = both
-    return recipes
+    return recipes | {f"tail_steps={tail}": {"tail_steps": tail} for tail in args.tail_steps}
 
 
 def measure(
@@ -511,7 +505,7 @@ def measure(
     """Trains with one setting, and says what it cost."""
     # On an accelerator the rounds whose sections are timed wait for it at each of them: their wall is not that of a run
     modes = [True] if args.device == "cpu" else [True, False]
-    recipes = recipes_of(args, batch_size)
+    recipes = recipes_of(args)
     plan = [
         (recipe, resolution, mode) for resolution, recipe, mode in itertools.product(args.resolutions, recipes, modes)
     ] * (args.repeats + 1)
@@ -706,7 +700,6 @@ def main() -> None:
     parser.add_argument("--num_generations", type=int)
     parser.add_argument("--num_prompts", type=int, help="prompts in a round")
     parser.add_argument("--num_inference_steps", type=int, default=10)
-    parser.add_argument("--branch_size", type=int, nargs="*", default=[4, 16], help="branches to measure")
     parser.add_argument("--tail_steps", type=int, nargs="*", default=[4, 2], help="short tails to measure")
     parser.add_argument(
         "--published", help="clone of https://github.com/X-GenGroup/PaCo-RL, whose loop to run as well"

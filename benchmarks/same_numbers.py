@@ -28,7 +28,7 @@ FUNCTIONS = (
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "kl": {"beta": 0.1, "norm_penalty": 1.0, "ema_decay": 0.5},
-    "branches": {"branch_size": 2, "tail_steps": 1, "sde_steps": [1, 2], "num_sde_steps": 1},
+    "tail": {"tail_steps": 1, "sde_steps": [1, 2], "num_sde_steps": 1},
     "guard": {"loss_type": "grpo_guard", "sde_type": "cps", "num_iterations": 2},
     "dppo": {"loss_type": "flow_dppo", "sde_type": "dance_sde", "optimizer_steps_per_generation": 1},
     "two_rewards": {

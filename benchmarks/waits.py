@@ -33,7 +33,7 @@ GRPO: dict[str, dict[str, Any]] = {
     "beta": {"beta": 0.01},
     "flow_dppo": {"loss_type": "flow_dppo"},
     "grpo_guard": {"loss_type": "grpo_guard"},
-    "branches": {"branch_size": 2, "tail_steps": 2, "sde_steps": [2]},
+    "short tail": {"tail_steps": 2, "sde_steps": [2]},
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "offload_embeddings": {"offload_embeddings": True},
 }

@@ -476,8 +476,8 @@ class TestMemory:
 
 
 @pytest.mark.slow
-def test_branches_a_short_tail_and_the_batch_of_generation_are_checked(examine):
-    settings = {"branch_size": 2, "sde_steps": [1], "tail_steps": 1}
+def test_a_short_tail_and_the_batch_of_generation_are_checked(examine):
+    settings = {"sde_steps": [1], "tail_steps": 1}
     rows = examine("ratio", **settings)
     assert verdicts(rows) == healthy("ratio")
     assert "2 image(s), max |ratio - 1| before the first update 0 (step 1: 0)" in rows["ratio"].finding

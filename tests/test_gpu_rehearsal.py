@@ -54,7 +54,7 @@ def settings_of(entries: list[dict]) -> list[str]:
 @pytest.mark.slow
 def test_steps_write_their_results(gpu, forked, rehearse, tmp_path):
     """One of each kind; all of them run on a simulated GPU (`test_simulated_gpu.py`)."""
-    chosen = ["tests", "flux-512-memory", "training", "flux-512-branches", "judge-scoring", "judge-training"]
+    chosen = ["tests", "flux-512-memory", "training", "flux-512-tail", "judge-scoring", "judge-training"]
     code, steps, printed = rehearse("--steps", *chosen)
     logs = [(tmp_path / f"{name}.log").read_text()[-3000:] for name in steps if steps[name]["result"] == "failed"]
     assert code == 0 and list(steps) == chosen, "\n".join(logs)
@@ -79,9 +79,9 @@ def test_steps_write_their_results(gpu, forked, rehearse, tmp_path):
     memory = sweeps["flux-512-memory"]
     assert settings_of(memory["runs"])[:2] == ["batch 2", "batch 2, checkpointing False"]
     assert "batch 2, quantization nf4" in settings_of(memory["runs"] + memory["left out"])
-    forwards = [run["forwards of the rollout, an image"] for run in sweeps["flux-512-branches"]["runs"]]
-    # Of 4 steps, the second of which is stochastic: all; two branches share the first two, and the second's forward
-    assert forwards == [4, 3, 3, 2]
+    forwards = [run["forwards of the rollout, an image"] for run in sweeps["flux-512-tail"]["runs"]]
+    # Of 4 steps, the second of which is stochastic: all, and with one step after it
+    assert forwards == [4, 3]
     assert reports["training"]["runs"][0]["mean reward of each round"][0] != 0
     assert (tmp_path / "gpu_training.png").read_bytes().startswith(b"\x89PNG")
     assert reports["judge-scoring"]["layouts"]["2x3"]["pairs per second"].keys() == {"ours", "published"}

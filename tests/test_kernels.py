@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from paco_trl.planning.memory import as_in_training
 from paco_trl.rollout import PipelinePolicy, SDESettings, cast_floating_inputs, family_of, loading, replay
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer, set_kernels
-from test_branched_groups import CASES
 from test_rollout import GUIDANCE, generate
+from test_rollout_batch import CASES
 from testing_utils import LORA
 
 

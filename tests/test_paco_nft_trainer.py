@@ -18,7 +18,7 @@ from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, keyed_generator, predict
 from paco_trl.rollout.families import Family
 from paco_trl.trainer.paco_nft_trainer import OLD_POLICY_WEIGHTS, VelocityStatistics
-from test_branched_groups import rows_of_calls
+from test_rollout_batch import rows_of_calls
 from testing_utils import (
     are_equal,
     check_planted_reward,
@@ -308,7 +308,6 @@ class TestConfig:
         ("name", "value"),
         [
             ("sde_steps", [2]),
-            ("branch_size", 2),
             ("epsilon", 1e-3),
             ("sde_type", "cps"),
             ("noise_level", 0.5),

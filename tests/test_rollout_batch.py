@@ -1,35 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of generation that are larger than those of training (`per_device_rollout_batch_size`)."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from paco_trl.rollout import FAMILIES
+import test_families
+from paco_trl.rollout import FAMILIES, PipelinePolicy, SDESettings, keyed_generator, predict, replay
 from paco_trl.rollout.policy import split_record
-from test_branched_groups import BRANCHES, CASES, FOUR_KEYS, FULL, rows_of_calls, setup_of  # noqa: F401
+from test_families import NUM_STEPS, build_policy, encode
 
 
 TOLERANCE = 1e-5  # a tenth of the default `epsilon`
+CASES = {
+    name: test_families.CASES[name]
+    for name in (
+        "flux", "kontext", "sd3", "sd3, unguided", "flux2, editing", "klein", "z-image", "z-image, turbo", "qwen",
+        "qwen-edit", "qwen-edit-plus", "qwen-2.1", "qwen-2.1, editing", "longcat", "longcat-edit", "ovis",
+    )
+}  # fmt: skip
+FOUR_KEYS = [(42, 3, 0, 0, image) for image in range(4)]
+SDE = SDESettings((1, 2), 0.7)
+
+
+@dataclass
+class Setup:
+    """A policy, and the prompt and images of a case encoded for four images."""
+
+    case: test_families.Case
+    policy: PipelinePolicy
+    arguments: dict[str, torch.Tensor]
+    sources: list
+
+    def generate(self, sde, keys=FOUR_KEYS, arguments=None, size=None):
+        size = size or self.case.size
+        return self.policy.generate(
+            arguments or self.arguments, size, size, NUM_STEPS, self.case.guidance_scale, keys, sde,
+            record_last_step=True, sources=self.sources,
+        )  # fmt: skip
+
+    def replay(self, record, sde=SDE):
+        return replay(self.policy.model, record, self.policy.family, self.case.guidance_scale, sde)
+
+    def gradients(self, record, weights):
+        parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
+        log_prob, _, _ = self.replay(record)
+        return torch.autograd.grad((weights * log_prob).sum(), parameters, allow_unused=True)
+
+
+@pytest.fixture(scope="module")
+def setup_of(folder_of) -> Callable[[str], Setup]:
+    setups = {}
+
+    def of(name: str) -> Setup:
+        if name not in setups:
+            case = CASES[name]
+            policy = build_policy(folder_of(case.builder, **case.options))
+            arguments, sources = encode(policy, case)
+            arguments = {name: tensor[:1].expand(4, *tensor.shape[1:]) for name, tensor in arguments.items()}
+            setups[name] = Setup(case, policy, arguments, sources)
+        return setups[name]
+
+    return of
+
+
+@pytest.fixture(params=CASES)
+def setup(request, setup_of) -> Setup:
+    return setup_of(request.param)
+
+
+@pytest.fixture
+def flux(setup_of) -> Setup:
+    return setup_of("flux")
+
+
+def rows_of_calls(policy) -> tuple[list[tuple[int, int]], Callable]:
+    """Step and rows of each forward, as the transformer sees them."""
+    seen = []
+
+    def count(module, args, kwargs):
+        rows = args[0] if args else kwargs.get("hidden_states", kwargs.get("x"))
+        seen.append((policy.scheduler.next_step_index, len(rows)))
+
+    return seen, policy.model.register_forward_pre_hook(count, with_kwargs=True).remove
+
+
+def assert_close(values, expected) -> None:
+    """Close, relative to the largest value of all."""
+    size = max(each.abs().max() for each in expected if each is not None)
+    assert size > 0
+    for value, other in zip(values, expected, strict=True):
+        assert (value is None) == (other is None)
+        assert value is None or (value - other).abs().max() < 1e-4 * size
 
 
 @pytest.mark.parametrize(
-    ("name", "sde"),
-    [pytest.param("flux", FULL, id="flux-"), pytest.param("sd3", FULL, id="sd3-")]
-    # Whose steps after the first stochastic one are as without branches
-    + [pytest.param(name, BRANCHES, id=name, marks=pytest.mark.slow) for name in CASES],
+    "name", [pytest.param(name, marks=() if name in ("flux", "sd3") else pytest.mark.slow) for name in CASES]
 )
-def test_the_parts_are_what_micro_batches_record(setup_of, name, sde):  # noqa: F811
+def test_the_parts_are_what_micro_batches_record(setup_of, name):
     setup = setup_of(name)
-    _, records = setup.generate(sde)
+    _, records = setup.generate(SDE)
     few = {name: tensor[:2] for name, tensor in setup.arguments.items()}
     for part, keys in enumerate((FOUR_KEYS[:2], FOUR_KEYS[2:])):
-        _, own_records = setup.generate(sde, keys, few)
+        _, own_records = setup.generate(SDE, keys, few)
         for record, own in zip(records, own_records, strict=True):
             split = split_record(record, 2, setup.policy.family)[part]
-            assert split.branch_size == own.branch_size
             torch.testing.assert_close(vars(split), vars(own), rtol=1e-4, atol=1e-4)
             if own.log_prob is not None:
-                log_prob, _, _ = setup.replay(split, sde)
+                log_prob, _, _ = setup.replay(split)
                 assert ((log_prob - split.log_prob).exp() - 1).abs().max() < TOLERANCE
                 assert (log_prob.flip(0) - split.log_prob).abs().max() > 1e-3  # that of the other image
             if name == "flux":  # not copied
@@ -41,7 +121,7 @@ def test_the_parts_are_what_micro_batches_record(setup_of, name, sde):  # noqa: 
     "settings",
     [
         {"sde_steps": [1, 2], "loss_type": "grpo_guard", "epsilon": 1e-2, "offload_embeddings": True},
-        {"per_device_train_batch_size": 2, "branch_size": 2},
+        {"per_device_train_batch_size": 2},
         {"per_device_rollout_batch_size": 8, "optimizer_steps_per_generation": 1, "beta": 0.1},
     ],
     ids=str,
@@ -51,10 +131,10 @@ def test_trains(make_trainer, settings):
     trainer = make_trainer(**usual | settings)
     args, seen = trainer.args, rows_of_calls(trainer.policy)[0]
     trainer.train()
-    batch, prefix = args.per_device_rollout_batch_size, args.branch_size
-    generated = [batch // prefix, batch // prefix, batch, batch] * (16 // batch)
+    batch = args.per_device_rollout_batch_size
+    generated = [batch] * (4 * 16 // batch)
     assert [rows for _, rows in seen[: len(generated)]] == generated
-    assert {rows for _, rows in seen[len(generated) :][:4]} == {args.per_device_train_batch_size // prefix}
+    assert {rows for _, rows in seen[len(generated) :][:4]} == {args.per_device_train_batch_size}
     log, *_ = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert log["ratio_deviation_on_policy/step_1"] < TOLERANCE and log["grad_norm"] > 0
 
@@ -94,3 +174,28 @@ def test_what_a_pipeline_or_data_cannot_do(make_trainer, prompts, monkeypatch):
     message = "`per_device_rollout_batch_size` is 2, but UnlistedFamily generates at most 1 with FluxPipeline"
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=message):
         make_trainer(per_device_rollout_batch_size=2, **settings)
+
+
+def test_the_gradient_is_the_sum_of_advantages_times_noise(flux):
+    """Unclipped and on policy: the gradient of mean(A * ratio) is that of mu along sum(A_i eps_i)."""
+    _, (record, *_) = flux.generate(SDESettings((1,), 0.7))
+    advantages = torch.tensor([1.0, -0.4, 0.3, 0.8])
+    gradients = flux.gradients(record, advantages / 4)  # the ratio is 1, so its gradient is that of log p
+
+    noise = torch.stack([torch.randn(record.sample.shape[1:], generator=keyed_generator(*k, 2)) for k in FOUR_KEYS])
+    t, dt = record.sigma, record.sigma_next - record.sigma
+    s = 0.7 * (t / (1 - t)) ** 0.5
+    std, slope = s * (-dt) ** 0.5, (1 + s**2 * (1 - t) / (2 * t)) * dt  # slope = d mu / d v
+    credit = torch.einsum("i,i...->i...", advantages, noise) * slope / (std * noise[0].numel()) / 4
+    parameters = [p for p in flux.policy.model.parameters() if p.requires_grad]
+    velocity = predict(flux.policy.model, record.calls, flux.policy.family, 3.5, record.sample)
+    expected = torch.autograd.grad(velocity, parameters, credit, allow_unused=True)
+    assert_close(gradients, expected)
+
+
+def test_images_that_are_not_finite_are_named(flux):
+    arguments = dict(flux.arguments) | {"prompt_embeds": flux.arguments["prompt_embeds"].clone()}
+    flux.generate(SDE, arguments=arguments)
+    arguments["prompt_embeds"][2:] = torch.nan
+    with pytest.raises(RuntimeError, match=r"image\(s\) \[2, 3\].*not finite after the last"):
+        flux.generate(SDE, arguments=arguments)

@@ -444,7 +444,7 @@ class TestBaseline:
             setattr(trainer.args, name, value)
             keys.append(evaluator.baseline_key(rows))
         assert len(set(keys)) == len(keys) == 6
-        harmless = (("max_steps", 7), ("save_steps", 3), ("offload_embeddings", True), ("branch_size", 2))
+        harmless = (("max_steps", 7), ("save_steps", 3), ("offload_embeddings", True))
         for name, value in harmless:
             setattr(trainer.args, name, value)
             assert evaluator.baseline_key(rows) == keys[-1]

@@ -303,7 +303,6 @@ class TestCeilings:
             max_excluded_images=1.0,
             max_excluded_groups=1.0,
             num_generations=4,
-            branch_size=1,
         )
         for missing in (allowed, allowed + 1):
             rewards = torch.rand(images, 1)

@@ -244,12 +244,12 @@ def test_initial_noise(make_trainer, way):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"panel_generation": "shared_noise", "branch_size": 2, "per_device_train_batch_size": 2, "tail_steps": 1},
+        {"panel_generation": "shared_noise", "per_device_train_batch_size": 2, "tail_steps": 1},
         {"per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "num_prompts_per_generation": 6},
         {"trainer_class": PaCoNFTTrainer},
         {"trainer_class": PaCoNFTTrainer, "loss_type": "awm"},
     ],
-    ids=["branches and tail", "merged and padded", "nft", "awm"],
+    ids=["shared noise and tail", "merged and padded", "nft", "awm"],
 )
 def test_training(make_trainer, tmp_path, changes):
     evaluation = {"eval_dataset": sets(3, 2), "eval_strategy": "steps", "eval_steps": 2, "num_inference_steps_eval": 2}
@@ -411,7 +411,6 @@ class TestAnchored:
             ({"model": "flux2_klein", "per_device_train_batch_size": 2}, "`per_device_train_batch_size` is 2"),
             ({"per_device_train_batch_size": 4}, "divide `num_generations`"),
             ({"model": "flux2_klein", "per_device_eval_batch_size": 2}, "per_device_eval_batch_size"),
-            ({"branch_size": 2}, "branch_size"),
             ({"model": "flux"}, "FluxPipeline takes no source"),
             ({"model": "qwen_image_edit", "guidance_scale": 1.0}, "QwenImageEditPipeline generates none"),
             ({"model": "qwen_image_21", "guidance_scale": 1.0}, "QwenImage21Pipeline reads"),

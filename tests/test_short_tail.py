@@ -14,12 +14,12 @@ from launching import fork_context
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FlowMatchSDEScheduler, SDESettings
 from paco_trl.rollout.sde import second_order_velocity
-from test_branched_groups import FULL, flux, rows_of_calls, setup, setup_of  # noqa: F401
 from test_families import NUM_STEPS, pixels
+from test_rollout_batch import SDE, flux, rows_of_calls, setup, setup_of  # noqa: F401
 from test_scheduler import start
 
 
-SHORT = replace(FULL, steps=(1,), tail_steps=1)
+SHORT = replace(SDE, steps=(1,), tail_steps=1)
 
 
 def exact_velocity(sample, sigma, mean=0.3, variance=0.25):
@@ -176,7 +176,7 @@ class RunsOfOptions:
 
 class TestRuns(RunsOfOptions):
     SETTINGS = {
-        "branch_size": 2, "per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "tail_steps": 2,
+        "per_device_train_batch_size": 2, "per_device_rollout_batch_size": 4, "tail_steps": 2,
         "num_inference_steps": 6, "max_steps": 4,
         "reward_funcs": redness_reward, "eval_strategy": "no",
         "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize",

@@ -71,7 +71,7 @@ LARGEST = {
     "beta": {"micro-step": 0},
     "flow_dppo": {"micro-step": 0},
     "grpo_guard": {"micro-step": 0},
-    "branches": {**ROLLOUT, "batch": 6, "micro-step": 0},
+    "short tail": {**ROLLOUT, "micro-step": 0},
     "gradient_checkpointing": {"micro-step": 0},
     "offload_embeddings": {**ROLLOUT, "micro-step": 0},
     "nft": {"plain step": 0, "micro-step": 0, "batch": 5},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""(e) Speed: branches and short tails, and the published recipe, whose trained numbers are those of the defaults."""
+"""(e) Speed: short tails, and the published recipe, whose trained numbers are those of the defaults."""
 
 import functools
 import json
@@ -29,11 +29,8 @@ PUBLISHED, DEFAULTS = "published recipe", "defaults"
 # Of 8 steps, the second is stochastic: a full tail has 6
 SPEED_ARMS: dict[str, dict[str, Any]] = {
     DEFAULTS: {},
-    "branches of 4": {"branch_size": 4},
-    "branches of 16": {"branch_size": 16},
     "tail of 3 steps": {"tail_steps": 3},
     "tail of 2 steps": {"tail_steps": 2},
-    "branches of 4, tail of 3 steps": {"branch_size": 4, "tail_steps": 3, "max_steps": 64},  # at equal time
 }
 STEPS_BETWEEN_READINGS = 8  # of the truth
 LEVELS = (0.72, 0.74, 0.76)  # of true consistency, 0.65 before and 0.78 after the published recipe
@@ -192,7 +189,7 @@ def forwards_of(run: dict[str, Any]) -> float:
     """The forwards of the transformer for an image, of which a backward counts as one."""
     (step,) = run["sde_steps"]
     tail = run.get("tail_steps", MiniatureSettings().num_inference_steps - step - 1)
-    return (step + 1 + 2) / run.get("branch_size", 1) + tail
+    return step + 1 + 2 + tail
 
 
 def ratio_to_reach(level: float, of_label: dict[str, Any], published: dict[str, Any], price: str) -> float | None:

@@ -98,8 +98,8 @@ class SampleGenerator:
 
     def sde_settings(self, noise_level: float) -> SDESettings:
         """Return the settings with all steps that may be stochastic in a round."""
-        shortcuts = (self.args.branch_size, self.args.tail_steps) if noise_level > 0 else ()
-        return SDESettings(tuple(sorted(self.args.sde_steps)), noise_level, self.args.sde_type, *shortcuts)
+        tail_steps = self.args.tail_steps if noise_level > 0 else None
+        return SDESettings(tuple(sorted(self.args.sde_steps)), noise_level, self.args.sde_type, tail_steps)
 
     def replay(self, record: RecordedStep) -> torch.Tensor:
         """Compute the log-probability of a recorded step (B,), with gradient, as in the training step."""

@@ -543,9 +543,7 @@ class ImageRun:
         full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
         if self.rows.is_anchored:  # which is encoded in between
             step, full = max(step, self.peak("panel", 1)), max(full, self.peak("panel", 1, True))
-        # A branch takes one row where only its stochastic step is trained
-        shared = args.branch_size if layout.num_trained_steps == 1 else 1
-        trained = allocated("training", -(-plan.batch_size // shared), flag=plan.gradient_checkpointing)
+        trained = allocated("training", plan.batch_size, flag=plan.gradient_checkpointing)
         count = judge_tokens(math.prod(self.sizes[0]))
         scored = max((judge.peak(8, count) for judge in judges), default=0)
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation

@@ -412,9 +412,8 @@ class RewardRunner:
         is_first, self._is_first_round = self._is_first_round, False
         if not is_first:
             return
-        per_group = args.branch_size if args.branch_size > 1 else args.num_generations
         for name, values, weight in zip(self.names, rewards.T, self.weights.tolist(), strict=True):
-            scored = [group[~group.isnan()] for group in values.view(-1, per_group)]
+            scored = [group[~group.isnan()] for group in values.view(-1, args.num_generations)]
             scored = [group for group in scored if len(group) > 1]
             if weight and scored and all((group == group[0]).all() for group in scored):
                 logger.warning(

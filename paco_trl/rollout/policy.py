@@ -31,10 +31,9 @@ class RecordedStep:
     One recorded stochastic step of a batch of images.
 
     `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
-    schedule. `sample` `(n, ...)` and `prev_sample` `(B, ...)` are the latents before and after it, `mean` `(B, ...)`
-    is that of the step, all float32; `n` is `B / branch_size`, more than 1 where branches begin. `log_prob` `(B,)` is
-    that of `prev_sample` under the policy that sampled it, `None` for a step without noise. `calls` has the arguments,
-    by name, of each call of the transformer for `n` images.
+    schedule. `sample` and `prev_sample` are the latents before and after it, `mean` is that of the step, all `(B, ...)` in
+    float32. `log_prob` `(B,)` is that of `prev_sample` under the policy that sampled it, `None` for a step without
+    noise. `calls` has the arguments, by name, of each call of the transformer.
     """
 
     index: int
@@ -46,7 +45,6 @@ class RecordedStep:
     log_prob: torch.Tensor | None
     calls: list[dict[str, Any]]
     mean: torch.Tensor | None = None
-    branch_size: int = 1
 
     def to(self, device: torch.device) -> "RecordedStep":
         """Return the step with all arguments of its calls on a device."""
@@ -115,8 +113,7 @@ class PipelinePolicy:
             prompt_arguments (`dict[str, torch.Tensor]`):
                 Encoded prompts, as arguments of the pipeline's call, batch dimension B.
             noise_keys (`list[tuple[int, ...]]`):
-                Key of each image's noise, see [`keyed_generator`]; the initial noise of a branch is that of its first
-                image.
+                Key of each image's noise, see [`keyed_generator`].
             sde ([`SDESettings`], *optional*):
                 Stochastic steps. If `None`, the pipeline's own ODE generates the images.
             record_last_step (`bool`):
@@ -132,23 +129,15 @@ class PipelinePolicy:
             `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images in RGB, transparency on white, and the recorded steps in order.
 
         Raises:
-            ValueError: the batch does not hold full branches of `sde.branch_size` images, or no step is
-                stochastic, so that the images of a branch would be the same.
             RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
-                not reached, the pipeline encoded other images than `sources`, the images of a branch differ before its
-                stochastic step, or an image is not finite or has another size.
+                not reached, the pipeline encoded other images than `sources`, or an image is not finite or has another
+                size.
         """
         records: list[RecordedStep] = []
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
         last = num_inference_steps - 1
         if sde is not None and sde.tail_steps is not None:
             last = max(sde.steps) + sde.tail_steps
-        branch_size = sde.branch_size if sde is not None else 1
-        if branch_size > 1 and (not steps or len(noise_keys) % branch_size != 0):
-            raise ValueError(
-                f"`branch_size` is {branch_size}: it must divide the batch of {len(noise_keys)} images, and requires a "
-                "stochastic step with noise."
-            )
         recorded = (*steps, last) if record_last_step else steps
 
         def on_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
@@ -156,13 +145,10 @@ class PipelinePolicy:
                 combined = self.family.combine(self._outputs, guidance_scale, sample)
                 if combined is not model_output:
                     self._check_guidance_rule(combined, model_output, guidance_scale, index)
-                rows, images_per_row = sample.float(), 1
-                if branch_size > 1 and index == min(steps):
-                    # Until the first stochastic step the images of a branch are the same
-                    rows, images_per_row = rows[::branch_size].clone(), branch_size
-                times, recording = self.scheduler.times, (self._calls, step.mean, images_per_row)
+                times = self.scheduler.times
+                latents = (sample.float(), step.prev_sample, step.log_prob)
                 sigmas = (times[index], times[index + 1], times[1])
-                records.append(RecordedStep(index, *sigmas, rows, step.prev_sample, step.log_prob, *recording))
+                records.append(RecordedStep(index, *sigmas, *latents, self._calls, step.mean))
             self._calls, self._outputs = [], []
             if index == last:
                 # First: what is not a number fails other checks, too
@@ -174,17 +160,13 @@ class PipelinePolicy:
             height, width, guidance_scale, prepared
         )
         arguments |= {} if callback_on_step_end is None else {"callback_on_step_end": callback_on_step_end}
-        initial_keys = initial_keys or noise_keys
-        first_of_branch = [initial_keys[image // branch_size * branch_size] for image in range(len(noise_keys))]
-        generators = [keyed_generator(*key, 0) for key in first_of_branch]
+        generators = [keyed_generator(*key, 0) for key in initial_keys or noise_keys]
         problem = None
         with ExitStack() as stack:
             stack.enter_context(self._recording(recorded, sde, noise_keys, on_step))
             stack.enter_context(self.family.generation_context(self.pipeline, prepared))
             if sources:
                 stack.enter_context(self._encoding(sources))
-            if branch_size > 1:
-                stack.enter_context(self._shared_prefix(branch_size, min(steps)))
             try:
                 output = self.pipeline(**arguments, num_inference_steps=num_inference_steps, generator=generators)
                 images = [to_rgb(image, "A generated image") for image in output.images]
@@ -285,33 +267,6 @@ class PipelinePolicy:
             self._outputs.append(output[0])
         return output
 
-    @contextmanager
-    def _shared_prefix(self, branch_size: int, last: int):
-        """Call the transformer with one row for each branch until step `last`: its images are the same until then."""
-
-        def narrow(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if self.scheduler.next_step_index > last:
-                return None
-            call = self._bind(args, kwargs)
-            for name, value in _batched(call, self.family).items():
-                rows = value[::branch_size]
-                call[name] = rows if isinstance(value, list) else rows.clone()  # a view would hold the other rows
-                for flag in _sameness(_widen(call[name], branch_size), value):
-                    if flag is False:
-                        raise RuntimeError(self._describe_branches(name, branch_size))
-                    if flag is not True:
-                        self._checks.append((flag, functools.partial(self._describe_branches, name, branch_size)))
-            return (), call
-
-        def widen(module: nn.Module, args: tuple, output):
-            if self.scheduler.next_step_index > last:
-                return None
-            return _widen(output[0], branch_size), *output[1:]
-
-        before = self.model.register_forward_pre_hook(narrow, with_kwargs=True, prepend=True)
-        with before, self.model.register_forward_hook(widen, prepend=True):
-            yield
-
     # ---- Checks ----
 
     def _check_guidance_rule(
@@ -339,14 +294,6 @@ class PipelinePolicy:
             )
 
         self._checks.append((~(difference > precision * scale), describe))
-
-    def _describe_branches(self, name: str, branch_size: int) -> str:
-        return (
-            f"`branch_size` is {branch_size}, but before the first stochastic step images that should be the same differ "
-            f"in the argument `{name}` of the transformer: {type(self.pipeline).__name__} makes something of its own for "
-            f"each. Set `branch_size=1`; if `{name}` has no batch dimension, add it to `unbatched_arguments` of "
-            f"{type(self.family).__name__}."
-        )
 
 
 def _describe_latents(is_finite: torch.Tensor) -> str:
@@ -394,25 +341,16 @@ def split_record(record: RecordedStep, parts: int, family: Family) -> list[Recor
     ]
 
 
-def _widen(rows: Any, copies: int) -> Any:
-    """Repeat each row of a tensor or list for the images of its branch."""
-    if isinstance(rows, list):
-        return [row for row in rows for _ in range(copies)]
-    return rows.repeat_interleave(copies, dim=0)
-
-
 def share_tensors(
     records: list[RecordedStep], arguments: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
 ) -> list[RecordedStep]:
     """Replace recorded tensors that equal an argument of the pipeline's call by one shared copy."""
     # Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own
-    branch_size = records[0].branch_size if records else 1
-    pairs = []  # encoded prompts in the forms that calls have: full, once for all images or each branch, in a list
+    pairs = []  # encoded prompts in the forms that calls have: full, once for all images, in a list
     for name, argument in arguments.items():
         if isinstance(argument, torch.Tensor):
             copy = copies[name]
-            forms = [(argument, copy), (argument[:1], copy[:1]), (argument[::branch_size], copy[::branch_size])]
-            pairs += [*forms, *zip(argument, copy, strict=True)]
+            pairs += [(argument, copy), (argument[:1], copy[:1]), *zip(argument, copy, strict=True)]
     recorded: dict[int, torch.Tensor] = {}
     recursively_apply(lambda tensor: recorded.setdefault(id(tensor), tensor), [record.calls for record in records])
     known: dict[int, torch.Tensor] = {}
@@ -459,12 +397,9 @@ def replay(
 def score_step(
     velocity: torch.Tensor, record: RecordedStep, sde: SDESettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Score a recorded step with a velocity `(B / branch_size, ...)`, see [`replay`]."""
-    output, sample = velocity, record.sample
-    if record.branch_size > 1:
-        output, sample = (_widen(rows, record.branch_size) for rows in (output, sample))
+    """Score a recorded step with a velocity `(B, ...)`, see [`replay`]."""
     settings = (record.sigma, record.sigma_next, sde.noise_level, sde.sde_type)
-    step = sde_step(output, sample, *settings, prev_sample=record.prev_sample, sigma_max=record.sigma_max)
+    step = sde_step(velocity, record.sample, *settings, prev_sample=record.prev_sample, sigma_max=record.sigma_max)
     return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)
 
 

@@ -219,15 +219,13 @@ class SDESettings:
     Stochastic steps of the sampler.
 
     `steps` are their indices; the others are the Euler steps of the pipeline's scheduler. `noise_level` is the paper's
-    `a`, and 0 makes every step deterministic. For `sde_type` see [`sde_step`]. `branch_size` consecutive images
-    of a batch share the initial noise and the steps before the first stochastic one. `tail_steps` is the number of
+    `a`, and 0 makes every step deterministic. For `sde_type` see [`sde_step`]. `tail_steps` is the number of
     steps after the last stochastic one, by DPM-Solver++(2M), by default those of the schedule.
     """
 
     steps: tuple[int, ...]
     noise_level: float
     sde_type: str = "flow_sde"
-    branch_size: int = 1
     tail_steps: int | None = None
 
 

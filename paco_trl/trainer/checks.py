@@ -100,9 +100,8 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
     batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
     for option, size in batches.items():
         if most is not None and size > most:
-            also = " and `branch_size=1`" if args.branch_size > 1 else ""
             limit = f"{type(family).__name__} generates at most {most} with {type(pipeline).__name__}"
-            raise ValueError(f"`{option}` is {size}, but {limit}. Set it to {most}{also}.")
+            raise ValueError(f"`{option}` is {size}, but {limit}. Set it to {most}.")
         if size > 1 and rows.is_anchored and not family.batches_sources:
             problem = f"images of a batch share their source images with {type(pipeline).__name__}"
             raise ValueError(f"`{option}` is {size} and `panel_generation` 'anchored', but {problem}. Set it to 1.")

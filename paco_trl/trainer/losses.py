@@ -22,7 +22,7 @@ class Advantages(NamedTuple):
 
     values: torch.Tensor  # (N,), 0 for an image that is left out
     is_valid: torch.Tensor  # (N,), whether the image and another one of its group were scored
-    has_spread: torch.Tensor  # (N / branch_size,), whether the rewards of the images that are compared differ
+    has_spread: torch.Tensor  # (prompts,), whether the rewards of its images differ
 
 
 def group_advantages(
@@ -30,58 +30,50 @@ def group_advantages(
     num_generations: int,
     scale_rewards: str = "group",
     advantage_clip: float | None = None,
-    branch_size: int = 1,
 ) -> Advantages:
-    """Normalize rewards within the images of one prompt (Eq. 2); NaN is left out of every statistic.
-
-    Branches differ by their initial noise too, which has no gradient: each is compared with its own mean, and all of a
-    prompt are scaled by their pooled deviation, since that of four images is mostly noise.
-    """
+    """Normalize rewards within the images of one prompt (Eq. 2); NaN is left out of every statistic."""
     # In float32 the mean of equal rewards may be off by a bit, and a group without spread would get advantages
-    size = branch_size if branch_size > 1 else num_generations
-    grouped = rewards.double().view(-1, num_generations // size, size)  # (prompts, branches, images)
+    grouped = rewards.double().view(-1, num_generations)  # (prompts, images)
     scored = ~torch.isnan(grouped)
-    is_valid = scored & (scored.sum(dim=2, keepdim=True) > 1)  # one alone has nothing to be compared with
+    is_valid = scored & (scored.sum(dim=1, keepdim=True) > 1)  # one alone has nothing to be compared with
 
     deviations = _deviations(grouped, is_valid)
     if scale_rewards == "group":
-        scale = _pooled_std(grouped, is_valid) + 1e-4  # (prompts, 1, 1), as in TRL
+        scale = _std(grouped, is_valid) + 1e-4  # (prompts, 1), as in TRL
     elif scale_rewards == "batch":
-        scale = _pooled_std(grouped.view(1, 1, -1), is_valid.view(1, 1, -1)) + 1e-4  # (1, 1, 1)
+        scale = _std(grouped.view(1, -1), is_valid.view(1, -1)) + 1e-4  # (1, 1)
     else:
         scale = torch.ones_like(grouped)
 
     advantages = deviations / scale
     if advantage_clip is not None:
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
-    has_spread = (deviations != 0).any(dim=2)  # (prompts, branches)
-    return Advantages(advantages.flatten().float(), is_valid.flatten(), has_spread.flatten())
+    has_spread = (deviations != 0).any(dim=1)  # (prompts,)
+    return Advantages(advantages.flatten().float(), is_valid.flatten(), has_spread)
 
 
 def informative_groups(
-    rewards: torch.Tensor, num_generations: int, min_std: float | None, max_mean: float | None, branch_size: int = 1
+    rewards: torch.Tensor, num_generations: int, min_std: float | None, max_mean: float | None
 ) -> torch.Tensor:
     """Tell which prompts have a deviation above `min_std` and a mean below `max_mean` (Edit-R1, arXiv 2510.16888)."""
-    size = branch_size if branch_size > 1 else num_generations
-    grouped = rewards.double().view(-1, num_generations // size, size)  # (prompts, branches, images)
+    grouped = rewards.double().view(-1, num_generations)  # (prompts, images)
     is_informative = torch.ones(len(grouped), dtype=torch.bool)  # (prompts,)
     if min_std is not None:
-        is_informative &= _pooled_std(grouped, ~torch.isnan(grouped)).flatten() > min_std
+        is_informative &= _std(grouped, ~torch.isnan(grouped)).flatten() > min_std
     if max_mean is not None:
-        is_informative &= ~(grouped.flatten(1).nanmean(dim=1) >= max_mean)
+        is_informative &= ~(grouped.nanmean(dim=1) >= max_mean)
     return is_informative
 
 
 def _deviations(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    mean = torch.where(mask, values, 0.0).sum(2, keepdim=True) / mask.sum(2, keepdim=True).clamp(min=1)
+    mean = torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return torch.where(mask, values - mean, 0.0)
 
 
-def _pooled_std(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute the deviation of each prompt's images from the mean of their branch, of shape (prompts, 1, 1)."""
-    degrees = (mask.sum(dim=2, keepdim=True) - 1).clamp(min=0).sum(dim=1, keepdim=True).clamp(min=1)
-    squares = (_deviations(values, mask) ** 2).sum(dim=2, keepdim=True).sum(dim=1, keepdim=True)
-    return torch.sqrt(squares / degrees)
+def _std(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Compute the standard deviation of each row, of shape (rows, 1)."""
+    degrees = (mask.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    return torch.sqrt((_deviations(values, mask) ** 2).sum(dim=1, keepdim=True) / degrees)
 
 
 class PolicyStep(NamedTuple):

@@ -42,7 +42,7 @@ CHOICES: dict[str, Sequence] = {
 _COUNTS = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
     "num_generations_eval", "per_device_eval_batch_size", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-    "num_iterations", "branch_size", "per_device_rollout_batch_size", "num_inference_steps_eval",
+    "num_iterations", "per_device_rollout_batch_size", "num_inference_steps_eval",
 )  # fmt: skip
 _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
 # Fields, their good values, and the rule in errors
@@ -124,10 +124,6 @@ class PaCoGRPOConfig(GRPOConfig):
             Number of steps sampled from `sde_steps` for each round. If `None`, all.
         noise_level (`float`, *optional*, defaults to `0.7`):
             Noise level `a` of the stochastic steps.
-        branch_size (`int`, *optional*, defaults to `1`):
-            Images of a prompt that branch at the first stochastic step: they share their initial noise, the denoising
-            steps up to it and its forward and backward in training, and are compared with one another. It must divide
-            `num_generations` and `per_device_train_batch_size`.
         tail_steps (`int`, *optional*):
             Denoising steps of a rollout after its last stochastic step, by DPM-Solver++(2M). If `None`, the rest of
             `num_inference_steps`, by Euler steps. Rewards see the images of the short tail; `evaluate()` never does.
@@ -302,7 +298,6 @@ class PaCoGRPOConfig(GRPOConfig):
     sde_steps: list[int] = field(default_factory=lambda: [1])
     num_sde_steps: int | None = None
     noise_level: float = 0.7
-    branch_size: int = 1
     tail_steps: int | None = None
 
     num_generations: int = 16
@@ -489,20 +484,12 @@ class PaCoGRPOConfig(GRPOConfig):
                 if not fits:  # NaN is not either
                     raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
         check_arguments(self)
-        if self.panel_generation == "anchored" and self.branch_size > 1:
-            problem = "each image of a branch has a first panel of its own"
+        value, multiple = self.per_device_rollout_batch_size, self.per_device_train_batch_size
+        if value is not None and value % multiple != 0:
             raise ValueError(
-                f"`branch_size` is {self.branch_size}, but with `panel_generation='anchored'` {problem}. Set it to 1."
+                f"`per_device_rollout_batch_size` is {value}, but must be a multiple of `per_device_train_batch_size`, "
+                f"{multiple}. {nearest_multiples(value, multiple)}"
             )
-        for name, of in (
-            ("num_generations", "branch_size"),
-            ("per_device_train_batch_size", "branch_size"),
-            ("per_device_rollout_batch_size", "per_device_train_batch_size"),
-        ):
-            value, multiple = getattr(self, name), getattr(self, of)
-            if value is not None and value % multiple != 0:
-                rule = f"with `{of}` it must be a multiple of {multiple}"
-                raise ValueError(f"`{name}` is {value}, but {rule}. {nearest_multiples(value, multiple)}")
         batch_size = self.per_device_rollout_batch_size or self.per_device_train_batch_size
         if self.max_resample_times and self.min_reward_std is None and self.max_reward_mean is None:
             cure = "Set `min_reward_std` (0 for those with equal rewards) or `max_reward_mean`"

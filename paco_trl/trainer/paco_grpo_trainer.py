@@ -575,14 +575,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             num_resampled = self._resample(round_index, assignment, row_numbers, sde, images, records, scores)
         resample_time = time.perf_counter() - started
 
-        # 4. Aggregate and normalize. A branch is compared with itself
-        compared = args.branch_size if args.branch_size > 1 else generations
-        aggregated, details = self.rewards.aggregate(scores.rewards, compared)
+        # 4. Aggregate and normalize
+        aggregated, details = self.rewards.aggregate(scores.rewards, generations)
         # As in TRL, the sum of normalized rewards is scaled over the batch
         scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards
-        advantages, is_valid, has_spread = group_advantages(
-            aggregated, generations, scale, args.advantage_clip, args.branch_size
-        )
+        advantages, is_valid, has_spread = group_advantages(aggregated, generations, scale, args.advantage_clip)
         self.rewards.check_round(scores.rewards, is_valid, args, round_index)
         total = self.rewards.total(scores.rewards, generations)
         is_informative = self._is_informative(total)
@@ -659,9 +656,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def _is_informative(self, total: torch.Tensor) -> torch.Tensor:
         """Tell which prompts of a round are trained, of the sums of rewards of its images."""
-        args = self.args
-        limits = (args.min_reward_std, args.max_reward_mean)
-        return informative_groups(total, self.num_generations, *limits, args.branch_size)
+        return informative_groups(total, self.num_generations, self.args.min_reward_std, self.args.max_reward_mean)
 
     def _resample(
         self,
@@ -785,7 +780,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if ref_velocity is not None:
             kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
             norm_ratio = velocity_norm_ratio(velocity, ref_velocity)
-            norm_ratio = norm_ratio.repeat_interleave(record.branch_size)  # (B,)
             loss = loss + self.beta * kl + self.args.norm_penalty * torch.relu(norm_ratio - 1)
             metrics |= {"kl": kl.detach(), "velocity_norm_ratio": norm_ratio.detach()}
         self._record_step(record, ratio, metrics, inputs["weights"])

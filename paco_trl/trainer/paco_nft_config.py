@@ -9,7 +9,7 @@ from .paco_grpo_config import CHOICES, RANGES, PaCoGRPOConfig
 
 # Fields of PaCoGRPOConfig for stochastic steps
 UNUSED_FIELDS = (
-    "sde_type", "sde_steps", "num_sde_steps", "noise_level", "branch_size", "tail_steps",
+    "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps",
     "divergence_threshold", "ratio_tolerance",
 )  # fmt: skip
 # Fields that a loss does not use

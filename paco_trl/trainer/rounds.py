@@ -264,8 +264,7 @@ class RoundSchedule:
         if args.num_sde_steps is not None:
             generator = np.random.default_rng((args.seed, STREAMS["sde steps"], round_index))
             steps = generator.choice(steps, args.num_sde_steps, replace=False).tolist()
-        settings = (args.noise_level, args.sde_type, args.branch_size, args.tail_steps)
-        return SDESettings(tuple(sorted(steps)), *settings)
+        return SDESettings(tuple(sorted(steps)), args.noise_level, args.sde_type, args.tail_steps)
 
 
 @dataclasses.dataclass

@@ -6,7 +6,7 @@ T, R, P = "paco_trl/trainer/", "paco_trl/rewards/", "paco_trl/rollout/"
 F = P + "families/"
 GRPO, NFT, AWM = "tests/test_paco_grpo_trainer.py", "tests/test_paco_nft_trainer.py", "tests/test_awm.py"
 ADVANTAGES, GUARD = "tests/test_advantages_losses.py", "tests/test_guard_nft_losses.py"
-FULL, EVALUATE, EMA, BRANCHES = (f"tests/test_{name}.py" for name in ("full_finetuning", "evaluate", "ema", "branched_groups"))
+FULL, EVALUATE, EMA = (f"tests/test_{name}.py" for name in ("full_finetuning", "evaluate", "ema"))
 SDE, SCHEDULER, TAIL, ROUNDS = (f"tests/test_{name}.py" for name in ("sde", "scheduler", "short_tail", "rounds"))
 REWARDS, CALLS, SCORING = (f"tests/test_{name}.py" for name in ("rewards", "reward_calls", "scoring"))
 ROLLOUT, FAMILIES, HYBRID = (f"tests/test_{name}.py" for name in ("rollout", "families", "hybrid_inference"))
@@ -28,18 +28,15 @@ DIRECT = "::TestLoss::test_loss_and_gradient_equal_a_direct_computation"
 
 MUTANTS = [
     # ---- Advantages ----
-    (T + "losses.py", "// size, size)  # (prompts, branches, images)\n    scored", "// size, size).mT\n    scored", ADVANTAGES),
-    (T + "losses.py", "grouped = rewards.double().view(-1, num_generations // size, size)  # (prompts, branches, images)\n    scored", "grouped = rewards.view(-1, num_generations // size, size)\n    scored", ADVANTAGES),
-    (T + "losses.py", "(scored.sum(dim=2, keepdim=True) > 1)", "(scored.sum(dim=2, keepdim=True) > 0)", ADVANTAGES),
-    (T + "losses.py", "/ mask.sum(2, keepdim=True).clamp(min=1)", "/ mask.shape[2]", ADVANTAGES),
-    (T + "losses.py", "scale = _pooled_std(grouped, is_valid) + 1e-4", "scale = _pooled_std(grouped, is_valid) + 1e-6", ADVANTAGES),
-    (T + "losses.py", "_pooled_std(grouped.view(1, 1, -1), is_valid.view(1, 1, -1)) + 1e-4", "_pooled_std(grouped, is_valid).mean() + 1e-4", ADVANTAGES),
+    (T + "losses.py", "grouped = rewards.double().view(-1, num_generations)  # (prompts, images)\n    scored", "grouped = rewards.view(-1, num_generations)\n    scored", ADVANTAGES),
+    (T + "losses.py", "(scored.sum(dim=1, keepdim=True) > 1)", "(scored.sum(dim=1, keepdim=True) > 0)", ADVANTAGES),
+    (T + "losses.py", "/ mask.sum(1, keepdim=True).clamp(min=1)", "/ mask.shape[1]", ADVANTAGES),
+    (T + "losses.py", "scale = _std(grouped, is_valid) + 1e-4", "scale = _std(grouped, is_valid) + 1e-6", ADVANTAGES),
+    (T + "losses.py", "_std(grouped.view(1, -1), is_valid.view(1, -1)) + 1e-4", "_std(grouped, is_valid).mean() + 1e-4", ADVANTAGES),
     (T + "losses.py", "return torch.where(mask, values - mean, 0.0)", "return values - mean", ADVANTAGES),
     (T + "losses.py", "advantages.clamp(-advantage_clip, advantage_clip)", "advantages.clamp(max=advantage_clip)", ADVANTAGES),
-    (T + "losses.py", "has_spread = (deviations != 0).any(dim=2)", "has_spread = (deviations > 1e-4).any(dim=2)", ADVANTAGES),
-    (T + "losses.py", "degrees = (mask.sum(dim=2, keepdim=True) - 1).clamp(min=0)", "degrees = mask.sum(dim=2, keepdim=True)", ADVANTAGES),
-    (T + "losses.py", ".sum(dim=1, keepdim=True).clamp(min=1)\n    squares", ".clamp(min=1)\n    squares", ADVANTAGES),
-    (T + "losses.py", "squares = (_deviations(values, mask) ** 2).sum(dim=2, keepdim=True).sum(dim=1, keepdim=True)", "squares = (_deviations(values, mask) ** 2).sum(dim=2, keepdim=True)", ADVANTAGES),
+    (T + "losses.py", "has_spread = (deviations != 0).any(dim=1)", "has_spread = (deviations > 1e-4).any(dim=1)", ADVANTAGES),
+    (T + "losses.py", "degrees = (mask.sum(dim=1, keepdim=True) - 1).clamp(min=1)", "degrees = mask.sum(dim=1, keepdim=True).clamp(min=1)", ADVANTAGES),
     (T + "losses.py", ".flatten() > min_std", ".flatten() >= min_std", ADVANTAGES),
     (T + "losses.py", "nanmean(dim=1) >= max_mean", "nanmean(dim=1) > max_mean", ADVANTAGES),
     (T + "losses.py", "~torch.isnan(grouped)).flatten() > min_std", "torch.ones_like(grouped, dtype=torch.bool)).flatten() > min_std", ADVANTAGES),
@@ -160,11 +157,10 @@ MUTANTS = [
     (T + "paco_grpo_trainer.py", "guard_gradient_weight(step.sigma, step.sigma_next)", "guard_gradient_weight(step.sigma_next, step.sigma)", FULL + "::TestLossesOfRecordedMeans::test_the_log_ratio_is_the_mean_of_noise_times_shift"),
     (T + "paco_grpo_trainer.py", "(self.epsilon_low, self.epsilon_high)", "(self.epsilon_high, self.epsilon_low)", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
     (T + "paco_grpo_trainer.py", "args.epsilon_high if args.epsilon_high is not None else args.epsilon", "args.epsilon", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
-    (T + "paco_grpo_trainer.py", "scale, args.advantage_clip, args.branch_size", "scale, None, args.branch_size", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
+    (T + "paco_grpo_trainer.py", "scale, args.advantage_clip)", "scale, None)", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
     (T + "paco_grpo_trainer.py", 'scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards', "scale = args.scale_rewards", CONTRACT + "::test_advantages_and_reward_metrics_are_those_of_trl"),
     (T + "paco_grpo_trainer.py", "1 - has_spread.float().mean().item()", "has_spread.float().mean().item()", CONTRACT + "::test_advantages_and_reward_metrics_are_those_of_trl"),
-    (T + "paco_grpo_trainer.py", "args.advantage_clip, args.branch_size\n", "args.advantage_clip\n", BRANCHES + "::TestTrainer::test_images_are_compared_within_their_branch[scores]"),
-    (T + "paco_grpo_trainer.py", "self.rewards.aggregate(scores.rewards, compared)", "self.rewards.aggregate(scores.rewards, generations)", BRANCHES + "::TestTrainer::test_images_are_compared_within_their_branch[ranks]"),
+    (T + "paco_grpo_trainer.py", "self.rewards.aggregate(scores.rewards, generations)", "self.rewards.aggregate(scores.rewards, len(scores.rewards))", "tests/test_rewards.py tests/test_paco_grpo_trainer.py"),
     (T + "paco_grpo_trainer.py", "is_trained = is_valid & is_informative.repeat_interleave(generations)", "is_trained = is_valid", SCORING + "::TestCeilings::test_prompts_that_teach_nothing_are_left_out"),
     (T + "paco_grpo_trainer.py", "self._is_informative(total) & ~is_missing)", "self._is_informative(total))", RESAMPLING),
     (T + "paco_grpo_trainer.py", "                    row_numbers[place] = row[0]\n", "", RESAMPLING),
@@ -292,12 +288,7 @@ MUTANTS = [
     (R + "runner.py", "by_prompt[number // self.num_generations].append", "by_prompt[number % self.num_generations].append", SCORING + "::test_a_call_of_a_reward_that_asks_for_num_generations_has_all_images_of_a_prompt"),
     # ---- The policy ----
     (P + "policy.py", "keyed_generator(*key, index + 1) for key in noise_keys", "keyed_generator(*key, index) for key in noise_keys", ROLLOUT + " -k TestRecords"),
-    (P + "policy.py", "initial_keys[image // branch_size * branch_size]", "initial_keys[image // branch_size]", BRANCHES + "::TestFlux::test_branches_have_their_own_latents"),
-    (P + "policy.py", "len(noise_keys) % branch_size != 0):", "len(noise_keys) < branch_size):", BRANCHES + "::TestFlux"),
-    (P + "policy.py", "rows[::branch_size].clone(), branch_size", "rows[: len(rows) // branch_size].clone(), branch_size", BRANCHES + "::TestEveryFamily::test_the_ratio_is_exactly_one[flux]"),
-    (P + "policy.py", "call[name] = rows if isinstance(value, list) else rows.clone()", "call[name] = rows", BRANCHES + "::TestFlux::test_nothing_of_the_other_rows_is_kept"),
-    (P + "policy.py", "(is_finite.all(), lambda", "(is_finite.any(), lambda", BRANCHES + "::TestFlux::test_what_is_not_shared_is_refused"),
-    (P + "policy.py", "return rows.repeat_interleave(copies, dim=0)", "return rows.repeat(copies, *[1] * (rows.ndim - 1))", BRANCHES + "::TestEveryFamily::test_images_are_those_of_the_unbranched_pipeline[flux]"),
+    (P + "policy.py", "(is_finite.all(), lambda", "(is_finite.any(), lambda", "tests/test_rollout_batch.py::test_images_that_are_not_finite_are_named"),
     (P + "policy.py", "prev_sample=record.prev_sample, sigma_max=record.sigma_max)", "prev_sample=record.prev_sample, sigma_max=record.sigma_next / 2)", ROLLOUT + " -k TestReplay"),
     (P + "policy.py", "step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)", "step.mean, step.std", ROLLOUT + " -k TestReplay"),
     (P + "policy.py", "2**-18 if model_output.dtype == torch.float32 else 2**-8", "2**-4", ROLLOUT + " -k TestGuidanceRule"),
