@@ -798,4 +798,4 @@ def test_long_prompts_are_reported_once(make_small, caplog):
     make_small(max_steps=1).train()
     truncated = [message for message in caplog.messages if "truncated" in message]
     assert len(truncated) == 2  # CLIP and T5, not one for each prompt
-    assert all("For 2 of 2 prompts" in message for message in truncated)
+    assert all("For 2 of the first 2 prompts" in message for message in truncated)
