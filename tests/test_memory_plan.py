@@ -28,6 +28,7 @@ from paco_trl.planning.memory import (
     as_in_training,
     measure_peak,
     quantized_layers,
+    shortened,
     training_parts,
     weights_bytes,
 )
@@ -316,3 +317,10 @@ def test_a_plan_is_a_table(tiny_qwen, tmp_path):
     lines = {line.split()[0]: line for line in str(plan).splitlines() if line.split()}
     assert "optimizer" in lines["train"] and f"{train.total / 2**20:.1f} MiB" in lines["train"]
     assert "optimizer" in lines["evaluate"] and "optimizer" not in lines["load"]
+
+
+def test_a_list_of_blocks_that_has_none():
+    """As that of a VAE without attention in its middle block."""
+    model = nn.ModuleDict({"few": nn.ModuleList([None]), "many": nn.ModuleList([nn.Linear(2, 2) for _ in range(9)])})
+    with shortened(model, 2) as left_out:
+        assert (left_out, len(model["many"])) == (7, 2)

@@ -145,6 +145,8 @@ def dequantizing(module: nn.Module, quantization: str | None) -> Iterator[None]:
 def shortened(model: nn.Module, count: int) -> Iterator[int]:
     """Leave out all but `count` of a model's equal blocks, if they are of one kind; tell how many are left out."""
     lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    # A VAE without attention has None in the list of its middle block
+    lists = {name: blocks for name, blocks in lists.items() if None not in [*blocks]}
     runs = [(name, [*run]) for name, blocks in lists.items() for _, run in groupby(blocks, _signature)]
     # Of two kinds the first has the largest peak where the second is short
     runs = [(name, run) for name, run in runs if len(run) > FEW_BLOCKS + 1]
