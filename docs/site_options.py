@@ -99,7 +99,7 @@ def _classes() -> dict[tuple[str, str], tuple[list[str], list[tuple[str, str, st
                 continue
             fields = []
             for item in node.body:
-                if not isinstance(item, ast.AnnAssign):
+                if not isinstance(item, ast.AnnAssign) or "ClassVar" in ast.unparse(item.annotation):
                     continue
                 default, text = "", ""
                 if isinstance(item.value, ast.Call) and getattr(item.value.func, "id", "") == "option":
