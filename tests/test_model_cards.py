@@ -544,7 +544,7 @@ class TestReferenceCards:
         assert {name: stated[name] for name in shared} == {name: config[name] for name in shared}
         # What has another form there
         assert config["model_name_or_path"] == card.base_model
-        assert (config["lora_r"], 2 * config["lora_r"]) == (card.lora.rank, card.lora.alpha)
+        assert (config["lora_r"], config["lora_alpha"]) == (card.lora.rank, card.lora.alpha)
         assert (stated.get("precision") in (None, "bfloat16")) and config["bf16"]
         if isinstance(card, JudgeCard):
             assert card.datasets == [config["dataset_name"]]

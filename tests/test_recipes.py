@@ -44,14 +44,14 @@ CLASSES = {"grpo": (ScriptArguments, PaCoGRPOConfig), "reward": (reward.ScriptAr
 JUDGE = {
     "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct", "dataset_name": "X-GenGroup/PaCo-Dataset",
     "dataset_files": ["consistency_reward_cot_train", "sharegpt_editing_cot"], "bf16": True, "max_pixels": 2_097_152,
-    "lora_r": 32, "lora_target_modules": None, "first_token_weight": 0.1, "loss_variant": "paper",
+    "lora_r": 32, "lora_alpha": 64, "lora_target_modules": None, "first_token_weight": 0.1, "loss_variant": "paper",
     "learning_rate": 2e-4, "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "num_train_epochs": 2.0,
     "per_device_train_batch_size": 8,
 }  # fmt: skip
 ALL_POLICIES = {
     "height": 1024, "width": 1024, "sde_type": "flow_sde", "num_generations": 16, "num_prompts_per_generation": 42,
     "optimizer_steps_per_generation": 2, "per_device_train_batch_size": 1, "judge_model": "X-GenGroup/PaCo-Reward-7B",
-    "scale_rewards": "group", "advantage_clip": 5.0, "lora_r": 64, "loss_type": "grpo",
+    "scale_rewards": "group", "advantage_clip": 5.0, "lora_r": 64, "lora_alpha": 128, "loss_type": "grpo",
     "epsilon": 1e-4, "beta": 0.0, "learning_rate": 3e-4,
 }  # fmt: skip
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
@@ -267,7 +267,7 @@ class TestDefaultsOfAFamily:
         assert len(defaults) >= 8 and differing(recipe, defaults) == {}
         values, said = parse(pipeline)
         assert differing(values, defaults) == {} and all(name in said for name in defaults)
-        own = {"model_name_or_path", "lora_r", "lora_target_modules"}
+        own = {"model_name_or_path", "lora_r", "lora_alpha", "lora_target_modules"}
         assert differing(values, PAPER[self.RECIPES[pipeline]]).keys() <= own
         # DiffusionNFT has no stochastic steps
         values, said = parse(pipeline, command="nft")
@@ -294,7 +294,7 @@ class TestDefaultsOfAFamily:
 
 
 # Typed options -> what a run then has, and which options of the recipe a line may name that are left out
-LORA, ROUND = "lora_r lora_target_modules", "num_prompts_per_generation optimizer_steps_per_generation"
+LORA, ROUND = "lora_r lora_alpha lora_target_modules", "num_prompts_per_generation optimizer_steps_per_generation"
 TYPED = {
     "--rewards my_rewards.py:bright": (
         {"rewards": ["my_rewards.py:bright"], "reward_weights": None},
@@ -303,7 +303,7 @@ TYPED = {
     "--rewards a.py=2 paco_trl.rewards.redness_reward": ({"reward_weights": [2.0, 1.0]}, ""),
     "--rewards clip_t": ({"rewards": ["clip_t"], "reward_weights": None}, "reward_weights"),
     "--adapter {adapter}": (dict.fromkeys(["lora_r", "lora_alpha", "lora_target_modules"]), LORA),
-    "--lora_r 8": ({"lora_r": 8}, ""),
+    "--lora_r 8": ({"lora_r": 8, "lora_alpha": None}, "lora_alpha"),
     "--use_peft False": (dict.fromkeys(["lora_r", "quantization"]), f"{LORA} quantization"),
     "--set_layout grid": ({"set_layout": "grid", "panel_generation": "independent"}, "panel_generation"),
     "--num_inference_steps 4": ({"num_inference_steps": 4, "tail_steps": None}, "tail_steps sde_steps"),

@@ -45,6 +45,7 @@ _HELP = {
 _REPLACED = {
     "rewards": ("reward_weights", "reward_required"),
     "adapter": ("lora_r", "lora_alpha", "lora_target_modules"),
+    "lora_r": ("lora_alpha",),
     "num_train_epochs": ("max_steps",),
     "save_steps": ("save_strategy",),
     "logging_steps": ("logging_strategy",),
