@@ -238,6 +238,9 @@ def test_zero3_equals_one_process(zero3, alone):
     assert_same_training(zero3, alone)
     assert files_of(zero3) == files_of(alone)
     check_frozen_weights_are_not_saved(zero3 / "checkpoint-4")
+    # Also where it is divided over processes, the base model is the same
+    runs = [json.loads((folder / "checkpoint-4" / "run.json").read_text())["run"] for folder in (zero3, alone)]
+    assert runs[0]["is_deepspeed"] and runs[0]["identity"] == runs[1]["identity"]
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def begin_output_dir(output_dir: str | Path) -> None:
 def check_same_run(output_dir: str | Path, identity: dict) -> None:
     """Refuse the directory of another run, which can be neither resumed nor continued."""
     for checkpoint in checkpoints_of(output_dir):
-        # One of a judge has no identity; one that is incomplete is skipped when the run is resumed
+        # One that is incomplete is skipped when the run is resumed
         if different := differences(read_run(checkpoint).get("identity", identity), identity):
             lines = "\n  ".join(["", *different])
             cure = "Choose another directory, or delete that run with `overwrite_output_dir=True`."

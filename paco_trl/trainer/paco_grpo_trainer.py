@@ -152,7 +152,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         model (`str` or [`~diffusers.DiffusionPipeline`]):
             Pipeline to train: a Hub id or directory, loaded with
             [`~diffusers.DiffusionPipeline.from_pretrained`] in the compute dtype with `args.model_init_kwargs` (only
-            safetensors files are read), or a loaded pipeline, which is frozen and cast to the compute dtype.
+            safetensors files are read), or a loaded pipeline, which is frozen and cast to the compute dtype. Its weights
+            must be those of the model that it is named after, which the adapter names as its base.
         reward_funcs (`Callable` or `list[Callable]`):
             Rewards: callables `(prompts, completions, **columns) -> list[float | None]`, sync or async. `completions`
             are PIL images, of a set of separate images one that shows them side by side; the columns are those of the
@@ -370,7 +371,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             reference=reference_setting(args, peft_config), rewards=self.rewards.descriptions,
             eval_rewards=None if self.eval_rewards is self.rewards else self.eval_rewards.descriptions,
         )  # fmt: skip
-        self._identity["base_model"] = self.base_model
+        self._identity["base_model"] = Path(self.base_model).name  # of the Hub or a directory: its weights tell
         self._identity["quantization"] = self._identity["quantization"] or loaded
         self.published_files = TRANSFORMER if peft_config is None else PIPELINE_ADAPTER
         self._open_output_dir(args)

@@ -291,7 +291,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             args, cast(Any, train_dataset), adapter, quantization=describe(quantization_config),
             processor=describe(processing_class), pairs_per_step=pairs,
         )  # fmt: skip
-        self._identity["base_model"] = base_model_name(name)
+        self._identity["base_model"] = Path(base_model_name(name)).name
         self._check_run(args)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
