@@ -219,7 +219,7 @@ MUTANTS = [
     (T + "evaluator.py", "torch.isnan(after.rewards[:, k]).float()", "torch.isnan(after.total).float()", EVALUATE + "::TestMetrics::test_an_image_without_a_reward_is_counted_and_not_zero"),
     (T + "evaluator.py", 'grid_artifact_score(image, period, row["rows"], row["cols"])', "grid_artifact_score(image, period, 1, 1)", EVALUATE + "::TestMetrics::test_grid_artifacts"),
     (T + "evaluator.py", 'if content.pop("key") == key:', 'if content.pop("key"):', EVALUATE + "::TestBaseline::test_what_is_saved_is_loaded_for_the_same_key_only"),
-    (T + "evaluator.py", "self.base_model, evaluation_settings(self.args), list", "self.base_model, list", EVALUATE + "::TestBaseline::test_it_is_drawn_anew_when_what_it_depends_on_changes"),
+    (T + "evaluator.py", "self.weights, describe(self.sampler.policy.family), evaluation_settings(self.args),", "self.weights, describe(self.sampler.policy.family),", EVALUATE + "::TestBaseline::test_it_is_drawn_anew_when_what_it_depends_on_changes"),
     (T + "evaluator.py", "load_baseline(path, key) if may_load else None", "load_baseline(path, key)", EVALUATE + "::TestBaseline::test_another_run_in_the_same_folder_does_not_take_it"),
     # ---- Resuming ----
     (T + "resuming.py", "with preserve_rng_state(self.accelerator.device):\n            return super()._evaluate", "with nullcontext():\n            return super()._evaluate", PREEMPTION + " -k random_numbers"),

@@ -740,7 +740,7 @@ EVALUATION = [
             "pairs.append((*(others[place] for place in places), first))",
         ),
         ('_without_alpha if protocol == "published" else to_rgb', "to_rgb"),
-        ('scorer.model_name if "://" in scorer.name else scorer.name', "scorer.name"),
+        ('settings["scorer"] = scorer.model_name', 'settings["scorer"] = scorer.name'),
         ("if batch and total + size(item) > batch_size:", "if batch and total + size(item) >= batch_size:"),
     ),
     *_mutants(
@@ -841,8 +841,8 @@ DATASET_BUILDING = [
     ),
     *_mutants(
         "trainer/paco_reward_trainer.py",
-        "test_paco_reward_trainer.py::test_another_adapter_cannot_be_resumed",
-        ("if saved != (now :=", "if None is (now :="),
+        "test_paco_reward_trainer.py::TestResumed",
+        ("        self._check_run(args)\n", ""),
     ),
     *_mutants(
         "trainer/model_cards.py",
