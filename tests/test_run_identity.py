@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -371,6 +372,11 @@ class Own:
         return redness_reward(prompts, completions)
 
 
+class Other(Own):
+    def __call__(self, prompts, completions, **kwargs):
+        return [-value for value in super().__call__(prompts, completions, **kwargs)]
+
+
 class TestDescriptions:
     def test_a_judge(self, tiny_qwen, tmp_path):
         other = build_tiny_qwen2_5_vl(tmp_path / tiny_qwen.name, seed=1)
@@ -413,6 +419,11 @@ class TestDescriptions:
             return reward
 
         assert describe_code(of_kind(0)) == describe_code(of_kind(0)) != describe_code(of_kind(1))
+        assert describe_code(reward_above(0.5)) == describe_code(reward_above(0.5)) != describe_code(reward_above(0.6))
+        part = functools.partial(redness_reward, threshold=0.5)
+        assert describe_code(part) != describe_code(functools.partial(redness_reward, threshold=0.6))
+        assert describe_code(own_family(0)) == describe_code(own_family(0)) != describe_code(own_family(1))
+        assert describe_code(type("Derived", (Own,), {})()) != describe_code(type("Derived", (Other,), {})())
         assert describe_code(Own()) == describe_code(Own()) != describe_code(Own(seed=1))
         assert describe_code(Own().__call__) == describe_code(Own())
         assert "secret" not in str(describe_code(Own()))

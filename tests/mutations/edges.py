@@ -925,7 +925,7 @@ DATASET_BUILDING = [
     ),
     *_mutants(
         "utils/fingerprint.py",
-        "test_run_identity.py",
+        "test_run_identity.py::TestDatasets test_run_identity.py::TestDescriptions test_checkpoints.py",
         ("return list(range(0, size, _PART))", "return [0]"),
         ("(size - _PART) * number // (parts - 1)", "_PART * number"),
         ("for each in inner for line in", "for each in now for line in"),
