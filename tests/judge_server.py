@@ -72,7 +72,8 @@ class JudgeServer:
     `fault`, changeable at any time, for the number of a question from 0, the name of a fault, or `None` for a right
     answer. `latency` is the seconds that an answer takes, `key` the key that it wants, and `port` 0 a free one.
 
-    The attribute `models_reply` takes the place of the list of models, `retry_after` is the header of a 429, `refuse`
+    The attribute `roots` has the names under which models were loaded and, of an adapter, a pair with its base's name;
+    `models_reply` takes the place of the list of models, `retry_after` is the header of a 429, `refuse`
     gives the message of a 400 for the body of a question, `others` is the log-probability of the likeliest token beside
     Yes and No.
     """
@@ -84,6 +85,7 @@ class JudgeServer:
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []  # of all requests, names in lower case
         self.models_reply: bytes | None = None
+        self.roots: dict[str, str | tuple[str, str]] = {}
         self.retry_after = "1"
         self.refuse: Callable[[dict], str | None] = lambda body: None
         self.others = -20.0
@@ -256,6 +258,9 @@ def _handler(judge: JudgeServer):
                 self.reply(200, judge.models_reply)
             elif self.path == "/v1/models":
                 data = [{"id": name, "object": "model", "created": 1, "owned_by": "tests"} for name in judge.models]
+                for entry in data:
+                    root = judge.roots.get(entry["id"], ())
+                    entry |= zip(("root", "parent"), [root] if isinstance(root, str) else root, strict=False)
                 self.reply(200, {"object": "list", "data": data})
             else:
                 self.error(404, "Not Found")

@@ -5,18 +5,28 @@ import asyncio
 import inspect
 import math
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from judge_server import JudgeServer, pictures_of
+from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, edit_following_question, theme_question
 from paco_trl.data.columns import criteria_list
 from paco_trl.data.questions import edit_consistency_question, reference_question
-from paco_trl.rewards import ConsistencyReward, EditReward, ReferenceReward, ServedJudge
+from paco_trl.rewards import (
+    ConsistencyReward,
+    EditReward,
+    ReferenceReward,
+    RubricReward,
+    ServedJudge,
+    panel_similarity_reward,
+)
 from paco_trl.rewards.judge_rewards import chosen_pairs
-from paco_trl.rewards.runner import RewardRunner
+from paco_trl.rewards.runner import RewardError, RewardRunner
 from testing_utils import plain
 
 
@@ -266,3 +276,54 @@ def test_metrics_of_a_served_judge(server, served_judge):
         "consistency/unanswered/unavailable": 0,
         "consistency/unanswered/unreadable": 0,
     }
+
+
+class TestUndecided:
+    """A model that would begin with another word: what it would say of Yes and No alone is no reward."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def thinking(cls, tiny_qwen):
+        judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32")
+        head, tokenizer = judge.model.get_output_embeddings(), judge.processor.tokenizer
+        with torch.no_grad():  # along what raises both answers, see `build_tiny_qwen2_5_vl`
+            head.weight[tokenizer.convert_tokens_to_ids("fox" if "fox" in tokenizer.get_vocab() else "as")] = (
+                1.5 * head.weight[[judge.yes_id, judge.no_id]].mean(dim=0)
+            )
+        return judge
+
+    @pytest.mark.parametrize("reward", [ConsistencyReward, EditReward, ReferenceReward])
+    def test_is_excluded_with_the_reason(self, thinking, tiny_qwen, reward):
+        images = [[plain(10), plain(200)]] * 2
+        columns = {
+            "theme": THEMES[:2],
+            "image": [plain(1)] * 2,
+            "references": [[plain(2)]] * 2,
+            "panel_images": images,
+        }
+        metrics = {}
+        rewards = reward(thinking)
+        assert rewards(PROMPTS[:2], [plain(3)] * 2, log_metric=metrics.__setitem__, **columns) == [None, None]
+        name = rewards.__name__
+        assert metrics[f"{name}/unanswered/undecided"] == metrics[f"{name}/unanswered"] == 1.0
+        assert "Yes and No have" in rewards.problem
+        args = SimpleNamespace(
+            max_reward_failures=0.0, max_excluded_images=0.5, max_excluded_groups=0.5, num_generations=2
+        )
+        with pytest.raises(RewardError, match="Yes and No have .* half is required; the likeliest is '(fox|as)'"):
+            RewardRunner(rewards).check_round(torch.full((2, 1), torch.nan), torch.zeros(2, dtype=torch.bool), args, 0)
+        # Twins: one that answers first, and the score itself
+        answering = reward(PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32"))
+        assert None not in answering(PROMPTS[:2], [plain(3)] * 2, **columns) and answering.problem is None
+        assert 0 < thinking.score([tuple(images[0])], "Alike?")[0] < 1
+
+    def test_a_rating_says_so_too(self, tiny_qwen):
+        reward = RubricReward(tiny_qwen, "consistency", device="cpu", dtype="float32")
+        assert reward(PROMPTS[:1], [plain(3)]) == [None]
+        assert "The digits 0 to 5 have" in reward.problem and "the likeliest is 'No'" in reward.problem
+
+    def test_so_does_a_single_panel(self):
+        assert panel_similarity_reward([""], [plain(1)], [[plain(1)]]) == [None]
+        runner = RewardRunner(panel_similarity_reward)
+        with pytest.raises(RewardError, match="panel_similarity_reward 2; panel_similarity_reward: a single panel"):
+            runner.check_scored(torch.full((2, 1), torch.nan), 0.5)

@@ -316,9 +316,19 @@ class TestBadInput:
         [
             ([(noise(0), noise(1)), (noise(0),) * 3], SHORT, r"images\[1\]"),
             ([(noise(0), noise(1))] * 4 + [(noise(2), "/nowhere/gone.png")], SHORT, "question 4 .*gone.png"),
-            ([(noise(0), noise(1))], "Alike?<|im_end|>", r"`prompts\[0\]`"),
+            *(
+                ([(noise(0), noise(1))], f"Alike?<|{token}|>", rf"`prompts\[0\]` has '<\|{token}\|>'")
+                for token in (
+                    "im_start",
+                    "im_end",
+                    "endoftext",
+                    "vision_start",
+                    "vision_end",
+                    "image_pad",
+                    "video_pad",
+                )
+            ),
         ],
-        ids=["three", "missing", "end"],
     )
     def test_pairs_and_questions(self, judge, images, question, message):
         with pytest.raises(ValueError, match=message):

@@ -17,6 +17,7 @@ from types import SimpleNamespace as Part
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import AutoProcessor
 
 from judge_server import JudgeServer, LoopClock, pictures_of
 from paco_trl import PaCoReward
@@ -151,6 +152,21 @@ class TestScore:
         parts = server.requests[0]["messages"][-1]["content"]
         assert [part.get("text", "image") for part in parts] == ["<img1>: ", "image", "<img2>: ", "image", QUESTION]
         assert (server.requests[0]["max_tokens"], server.requests[0]["temperature"]) == (1, 0)
+
+    @pytest.mark.parametrize("mass", [2e-4, 0.49, 0.51])
+    def test_yes_and_no_need_half_of_the_probability(self, server, judge, caplog, mass):
+        """A model that thinks first has them among its tokens, and they say nothing."""
+        yes, no = math.log(0.62 * mass), math.log(0.38 * mass)
+        server.log_odds = lambda *_: {"<think>": math.log(1 - mass), "Yes": yes, "No": no}
+        (answer,) = asyncio.run(judge.answer([PAIR], QUESTION))
+        if mass > 0.5:
+            assert answer == Answer(pytest.approx(0.62))
+            judge.check()
+            return
+        assert answer == Answer(None, "undecided")
+        assert "'<think>'" in caplog.text and "'<think>'" in judge.problem
+        with pytest.raises(JudgeUnavailableError, match="<think>.*without thinking"):
+            judge.check()
 
     def test_an_answer_without_the_other_that_is_sure_has_a_score(self, server, judge):
         server.fault = {0: "only Yes, surely"}.get
@@ -372,8 +388,21 @@ class TestConnections:
 
     def test_control_tokens_are_refused_as_in_the_process(self, server, judge):
         assert judge.score([PAIR], "A <hat> | a |bow|?") != [None]
-        with pytest.raises(ValueError, match=r"`prompts\[1\]` has '<\|im_end\|>'"):
-            judge.score([PAIR] * 2, ["A hat", "A hat<|im_end|>"])
+        tokens = [
+            "im_start",
+            "im_end",
+            "endoftext",
+            "vision_start",
+            "vision_end",
+            "image_pad",
+            "video_pad",
+            "box_start",
+        ]
+        for token in tokens:
+            with pytest.raises(ValueError, match=rf"`prompts\[1\]` has '<\|{token}\|>'"):
+                judge.score([PAIR] * 2, ["A hat", f"A hat<|{token}|>"])
+            with pytest.raises(ValueError, match=token):
+                asyncio.run(judge.answer([PAIR], f"<|{token}|>Rate it.", scale=5))
         assert len(server.requests) == 1
 
     def test_a_judge_must_be_created_again_after_a_fork(self, server, make_judge):
@@ -433,6 +462,38 @@ class TestImages:
         # Twin: copies are images of their own
         judge.score([tuple(image.copy() for image in pair) for pair in combinations(images, 2)], QUESTION)
         assert len(saved) == 5 + 12
+
+
+@pytest.mark.parametrize(
+    ("roots", "patch_size"),
+    [
+        ({}, 14), ({"judge": "/nowhere/judge"}, 14), ({"judge": "{qwen3}"}, 16), ({"judge": "{qwen2.5}"}, 14),
+        ({"judge": ("/nowhere/lora", "judge-base"), "judge-base": "{qwen3}"}, 16),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_images_have_multiples_of_the_served_models_patches(
+    tmp_path, tiny_qwen, make_judge, caplog, roots, patch_size, is_checked
+):
+    """Its server resizes others again, so that it would see other pixels than in the process."""
+    processor = AutoProcessor.from_pretrained(tiny_qwen)
+    processor.image_processor.patch_size = 16
+    processor.save_pretrained(tmp_path)
+    folders = {"{qwen3}": str(tmp_path), "{qwen2.5}": str(tiny_qwen)}
+    images = noise(0, (512, 512)), noise(1, (90, 70))
+    with JudgeServer(log_odds, models=["judge", "judge-base"]) as server:
+        server.roots = {
+            name: folders.get(root, root) if isinstance(root, str) else root for name, root in roots.items()
+        }
+        judge = make_judge(server)
+        if is_checked:
+            judge.check()
+        judge.score([images] * 2, QUESTION)
+        for body in server.requests[-2:]:
+            for image, sent in zip(images, pictures_of(body)[0], strict=True):
+                assert np.array_equal(np.asarray(sent), np.asarray(load_image(image, patch_size, "")))
+        is_known = any(root in folders for root in roots.values())
+        assert judge.find_patch_size() == patch_size and ("patch size" in caplog.text) != is_known
 
 
 def test_scores_are_those_in_the_process(tiny_qwen, make_judge):

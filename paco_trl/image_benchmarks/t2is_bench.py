@@ -23,9 +23,9 @@ from ..data.questions import shows_question, t2is_bench_question
 from ..data.t2is import find_t2is_bench, read_t2is_bench
 from ..evaluation.runs import batches, dataset_fingerprint
 from ..generation.image_files import name_prompts
+from ..rewards import ServedJudge
 from ..rewards.image_rewards import panel_similarity
 from ..utils.fingerprint import describe_scorer
-from ..utils.images import patch_size_of
 from ..utils.names import public_name
 from ..utils.text import read_json, some_of
 from .image_sets import FoundImages
@@ -195,8 +195,7 @@ def score_consistency(
         ValueError: If the scores in the directory were made in another way.
     """
     # The benchmark's side, rounded to a multiple of the judge's merged patches, as `qwen_vl_utils` does
-    processor = getattr(judge, "processor", None)
-    patch = getattr(judge, "patch_size", None) or (patch_size_of(processor) if processor is not None else 14)
+    patch = judge.find_patch_size() if isinstance(judge, ServedJudge) else getattr(judge, "patch_size", 14)
     side = round(SIDE / (2 * patch)) * 2 * patch
 
     def ask(panels: list[Image.Image | None], row: dict) -> Asking:

@@ -306,3 +306,6 @@ def panel_similarity_reward(
         ]
         scores.append(1 - sum(differences) / len(differences) if differences else None)
     return scores
+
+
+vars(panel_similarity_reward).update(problem="a single panel has nothing to be compared with")

@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,7 +20,7 @@ from scipy.special import expit, logsumexp
 
 from ..data.questions import plain_question
 from ..utils.chat import ChatClient, NoAnswerError
-from ..utils.images import check_text, data_url, load_image
+from ..utils.images import check_text, data_url, load_image, patch_size_of
 from ..utils.names import public_name
 from ..utils.text import shorten
 
@@ -35,7 +36,7 @@ ImagePair = tuple[ImageSource, ImageSource]
 # Images of one question: a pair, or one image
 ImageGroup = ImagePair | tuple[ImageSource]
 # Why a question has no score: the server refuses it, does not answer it, or answers what cannot be read, or Yes and No
-# are not among the likeliest tokens
+# (or the digits of a rating) have less than half of the probability
 NO_SCORE = ("refused", "unavailable", "unreadable", "undecided")
 # Log-probabilities that a judge reads: the most that OpenAI's API and vLLM return
 TOP_LOGPROBS = 20
@@ -43,11 +44,11 @@ TOP_LOGPROBS = 20
 _LOG_ZERO = -9999.0
 # A missing token is at most as likely as the last one returned. A score that this could change by more is `None`.
 _MAX_SCORE_ERROR = 1e-3
-_LEAST_MASS = 0.5  # probability of all digits at the first position of a rating
+LEAST_MASS = 0.5  # probability of Yes and No, or of all digits of a rating, at the first position
 SPACES = " Ġ▁"  # before a digit: in text, and in the vocabularies of byte-level tokenizers and of SentencePiece
 _TEST_RATING = "How alike are the two images? Answer with a whole number from 0 to {scale}, and with nothing else."
 # Of the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
-_CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
+CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 _MAX_RETRIES = 10_000  # of a question, whose time budget ends them
 _CHECK_SECONDS = 30.0
 
@@ -177,7 +178,7 @@ def expected_rating(logprobs: Iterable[tuple[str, float]], scale: int) -> float 
     sums = np.array([logsumexp([-np.inf, *values]) for values in by_digit.values()])  # (scale + 1,)
     mass = logsumexp(sums)
     # NaN gives none; a server may round 0 to a little more
-    if not math.log(_LEAST_MASS) <= mass <= 1e-3:
+    if not math.log(LEAST_MASS) <= mass <= 1e-3:
         return None
     return float(np.exp(sums - mass) @ np.arange(scale + 1) / scale)
 
@@ -191,7 +192,8 @@ class ServedJudge:
     Judge behind an OpenAI-compatible endpoint that returns log-probabilities, such as vLLM (`paco-trl serve`).
 
     The score is that of [`~paco_trl.PaCoReward`]: P(Yes) / (P(Yes) + P(No)) at the first position of the answer, from
-    the log-probabilities of its 20 likeliest tokens. Images are resized by the same function, so that the model sees
+    the log-probabilities of its 20 likeliest tokens, and `None` where the two have less than half of the probability, as
+    of a model that thinks first. Images are resized by the same function, so that the model sees
     the same pixels, and are sent as PNG.
 
     A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried by openai's client,
@@ -214,9 +216,10 @@ class ServedJudge:
             Seconds for a question with all its requests and waits, which is how long a server may take to restart. A
             test question then tells whether the server is down; it has a tenth of the budget, at least five seconds
             and at most `timeout`.
-        patch_size (`int`, *optional*, defaults to `14`):
-            Patch size of the model's vision tower in pixels. Images are resized to its multiples: 14 for Qwen2-VL and
-            Qwen2.5-VL, 16 for Qwen3-VL.
+        patch_size (`int`, *optional*):
+            Patch size of the model's vision tower in pixels, to whose multiples images are resized: 14 for Qwen2-VL and
+            Qwen2.5-VL, 16 for Qwen3-VL. If `None`, that of the model that the server names (`root` in the list of models
+            of vLLM and SGLang), if it can be read here or from the Hub, and else 14, with a warning.
 
     Example:
 
@@ -236,7 +239,7 @@ class ServedJudge:
     max_concurrency: int = 32
     timeout: float = 60.0
     time_budget: float = 300.0
-    patch_size: int = 14
+    patch_size: int | None = None
 
     def __post_init__(self, api_key: str | None):
         if not self.timeout <= self.time_budget:
@@ -245,8 +248,9 @@ class ServedJudge:
         limits = (self.max_concurrency, self.timeout, _MAX_RETRIES)
         self._client = ChatClient(self.base_url, self.model, key, *limits, remedy, JudgeUnavailableError)
         self.name, self.model_name = self._client.name, public_name(self.model)  # for cards, without the address
-        self._slots = asyncio.Semaphore(self.max_concurrency)
+        self._slots, self._finding = asyncio.Semaphore(self.max_concurrency), asyncio.Lock()
         self._reported: set[str] = set()  # kinds of failures that have been logged with an example
+        self.problem: str | None = None  # why the last question without a score has none
 
     def check(self, scale: int | None = None) -> None:
         """Check by a question, for a rating if there is a `scale`, or raise a `JudgeUnavailableError` within 30 s."""
@@ -263,7 +267,7 @@ class ServedJudge:
         Raises:
             JudgeUnavailableError: If the server is down, refuses the key, or does not have the model.
         """
-        pairs, prompts = check_pairs(images), broadcast_questions(prompts, len(images), _CONTROL_TOKEN.findall)
+        pairs, prompts = check_pairs(images), broadcast_questions(prompts, len(images), CONTROL_TOKEN.findall)
         return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
 
     async def answer(
@@ -287,6 +291,10 @@ class ServedJudge:
         answers = self._client.run(self._query_all(check_pairs(images), prompts, _read_tokens, image_labels))
         return [answer.score for answer in answers]
 
+    def find_patch_size(self) -> int:
+        """Return the patch size of the model's vision tower, and ask the server for its model if it is not known."""
+        return self._client.run(self._find_patch_size())
+
     def close(self) -> None:
         """Close the connections. The judge cannot be queried afterwards."""
         self._client.close()
@@ -301,12 +309,12 @@ class ServedJudge:
         seconds = min(self.timeout, _CHECK_SECONDS)
         try:
             async with asyncio.timeout(seconds):
-                await self._client.find_model(max_retries=2)
+                models = await self._client.find_model(max_retries=2)
                 completion = await self._client.complete(self._test_body(question), max_retries=2)
             answer = _read_score(completion) if scale is None else _read_rating(completion, scale)
             if answer.score is None:
-                tokens = ", ".join(map(repr, _read_tokens(completion).score or ())) or "none"
-                raise NoAnswerError("unreadable", f"its likeliest first tokens: {tokens}")
+                raise NoAnswerError("unreadable", _describe_tokens(completion))
+            await self._find_patch_size(models)
         except (NoAnswerError, TimeoutError) as failure:
             if not isinstance(failure, NoAnswerError) or failure.kind == "unavailable":
                 raise JudgeUnavailableError(
@@ -315,9 +323,37 @@ class ServedJudge:
                 ) from None
             raise JudgeUnavailableError(
                 f"{self.name} gave no score to '{question}' ({failure}). A judge must answer "
-                f"{'Yes or No' if scale is None else 'a digit'} first, and its server return {TOP_LOGPROBS} "
+                f"{'Yes or No' if scale is None else 'a digit'} first, without thinking, and its server return {TOP_LOGPROBS} "
                 f"log-probabilities (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
             ) from None
+
+    async def _find_patch_size(self, models: dict[str, Any] | None = None) -> int:
+        """Return the patch size, and set it to that of the model that the server names, or of its base if it is an adapter."""
+        async with self._finding:
+            if self.patch_size is None:
+                self.patch_size = await self._ask_patch_size(models)
+        return self.patch_size
+
+    async def _ask_patch_size(self, models: dict[str, Any] | None) -> int:
+        try:
+            async with asyncio.timeout(self.time_budget):
+                models = await self._client.list_models() if models is None else models
+        except (NoAnswerError, TimeoutError) as failure:
+            problem = f"{self.name} does not list its models ({str(failure) or 'timeout'})"
+            raise JudgeUnavailableError(f"{problem}. Is it still running?") from None
+        entry = models.get(self.model)
+        listed = (entry, models.get(getattr(entry, "parent", None)))
+        named = [getattr(each, "root", None) or each.id for each in listed if each is not None]
+        roots = [root for root in named if "/" in root]  # a Hub id, or a path
+        for root in roots:
+            with suppress(OSError, ValueError, ImportError):
+                return await asyncio.to_thread(_read_patch_size, root)
+        model = " and ".join(map(repr, roots)) or "its model, which the server does not name,"
+        logger.warning(
+            f"The patch size of {self.name} is taken to be 14, that of Qwen2.5-VL: the processor of {model} cannot be read "
+            "here. If it has another one, images are resized twice: serve the model by its Hub id, or pass `patch_size`."
+        )
+        return 14
 
     async def _query_all(
         self,
@@ -327,7 +363,8 @@ class ServedJudge:
         labels: tuple[str, str] | None = None,
     ) -> list[Answer]:
         groups = [check_list(group, "images[...]") for group in check_list(groups)]
-        prompts = broadcast_questions(prompts, len(groups), _CONTROL_TOKEN.findall)
+        prompts = broadcast_questions(prompts, len(groups), CONTROL_TOKEN.findall)
+        await self._find_patch_size()
         # Each image is encoded once; errors name its first question
         sources = {
             image_key(image): (image, f"An image of question {index}")
@@ -355,12 +392,17 @@ class ServedJudge:
         async with self._slots:
             try:
                 async with asyncio.timeout(self.time_budget):
-                    return read(await self._client.complete(body))
+                    completion = await self._client.complete(body)
+                answer = read(completion)
+                if answer.reason is None:
+                    return answer
+                failure = NoAnswerError(answer.reason, _describe_tokens(completion))
             except TimeoutError:
                 await self._check_is_up()
                 failure = NoAnswerError("unavailable", f"no answer within {self.time_budget:g} seconds")
             except NoAnswerError as error:
                 failure = error
+        self.problem = f"{self.name} has {failure.kind} answers ({failure})"
         if failure.kind not in self._reported:
             self._reported.add(failure.kind)
             logger.warning(f"{self.name} cannot answer a question: {failure}.")
@@ -394,9 +436,15 @@ class ServedJudge:
         """Encode images as data URLs, with the pixels that a judge in the process would see."""
         return {
             # Higher levels of compression cost more time than they save
-            key: data_url(load_image(source, self.patch_size, where), "png", compress_level=1)
+            key: data_url(load_image(source, self.patch_size or 14, where), "png", compress_level=1)
             for key, (source, where) in sources.items()
         }
+
+
+def _read_patch_size(model: str) -> int:
+    from .paco_reward import PaCoReward  # takes seconds
+
+    return patch_size_of(PaCoReward.load_processor(model))
 
 
 def _read_entries(completion: "ChatCompletion") -> list[tuple[str, float]]:
@@ -406,6 +454,11 @@ def _read_entries(completion: "ChatCompletion") -> list[tuple[str, float]]:
         return [(str(entry.token), float(entry.logprob)) for entry in choice.logprobs.content[0].top_logprobs]
     except (AttributeError, IndexError, TypeError, ValueError):
         return []
+
+
+def _describe_tokens(completion: "ChatCompletion") -> str:
+    tokens = [f"{token!r} {math.exp(min(logprob, 0)):.2%}" for token, logprob in _read_entries(completion)[:5]]
+    return f"its likeliest first tokens: {', '.join(tokens) or 'none'}"
 
 
 def _read_tokens(completion: "ChatCompletion") -> Answer:
@@ -427,7 +480,8 @@ def _read_score(completion: "ChatCompletion") -> Answer:
         return Answer(None, "unreadable")
     present = [logprobs[token] for token in ("Yes", "No") if token in logprobs]
     # Negated, so that a NaN among the others gives no score
-    if len(present) == 1 and not math.exp(min(logprobs.values()) - present[0]) <= _MAX_SCORE_ERROR:
+    is_sure = len(present) == 2 or math.exp(min(logprobs.values()) - sum(present)) <= _MAX_SCORE_ERROR
+    if not is_sure or not sum(map(math.exp, present)) >= LEAST_MASS:
         score = None
     return Answer(score, "undecided" if score is None else None)
 
@@ -440,6 +494,6 @@ def _read_rating(completion: "ChatCompletion", scale: int) -> Answer:
     num_missing = len({*digits_of(scale)} - {token.lstrip(SPACES) for token, _ in entries})
     least = np.exp(np.min([logprob for _, logprob in entries]))  # NaN if one of them is
     # A missing digit is at most as likely, and changes the score by its part of the mass of the digits
-    if num_missing and not num_missing * least <= _MAX_SCORE_ERROR * _LEAST_MASS:
+    if num_missing and not num_missing * least <= _MAX_SCORE_ERROR * LEAST_MASS:
         score = None
     return Answer(score, "undecided" if score is None else None)

@@ -84,9 +84,15 @@ class JudgedReward:
                 return self._rewards(questions, await self.judge.answer(images, texts, **self._options), log_metric)
 
             return query_server()
-        scores = (self.judge.score if self.scale is None else self.judge.rate)(images, texts, **self._options)
+        ask = getattr(self.judge, "decide", self.judge.score) if self.scale is None else self.judge.rate
+        scores = ask(images, texts, **self._options)
         answers = [Answer(score, "undecided" if score is None else None) for score in scores]
         return self._rewards(questions, answers, log_metric)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last question without an answer has none, for messages."""
+        return getattr(self.judge, "problem", None)
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         raise NotImplementedError

@@ -35,6 +35,7 @@ from ..utils.images import find_control_tokens, load_image, patch_size_of, to_de
 from ..utils.names import check_model_name, public_name
 from ..utils.quantization import quantization_config
 from .judge import (
+    LEAST_MASS,
     SPACES,
     TOP_LOGPROBS,
     ImageGroup,
@@ -114,6 +115,7 @@ class PaCoReward:
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
         # These encode an image once, and questions share their beginnings. Others run in full: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
+        self.problem: str | None = None  # why the last question without a score has none
         self._hidden_state: Any = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
 
@@ -196,6 +198,11 @@ class PaCoReward:
         return public_name(str(self.name))
 
     @property
+    def patch_size(self) -> int:
+        """Return the patch size of the vision tower in pixels."""
+        return patch_size_of(self.processor)
+
+    @property
     def device(self) -> torch.device:
         """Return the device of the model."""
         return self.model.device
@@ -221,6 +228,14 @@ class PaCoReward:
         """
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images))
         return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
+
+    def decide(self, images: list[ImagePair], prompts: str | list[str]) -> list[float | None]:
+        """
+        Score pairs of images as [`~PaCoReward.score`] does, for a reward: `None` where Yes and No have less than half of
+        the probability at the first position, as of a model that thinks first.
+        """
+        read = functools.partial(self._probabilities, least_mass=LEAST_MASS)
+        return self._query(check_pairs(images), self._check_prompts(prompts, len(images)), read)
 
     def score_sets(
         self, image_sets: list[list[ImageSource]], prompts: str | list[str], symmetric: bool = False
@@ -308,7 +323,7 @@ class PaCoReward:
         answers = []
         for start in range(0, len(pairs), self.batch_size):
             loaded = [
-                load_image(image, patch_size_of(self.processor), f"An image of question {index}")
+                load_image(image, self.patch_size, f"An image of question {index}")
                 for index, pair in enumerate(pairs[start : start + self.batch_size], start)
                 for image in pair
             ]
@@ -330,7 +345,7 @@ class PaCoReward:
     def _keep_hidden_state(self, module: torch.nn.Module, args: tuple) -> None:
         self._hidden_state = args[0]
 
-    def _probabilities(self, inputs: dict) -> list[float]:
+    def _probabilities(self, inputs: dict, least_mass: float = 0.0) -> list[float | None]:
         """Compute P(Yes) / (P(Yes) + P(No)) of each row: the sigmoid of the difference of the two logits."""
         logits, hidden = self._last_logits(inputs)
         # In float32 from the hidden state: the logits of a bf16 model are too coarse, an eighth apart above 16
@@ -340,7 +355,23 @@ class PaCoReward:
         else:
             direction, offset = decision_direction(self._network.get_output_embeddings(), (self.yes_id, self.no_id))
             difference = hidden.to(direction.device) @ direction + offset
-        return torch.sigmoid(difference.cpu().double()).tolist()
+        scores = torch.sigmoid(difference.cpu().double()).tolist()
+        if not least_mass:
+            return scores
+        masses = self._masses(logits, [self.yes_id, self.no_id], "Yes and No")
+        return [None if mass < least_mass else score for score, mass in zip(scores, masses, strict=True)]
+
+    def _masses(self, logits: torch.Tensor, ids: list[int] | torch.Tensor, answers: str) -> list[float]:
+        """Return the probability of some tokens together in each row of logits `(B, V)`; note where it is too small."""
+        masses = logits.float().softmax(dim=-1)[:, ids].sum(dim=-1).tolist()
+        for mass, likeliest in zip(masses, logits.argmax(dim=-1).tolist(), strict=True):
+            if mass < LEAST_MASS:
+                token = self.processor.tokenizer.decode([likeliest])
+                self.problem = (
+                    f"{answers} have {mass:.2%} of the probability of the judge's first token, of which half is required; "
+                    f"the likeliest is {token!r}"
+                )
+        return masses
 
     def _last_logits(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits `(B, V)` of the first position of each answer, and the hidden states `(B, D)` in float32."""
@@ -352,6 +383,7 @@ class PaCoReward:
         """Compute the log-probabilities of some tokens, whose logits are as precise as in `_probabilities`."""
         logits, hidden = self._last_logits(inputs)
         logits = logits.float()
+        self._masses(logits, ids, f"The digits {tokens[0].strip(SPACES)} to {tokens[-1].strip(SPACES)}")
         head = self._network.get_output_embeddings()
         if not scales_logits(self._network.config):
             bias = None if head.bias is None else head.bias.detach()[ids].float()
@@ -394,7 +426,8 @@ class PaCoReward:
                 if self._takes_encoded_images:
                     inputs = share_prefixes(self._network, inputs, [keys[index] for index in indices])
                 for index, answer in zip(indices, read(inputs), strict=True):
-                    if any(map(math.isnan, answer.values() if isinstance(answer, dict) else [answer])):
+                    values = answer.values() if isinstance(answer, dict) else [answer]
+                    if any(value is not None and math.isnan(value) for value in values):
                         cause = f"weights of {self.name!r} overflow in {self.model.dtype}, or are not finite"
                         raise ValueError(f"The score of question {index} is not a number: {cause}. Try 'float32'.")
                     answers[index] = answer
@@ -402,7 +435,6 @@ class PaCoReward:
 
     def _image_batches(self, groups: Sequence[ImageGroup], batches: list[list[int]]) -> Iterator[list]:
         """Yield the images of each batch, loaded and encoded once and kept until the last batch that uses them."""
-        patch_size = patch_size_of(self.processor)
         pixel_budget = _PIXELS_PER_FORWARD if self._takes_encoded_images else 0
         batch_keys = [[image_key(image) for index in batch for image in groups[index]] for batch in batches]
         last_use = {key: number for number, keys in enumerate(batch_keys) for key in keys}
@@ -420,7 +452,7 @@ class PaCoReward:
                         continue
                     if number_seen >= len(keys) and pixels >= pixel_budget:
                         break
-                    missing[key] = load_image(image, patch_size, f"An image of question {index}")
+                    missing[key] = load_image(image, self.patch_size, f"An image of question {index}")
                     pixels += math.prod(missing[key].size)
                 ready.update(zip(missing, self._encode(list(missing.values())), strict=True))
             images = [ready[key] for key in keys]

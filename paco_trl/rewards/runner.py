@@ -397,8 +397,9 @@ class RewardRunner:
             # Rounded up: in a small round one image may fail
             if is_needed and count > math.ceil(args.max_reward_failures * len(rewards)):
                 raise RewardError(
-                    f"In {where} the required reward '{name}' gave no value (None) for {count} of {len(rewards)} images, above `max_reward_failures` = {args.max_reward_failures:g}. Find out why, raise the limit, or "
-                    "make it optional (`reward_required`)."
+                    f"In {where} the required reward '{name}' gave no value (None) for {count} of {len(rewards)} images, above "
+                    f"`max_reward_failures` = {args.max_reward_failures:g}{self._reasons([name])}. Find out why, raise the "
+                    "limit, or make it optional (`reward_required`)."
                 )
         groups = is_valid.view(-1, args.num_generations).any(dim=1)
         images_lost, groups_lost = 1 - is_valid.float().mean().item(), 1 - groups.float().mean().item()
@@ -431,8 +432,15 @@ class RewardRunner:
             )
 
     def _describe_missing(self, rewards: torch.Tensor) -> str:
-        counts = zip(self.names, torch.isnan(rewards).sum(dim=0).tolist(), strict=True)
-        return f"Images without a value (None), by reward: {', '.join(f'{name} {count}' for name, count in counts)}."
+        counts = dict(zip(self.names, torch.isnan(rewards).sum(dim=0).tolist(), strict=True))
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        return f"Images without a value (None), by reward: {listed}{self._reasons([n for n in counts if counts[n]])}."
+
+    def _reasons(self, names: Iterable[str]) -> str:
+        """Say why rewards gave no value, as far as they know it: the last reason, of this process."""
+        functions = dict(zip(self.names, self.functions, strict=True))
+        found = [(name, getattr(functions[name], "problem", None)) for name in names]
+        return "".join(f"; {name}: {problem}" for name, problem in found if problem)
 
     # ---- Metrics ----
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     PreTrainedTokenizerBase,
     Qwen2_5_VLConfig,
@@ -35,12 +36,24 @@ def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
     """
     Build a Qwen2.5-VL with its processor.
 
-    The tokenizer has the real special tokens, and one token each for Yes and No. An image becomes
-    one token for each 28 x 28 pixels, 16 at most.
+    The tokenizer has the real special tokens, and one token each for Yes and No, with one of which answers begin. An
+    image becomes one token for each 28 x 28 pixels, 16 at most.
     """
-    for part in build_model_and_processor(seed, Qwen2_5_VLProcessor):
+    model, processor = build_model_and_processor(seed, Qwen2_5_VLProcessor)
+    _answer_yes_or_no(model, processor.tokenizer)
+    for part in (model, processor):
         part.save_pretrained(folder)
     return Path(folder)
+
+
+def _answer_yes_or_no(model: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
+    """Raise the logits of Yes and No alike, wherever an answer begins: which of them it is depends on the question."""
+    answers, (last,) = tokenizer.convert_tokens_to_ids(["Yes", "No"]), tokenizer.encode("\n")
+    start = torch.tensor([tokenizer.encode("<|im_start|>assistant\n")])  # (1, T)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[last] *= 2  # most of what the head sees there, with any text before it
+        seen = model.model(start).last_hidden_state[0, -1]  # (D,)
+        model.lm_head.weight[answers] += 2 * seen / seen.norm()
 
 
 def build_model_and_processor(seed: int, processor_class: type) -> tuple[Qwen2_5_VLForConditionalGeneration, Any]:

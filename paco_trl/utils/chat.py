@@ -101,13 +101,18 @@ class ChatClient:
 
     # ---- On the event loop ----
 
-    async def find_model(self, max_retries: int | None = None) -> None:
-        """Check that the server has the model, with other retries than those of the client if they are given."""
+    async def list_models(self, max_retries: int | None = None) -> dict[str, Any]:
+        """Return the server's models by name, with other retries than those of the client if they are given."""
         with self._failures():
-            names = [model.id for model in (await self._client(max_retries).models.list()).data]
-        if self.model not in names:
-            found = ", ".join(names) or "none"
+            return {model.id: model for model in (await self._client(max_retries).models.list()).data}
+
+    async def find_model(self, max_retries: int | None = None) -> dict[str, Any]:
+        """Check that the server has the model; return all of them."""
+        models = await self.list_models(max_retries)
+        if self.model not in models:
+            found = ", ".join(models) or "none"
             raise self._unavailable(f"{self.base_url} has no model {self.model!r}. It has: {found}. Use one of them.")
+        return models
 
     async def complete(self, body: dict[str, Any], max_retries: int | None = None) -> "ChatCompletion":
         """Send a query; a temporary failure is retried by openai's client."""
