@@ -946,6 +946,11 @@ class TestCheckpoints:
 class TestBadInput:
     """Errors come before the model is loaded where that is possible: the model named here does not exist."""
 
+    def test_a_loaded_model_on_several_gpus_of_one_process(self, make_reward_trainer, monkeypatch):
+        monkeypatch.setattr(PaCoRewardConfig, "n_gpu", 2)
+        with pytest.raises(ValueError, match="accelerate launch"):  # by TRL: Trainer would scatter its inputs
+            make_reward_trainer()
+
     @pytest.mark.parametrize(
         ("question", "answer"),
         [

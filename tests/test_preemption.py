@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that a scheduler stops by a signal: a complete checkpoint, a sentence, a code, and exactly the rest afterwards."""
 
+import asyncio
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 from kill_runs import Run, check_same_end, different
 from launching import ROOT, check_run, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
+from paco_trl.rewards import redness_reward
 from paco_trl.trainer.resuming import ResumesExactly
 from paco_trl.utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
 from testing_utils import files_in
@@ -32,6 +34,7 @@ REWARDS = {"step": 6, "call": "rewards.finish", "count": 2}  # after that of the
 STEP = {"step": 4, "call": "compute_loss"}
 EVALUATION = {"step": 6, "call": "evaluator.rewards.add"}
 WAITING = {"step": 6, "call": "evaluator.rewards.finish", "count": 1, "rank": 0}
+HANGING = ("sleeps", "computes", "awaits")
 # Nothing but the signal makes a checkpoint before the end, after steps 3 and 6 there is an evaluation
 SETTINGS = {"save_steps": 100}
 
@@ -54,6 +57,30 @@ def stop(context, model, output, step: int | None, codes=(EXIT_CODE,), **kwargs)
     assert step is None or not incomplete_files(output / f"checkpoint-{step}")
     assert not (output / STAGING).exists()
     return run
+
+
+class Hanging:
+    """A reward that after step 2 gets the signal and never ends."""
+
+    __name__ = "hanging"
+
+    def __init__(self, kind):
+        self.kind, self.is_async = kind, kind not in ("sleeps", "computes")
+
+    def __call__(self, prompts, completions, trainer_state, **kwargs):
+        if trainer_state.global_step < 2:
+            return self.later(completions) if self.is_async else redness_reward(None, completions)
+        os.kill(os.getpid(), signal.SIGTERM)
+        if self.kind == "awaits":
+            return asyncio.sleep(1e6)
+        if self.kind == "awaits a thread":
+            return asyncio.to_thread(time.sleep, 1e6)
+        while self.kind == "computes":
+            torch.rand(200, 200) @ torch.rand(200, 200)
+        time.sleep(1e6)
+
+    async def later(self, completions):
+        return redness_reward(None, completions)
 
 
 def draw() -> list[float]:
@@ -120,6 +147,20 @@ class TestInOneProcess:
         resumed = Run(context, tiny_flux, output, resume="auto", **SETTINGS)
         assert not different(uninterrupted, resumed.state())
         assert "again" not in resumed.output_text()
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            "blocks the event loop",
+            "awaits a thread",
+            *(pytest.param(kind, marks=pytest.mark.slow) for kind in HANGING),
+        ],
+    )
+    def test_the_end_does_not_wait_for_a_reward(self, context, tiny_flux, tmp_path, kind):
+        """Or the scheduler would kill the process, and see that in place of the code to try again."""
+        output = tmp_path / "out"
+        run = stop(context, tiny_flux, output, 2, reward_funcs=Hanging(kind), eval_strategy="no")
+        assert "Stopped by SIGTERM at step 2," in run.output_text()
 
     def test_auto_begins_where_there_is_nothing(self, context, tiny_flux, uninterrupted, tmp_path):
         output = tmp_path / "out"

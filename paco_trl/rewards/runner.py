@@ -7,14 +7,13 @@ the reward's name.
 """
 
 import asyncio
-import atexit
 import inspect
 import math
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,18 +28,13 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from torch import nn
 from transformers import TrainerState
-from trl.trainer.utils import (
-    get_callable_name,
-    is_async_callable,
-    shutdown_event_loop_in_daemon,
-    start_event_loop_in_daemon,
-)
+from trl.trainer.utils import get_callable_name, is_async_callable, start_event_loop_in_daemon
 
 from ..data import split_grid
 from ..data.image_sets import SEPARATE
 from ..rollout.sampler import on_device
 from ..utils.fingerprint import describe_code
-from ..utils.stopping import Stopped, agree
+from ..utils.stopping import CallExecutor, Stopped, agree, leave_calls
 from .aggregation import AggregationDetails, aggregate_rewards
 
 
@@ -157,27 +151,26 @@ class RewardRunner:
     def prepare(self, accelerator: Accelerator, models: Sequence[nn.Module] = ()) -> "RewardRunner":
         """Start the threads of calls; `models` are on the accelerator during calls only."""
         self.accelerator, self.models = accelerator, list(models)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
+        self._executor = CallExecutor(1, "rewards")
         # On the default stream each of a reward's many waits would be for all that generation has queued
         self._stream: torch.cuda.Stream | None = None
         if any(self.is_async):
-            thread, self._loop, is_ready = start_event_loop_in_daemon(name="PaCoGRPOTrainer-AsyncLoop")
+            _, self._loop, is_ready = start_event_loop_in_daemon(name="PaCoGRPOTrainer-AsyncLoop")
             is_ready.wait()
+            leave_calls(self._loop)
             # The gradient mode belongs to the thread, where calls interleave: set it once
             self._loop.call_soon_threadsafe(torch.set_grad_enabled, False)
             # A new thread starts on the first device, not on that of this process
             if accelerator.device.type == "cuda":
                 self._loop.call_soon_threadsafe(torch.cuda.set_device, accelerator.device)
-            atexit.register(shutdown_event_loop_in_daemon, thread, self._loop)
         return self
 
     def start(self, num_generations: int) -> None:
         """Start a new set of images, `num_generations` for each prompt; drop what is left of an interrupted one."""
         for call in self._calls:
             call.values.cancel()
-        # One may be running: its model must not leave the accelerator, nor random states be saved, meanwhile
-        on_thread = [call.values for call in self._calls if not self.is_async[call.reward_indices[0]]]
-        wait(on_thread, None if self.models else _PATIENCE)
+        # One may be running: its model should not leave the accelerator, nor random states be saved, meanwhile
+        wait([call.values for call in self._calls if not self.is_async[call.reward_indices[0]]], _PATIENCE)
         self.num_generations = num_generations
         # Numbers and arguments of single images: for the next sync call, and for rewards that compare a group
         self._waiting: list[tuple[int, dict]] = []
@@ -219,12 +212,10 @@ class RewardRunner:
             for group in groups:
                 for index in self._grouped:
                     self._submit([index], group, state)
-            if self.models:  # no call may run when they leave the accelerator
-                wait([call.values for call in self._calls if not self.is_async[call.reward_indices[0]]])
-        is_pending = True
-        while is_pending:  # no process is long in an exchange, none stops alone
-            calls = [call.values for call in self._calls]
-            is_pending = self._raise_together(wait(calls, _SECONDS_PER_AGREEMENT, FIRST_EXCEPTION).not_done)
+            is_pending = True
+            while is_pending:  # no process is long in an exchange, none stops alone
+                calls = [call.values for call in self._calls]
+                is_pending = self._raise_together(wait(calls, _SECONDS_PER_AGREEMENT, FIRST_EXCEPTION).not_done)
         waited = time.perf_counter() - started
         rewards, extra, logged = self._gather()
         hidden = _union_seconds([call.span for call in self._calls], started)

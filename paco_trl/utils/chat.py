@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .addresses import check_base_url, is_loopback
+from .stopping import leave_calls
 
 
 if TYPE_CHECKING:
@@ -289,5 +290,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 def _started_event_loop(process: int) -> asyncio.AbstractEventLoop:
     # A forked process has none of its parent's threads
     loop = asyncio.new_event_loop()
+    leave_calls(loop)
     threading.Thread(target=loop.run_forever, name="paco-trl-chat", daemon=True).start()
     return loop
