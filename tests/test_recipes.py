@@ -398,6 +398,11 @@ class TestTypedOptions:
             with pytest.raises(ValueError, match="tail_steps|eval_dataset_name"):  # within the file
                 of(text, "--lora_r 8")
 
+    @pytest.mark.parametrize("rate", ["", " --learning_rate 1e-5"])
+    def test_the_rate_of_an_adapter_is_not_for_all_weights(self, read, caplog, rate):
+        read("flux.1-dev-80gb", f"--use_peft False{rate}")
+        assert ("`learning_rate` is 0.0003" in caplog.text) == (rate == "")
+
     def test_with_other_data_or_under_deepspeed(self, read, tmp_path, monkeypatch, caplog):
         assert read("flux.2-klein-4b-stories", "--lora_r 8")[0]["panel_generation"] == "anchored"
         parsed = doctor._parser("grpo").parse_args_and_config(

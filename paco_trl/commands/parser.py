@@ -131,13 +131,13 @@ class CommandParser(TrlParser):
         self.sections: dict[str, list[argparse.Action]] = {title: [] for title in titles}
         required, usual, own, others = self.sections.values()
         classes = [base for each in self.dataclass_types for base in each.__mro__]
-        foreign = [each for each in classes if each.__module__.split(".")[0] in ("transformers", "trl")]
-        names = set().union(*map(inspect.get_annotations, {*classes} - {*foreign}))
+        libraries = [each for each in classes if each.__module__.split(".")[0] in ("transformers", "trl")]
+        names = set().union(*map(inspect.get_annotations, {*classes} - {*libraries}))
         for action in self._actions:
             # `--learning-rate` is taken too, but shown once
             action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-            is_own = not foreign or action.dest in {"help", *names}
-            is_usual = bool(foreign) and action.dest in _USUAL
+            is_own = not libraries or action.dest in {"help", *names}
+            is_usual = bool(libraries) and action.dest in _USUAL
             group = required if action.required else usual if is_usual else own if is_own else others
             group.append(action)
             if action.dest in hidden or action.dest == "fsdp_config" or action.option_strings[0].startswith("--no_"):
