@@ -190,8 +190,6 @@ class TestValues:
             ({"divergence_threshold": 1e-4}, "`divergence_threshold` is 0.0001.*'grpo' does not use.*'flow_dppo'"),
             ({"ema_decay": 1.0}, "`ema_decay` is 1.0.*between 0 and 1"),
             ({"height": 0}, "`height` is 0; it must be at least 1"),
-            ({"adapter_fraction": 1.5}, "`adapter_fraction` is 1.5; it must be from 0 to 1"),
-            ({"adapter_fraction": 0.01}, "`adapter_fraction` is 0.01, which rounds to 0 of 20"),
             ({"max_resample_times": 1}, "`max_resample_times` is 1.*`min_reward_std`"),
             ({"reference": "base"}, "`reference` is 'base'.*`beta`"),
             (
@@ -235,8 +233,8 @@ class TestValues:
             {"num_sde_steps": 2, "sde_steps": [1, 2], "num_generations": 2},
             {"resolution_scale": 1.0, "guidance_scale": 0.0},
             {"noise_level": 1.0, "sde_type": "cps", "log_tame_threshold": 0, "advantage_clip": None},
-            {"noise_level": 1.1, "sde_type": "flow_sde", "log_tame_threshold": "0.3", "adapter_fraction": 0.0},
-            {"log_tame_threshold": "mean", "max_steps": 1, "num_train_epochs": 0, "adapter_fraction": 0.05},
+            {"noise_level": 1.1, "sde_type": "flow_sde", "log_tame_threshold": "0.3"},
+            {"log_tame_threshold": "mean", "max_steps": 1, "num_train_epochs": 0},
             {"max_steps": -1, "num_train_epochs": 0.01, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
             {"ratio_tolerance": math.inf, "max_grad_norm": math.inf},  # no limit
             {"max_steps": 1, "num_train_epochs": math.inf},

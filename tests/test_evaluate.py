@@ -160,34 +160,6 @@ class TestDrawing:
         assert np.abs(drawn[0][0] - drawn[0][2]).max() > 1
 
 
-@pytest.mark.parametrize("kind", [PaCoGRPOTrainer, PaCoNFTTrainer])
-def test_hybrid_inference_is_that_of_diffusers(make, watch, base_images, kind):
-    trainer = make(kind=kind, ema_decay=None, learning_rate=0.1)
-    trainer.train()
-    weights, pipe = weights_of(trainer), trainer.pipeline
-    trainer.args.adapter_fraction = 0.5
-    assert trainer.evaluate()["eval_reward_gain"] != 0
-    hybrid = watch.take()[-3:]
-
-    def switch(pipe, step, timestep, callback_kwargs):
-        if step == 0:
-            pipe.transformer.base_model.disable_adapter_layers()
-        return callback_kwargs
-
-    for row, image in enumerate(hybrid):
-        assert np.array_equal(image, draw_plainly(pipe, trainer.eval_dataset[row]["prompt"], row, switch)), row
-        pipe.transformer.base_model.enable_adapter_layers()
-    assert not same_images(hybrid, base_images)
-    # Nothing of it is left
-    assert are_equal(weights_of(trainer), weights)
-    trainer.args.adapter_fraction = 1.0
-    trainer.evaluate()
-    whole = watch.take()
-    prompts = trainer.eval_dataset["prompt"]
-    assert same_images(whole, [draw_plainly(pipe, prompt, row) for row, prompt in enumerate(prompts)])
-    assert not same_images(whole, hybrid)
-
-
 class TestMetrics:
     def test_means_and_intervals_are_those_of_the_images(self, make, tmp_path):
         """Of a trained model with two rewards, two images of each of three prompts."""

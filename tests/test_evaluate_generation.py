@@ -191,8 +191,6 @@ class TestT2IS:
             (["--card", "nowhere"], "nowhere"),
             (["--train_dataset_name", "nowhere.jsonl"], "nowhere.jsonl"),
             (["--num_shown", "0"], "--num_shown"),
-            (["--adapter_fraction", "1.5"], "--adapter_fraction"),
-            (["--adapter_fraction", "0.1"], "rounds to 0 of 2"),
             (["--adapter", "nowhere"], "nowhere"),
             (["--model_name_or_path", "other/model"], "was made for"),
             (["--missing", "none"], "'none'"),
@@ -233,24 +231,6 @@ class TestT2IS:
         words = ["--base", str(workspace / "tuned"), "--tuned", str(workspace / "base")]
         with pytest.raises(ValueError, match="wrong way around"):
             script.main(["report", *options["report"], *words, "--output_dir", str(tmp_path / "report")])
-
-    def test_the_adapter_in_the_first_step_only(self, evaluated, workspace, options, tmp_path):
-        folder = tmp_path / "hybrid"
-        words = ["generate", *options["generate"], "--output_dir", str(folder)]
-        words += ["--adapter_fraction", "0.5"]
-        with pytest.raises(ValueError, match="`--adapter_fraction` is 0.5, but there is no `--adapter`"):
-            script.main(words)
-        words += ["--adapter", str(workspace / "adapter")]
-        assert not folder.exists()
-        script.main(words)
-
-        for path in sorted((folder / "images").rglob("*.png")):
-            for other in (workspace / name / path.relative_to(folder) for name in ("base", "tuned")):
-                assert not np.array_equal(Image.open(path), Image.open(other))
-        assert json.loads((folder / "settings.json").read_text())["adapter_fraction"] == 0.5
-        assert "adapter_fraction" not in json.loads((workspace / "tuned" / "settings.json").read_text())
-        with pytest.raises(ValueError, match="begun with other settings: `adapter_fraction`"):
-            script.main([*words, "--adapter_fraction", "1.0"])
 
     def test_other_prompts_than_were_drawn(self, evaluated, workspace, options, tmp_path):
         rows = [json.loads(line) for line in (workspace / "bench.jsonl").read_text().splitlines()]

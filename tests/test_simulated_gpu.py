@@ -147,7 +147,7 @@ class TestTraining:
     def test_every_option_that_moves_tensors(self, make_trainer, prompts, models, tmp_path):
         settings = {
             "offload_embeddings": True, "offload_rewards": True, "ema_decay": 0.9, "ema_offload": True, "beta": 0.01,
-            "tail_steps": 2, "sde_steps": [1], "vae_tiling": True, "adapter_fraction": 0.5,
+            "tail_steps": 2, "sde_steps": [1], "vae_tiling": True,
             "embeddings_dir": str(tmp_path / "embeddings"), "gradient_checkpointing": True, "log_completions": True,
             "reward_weights": [1.0, 1.0], "eval_strategy": "steps", "eval_steps": 2, "num_inference_steps_eval": 4,
         }  # fmt: skip

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from launching import ROOT
@@ -61,8 +61,6 @@ def card(**settings) -> ImageModelCard:
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> Path:
     """An adapter of the toy FLUX that changes its images, with a card."""
-    from peft import get_peft_model
-
     folder = tmp_path_factory.mktemp("adapter") / "toy"
     pipeline = load_pipeline(str(FLUX), torch.float32, device="cpu")
     model = get_peft_model(
@@ -232,7 +230,8 @@ def test_each_separate_image_has_its_own_call(adapter):
 
 def test_the_first_panel_is_the_source_of_the_others(tmp_path):
     pipeline = load_pipeline(str(build_tiny_flux_kontext(tmp_path)), torch.float32, device="cpu")
-    pipeline.transformer.add_adapter(LoraConfig(target_modules=["to_q"], init_lora_weights=False))
+    config = LoraConfig(target_modules=["to_q"], init_lora_weights=False)
+    pipeline.transformer = get_peft_model(pipeline.transformer, config)
     sets = {}
     for way in ("independent", "anchored"):
         comparison = Comparison(pipeline, None, (32, 32), 2.5, None, "{panel} {theme}", way)

@@ -39,10 +39,8 @@ def prepared(common: Path, seed: int) -> Miniature:
     return miniature
 
 
-def read_truth(
-    folder: Path, adapter: Path | None, miniature: Miniature, adapter_fraction: float = 1.0
-) -> dict[str, list[float]]:
-    truths = generate_and_read(folder, adapter, miniature.prompts("test"), miniature.settings, adapter_fraction)
+def read_truth(folder: Path, adapter: Path | None, miniature: Miniature) -> dict[str, list[float]]:
+    truths = generate_and_read(folder, adapter, miniature.prompts("test"), miniature.settings)
     return {f"{prompt}/{seed}": list(truth) for (prompt, seed), truth in truths.items()}
 
 

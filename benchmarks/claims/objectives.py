@@ -47,7 +47,6 @@ GUARDS: dict[str, dict[str, Any]] = {
     "velocity norm penalty": _FULL | {"norm_penalty": 10.0},
 }
 HACKED_SEEDS = (0, 1)  # of the three, see (b)
-FRACTIONS = (0.5, 0.25)  # of the steps with the adapter, in hybrid inference
 
 
 def objective_runs(seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -82,11 +81,6 @@ def run_objective(run: dict[str, Any], folder: Path, common: Path) -> dict[str, 
         "accessory": most_common_accessory(folder / f"step-{steps[-1]}" / "images", miniature),
         "velocity norm": velocity_norm(folder / "adapter", miniature),
     }
-    if run["arm"] == FULL_RESOLUTION:
-        result["hybrid"] = {
-            fraction: read_truth(folder / f"hybrid-{fraction}", folder / "adapter", miniature, fraction)
-            for fraction in FRACTIONS
-        }
     return result
 
 
@@ -159,9 +153,6 @@ def objective_figures(
             step = times[label]["all"] * of_judge / times[label]["judge"]
             seconds = [step * int(at) for at in (0, *runs[0]["after"])]
             figures[label] |= {"processor seconds": np.round(seconds, 1).tolist(), "readings": readings(runs)}
-        for fraction in map(str, FRACTIONS if "hybrid" in runs[0] else ()):
-            ends = [run | {"after": run["hybrid"][fraction]} for run in runs]
-            figures[f"adapter for {float(fraction):g} of the steps"] = before_and_after(ends)
     return figures
 
 

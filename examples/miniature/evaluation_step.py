@@ -11,7 +11,6 @@ from paco_trl.data import split_grid
 from paco_trl.dataset_building import StageFolder, generate_grids
 from paco_trl.generation import load_pipeline
 from paco_trl.image_benchmarks.statistics import Unit, cell, difference
-from paco_trl.rollout import hybrid_inference
 
 from .edit_world import EditTruth
 from .models import toy_flux_path
@@ -31,7 +30,6 @@ def generate_and_read(
     adapter: Path | None,
     prompts: "Dataset",
     settings: MiniatureSettings,
-    adapter_fraction: float = 1.0,
     model: Path | None = None,
     **options: Any,
 ) -> Truths:
@@ -39,17 +37,15 @@ def generate_and_read(
     pipeline = load_pipeline(
         str(model or toy_flux_path()), torch.float32, None if adapter is None else str(adapter), "cpu"
     )
-    with hybrid_inference(pipeline, adapter_fraction) as callback:
-        grids = generate_grids(
-            pipeline,
-            prompts,
-            StageFolder(folder),
-            seeds=range(settings.test_seeds),
-            num_inference_steps=settings.num_inference_steps,
-            max_sequence_length=pipeline.tokenizer_2.model_max_length,  # the only text length that the toy knows
-            callback_on_step_end=callback,
-            **({"batch_size": 8 * settings.test_seeds} | options),
-        )
+    grids = generate_grids(
+        pipeline,
+        prompts,
+        StageFolder(folder),
+        seeds=range(settings.test_seeds),
+        num_inference_steps=settings.num_inference_steps,
+        max_sequence_length=pipeline.tokenizer_2.model_max_length,  # the only text length that the toy knows
+        **({"batch_size": 8 * settings.test_seeds} | options),
+    )
     rows = {row["id"]: row for row in prompts.with_format(None)}
     truths = {}
     for grid in grids:

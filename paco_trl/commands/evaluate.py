@@ -62,7 +62,6 @@ from ..image_benchmarks.image_sets import FoundImages, find_generated_sets, writ
 from ..image_benchmarks.report import check_card
 from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
-from ..rollout.hybrid_inference import hybrid_inference
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
 from ..utils.files import adapter_weights_digest, digest, sole_writer, write_atomically
@@ -191,14 +190,6 @@ def generate(args: GenerateArguments) -> Step:
         refuse_unused(args, ("panel_files", "batch_size"), "with `--benchmark gedit`")
     if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
         raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
-    fraction, steps = args.adapter_fraction, args.num_inference_steps or 0
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"`--adapter_fraction` is {fraction}; it must be from 0 to 1.")
-    if steps and 0 < fraction < 1 and round(fraction * steps) in (0, steps):
-        rounded = f"{round(fraction * steps)} of {steps} denoising steps"
-        raise ValueError(f"`--adapter_fraction` is {fraction}, which rounds to {rounded}. Choose one between.")
-    if args.adapter is None and fraction < 1:
-        raise ValueError(f"`--adapter_fraction` is {fraction}, but there is no `--adapter`. Leave it out.")
     benchmark = _load_as_trained(args)
     panels = {}
     if _has_separate(benchmark):
@@ -213,22 +204,18 @@ def generate(args: GenerateArguments) -> Step:
     if args.adapter is not None:
         check_adapter(args.adapter, args.model_name_or_path)
         settings["adapter_weights"] = adapter_weights_digest(args.adapter)
-    if args.adapter_fraction < 1:
-        settings["adapter_fraction"] = args.adapter_fraction
     if args.benchmark != "gedit":
         image_sizes(benchmark, args.height, args.width)
     with sole_writer(args.output_dir, "images"):
         folder = StageFolder(args.output_dir, settings)
         yield
         pipeline = load_pipeline(args.model_name_or_path, getattr(torch, args.dtype), args.adapter)
-        with hybrid_inference(pipeline, args.adapter_fraction) as callback:
-            call = args.call | ({} if callback is None else {"callback_on_step_end": callback})
-            if args.benchmark == "gedit":
-                call |= {name: getattr(args, name) for name in ("height", "width") if getattr(args, name) is not None}
-                generate_edits(pipeline, benchmark, folder, args.seeds[0], **call)
-            else:
-                call |= panels | {"height": args.height, "width": args.width}
-                generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, **call)
+        call, sizes = args.call, {"height": args.height, "width": args.width}
+        if args.benchmark == "gedit":
+            sizes = {name: value for name, value in sizes.items() if value is not None}
+            generate_edits(pipeline, benchmark, folder, args.seeds[0], **call, **sizes)
+        else:
+            generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, **call, **panels, **sizes)
         if PartialState().is_main_process:
             if args.panel_files:
                 found = find_generated_sets(folder.images, benchmark, args.seeds, args.height, args.width)
@@ -383,13 +370,12 @@ def images(args: ImagesArguments) -> None:
         part.typed = {name for name in getattr(args, "typed", ()) if name not in changed}
         return part
 
-    without = {"adapter": None, "adapter_fraction": 1.0}
     judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}  # those of the pipeline are not the judge's
     if args.benchmark == "t2is":
         judging["protocol"] = "default"  # the published one is of its report
     compared = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in roles else None}
     run(
-        *(generate(of(GenerateArguments, role, **(without if role != roles[-1] else {}))) for role in roles),
+        *(generate(of(GenerateArguments, role, **({} if role == roles[-1] else {"adapter": None}))) for role in roles),
         *(score(of(ScoreArguments, role, **judging)) for role in roles),
         report(of(ReportArguments, "report", **compared)),
     )

@@ -139,7 +139,6 @@ class GenerateArguments(PipelineArguments, PanelOptions, BenchmarkArguments):
     """Images of one system: a pipeline, with or without an adapter."""
 
     adapter: str | None = option(None, "Hub id, directory or LoRA file of an adapter. If `None`, the untouched model.")
-    adapter_fraction: float = option(1.0, "Fraction of the denoising steps that use it, from the first.")
     seeds: list[int] = option([0], "Seeds for each prompt; only one with `gedit`.")
     batch_size: int = option(1, "Images per call of the pipeline; not for `gedit`.")
     panel_files: bool = option(

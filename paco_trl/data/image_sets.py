@@ -182,13 +182,13 @@ def prompts_of_row(row: Mapping[str, Any], panel_template: str) -> list[str]:
     return [panel_template.format(theme=row["theme"], panel=panel).strip() for panel in row["panels"]]
 
 
-def prompt_texts(dataset: Dataset) -> list[str]:
+def prompt_texts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the prompts of image sets as `paco-trl space` shows them: of separate images the theme, and a line for each panel."""
     return [
         "\n".join(" ".join(text.split()) for text in [row["theme"], *row["panels"]])
         if row.get("layout") == SEPARATE
         else row["prompt"]
-        for row in dataset.with_format(None)
+        for row in rows
     ]
 
 

@@ -6,6 +6,7 @@ import random
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ from ..data import (
 from ..data.image_sets import SEPARATE, arrange_sets, check_panel_options, prompt_texts, prompts_of_row
 from ..generation import load_pipeline
 from ..rollout.families import family_of
-from ..rollout.hybrid_inference import hybrid_inference
 from ..rollout.prompt_rows import check_panel_generation
 from ..rollout.resolution import check_inference_size
 from ..rollout.sde import keyed_generator
@@ -127,9 +127,9 @@ class Comparison:
         if self.negative_prompt is not None:
             negative = family.encode_prompt(pipeline, self.negative_prompt, device)
             encoded = [each | {f"negative_{name}": tensor for name, tensor in negative.items()} for each in encoded]
-        for adapter_fraction in (0.0, 1.0):
+        for turn_off in (pipeline.transformer.disable_adapter, nullcontext):
             panels: list[Image] = []
-            with hybrid_inference(pipeline, adapter_fraction):
+            with turn_off():
                 for number, arguments in enumerate(map(family.batch_arguments, encoded)):
                     is_anchored = self.panel_generation == "anchored" and number > 0
                     sources = [family.prepare_panel(pipeline, panels[0])] if is_anchored else []

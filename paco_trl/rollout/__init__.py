@@ -20,7 +20,6 @@ from .families import (
     ZImageFamily,
     family_of,
 )
-from .hybrid_inference import hybrid_inference
 from .policy import EncodedImage, PipelinePolicy, RecordedStep, calls_at, cast_floating_inputs, predict, replay
 from .sde import (
     SDE_TYPES,
@@ -41,5 +40,5 @@ __all__ = [
     "PipelinePolicy", "QwenImage21Family", "QwenImageEditFamily", "QwenImageEditPlusFamily", "QwenImageFamily",
     "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "UnlistedFamily", "ZImageFamily",
     "calls_at", "cast_floating_inputs", "check_flow_matching", "family_of", "gaussian_log_prob",
-    "hybrid_inference", "keyed_generator", "predict", "replay", "sde_step", "step_std",
+    "keyed_generator", "predict", "replay", "sde_step", "step_std",
 ]  # fmt: skip

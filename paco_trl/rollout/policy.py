@@ -103,7 +103,6 @@ class PipelinePolicy:
         sde: SDESettings | None = None,
         record_last_step: bool = False,
         sources: Sequence[EncodedImage] = (),
-        callback_on_step_end: Callable | None = None,
         initial_keys: list[tuple[int, ...]] | None = None,
     ) -> tuple[list[Image.Image], list[RecordedStep]]:
         """
@@ -120,8 +119,6 @@ class PipelinePolicy:
                 Whether to record the last step, which has no noise: its `prev_sample` is the images' latents.
             sources (`list[EncodedImage]`, *optional*):
                 Source images, the same for all images of the batch; or the first one of it, with the latents of all.
-            callback_on_step_end (`Callable`, *optional*):
-                The pipeline's own argument of this name, such as the callback of [`hybrid_inference`].
             initial_keys (`list[tuple[int, ...]]`, *optional*):
                 Key of each image's initial noise, if it is another.
 
@@ -159,7 +156,6 @@ class PipelinePolicy:
         arguments = self.family.batch_arguments(prompt_arguments) | self.family.call_arguments(
             height, width, guidance_scale, prepared
         )
-        arguments |= {} if callback_on_step_end is None else {"callback_on_step_end": callback_on_step_end}
         generators = [keyed_generator(*key, 0) for key in initial_keys or noise_keys]
         problem = None
         with ExitStack() as stack:

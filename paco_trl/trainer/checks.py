@@ -20,7 +20,6 @@ from ..rewards.runner import RewardRunner, check_columns, offloadable_models
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
-from ..utils.pipelines import check_call
 from .config_utils import check_best_metric
 from .data_collator import PairRows, apply_template, count_tokens, named_images, too_long
 from .evaluator import metric_names
@@ -87,8 +86,6 @@ def check_prompts(
     if args.detach_unconditional and None in train_rows.negative_prompts:
         problem = f"{type(pipeline).__name__} has none at `guidance_scale` = {args.guidance_scale}"
         raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
-    if args.adapter_fraction < 1:
-        check_call(pipeline, ["callback_on_step_end"], "switch its adapter off. Unset `adapter_fraction`.")
     _check_micro_batches(args, pipeline, family, train_rows)
     _warn_of_tiles(pipeline.vae, train_rows, args.vae_tiling)
 

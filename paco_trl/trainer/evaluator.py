@@ -27,7 +27,6 @@ from ..evaluation import bootstrap_interval, grid_artifact_score
 from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, ScoredImages, thumbnail
 from ..rewards.image_statistics import measure_image, statistics_of_prompts
 from ..rewards.runner import RewardRunner
-from ..rollout import hybrid_inference
 from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import ROWS_AHEAD, RolloutSampler
 from ..rollout.sde import STREAMS
@@ -76,9 +75,9 @@ class Evaluator:
         rows = next(known, None) or PromptRows(dataset, self.args, "the evaluation dataset")
         return rows.measure(self.sampler.policy.pipeline, self.sampler.policy.family)
 
-    def evaluate(self, rows: PromptRows, description: str, state: TrainerState, fraction: float = 1.0) -> Evaluation:
+    def evaluate(self, rows: PromptRows, description: str, state: TrainerState) -> Evaluation:
         """
-        Generate and score all rows at their inference size, with `adapter_fraction`. Collective: call on all ranks.
+        Generate and score all rows at their inference size. Collective: call on all ranks.
 
         The noise of an image is that of the seed, its row and its number.
         """
@@ -104,12 +103,10 @@ class Evaluator:
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
         sampler.prompt_encoder.encode(rows, completions.rows_of(local)[:ROWS_AHEAD])
         self.rewards.start(generations)
-        # Every process makes the same denoising steps, and switches the adapter off at the same one
-        with hybrid_inference(pipeline, fraction) as callback, sampler.ready():
+        with sampler.ready():
             for generated in sampler.rollout(
-                completions, local, key, sizes, args.num_inference_steps_eval, progress=progress,
-                callback_on_step_end=callback,
-            ):  # fmt: skip
+                completions, local, key, sizes, args.num_inference_steps_eval, progress=progress
+            ):
                 self.rewards.add(generated.numbers, generated.rows, generated.images, state)
                 for image, row, picture in zip(generated.numbers, generated.rows, generated.images, strict=True):
                     measured.append((image, measure_image(picture)))

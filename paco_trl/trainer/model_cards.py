@@ -69,7 +69,7 @@ def image_settings(
     unused |= {"log_tame_threshold"} if args.multi_objective_aggregation != "log_tamed" else set()
     names = (
         "num_generations", "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale",
-        "sde_type", "noise_level", "sde_steps", "num_sde_steps", "tail_steps", "adapter_fraction",
+        "sde_type", "noise_level", "sde_steps", "num_sde_steps", "tail_steps",
         *(PANEL_OPTIONS if rows.has_separate else ()), "loss_type", "learning_rate", "weight_decay", "epsilon",
         "divergence_threshold", "beta", "norm_penalty", "advantage_clip", "multi_objective_aggregation",
         "log_tame_threshold", "seed",

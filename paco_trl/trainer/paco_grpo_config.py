@@ -49,7 +49,6 @@ _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups
 RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
     (_COUNTS, lambda v: v is None or v >= 1, "at least 1"),
-    (("adapter_fraction",), lambda v: 0 <= v <= 1, "from 0 to 1"),
     (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
     (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
     (("epsilon", "divergence_threshold"), lambda v: v > 0, "above 0"),
@@ -263,9 +262,6 @@ class PaCoGRPOConfig(GRPOConfig):
 
         eval_baseline (`bool`, *optional*, defaults to `True`):
             Whether `evaluate()` also generates with the untrained model, once in a run, and reports the gain.
-        adapter_fraction (`float`, *optional*, defaults to `1.0`):
-            Fraction of the denoising steps of `evaluate()` that use the adapter, from the first; the base model makes
-            the rest ([MixGRPO](https://huggingface.co/papers/2507.21802)'s hybrid inference, against reward hacking).
 
         > Parameters that control the logging
 
@@ -348,7 +344,6 @@ class PaCoGRPOConfig(GRPOConfig):
     compile_repeated_blocks: bool = False
 
     eval_baseline: bool = True
-    adapter_fraction: float = 1.0
 
     logging_steps: float = 1
     log_completions: bool = True
@@ -498,11 +493,6 @@ class PaCoGRPOConfig(GRPOConfig):
             problem = f"a batch of {batch_size} images would hold parts of several"
             cure = f"Choose a size that divides `num_generations` ({self.num_generations})"
             raise ValueError(f"`max_resample_times` generates single prompts again, but {problem}. {cure}.")
-        steps, num_steps = round(self.adapter_fraction * self.num_inference_steps_eval), self.num_inference_steps_eval
-        if 0 < self.adapter_fraction < 1 and steps in (0, num_steps):
-            problem = f"rounds to {steps} of {num_steps} denoising steps"
-            cure = f"Set {steps and 1}, or a fraction that rounds to 1 to {num_steps - 1}"
-            raise ValueError(f"`adapter_fraction` is {self.adapter_fraction}, which {problem}. {cure}.")
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)
         for name, choices in self._choices.items():

@@ -247,9 +247,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         # 2. The frozen pipeline: what a name and configs tell is checked before its weights are read
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
-        if is_full and args.adapter_fraction < 1:
-            reason = "without a `peft_config` all weights are trained, and there is no base model for the other steps"
-            raise ValueError(f"`adapter_fraction` is {args.adapter_fraction}, but {reason}. Unset it.")
         check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
@@ -896,7 +893,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 after = before  # the same weights and noise would give the same images
             else:
                 with use_weights(self.model, self.ema.average if self.ema else None, self.zero_stage):
-                    after = evaluator.evaluate(rows, "Evaluating", self.state, self.args.adapter_fraction)
+                    after = evaluator.evaluate(rows, "Evaluating", self.state)
             metrics = evaluation_metrics(evaluator.rewards.names, self.args.num_generations_eval, after, before)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
             self.log(dict(metrics))  # starts the trackers, which then get the sheet

@@ -39,7 +39,7 @@ HARMLESS = (
 )  # fmt: skip
 # Harmless to an evaluation of the untrained model, in which nothing is trained and every row has its inference size
 HARMLESS_UNTRAINED = (
-    "adapter_fraction", "advantage_clip", "beta", "detach_unconditional", "divergence_threshold",
+    "advantage_clip", "beta", "detach_unconditional", "divergence_threshold",
     "ema_decay", "epsilon", "epsilon_high", "greater_is_better", "height", "log_tame_threshold", "loss_type",
     "max_grad_norm", "max_resample_times", "max_reward_mean", "max_steps", "metric_for_best_model", "min_reward_std",
     "multi_objective_aggregation", "noise_level", "norm_penalty", "num_generations", "num_inference_steps",

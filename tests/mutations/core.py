@@ -9,7 +9,7 @@ ADVANTAGES, GUARD = "tests/test_advantages_losses.py", "tests/test_guard_nft_los
 FULL, EVALUATE, EMA = (f"tests/test_{name}.py" for name in ("full_finetuning", "evaluate", "ema"))
 SDE, SCHEDULER, TAIL, ROUNDS = (f"tests/test_{name}.py" for name in ("sde", "scheduler", "short_tail", "rounds"))
 REWARDS, CALLS, SCORING = (f"tests/test_{name}.py" for name in ("rewards", "reward_calls", "scoring"))
-ROLLOUT, FAMILIES, HYBRID = (f"tests/test_{name}.py" for name in ("rollout", "families", "hybrid_inference"))
+ROLLOUT, FAMILIES = (f"tests/test_{name}.py" for name in ("rollout", "families"))
 RESOLUTION, PREEMPTION, CONTRACT = (f"tests/test_{name}.py" for name in ("resolution", "preemption", "contract"))
 UNLISTED, RESAMPLING = "tests/test_unlisted_pipelines.py", "tests/test_resampling.py -m 'not slow'"
 SETS = "tests/test_separate_sets.py"
@@ -389,13 +389,6 @@ MUTANTS = [
     (F + "qwen_image_21.py", '{"use_kv_cache": False}', '{"use_kv_cache": True}', FAMILIES + "::TestQwenImage21::test_keys_and_values_of_the_text_are_not_kept"),
     (F + "longcat_image.py", '("prompt_embeds", "negative_prompt_embeds")', '("negative_prompt_embeds", "prompt_embeds")', family(IMAGES, "ovis")),
     (F + "unlisted.py", "if shapes == [tuple(sample.shape)]:", "if len(shapes) == 1:", UNLISTED + "::TestRefusedAtTheFirstRollout"),
-    # ---- Hybrid inference ----
-    (P + "hybrid_inference.py", "round(adapter_fraction * total)", "int(adapter_fraction * total)", HYBRID + " -k flux-peft"),
-    (P + "hybrid_inference.py", "switch(is_last or step + 1 < round", "switch(is_last or step < round", HYBRID + " -k flux-peft"),
-    (P + "hybrid_inference.py", 'is_last = step + 1 == total or getattr(pipeline, "interrupt", False)', "is_last = step + 1 == total", HYBRID + " -k flux-peft"),
-    (P + "hybrid_inference.py", "parameter.requires_grad_(flag)", "pass", HYBRID + " -k flux-peft"),
-    (P + "hybrid_inference.py", "    finally:\n        switch(True)", "    finally:\n        pass", HYBRID + " -k flux-peft"),
-    (P + "hybrid_inference.py", "if not 0 <= adapter_fraction <= 1:", "if adapter_fraction < 0 or adapter_fraction > 1:", HYBRID + " -k test_a_fraction_that_is_none"),
     # ---- Sizes ----
     (P + "resolution.py", "        step = math.lcm(multiple, count)\n", "        step = multiple\n", RESOLUTION),
     (P + "resolution.py", "max(1, round(size * resolution_scale / step)) * step", "max(1, int(size * resolution_scale / step)) * step", RESOLUTION),
