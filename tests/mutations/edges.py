@@ -1002,7 +1002,7 @@ SEPARATE_SETS = [
         "commands/evaluate_prompts.py",
         "test_evaluate_prompts.py::test_sets_are_generated_as_in_the_training_run",
         ('settings["set_layout"] = None if args.edits else run.get("set_layout")', 'settings["set_layout"] = None'),
-        ("for name in PANEL_OPTIONS if name in run}", "for name in PANEL_OPTIONS if False}"),
+        ("*PANEL_OPTIONS) if name in run}", ") if name in run}"),
         ("    check_panel_options(*(settings", "    str(*(settings"),
         ('check_columns(rewards.functions, rows.dataset, "the dataset")', "pass"),
     ),
