@@ -5,6 +5,7 @@ import asyncio
 import functools
 import math
 import threading
+import traceback
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,6 +74,26 @@ class TestReturnedValues:
         with pytest.raises(RuntimeError, match="The reward 'tasty' raised KeyError: 'no judge'") as error:
             call(returning(cause, is_async))
         assert error.value.__cause__ is cause
+
+
+def test_the_traceback_of_a_reward_is_its_own(make_trainer):
+    def helper():
+        return 1 / 0
+
+    def breaks(prompts, completions, **kwargs):
+        return [helper()]
+
+    async def breaks_async(prompts, completions, **kwargs):
+        return [helper()]
+
+    for reward in (breaks, breaks_async):
+        with pytest.raises(
+            RewardError, match=rf"'{reward.__name__}' raised ZeroDivisionError.*test_reward_calls.py"
+        ) as end:
+            make_trainer(reward_funcs=reward, num_prompts_per_generation=1).train()
+        cause = end.value.__cause__
+        assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == [reward.__name__, "helper"]
+        assert cause.__cause__ is None and "".join(traceback.format_exception(end.value)).count("Traceback") == 2
 
 
 class TestFunctions:
@@ -172,6 +193,18 @@ def test_missing_values_are_not_in_the_means():
     assert metrics["rewards/redness_reward/std"] == 1.0 and metrics["rewards/tasty/failure_rate"] == 0.5
     assert metrics["reward"] == 5.5 and metrics["reward_std"] == pytest.approx(0.5**0.5)  # of 5 and 6
     assert [metrics[f"rewards/{name}/tamed"] for name in ("redness_reward", "tasty")] == [1.0, 1.0]
+
+
+def test_the_sum_of_an_image_without_an_optional_reward():
+    """Within groups it is compared without that; without them it has no sum, which an evaluation counts."""
+    rewards = torch.tensor([[1.0, math.nan], [3.0, 4.0], [2.0, 8.0], [5.0, 2.0]])
+    runner = RewardRunner([redness_reward, returning([], False)], [1.0, 0.5], required=[True, False])
+    mean = 14 / 3  # of the optional one
+    assert runner.total(rewards, 2).tolist() == pytest.approx([1 + mean / 2, 3 + mean / 2, 6.0, 6.0])
+    assert runner.total(rewards).tolist() == pytest.approx([math.nan, 5.0, 6.0, 6.0], nan_ok=True)
+    # Twin: a required one
+    runner = RewardRunner([redness_reward, returning([], False)], [1.0, 0.5])
+    assert runner.total(rewards, 2).tolist() == pytest.approx([math.nan, 5.0, 6.0, 6.0], nan_ok=True)
 
 
 def test_which_rewards_are_required():

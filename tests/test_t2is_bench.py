@@ -213,6 +213,14 @@ class TestStatistics:
         assert difference([before], [after])["count"] == 1
         assert difference([before], [after])["interval"] == [None, None]
 
+    def test_no_interval_where_a_part_has_one_prompt(self):
+        """How its prompts differ is not known, however many the other parts have."""
+        many = {(n,): n / 30 for n in range(30)}
+        for alone in ({(0,): 0.5}, {(0, "a"): 0.5, (0, "b"): 0.7}, {(0,): 0.5, (1,): math.nan}):
+            for parts in ([many, alone], [alone, many]):
+                assert cell(parts)["mean"] is not None and cell(parts)["interval"] == [None, None]
+        assert None not in cell([many, {(0,): 0.5, (1,): 0.7}])["interval"]  # the twin
+
     def test_strata(self):
         values = {("a",): 0.0, ("b",): 0.0, ("c",): 0.0, ("d",): 1.0}
         strata = {("a",): "many", ("b",): "many", ("c",): "many", ("d",): "one"}

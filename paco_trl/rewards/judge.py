@@ -342,7 +342,7 @@ class ServedJudge:
             problem = f"{self.name} does not list its models ({str(failure) or 'timeout'})"
             raise JudgeUnavailableError(f"{problem}. Is it still running?") from None
         entry = models.get(self.model)
-        listed = (entry, models.get(getattr(entry, "parent", None)))
+        listed = (entry, models.get(str(getattr(entry, "parent", None))))
         named = [getattr(each, "root", None) or each.id for each in listed if each is not None]
         roots = [root for root in named if "/" in root]  # a Hub id, or a path
         for root in roots:

@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import math
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -321,7 +320,7 @@ class RewardRunner:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self.call(index, **arguments)) for index in call.reward_indices]
             except BaseExceptionGroup as problems:
-                raise problems.exceptions[0] from None
+                raise problems.exceptions[0] from problems.exceptions[0].__cause__
             call.span[1] = time.perf_counter()
         return [task.result() for task in tasks]
 
@@ -584,9 +583,12 @@ def _copied(value: Any, images: dict[int, Image.Image]) -> Any:
 
 
 def _named_error(name: str, error: Exception) -> RewardError:
-    # The line in the reward, after those of this file
-    places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    where = f" ({places[0].filename}:{places[0].lineno})" if places else ""
+    # The lines in the reward, after those of this file
+    step = error.__traceback__
+    while step is not None and step.tb_frame.f_code.co_filename == __file__:
+        step = step.tb_next
+    error.__traceback__ = step
+    where = "" if step is None else f" ({step.tb_frame.f_code.co_filename}:{step.tb_lineno})"
     message = str(error).rstrip(".")
     return RewardError(f"The reward '{name}' raised {type(error).__name__}: {message}{where}.")
 

@@ -426,7 +426,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 if folder is not None:
                     steps = self.state.global_step
                     how = f"The {steps} steps before it are in '{folder}': resume with `resume_from_checkpoint=True`."
-                raise RewardError(f"{error} {how}") from error
+                raise RewardError(f"{error} {how}") from error.__cause__  # of the reward, with its own frames
 
     def _prepare_for_training(self, *args, **kwargs):
         """Encode the prompts of the first rounds, then place the weights."""

@@ -42,7 +42,7 @@ REWARDS = [
         f"{_SERVED}TestConnections::test_control_tokens_are_refused_as_in_the_process "
         f"{_SERVED}test_images_have_multiples_of_the_served_models_patches",
         ("<\\|\\w+\\|>", "<\\|im_\\w+\\|>"),
-        ('models.get(getattr(entry, "parent", None))', "None"),
+        ('models.get(str(getattr(entry, "parent", None)))', "None"),
         ("            await self._find_patch_size(models)\n", "            self.patch_size = 14\n"),
         ("        await self._find_patch_size()\n        # Each", "        # Each"),
     ),
@@ -781,6 +781,8 @@ BENCHMARKS = [
         ("[1 / len(parts)] * len(parts) if", "[1.0] * len(parts) if"),
         ("{unit: after[unit] - value for", "{unit: value - after[unit] for"),
         (".min() > 1:", ".min() >= 1:"),
+        ("(counts.sum(axis=1) > 0).sum(axis=1).min()", "(counts.sum(axis=1) > 0).sum(axis=1).max()"),
+        ("(counts.sum(axis=1) > 0).sum(axis=1).min()", "counts.sum(axis=1).sum(axis=1).min()"),
         ("place_of[unit[0]]\n", "place_of[unit[0]] * 0\n"),
         ("difference(values[0], values[1], line", "difference(values[1], values[0], line"),
         ("        system.found.check_complete()", "        pass"),
