@@ -167,6 +167,7 @@ class ConsistencyReward(JudgedReward):
               text before the first panel marker as the theme, `parse_image_set_prompt(prompt).theme`.
             - `"criteria"`: one question per criterion of the column `criteria`, averaged within each dimension
               (identity, style, logic) and then over the dimensions.
+            - a question in your own words, such as that which your judge was trained on: asked of each pair as it is.
         max_pairs (`int`, *optional*):
             Largest number of pairs per set. Larger sets (7 panels have 21 pairs) use a random choice that is the same
             for all images of a prompt. If `None`, all pairs.
@@ -204,20 +205,28 @@ class ConsistencyReward(JudgedReward):
         symmetric: bool = False,
         **kwargs,
     ):
-        if question not in ("theme", "criteria"):
-            raise ValueError(f"`question` is {question!r}, but must be 'theme' or 'criteria'.")
+        is_column = question in ("theme", "criteria")
+        if not is_column and len(question.split()) < 2:
+            raise ValueError(
+                f"`question` is {question!r}, but must be 'theme', 'criteria' or a question in your own words."
+            )
         self.question, self.max_pairs, self.seed, self.symmetric = question, max_pairs, seed, symmetric
-        self.needed_columns = (question,)  # the trainer checks them before it loads a model
+        self.needed_columns = (question,) if is_column else ()  # the trainer checks them before it loads a model
         super().__init__(model, base_url, **kwargs)
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         panel_images = panels_of(columns.get("panel_images"), len(completions), "`ConsistencyReward`")
-        texts = column_of(columns.get(self.question), self.question, len(completions), f"`question={self.question!r}`")
+        texts: list = [self.question] * len(completions)
+        for name in self.needed_columns:
+            texts = column_of(columns.get(name), name, len(completions), f"`question={name!r}`")
         questions = []
         for index, (prompt, panels, text) in enumerate(zip(prompts, panel_images, texts, strict=True)):
             pairs = chosen_pairs(len(panels), self.max_pairs, self.seed, prompt)
             pairs = both_orders(pairs) if self.symmetric else pairs
-            weights = {theme_question(text): 1.0} if self.question == "theme" else criteria_weights(text)
+            if self.question == "criteria":
+                weights = criteria_weights(text)
+            else:
+                weights = {theme_question(text) if self.question == "theme" else text: 1.0}
             if not weights:
                 raise ValueError(f"`criteria` of image {index} has no text. Use `question='theme'`, or fill it.")
             questions.append(
