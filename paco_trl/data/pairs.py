@@ -180,7 +180,7 @@ def as_turns(row: Mapping[str, Any]) -> tuple[Any, Any]:
         raise ValueError(f"a turn has the content {shorten(others[0])}. It must be a text.")
     text = prompt[-1]["content"]
     question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
-    if text.count(_PLACEHOLDER) not in (0, 2) or _PLACEHOLDER in question or not question:
+    if _PLACEHOLDER in question or not question:
         rule = f"Put no or two placeholders `{_PLACEHOLDER}`, before a text"
         raise ValueError(f"its question is {shorten(text)}. {rule}.")
     return [*prompt[:-1], {"role": "user", "content": question}], completion

@@ -631,7 +631,7 @@ DATA = [
     *_mutants(
         "data/pairs.py",
         "test_dataset_files.py::TestPairs test_pairs.py::TestLoadPacoDataset test_pairs.py::TestValidatePairs",
-        ("text.count(_PLACEHOLDER) not in (0, 2) or", ""),
+        ("if _PLACEHOLDER in question or not question:", "if not question:"),
         ('_ROLES.get(turn.get("from") or turn.get("role"))', '_ROLES.get(turn.get("role"))'),
         ("rows.append(number)", "rows.append(0)"),
         ("            check_sides(*opened.size, patch_size)\n", "            pass\n"),
