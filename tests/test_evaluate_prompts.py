@@ -164,6 +164,7 @@ def test_edits_are_shown_with_their_sources(tmp_path, column):
     [
         (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
         (["--adapter", "a", "a"], "of its last name"),
+        (["--rewards", "consistency", "--judge_model", "MODEL", "--dataset_name", "SETS"], "no vision-language model"),
         (["--rewards", "redness=0.5"], "`rewards` has weights"),
         (["--rewards", "redness", "--judge_url", "http://a/v1"], "--judge_url"),
         (["--max_source_images", 1], "--max_source_images"),
@@ -171,6 +172,7 @@ def test_edits_are_shown_with_their_sources(tmp_path, column):
     ],
 )
 def test_what_is_refused(words, error, files, tiny_flux, tmp_path):
+    words = [{"MODEL": tiny_flux, "SETS": files / "sets.jsonl"}.get(word, word) for word in words]
     with pytest.raises(ValueError, match=error):
         evaluate("--dataset_name", files / "single.txt", *words, model=tiny_flux, folder=tmp_path / "out")
     assert not (tmp_path / "out").exists()

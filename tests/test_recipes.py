@@ -307,6 +307,7 @@ TYPED = {
     "--use_peft False": (dict.fromkeys(["lora_r", "quantization"]), f"{LORA} quantization"),
     "--set_layout grid": ({"set_layout": "grid", "panel_generation": "independent"}, "panel_generation"),
     "--num_inference_steps 4": ({"num_inference_steps": 4, "tail_steps": None}, "tail_steps sde_steps"),
+    "--edits False": ({"edits": False, "rewards": ["consistency", "clip_t"]}, "rewards"),
     "--save_steps 7": ({"save_steps": 7, "save_strategy": "steps"}, ""),
     "--num_train_epochs 2": ({"num_train_epochs": 2.0, "max_steps": -1}, "max_steps"),
     "--gradient_accumulation_steps 32": ({"gradient_accumulation_steps": 32}, ROUND),

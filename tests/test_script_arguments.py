@@ -145,7 +145,7 @@ def test_prompts_that_a_judge_cannot_compare_are_refused_before_it_is_loaded(tin
     words = words.split()
     with pytest.raises(ValueError, match="'ConsistencyReward'.*1 x 1"):
         grpo.main([*words, "redness", "consistency"])
-    with pytest.raises(ValueError, match="'EditReward' requires the column `image`"):
+    with pytest.raises(ValueError, match="`edit` is for `--edits`"):
         grpo.main([*words, "edit"])
     with pytest.raises(OSError, match="load the files"):  # a reward without a judge takes them
         grpo.main([*words, "clip_t", "--clip_model", "nobody/clip"])

@@ -142,6 +142,8 @@ def check_options(script_args: ScriptArguments, training_args: PaCoGRPOConfig, *
     check_quantization(training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
     judge_options(script_args, script_args.judge_url)
     check_data_options(script_args)
+    if "edit" in script_args.rewards and not script_args.edits:
+        raise ValueError("The reward `edit` is for `--edits`: instructions with source images.")
     check_reward_options(script_args)
     given = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
     if given and training_args.eval_strategy == "no" and not training_args.eval_on_start:

@@ -181,7 +181,12 @@ class PaCoReward:
         base, base_kwargs, is_adapter = resolve_base_model(model, kwargs)
         if is_adapter and not has_processor(model, **hub_arguments(kwargs)):
             model, kwargs = base, base_kwargs
-        processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code, **hub_arguments(kwargs))
+        try:
+            processor = AutoProcessor.from_pretrained(
+                model, trust_remote_code=trust_remote_code, **hub_arguments(kwargs)
+            )
+        except ValueError as error:  # such as of an image pipeline
+            raise ValueError(f"{model!r} is no vision-language model, which a judge is. {error}") from error
         decision_token_ids(processor.tokenizer)
         if processor.chat_template is None:
             raise ValueError(f"{model!r} has no chat template. Save one with its processor, or use another model.")
