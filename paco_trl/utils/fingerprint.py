@@ -128,7 +128,9 @@ def describe_code(scorer: Any) -> dict[str, Any]:
     if source := _source(code):  # `None` of what was typed into an interpreter, or is not written in Python
         description["source"] = source
     if inspect.isfunction(code):
-        with_values = inspect.getclosurevars(inspect.unwrap(code)).nonlocals
+        with_values = {}
+        with suppress(ValueError):  # of a variable that is set later
+            with_values = dict(inspect.getclosurevars(inspect.unwrap(code)).nonlocals)
         if values := {name: value for name, value in with_values.items() if _is_plain(value)}:
             description["variables"] = digest(describe(values))[:16]
     if name := getattr(scorer, "model_name", None) or getattr(scorer, "name", None):
