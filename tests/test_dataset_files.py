@@ -33,7 +33,7 @@ from paco_trl.data import (
     validate_pairs,
 )
 from paco_trl.data.dataset_files import load_split
-from paco_trl.data.image_sets import complete_image_sets, prompt_texts
+from paco_trl.data.image_sets import complete_image_sets
 from paco_trl.data.stories import load_stories
 from paco_trl.evaluation import save_report
 from paco_trl.rewards.judge_rewards import read_rubric
@@ -441,7 +441,6 @@ FUNCTIONS = {
     "rows of edits": (content, EDIT),
     "check_image_set_columns": (check_image_set_columns, SET),
     "complete_image_sets": (complete_image_sets, SET),
-    "prompt_texts": (prompt_texts, SET),
     "convert_t2is": (convert_t2is, T2IS),
     "check_edit_columns": (check_edit_columns, EDIT),
     "disjoint_from": (lambda dataset: disjoint_from(dataset, Dataset.from_list([{**EDIT, "image": noise(9)}])), EDIT),
