@@ -273,7 +273,7 @@ class TestIdentity:
 
     def test_a_checkpoint_of_another_trainer(self, tiny_flux, earlier):
         (earlier / "checkpoint-6" / "run.json").unlink()
-        with pytest.raises(ValueError, match="checkpoint-6' in `output_dir` is not a complete checkpoint"):
+        with pytest.raises(ValueError, match="checkpoint-6' was not written by paco_trl"):
             make_run(tiny_flux, earlier, save_total_limit=1).train()
         assert (earlier / "checkpoint-6").is_dir()
 
