@@ -328,6 +328,7 @@ MUTANTS = [
     (P + "prompt_rows.py", "return first * self.num_generations + generation if", "return first * self.num_generations if", SETS + " -k own_first_panel"),
     (P + "prompt_rows.py", "elif family.prompt_sees_images:", "elif False:", SETS + " -k 'TestAnchored and refused'"),
     (P + "prompt_rows.py", "(len(sizes) + 1, \", with its first panel\")", "(len(sizes), \", with its first panel\")", SETS + " -k references_are_sources"),
+    (P + "prompt_rows.py", "[0] * len(batches[0])", "[0]", SETS + " -k make_up_the_numbers"),
     (P + "prompt_rows.py", "        call %= len(self.places)\n", "", SETS + " -k anchor_of_each"),
     (P + "sampler.py", "anchors=anchors, **recording", "anchors=[], **recording", SETS + " -k users_calls"),
     (F + "flux.py", "        return image\n", "        return self.prepare_image(pipeline, image, 1.0)\n", SETS + " -k 'users_calls and kontext'"),
