@@ -220,7 +220,7 @@ class TestHalfWritten:
     def test_there_is_nothing(self, tmp_path):
         with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}' has no complete checkpoint"):
             make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=True)
-        with pytest.raises(ValueError, match="checkpoint-3' is incomplete: run.json"):
+        with pytest.raises(ValueError, match="no checkpoint .*checkpoint-3'"):
             make_run("/nowhere/at/all", tmp_path / "out", resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
