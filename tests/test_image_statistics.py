@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of images that no reward sees: closed forms, and when their drift is reported."""
+"""Statistics of images that no reward sees: closed forms, and where they are logged."""
 
 import itertools
-import json
 import math
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from paco_trl.rewards.image_statistics import STATISTICS, DriftAlarm, measure_image, statistics_of_prompts
+from paco_trl.rewards.image_statistics import STATISTICS, image_metrics, measure_image
 
 
 def flat(*color, size=(8, 8)):
@@ -46,22 +45,22 @@ def test_diversity_is_the_distance_of_pairs():
     group = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
     measured = [(number, measure_image(Image.fromarray(image))) for number, image in enumerate(group)]
     images = group / 255
-    for prompt, diversity in enumerate(statistics_of_prompts(measured, 3)["diversity"]):
-        pairs = itertools.combinations(images[3 * prompt : 3 * prompt + 3], 2)
-        assert diversity == pytest.approx(math.sqrt(np.mean([((one - other) ** 2).mean() for one, other in pairs])))
-    assert np.isnan(statistics_of_prompts(measured, 1)["diversity"]).all()
+    pairs = [itertools.combinations(images[start : start + 3], 2) for start in (0, 3)]
+    distances = [math.sqrt(np.mean([((one - other) ** 2).mean() for one, other in prompt])) for prompt in pairs]
+    assert image_metrics(measured, 3)["images/diversity"] == pytest.approx(np.mean(distances))
+    assert "images/diversity" not in image_metrics(measured, 1)
 
 
-def test_statistics_are_those_of_thumbnails_by_prompt():
-    """A mean over the images of each prompt, whatever the order, mode and size of the images."""
+def test_statistics_are_means_over_thumbnails():
+    """Whatever the order, mode and size of the images."""
     colors = [(255, 0, 0), (255, 0, 0), (0, 0, 0), (255, 255, 255)]  # two prompts with two images each
     sizes = [(512, 256), (40, 40), (130, 300), (16, 16)]
     images = [Image.new("RGB", size, color) for size, color in zip(sizes, colors, strict=True)]
     measured = [(number, measure_image(images[number])) for number in (2, 0, 3, 1)]
-    values = statistics_of_prompts(measured, 2)
-    assert values["saturation"].tolist() == [1.0, 0.0]
-    assert values["brightness"] == pytest.approx([1 / 3, 0.5])
-    assert values["diversity"].tolist() == [0.0, 1.0]
+    values = image_metrics(measured, 2)
+    assert values["images/saturation"] == 0.5
+    assert values["images/brightness"] == pytest.approx((1 / 3 + 0.5) / 2)
+    assert values["images/diversity"] == 0.5  # 0 and 1
     # Edges are those of the thumbnail: detail below its pixels is none
     fine = Image.fromarray((255 * np.kron(np.ones((128, 128)), CHECKERBOARD[:2, :2, 0])).astype(np.uint8))
     statistics, small = measure_image(fine)
@@ -69,59 +68,14 @@ def test_statistics_are_those_of_thumbnails_by_prompt():
     assert measure_image(fine.crop((0, 0, 64, 64)))[0][0] == pytest.approx(1.0)
 
 
-def rounds(mean, prompts=42):
-    """Values of a round: the statistics of prompts differ by 0.1, around a mean."""
-    values = np.random.default_rng(0).normal(size=prompts)
-    values = 0.1 * (values - values.mean()) / values.std(ddof=1)
-    return {"sharpness": 0.5 + values, "brightness": mean + values}
-
-
-@pytest.mark.parametrize(
-    ("change", "reward", "prompts", "is_reported"),
-    [
-        (-0.11, 2.0, 60, True),
-        (0.11, 2.0, 60, True),
-        (-0.09, 2.0, 60, False),  # less than the spread of prompts
-        (-0.11, 0.5, 60, False),  # the reward fell as well
-        (-0.11, math.nan, 60, False),  # no image was scored
-        (-0.3, 2.0, 4, False),  # other prompts can do that
-        (-0.4, 2.0, 4, True),
-    ],
-)
-def test_drift_is_reported_once(caplog, change, reward, prompts, is_reported):
-    alarm = DriftAlarm()
-    metrics = alarm.compare(rounds(0.6, prompts), 1.0)
-    assert metrics["images/brightness"] == pytest.approx(0.6) and metrics["images/brightness_drift"] == 0.0
-    metrics = alarm.compare(rounds(0.6 + change, prompts), reward)
-    assert metrics["images/brightness_drift"] == pytest.approx(change / 0.1)
-    assert metrics["images/sharpness_drift"] == 0.0
-    assert [record.getMessage().count("brightness") for record in caplog.records] == [1] * is_reported
-    assert not any("sharpness" in record.getMessage() for record in caplog.records)
-    # Restored from a checkpoint, it goes on
-    restored = DriftAlarm()
-    restored.state = json.loads(json.dumps(alarm.state))
-    assert restored.compare(rounds(0.1, prompts), 3.0) == alarm.compare(rounds(0.1, prompts), 3.0)
-    assert len(caplog.records) == (1 if is_reported else 2)
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_run_reports_what_changed_and_its_evaluation_shows_it(make_trainer, prompts, caplog, sign):
-    calls = []
-
-    def rising(prompts, completions, **kwargs):
-        """Rises with each call, whatever the images are; falls as its twin."""
-        calls.append(completions)
-        return [sign * len(calls) + 0.1 * (number % 3) for number in range(len(completions))]
-
+def test_a_run_logs_them_and_its_evaluation_too(make_trainer, prompts):
     trainer = make_trainer(
-        reward_funcs=rising, learning_rate=1.0, max_steps=6, eval_dataset=prompts.select(range(2)),
-        eval_strategy="steps", eval_steps=6, ema_decay=None, num_generations_eval=2, log_completions=True,
+        learning_rate=1.0, max_steps=6, eval_dataset=prompts.select(range(2)), eval_strategy="steps", eval_steps=6,
+        ema_decay=None, num_generations_eval=2,
     )  # fmt: skip
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "images/sharpness" in entry]
-    drifts = [max(abs(value) for name, value in entry.items() if name.endswith("_drift")) for entry in logged]
-    assert drifts[0] == 0.0 and drifts[-1] > 5 * math.sqrt(2 / 4)  # the images did change
-    reports = [record.getMessage() for record in caplog.records if "spreads of prompts" in record.getMessage()]
-    assert bool(reports) == (sign > 0)
+    for name in (*STATISTICS, "diversity"):
+        assert logged[0][f"images/{name}"] != logged[-1][f"images/{name}"] > 0  # the images did change
     evaluated = next(entry for entry in trainer.state.log_history if "eval_images/diversity" in entry)
     assert evaluated["eval_images/sharpness"] > 0

@@ -25,7 +25,7 @@ from transformers import TrainerState
 from ..data.columns import check_is_dataset
 from ..evaluation import bootstrap_interval, grid_artifact_score
 from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, ScoredImages, thumbnail
-from ..rewards.image_statistics import measure_image, statistics_of_prompts
+from ..rewards.image_statistics import image_metrics, measure_image
 from ..rewards.runner import RewardRunner
 from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import ROWS_AHEAD, RolloutSampler
@@ -115,9 +115,7 @@ class Evaluator:
                         pictures.append((image, thumbnail(picture)))
         scores = self.rewards.finish(state)
         self.rewards.check_scored(scores.rewards, args.max_excluded_images)
-        statistics = statistics_of_prompts(measured, generations)
-        means = {f"images/{name}": float(each.mean()) for name, each in statistics.items()}
-        logged = scores.metrics | {name: mean for name, mean in means.items() if not math.isnan(mean)}
+        logged = scores.metrics | image_metrics(measured, generations)
         by_image = dict(gather_object(artifacts))
         all_artifacts = torch.tensor([by_image[image] for image in sorted(by_image)], dtype=torch.float64)
         total_scores, shown = self.rewards.total(scores.rewards), dict(gather_object(pictures))

@@ -2,7 +2,6 @@
 """PaCo-GRPO: group-relative policy optimization of a flow-matching pipeline, at reduced resolution."""
 
 import itertools
-import math
 import os
 import time
 from collections import defaultdict
@@ -55,7 +54,7 @@ from ..hub.settings import ImageModelCard
 from ..plots.contact_sheet import MAX_PROMPTS, ScoredImages, save_scored_sheet
 from ..plots.curves import CurvesCallback
 from ..plots.trackers import send_to_trackers
-from ..rewards.image_statistics import DriftAlarm, describe_drift, measure_image, statistics_of_prompts
+from ..rewards.image_statistics import image_metrics, measure_image
 from ..rewards.runner import RewardError, RewardRunner, Scores
 from ..rollout import Family, RecordedStep, SDESettings, UnlistedFamily, family_of, predict
 from ..rollout.loading import (
@@ -333,7 +332,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             rewards.prepare(self.accelerator, models[rewards])
         self.evaluator = Evaluator(self.sampler, self.eval_rewards, args, eval_rows, self._identity)
         self.statistics: Any = self._statistics_class(self.accelerator, args)
-        self.drift_alarm = DriftAlarm()
         self.buffer: Any = None  # RoundBuffer
         self._is_first_backward = True  # of this `train()`
         self._is_idle_step = False  # whether the current optimizer step trains no image
@@ -461,7 +459,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                     "Pass the directory as `peft_config` and set another `output_dir` to continue from its adapter."
                 )
         if checkpoint is not None:
-            self.drift_alarm.state = read_run(checkpoint).get("images_of_round_0", {})
             self._load_round(checkpoint)
         if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
             # The untrained weights are lost after the first step
@@ -492,7 +489,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         # Called when training begins: reset the state of an earlier `train()`
         self.statistics.rows = []
         self._step, self._train_time, self._is_first_backward = 0, 0.0, True
-        self.buffer, self.drift_alarm = None, DriftAlarm()
+        self.buffer = None
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
@@ -605,15 +602,13 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             "time/reward_hidden": scores.hidden,
             "rollout_images_per_second": plan.num_images / rollout_time,
         }
-        measured = [(number, measure_image(image)) for number, image in images.items()]
-        by_prompt = statistics_of_prompts(measured, generations)
-        metrics |= self.drift_alarm.compare(by_prompt, metrics.get("reward", math.nan))
+        metrics |= image_metrics([(number, measure_image(image)) for number, image in images.items()], generations)
         if args.log_completions:
             shown = ScoredImages.collect(
                 self.accelerator, [*images], [*images.values()], generations, self.reward_func_names, scores.rewards,
                 scores.extra, advantages,
             )  # fmt: skip
-            title = f"Round {round_index}, step {self.state.global_step}{describe_drift(metrics)}"
+            title = f"Round {round_index}, step {self.state.global_step}"
             self._save_sheet(f"round_{round_index:05d}", title, self.train_rows, row_numbers, shown)
 
         # 6. Build the training micro-steps
@@ -943,8 +938,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     # ---- Checkpoints ----
 
     def _run_record(self) -> dict[str, Any]:
-        round_state = {"is_round_pending": self.is_round_pending, "images_of_round_0": self.drift_alarm.state}
-        return super()._run_record() | round_state
+        return super()._run_record() | {"is_round_pending": self.is_round_pending}
 
     def _write_weights(self, folder: Path) -> None:
         keep, ema = self.args.should_save, self.ema
