@@ -20,6 +20,9 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 NAMEDTUPLE = {"_asdict", "_fields", "_make", "_replace"}
 # Private names of other libraries, and why there is no public way
 OTHERS = {
+    "atexit._run_exitfuncs": "Python runs these functions only after it has waited for all threads",
+    "os._exit": "Python has no public way to end while a thread runs",
+    "threading._register_atexit": "Python calls nothing else before it waits for threads",
     "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "torch has no public way to leave some out",
     "dataset._fingerprint": "datasets has no public identity of a dataset",
     "dataset._indices": "datasets has no public list of the rows that `select` and `shuffle` keep",

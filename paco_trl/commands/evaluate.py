@@ -210,12 +210,12 @@ def generate(args: GenerateArguments) -> Step:
         folder = StageFolder(args.output_dir, settings)
         yield
         pipeline = load_pipeline(args.model_name_or_path, getattr(torch, args.dtype), args.adapter)
-        call, sizes = args.call, {"height": args.height, "width": args.width}
+        call = args.call | {"height": args.height, "width": args.width} | panels
         if args.benchmark == "gedit":
-            sizes = {name: value for name, value in sizes.items() if value is not None}
-            generate_edits(pipeline, benchmark, folder, args.seeds[0], **call, **sizes)
+            given = {name: value for name, value in call.items() if value is not None}
+            generate_edits(pipeline, benchmark, folder, args.seeds[0], **given)
         else:
-            generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, **call, **panels, **sizes)
+            generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, **call)
         if PartialState().is_main_process:
             if args.panel_files:
                 found = find_generated_sets(folder.images, benchmark, args.seeds, args.height, args.width)

@@ -442,9 +442,9 @@ class ServedJudge:
 
 
 def _read_patch_size(model: str) -> int:
-    from .paco_reward import PaCoReward  # takes seconds
+    from transformers import AutoProcessor  # takes seconds
 
-    return patch_size_of(PaCoReward.load_processor(model))
+    return patch_size_of(AutoProcessor.from_pretrained(model))
 
 
 def _read_entries(completion: "ChatCompletion") -> list[tuple[str, float]]:
