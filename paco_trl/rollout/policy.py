@@ -248,13 +248,10 @@ class PipelinePolicy:
 
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.scheduler.next_step_index in self._recorded_steps:
+            arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+            arguments |= arguments.pop(self._extra, {})
             # The tensors stay the same, but a transformer may remove items from a dict argument
-            self._calls.append(recursively_apply(lambda tensor: tensor, self._bind(args, kwargs)))
-
-    def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """Return the arguments of a call of the transformer by name."""
-        arguments = dict(self._signature.bind(*args, **kwargs).arguments)
-        return arguments | arguments.pop(self._extra, {})
+            self._calls.append(recursively_apply(lambda tensor: tensor, arguments))
 
     def _record_output(self, module: nn.Module, args: tuple, output):
         # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
