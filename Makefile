@@ -102,7 +102,7 @@ quality: .venv/.installed
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
-	MYPYPATH=benchmarks:examples $(BIN)/mypy benchmarks/*.py benchmarks/claims $(CALLS_ONLY)
+	MYPYPATH=benchmarks:examples:tests $(BIN)/mypy benchmarks/*.py benchmarks/claims $(CALLS_ONLY)
 
 style: .venv/.installed
 	$(BIN)/ruff check --fix $(LINTED)

@@ -2,6 +2,7 @@
 """
 What a round of editing with its two optimizer steps costs: encoding once, and reading sources at training size.
 
+    export PYTHONPATH=tests
     OMP_NUM_THREADS=1 python benchmarks/editing_round.py                               # both models, reduced
     python benchmarks/editing_round.py --real --device cuda --dtype bfloat16 --model kontext --generations 16
 
@@ -60,9 +61,9 @@ from grpo_step import Stopwatch, machine, peak_memory, reset_peak_memory
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout.sampler import EncodedRows, PromptEmbeddings, PromptEncoder
-from paco_trl.tiny import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 from paco_trl.tiny.flux import build_vae
 from paco_trl.trainer.rounds import RoundBuffer
+from tiny_models import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 
 
 SHIPPED, AGAIN, OWN_SIZE = "as shipped", "encoded again", "pipeline's own size"

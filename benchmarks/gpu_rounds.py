@@ -3,7 +3,7 @@
 Measure rounds of `PaCoGRPOTrainer` with FLUX.1-dev, FLUX.1-Kontext or Qwen-Image-Edit, setting next to setting: steps of
 `gpu.py`.
 
-    python benchmarks/gpu_rounds.py --sweep flux-512 --real --device cuda --output gpu_flux-512.json
+    PYTHONPATH=tests python benchmarks/gpu_rounds.py --sweep flux-512 --real --device cuda --output gpu_flux-512.json
 
 The models have the real configs and random weights, but text encoders of one layer unless a run asks for the real ones.
 Each run of a sweep builds its own model, and results are written after each one. What cannot be done here (too little

@@ -2,7 +2,7 @@
 """
 Compare the memory plan of `paco-trl doctor` with allocations that were measured, and make the table of cards.
 
-    python benchmarks/memory_plan.py --output runs/memory_plan.json
+    PYTHONPATH=tests python benchmarks/memory_plan.py --output runs/memory_plan.json
 
 The plan runs forwards and backwards on tensors without data. Measured is what PyTorch's allocator reports
 (`torch.profiler`) while the same phase runs with real weights on the CPU, through the trainer's own generation and
@@ -27,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, tiny
+import tiny_models
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.planning import plan_memory
@@ -250,7 +251,7 @@ def compare_run(model: Path, folder: Path, size: int, bf16: bool, checkpointing:
 
 def compare_judge(folder: Path, num_tokens: int = 64) -> dict:
     """Compare the language model of a judge in training and scoring."""
-    model = tiny.build_tiny_qwen2_5_vl(folder / "judge")
+    model = tiny_models.build_tiny_qwen2_5_vl(folder / "judge")
     peft_config = complete_peft_config(LoraConfig(r=4), str(model), None, False)
     args, found = PaCoRewardConfig(str(folder), bf16=True, use_cpu=True), {}
     judge = plan_memory(str(model), args, peft_config=peft_config).run
@@ -283,7 +284,7 @@ def pair(planned: int, measured: int) -> dict:
 def plan_cards(folder: Path, name: str) -> list[dict]:
     """Plan a published model for each card, resolution and quantization."""
     builder, configs, guidance = MODELS[name]
-    model, is_editing = getattr(tiny, builder)(folder / builder), "edit" in builder or "kontext" in builder
+    model, is_editing = getattr(tiny_models, builder)(folder / builder), "edit" in builder or "kontext" in builder
     write_configs(Path(model), configs)
     cells = []
     for size in (512, 1024):
@@ -376,11 +377,11 @@ def main() -> None:
         if options.only != "cards":
             results["measured"] = {}
             for builder, changes in TINY.items():
-                model = Path(getattr(tiny, builder)(folder / builder))
+                model = Path(getattr(tiny_models, builder)(folder / builder))
                 for bf16 in (False, True):
                     title = f"{builder.removeprefix('build_')}, {'bfloat16' if bf16 else 'float32'}"
                     results["measured"][title] = compare_image_model(model, folder, 64, bf16, **changes)
-            medium = Path(tiny.build_tiny_flux(folder / "medium"))
+            medium = Path(tiny_models.build_tiny_flux(folder / "medium"))
             FluxTransformer2DModel(**MEDIUM, axes_dims_rope=(16, 56, 56)).save_pretrained(medium / "transformer")
             for bf16 in (False, True):
                 title = f"medium_flux, {'bfloat16' if bf16 else 'float32'}"

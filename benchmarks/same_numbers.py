@@ -59,7 +59,9 @@ def digests(case: str, folder: Path) -> dict[str, str]:
     import torch
     from peft import LoraConfig, get_peft_model_state_dict
 
-    from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer, tiny
+    sys.path.append(str(ROOT / "tests"))
+    import tiny_models
+    from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
     from paco_trl.data import demo_prompts_path, load_image_set_prompts
     from paco_trl.rewards import redness_reward
 
@@ -94,8 +96,8 @@ def digests(case: str, folder: Path) -> dict[str, str]:
     )  # fmt: skip
     is_pair = "reward_weights" in settings
     trainer = trainer_class(
-        str(getattr(tiny, build)(folder / "model")), [redness_reward, reward_of_half] if is_pair else redness_reward,
-        args, train_dataset=prompts, eval_dataset=prompts.select([0, 1]) if "eval_steps" in settings else None,
+        str(getattr(tiny_models, build)(folder / "model")),
+        [redness_reward, reward_of_half] if is_pair else redness_reward, args, train_dataset=prompts, eval_dataset=prompts.select([0, 1]) if "eval_steps" in settings else None,
         peft_config=None if is_full else LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
     )  # fmt: skip
     sys.setprofile(profile)

@@ -56,11 +56,11 @@ def tiny_clip(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory) -> Callable:
     """Folder of a tiny pipeline by the name of its builder, which is called once."""
-    from paco_trl import tiny
+    import tiny_models
 
     @functools.cache
     def of(name: str, **options) -> str:
-        return str(getattr(tiny, f"build_tiny_{name}")(tmp_path_factory.mktemp("models") / name, **options))
+        return str(getattr(tiny_models, f"build_tiny_{name}")(tmp_path_factory.mktemp("models") / name, **options))
 
     return of
 

@@ -14,7 +14,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from paco_trl import generation, tiny
+import tiny_models
+from paco_trl import generation
 from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
@@ -99,7 +100,7 @@ def without_metadata(folder: Path, copied: Path) -> Path:
 
 @pytest.mark.parametrize("builder", PIPELINES)
 def test_full_strength_by_every_rule(builder, tmp_path):
-    base = DiffusionPipeline.from_pretrained(getattr(tiny, builder)(tmp_path / "tiny"))
+    base = DiffusionPipeline.from_pretrained(getattr(tiny_models, builder)(tmp_path / "tiny"))
     model, pipeline = train(base, LoraConfig(r=4, lora_alpha=8))
     trained = changes(model)
     assert len(trained) >= 12 and min(float(change.norm()) for change in trained.values()) > 0

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText
 
+import tiny_models
 from hub_server import HubServer
-from paco_trl import tiny
 
 
 ROOT = Path(__file__).parent.parent
@@ -70,8 +70,8 @@ def repositories(tiny_flux, tiny_qwen, tmp_path_factory) -> dict[str, dict[str, 
     folder = tmp_path_factory.mktemp("published")
     pipelines = {
         "black-forest-labs/FLUX.1-dev": tiny_flux,
-        "black-forest-labs/FLUX.1-Kontext-dev": tiny.build_tiny_flux_kontext(folder / "kontext"),
-        "Qwen/Qwen-Image-Edit": tiny.build_tiny_qwen_image_edit(folder / "qwen-image-edit"),
+        "black-forest-labs/FLUX.1-Kontext-dev": tiny_models.build_tiny_flux_kontext(folder / "kontext"),
+        "Qwen/Qwen-Image-Edit": tiny_models.build_tiny_qwen_image_edit(folder / "qwen-image-edit"),
     }
     repositories = {}
     for base, repo in zip(pipelines, PUBLISHED[2:], strict=True):

@@ -23,8 +23,8 @@ from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import main
 from paco_trl.planning import MemoryPlan, plan_memory
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
-from paco_trl.tiny import build_tiny_flux2_klein
 from testing_utils import LORA, SMALL_RUN, prompts_of_two_sizes
+from tiny_models import build_tiny_flux2_klein
 
 
 ROOT = Path(__file__).parent.parent

@@ -17,8 +17,8 @@ from paco_trl.commands.evaluate_prompts import _settings
 from paco_trl.data import demo_prompts_path
 from paco_trl.data.image_sets import PANEL_OPTIONS
 from paco_trl.hub.settings import ImageModelCard, save_settings
-from paco_trl.tiny import build_tiny_flux2_klein, build_tiny_flux_kontext
 from test_evaluate_generation import make_adapter
+from tiny_models import build_tiny_flux2_klein, build_tiny_flux_kontext
 
 
 SETTINGS = ["--height", "32", "--width", "32", "--num_inference_steps", "2", "--bf16", "False"]

@@ -17,8 +17,9 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 
 import launching
+import tiny_models
 from launching import CONFIGS, CPU_DDP, CPU_ZERO3, ROOT
-from paco_trl import PaCoReward, tiny
+from paco_trl import PaCoReward
 from test_recipes import PAPER
 from testing_utils import plain
 
@@ -77,8 +78,8 @@ def test_image_sets(tiny_flux, tiny_qwen, tiny_clip, prompts, tmp_path):
 
 
 EDITING = {
-    "train_flux_kontext": tiny.build_tiny_flux_kontext,
-    "train_qwen_image_edit": tiny.build_tiny_qwen_image_edit,
+    "train_flux_kontext": tiny_models.build_tiny_flux_kontext,
+    "train_qwen_image_edit": tiny_models.build_tiny_qwen_image_edit,
 }
 
 

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 import launching
+import tiny_models
 from launching import CONFIGS
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, tiny
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FAMILIES, QwenImageFamily
 from testing_utils import SMALL_RUN, anti_redness_reward
@@ -89,7 +90,7 @@ def make_dataset(num_images: int) -> Dataset:
 @pytest.mark.parametrize("name", CASES)
 def test_family(name, make_small, tmp_path):
     case = CASES[name]
-    folder = getattr(tiny, case.build)(tmp_path / "tiny")
+    folder = getattr(tiny_models, case.build)(tmp_path / "tiny")
 
     def train(reward, name):
         settings = {"num_generations": 8, "per_device_train_batch_size": 8, "learning_rate": 2e-2, **case.settings}
@@ -216,7 +217,7 @@ def train_all(folder: Path, output: Path) -> None:
 def test_two_processes_have_the_gradients_of_one(tmp_path):
     runs = two_process_runs()
     for build in {case.build for case, _ in runs.values()}:
-        getattr(tiny, build)(tmp_path / build)
+        getattr(tiny_models, build)(tmp_path / build)
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\nimport test_family_training\n"
@@ -243,7 +244,7 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
 @pytest.mark.parametrize("finds_unused", [True, False])
 def test_where_all_weights_are_trained_they_may_have_no_gradient(finds_unused, tmp_path):
     settings = {"peft_config": None} | ({} if finds_unused else {"ddp_find_unused_parameters": False})
-    folder = tiny.build_tiny_qwen_image(tmp_path / "tiny-qwen-image")
+    folder = tiny_models.build_tiny_qwen_image(tmp_path / "tiny-qwen-image")
     trainer, gradients = short_run(CASES["qwen-image"], folder, tmp_path / "out", **settings)
     assert trainer.args.ddp_find_unused_parameters is finds_unused
     unused = trainer.family.unused_layers(trainer.model)

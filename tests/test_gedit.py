@@ -17,9 +17,9 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
+import tiny_models
 from chat_server import ChatServer
 from judge_server import pictures_of
-from paco_trl import tiny
 from paco_trl.dataset_building import load_pipeline
 from paco_trl.generation.edits import edit_keys, generate_edits
 from paco_trl.image_benchmarks import System, find_edits, gedit, gedit_protocols
@@ -82,7 +82,7 @@ EDITS = [
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
-    folder = tiny.build_tiny_flux_kontext(tmp_path_factory.mktemp("models") / "tiny-flux-kontext")
+    folder = tiny_models.build_tiny_flux_kontext(tmp_path_factory.mktemp("models") / "tiny-flux-kontext")
     return load_pipeline(str(folder), torch.float32, device="cpu")
 
 
@@ -101,7 +101,7 @@ class TestGeneration:
 
     @pytest.mark.slow
     def test_qwen_image_edit(self, tmp_path):  # it has no `max_area`, and enlarges its source to a megapixel
-        folder = tiny.build_tiny_qwen_image_edit(tmp_path / "model")
+        folder = tiny_models.build_tiny_qwen_image_edit(tmp_path / "model")
         qwen = load_pipeline(str(folder), torch.float32, device="cpu")
         call = {"num_inference_steps": 2, "true_cfg_scale": 1.0}
         row = {**EDITS[0], "height": 64, "width": 128}

@@ -18,7 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms.functional import pil_to_tensor
 
-from paco_trl import PaCoReward, tiny
+import tiny_models
+from paco_trl import PaCoReward
 from paco_trl.rewards import ClipTReward, redness_reward
 from paco_trl.rollout.sampler import on_device
 from test_family_training import CASES, Case, make_dataset
@@ -68,7 +69,7 @@ def check_ratio(trainer) -> None:
 def test_ratio_in_bf16(name, make_trainer, tmp_path):
     case = CASES.get(name, Case("build_tiny_flux"))
     trainer = make_trainer(
-        model=str(getattr(tiny, case.build)(tmp_path / "tiny")), train_dataset=make_dataset(case.num_images),
+        model=str(getattr(tiny_models, case.build)(tmp_path / "tiny")), train_dataset=make_dataset(case.num_images),
         num_prompts_per_generation=2, sde_steps=[1, 2], **case.sizes, **ON_DEVICE | case.settings,
     )  # fmt: skip
     trainer.train()
@@ -133,7 +134,7 @@ def test_offloading_changes_no_weight(make_trainer, tmp_path, deterministic):
 
 
 def test_reward_model_and_transformer_take_turns(make_trainer, tmp_path, deterministic):
-    trained, folder = {}, tiny.build_tiny_clip(tmp_path / "clip")  # once: its tokenizer differs with each build
+    trained, folder = {}, tiny_models.build_tiny_clip(tmp_path / "clip")  # once: its tokenizer differs with each build
     for is_offloaded in (False, True):
         reward, scoring, generating = ClipTReward(folder), set(), set()
         # Which kernel its attention takes would depend on what the transformer asks for at the same time
@@ -156,7 +157,7 @@ def test_reward_model_and_transformer_take_turns(make_trainer, tmp_path, determi
 def test_judge_scores_the_same_after_it_was_away(quantization, tmp_path):
     if DEVICE == "cpu" and quantization == "nf4":
         pytest.skip("the CPU's kernel takes no layers as small as these")
-    folder = tiny.build_tiny_qwen2_5_vl(tmp_path / "judge")
+    folder = tiny_models.build_tiny_qwen2_5_vl(tmp_path / "judge")
     with skipping_what_is_missing():
         judge = PaCoReward.from_pretrained(folder, DEVICE, torch.bfloat16, quantization=quantization)
     pair = tuple(Image.new("RGB", (56, 56), color) for color in ("red", "blue"))

@@ -13,8 +13,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import launching
+import tiny_models
 from launching import ROOT
-from paco_trl import tiny
 from paco_trl.commands import doctor
 from paco_trl.commands.script_arguments import ScriptArguments, load_eval_prompts, load_train_prompts
 from testing_utils import check_frozen_weights_are_not_saved, check_same_training, jsonl, noise, prompts_of_two_sizes
@@ -166,7 +166,7 @@ def edits(tmp_path_factory) -> Path:
     benchmark = rows[-1] | {"prompt": "What else could be asked?"}
     for name, its_rows in (("edits", rows), ("benchmark", [benchmark])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in its_rows))
-    model = tiny.build_tiny_qwen_image_edit(folder / "model")
+    model = tiny_models.build_tiny_qwen_image_edit(folder / "model")
     settings = {"model_name_or_path": str(model), "dataset_name": str(folder / "edits.jsonl"), **EDITS}
     settings |= {"exclude_dataset_name": str(folder / "benchmark.jsonl"), "eval_strategy": "no", "eval_split": None}
     (folder / "settings.yaml").write_text(yaml.safe_dump(settings))

@@ -14,8 +14,9 @@ from diffusers import DiffusionPipeline
 from peft import PeftModel
 from safetensors.torch import load_file, save, save_file
 
+import tiny_models
 from hub_server import HubServer
-from paco_trl import generation, tiny
+from paco_trl import generation
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
@@ -129,7 +130,7 @@ def base_of(tmp_path_factory):
 
     def of(name: str) -> DiffusionPipeline:
         if name not in built:
-            folder = getattr(tiny, f"build_tiny_{name}")(tmp_path_factory.mktemp(name) / "tiny")
+            folder = getattr(tiny_models, f"build_tiny_{name}")(tmp_path_factory.mktemp(name) / "tiny")
             built[name] = DiffusionPipeline.from_pretrained(folder)
             built[name].set_progress_bar_config(disable=True)
         return built[name]

@@ -17,7 +17,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from paco_trl import PaCoRewardConfig, tiny
+import tiny_models
+from paco_trl import PaCoRewardConfig
 from paco_trl.commands.doctor import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
@@ -227,7 +228,7 @@ def test_the_host_has_quantized_weights_and_the_embeddings_of_some_rounds(make_t
 
 
 def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_qwen, prompts, tmp_path):
-    models = [str(tiny_qwen), str(tiny.build_tiny_clip(tmp_path / "clip"))]
+    models = [str(tiny_qwen), str(tiny_models.build_tiny_clip(tmp_path / "clip"))]
     plan = plan_memory(str(tiny_flux), make_trainer().args, prompts, LORA, models)
     without = replace(plan, serves_judge=True)
     offloaded = replace(plan, offload_rewards=True)
@@ -264,7 +265,7 @@ def test_the_longest_prompt_is_that_of_an_image(make_trainer, tiny_flux):
 
 @pytest.mark.slow
 def test_a_first_panel_is_a_source(make_trainer, tmp_path):
-    model = str(tiny.build_tiny_flux_kontext(tmp_path / "model"))
+    model = str(tiny_models.build_tiny_flux_kontext(tmp_path / "model"))
     args = make_trainer(per_device_train_batch_size=1, height=128, width=128, resolution_scale=1.0).args
     sets = Dataset.from_list([{"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs."]}] * 4)
     found, tokens, trained = {}, {}, {}
@@ -284,7 +285,7 @@ def test_a_first_panel_is_a_source(make_trainer, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "is_one"), [("flux_kontext", False), ("flux2_klein", True)])
 def test_first_panels_may_need_micro_batches_of_one(make_trainer, tmp_path, model, is_one):
-    folder = str(getattr(tiny, f"build_tiny_{model}")(tmp_path / "model"))
+    folder = str(getattr(tiny_models, f"build_tiny_{model}")(tmp_path / "model"))
     sets = Dataset.from_list([{"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs."]}] * 4)
     args = make_trainer(per_device_train_batch_size=1, resolution_scale=1.0).args
     for way, most in (("independent", 1024), ("anchored", 1 if is_one else 1024)):

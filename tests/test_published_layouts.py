@@ -17,7 +17,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from paco_trl import PaCoReward, tiny
+import tiny_models
+from paco_trl import PaCoReward
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer
 from paco_trl.utils.names import is_same_model
@@ -184,7 +185,7 @@ def predict(transformer) -> np.ndarray:
 
 def test_an_adapter_of_a_pipeline_is_continued(tmp_path):
     """As PEFT saves one of a diffusers transformer, with layers that no prediction depends on."""
-    base = str(tiny.build_tiny_qwen_image_edit(tmp_path / "pipeline"))
+    base = str(tiny_models.build_tiny_qwen_image_edit(tmp_path / "pipeline"))
     pipeline = DiffusionPipeline.from_pretrained(base)
     before = predict(pipeline.transformer)
     targets = family_of(pipeline).lora_target_modules

@@ -20,7 +20,8 @@ from torchao.quantization import Float8WeightOnlyConfig
 from trl import ModelConfig, get_quantization_config
 
 import launching
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
+import tiny_models
+from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands.evaluate import main as evaluate_main
 from paco_trl.commands.evaluate_arguments import JudgeOptions, load_judge
 from paco_trl.commands.merge import MergeArguments, merge
@@ -150,7 +151,7 @@ class TestTraining:
     @pytest.mark.parametrize("family", CASES)
     def test_every_family(self, make_trainer, family, tmp_path):
         case = CASES[family]
-        folder = getattr(tiny, case.build)(tmp_path / "tiny")
+        folder = getattr(tiny_models, case.build)(tmp_path / "tiny")
         side, scale = (1024, 1 / 16) if case.num_images else (64, 1 / 2)
         method = list(METHODS)[list(CASES).index(family) % len(METHODS)]  # FLUX has all, above
         trainer = make_trainer(

@@ -16,7 +16,8 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import CLIPConfig
 
-from paco_trl import PaCoGRPOConfig, PaCoRewardConfig, tiny
+import tiny_models
+from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
 from paco_trl.commands import doctor, reward
 from paco_trl.commands.main import main
 from paco_trl.commands.parser import CommandParser
@@ -188,7 +189,7 @@ def commands_of(name: str) -> list[tuple[tuple[str, ...], int]]:
 def make_memory_plan(tmp_path_factory):
     """Plans of commands, from published configs without weights."""
     folder = tmp_path_factory.mktemp("published")
-    write_configs(tiny.build_tiny_qwen2_5_vl(folder / "judge").parent, {"judge": QWEN_VL_7B})
+    write_configs(tiny_models.build_tiny_qwen2_5_vl(folder / "judge").parent, {"judge": QWEN_VL_7B})
     CLIPConfig(**CLIP_H).save_pretrained(folder / "clip")
 
     @functools.cache
@@ -199,7 +200,7 @@ def make_memory_plan(tmp_path_factory):
             return doctor.judge_plan(*parse(recipe, *options, "--model_name_or_path", str(folder / "judge")))
         builder, configs, _ = MODELS[name]
         if not (folder / name).exists():
-            write_configs(getattr(tiny, builder)(folder / name), configs)
+            write_configs(getattr(tiny_models, builder)(folder / name), configs)
         local = {"model_name_or_path": name, "clip_model": "clip", "judge_model": "judge"}
         local = [word for option, value in local.items() for word in (f"--{option}", str(folder / value))]
         return doctor.image_plan(*parse(recipe, *options, *local), rows_of(1024, values.get("edits", False)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from paco_trl import tiny
+import tiny_models
 
 
 # The fast tests of the families use the same pipelines
@@ -20,7 +20,7 @@ PIPELINES = [
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_seed_fixes_all_files_and_leaves_the_random_state(tmp_path, name):
     """Also of the tokenizers, whose trainers break ties at random."""
-    build, state = getattr(tiny, f"build_tiny_{name}"), torch.get_rng_state()
+    build, state = getattr(tiny_models, f"build_tiny_{name}"), torch.get_rng_state()
     first, again, other = build(tmp_path / "a"), build(tmp_path / "b"), build(tmp_path / "c", seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     files = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
@@ -33,13 +33,13 @@ def test_the_seed_fixes_all_files_and_leaves_the_random_state(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["stable_diffusion_3", "flux2", "flux2_klein", "z_image"])
 def test_defaults_of_the_pipeline_work(tmp_path, name):
-    pipeline = DiffusionPipeline.from_pretrained(getattr(tiny, f"build_tiny_{name}")(tmp_path))
+    pipeline = DiffusionPipeline.from_pretrained(getattr(tiny_models, f"build_tiny_{name}")(tmp_path))
     image = pipeline(prompt="a cat", height=64, width=64, num_inference_steps=1, output_type="pt").images
     assert image.shape == (1, 3, 64, 64)
 
 
 def test_stable_diffusion_has_the_blocks_of_3_5(tmp_path):
-    pipeline = DiffusionPipeline.from_pretrained(tiny.build_tiny_stable_diffusion_3(tmp_path))
+    pipeline = DiffusionPipeline.from_pretrained(tiny_models.build_tiny_stable_diffusion_3(tmp_path))
     first, last = pipeline.transformer.transformer_blocks
     assert first.attn2 is not None and first.attn.norm_q is not None
     assert last.attn2 is None and last.context_pre_only

@@ -11,25 +11,14 @@ from ..utils.lazy import lazy_imports
 
 
 __all__ = [
-    "build_tiny_clip", "build_tiny_flux", "build_tiny_flux2", "build_tiny_flux2_klein", "build_tiny_flux_kontext",
-    "build_tiny_longcat_image", "build_tiny_longcat_image_edit", "build_tiny_ovis_image",
-    "build_tiny_qwen2_5_vl", "build_tiny_qwen_image", "build_tiny_qwen_image_21", "build_tiny_qwen_image_edit",
-    "build_tiny_qwen_image_edit_plus", "build_tiny_stable_diffusion_3", "build_tiny_z_image",
+    "build_tiny_clip", "build_tiny_flux", "build_tiny_flux_kontext", "build_tiny_qwen2_5_vl",
+    "build_tiny_stable_diffusion_3",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from .clip import build_tiny_clip
     from .flux import build_tiny_flux, build_tiny_flux_kontext
-    from .flux2 import build_tiny_flux2, build_tiny_flux2_klein
-    from .longcat_image import build_tiny_longcat_image, build_tiny_longcat_image_edit, build_tiny_ovis_image
     from .qwen2_5_vl import build_tiny_qwen2_5_vl
-    from .qwen_image import (
-        build_tiny_qwen_image,
-        build_tiny_qwen_image_21,
-        build_tiny_qwen_image_edit,
-        build_tiny_qwen_image_edit_plus,
-    )
     from .stable_diffusion_3 import build_tiny_stable_diffusion_3
-    from .z_image import build_tiny_z_image
 
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

@@ -15,10 +15,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ..utils.files import read_template
-from .flux import build_scheduler
-from .parts import ATTENTION, CONFIGS, enlarge, save, weights_of
-from .qwen2_5_vl import token_ids, train_tokenizer
+from paco_trl.tiny.flux import build_scheduler
+from paco_trl.tiny.parts import ATTENTION, enlarge, save, weights_of
+from paco_trl.tiny.qwen2_5_vl import token_ids, train_tokenizer
+
+from .parts import CONFIGS, read_chat_template
 from .z_image import qwen3_config, train_qwen3_tokenizer
 
 
@@ -29,7 +30,7 @@ SPECIAL_TOKENS = (
 )
 
 # Renders the same text as the template of the real model
-CHAT_TEMPLATE = read_template("tiny_flux2_chat.jinja").strip()
+CHAT_TEMPLATE = read_chat_template("flux2_chat.jinja")
 
 
 def build_tiny_flux2(folder: str | Path, seed: int = 0) -> Path:

@@ -12,9 +12,11 @@ from diffusers import (
 )
 from transformers import Qwen2VLProcessor, Qwen3Model
 
-from .flux import build_scheduler, build_vae
-from .parts import ATTENTION, CONFIGS, enlarge, save, weights_of
-from .qwen2_5_vl import build_model_and_processor
+from paco_trl.tiny.flux import build_scheduler, build_vae
+from paco_trl.tiny.parts import ATTENTION, enlarge, save, weights_of
+from paco_trl.tiny.qwen2_5_vl import build_model_and_processor
+
+from .parts import CONFIGS
 from .z_image import qwen3_config, train_qwen3_tokenizer
 
 

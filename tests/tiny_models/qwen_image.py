@@ -25,8 +25,16 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from .parts import CONFIGS, enlarge, save, weights_of
-from .qwen2_5_vl import CHAT_TEMPLATE, build_model_and_processor, token_ids, train_judge_tokenizer, vision_token_ids
+from paco_trl.tiny.parts import enlarge, save, weights_of
+from paco_trl.tiny.qwen2_5_vl import (
+    CHAT_TEMPLATE,
+    build_model_and_processor,
+    token_ids,
+    train_judge_tokenizer,
+    vision_token_ids,
+)
+
+from .parts import CONFIGS
 
 
 def build_tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:

@@ -7,17 +7,18 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
-from ..utils.files import read_template
-from .flux import build_vae
-from .parts import CONFIGS, enlarge, save, weights_of
-from .qwen2_5_vl import token_ids, train_tokenizer
+from paco_trl.tiny.flux import build_vae
+from paco_trl.tiny.parts import enlarge, save, weights_of
+from paco_trl.tiny.qwen2_5_vl import token_ids, train_tokenizer
+
+from .parts import CONFIGS, read_chat_template
 
 
 MAX_TOKENS = 64
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 # Renders the same text as the template of the real model
-CHAT_TEMPLATE = read_template("tiny_z_image_chat.jinja").strip()
+CHAT_TEMPLATE = read_chat_template("z_image_chat.jinja")
 
 
 def build_tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
