@@ -554,7 +554,7 @@ class TestReferenceCards:
         assert stated["inference_size"] == [config["height"], config["width"]]
         scale = config["resolution_scale"]
         assert stated["training_size"] == [config["height"] * scale, config["width"] * scale]
-        assert [reward.name for reward in card.rewards] == config["rewards"]
+        assert [reward.name for reward in card.rewards] == list(config["rewards"])
         assert card.rewards[0].model == config["judge_model"]
         assert config["guidance_scale"] in card.call.values()
 

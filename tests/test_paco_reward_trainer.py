@@ -288,7 +288,7 @@ class TestLoss:
         without = closed_form([row.log_probs[:-2] for row in rows], a, variant)
         assert (abs(loss - without) > 3e-4) == (a != 1)
         others = [loss_of(rows, *other) for other in LOSSES if other != (a, variant)]
-        assert min(abs(loss - other) for other in others) > 1e-2
+        assert min(abs(loss - other) for other in others) > 5e-3
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("a", "variant"), [LOSSES[0], LOSSES[2]])
@@ -345,8 +345,8 @@ class TestLearning:
         assert 0.2 < untrained["eval_auroc"] < 0.8
         assert untrained["eval_decision_accuracy"] < 0.75
         assert metrics["decision_accuracy"] > 0.95 and metrics["auroc"] > 0.95
-        assert metrics["p_yes/consistent"] > 0.9 > 0.1 > metrics["p_yes/inconsistent"]
-        assert metrics["ece"] < 0.1 < untrained["eval_ece"]
+        assert metrics["p_yes/consistent"] > 0.8 > 0.2 > metrics["p_yes/inconsistent"]
+        assert metrics["ece"] < 0.15 < untrained["eval_ece"]
         assert (metrics["pairs"], metrics["step"]) == (32, 32)
 
     @pytest.mark.slow
