@@ -151,7 +151,7 @@ class TestStages:
 
     def test_grids_are_begun_with_other_seeds(self, generated, tiny_flux):
         options = {"model_name_or_path": tiny_flux, "dtype": "float32", "height": 32, "width": 32}
-        with pytest.raises(ValueError, match=r"`seeds` was \[0, 1, 2\] and is now \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"seeds: \[0, 1, 2\], now \[0, 1\]"):
             generated("grids", **options, num_inference_steps=1, seeds=[0, 1], batch_size=3)
 
     def test_grids_are_begun_with_other_weights(self, generated, tiny_flux, tmp_path):
@@ -161,7 +161,7 @@ class TestStages:
         file = tmp_path / "build/grids/settings.json"
         settings = json.loads(file.read_text())
         file.write_text(json.dumps(settings | {"model_files": settings["model_files"][::-1]}))
-        with pytest.raises(ValueError, match="`model_files` was"):
+        with pytest.raises(ValueError, match="model_files: "):
             generated("grids", **options)
 
     def test_prompts_that_are_left_out(self, generated, tmp_path):
@@ -262,7 +262,7 @@ class TestWritten:
         check_image_set_columns(prompts)
         # The server is gone, and is not needed again
         build("prompts", base_url=server.url, num_written=8, **options)
-        with pytest.raises(ValueError, match="`num_written` was 8 and is now 9"):
+        with pytest.raises(ValueError, match="num_written: 8, now 9"):
             build("prompts", base_url=server.url, num_written=9, **options)
         with pytest.raises(ValueError, match="`--layouts`"):
             build("prompts", base_url=server.url, model="writer", layouts=["2by2"])
@@ -297,7 +297,7 @@ class TestWritten:
         # Other pairs have no reasons: what is published would not fit together
         planted("pairs", test_size=0.4, seed=1)
         for stage, options in (("publish", {"hub_model_id": "user/name"}), ("reasons", {"base_url": server.url})):
-            with pytest.raises(ValueError, match="other pairs|`pairs` was"):
+            with pytest.raises(ValueError, match="other pairs|pairs: "):
                 planted(stage, **options, **({"model": "writer"} if stage == "reasons" else {}))
 
 

@@ -66,9 +66,9 @@ class TestStageFolder:
         assert folder.settings == {"seeds": [0, 1], "size": 2}
         folder.journal("done").append({"id": 1})
         StageFolder(tmp_path / "stage", {"seeds": [0, 1], "size": 2})
-        with pytest.raises(ValueError, match=r"begun with other settings: `size` was 2 and is now 3\. "):
+        with pytest.raises(ValueError, match=r"begun with other settings: size: 2, now 3\. "):
             StageFolder(tmp_path / "stage", {"seeds": [0, 1], "size": 3})
-        with pytest.raises(ValueError, match=r"`size` was 2 and is now None"):
+        with pytest.raises(ValueError, match=r"size: 2, now None"):
             StageFolder(tmp_path / "stage", {"seeds": [0, 1]})
         StageFolder(tmp_path / "stage")  # what is done anew each time has none
 

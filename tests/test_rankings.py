@@ -159,7 +159,7 @@ class TestLoadConsistencyRank:
     @pytest.mark.parametrize(
         "broken, message",
         [
-            (rank_record(folder="0002"), "directory '0002'"),
+            (rank_record(folder="0002"), "`folder` '0002'"),
             (rank_record(ref_image=...), "'images/0001/None' is neither in"),
             (rank_record(comp_images=["0_1.png"] * 2, rank_images=["0_1.png"] * 2), "`comp_images`"),
             (rank_record(rank_images=["0_1.png", "1_1.png", "1_1.png"]), "`rank_images`"),

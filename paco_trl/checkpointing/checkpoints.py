@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, select_files
-from ..utils.files import open_weights, write_atomically
+from ..utils.files import open_weights, read_record, write_atomically
 from ..utils.fingerprint import differences
 
 
@@ -114,11 +114,8 @@ def how_to_resume(output_dir: str | Path) -> str:
 
 def read_run(checkpoint: str | Path) -> dict:
     """Read which run a checkpoint belongs to, and the sizes of its `files`; empty if this is not recorded."""
-    try:
-        content = json.loads((Path(checkpoint) / RUN_FILE).read_text(encoding="utf-8"))
-        return {**content["run"], "files": content["files"]}
-    except (OSError, ValueError, KeyError):
-        return {}
+    content = read_record(Path(checkpoint) / RUN_FILE)
+    return {**content["run"], "files": content["files"]} if {"run", "files"} <= content.keys() else {}
 
 
 def check_resumed_run(

@@ -166,7 +166,5 @@ def panels_of(panel_images: PanelImages | None, count: int, reward: str) -> Pane
     panel_images = column_of(panel_images, "panel_images", count, reward)
     for index, panels in enumerate(panel_images):
         if len(panels) < 2:
-            raise ValueError(
-                f"Image {index} has {len(panels)} panel, but {reward} compares two or more: leave it out."
-            )
+            raise ValueError(f"Image {index} has {len(panels)} panel, but {reward} compares several: leave it out.")
     return panel_images

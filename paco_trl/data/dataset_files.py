@@ -187,9 +187,7 @@ def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
         rows += value if isinstance(value, list) else [value]
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ValueError(
-                f"Row {index} of {path} is {shorten(row)}. It must be an object with the columns as keys."
-            )
+            raise ValueError(f"Row {index} of {path} is {shorten(row)}, not an object with the columns as keys.")
     return rows
 
 
@@ -249,9 +247,7 @@ def _arrow_column(name: str, values: list[Any], where: str) -> pa.Array:
             column = pa.array(values)
         except UnicodeEncodeError as error:
             row = next(row for row, value in enumerate(values) if "\\ud" in json.dumps(value))
-            raise ValueError(
-                f"`{name}` of row {row} of '{where}' has half a character ({error}). Correct it."
-            ) from error
+            raise ValueError(f"`{name}` of row {row} of '{where}' has half a character: {error}.") from error
         if column.to_pylist() == values:
             return column
     texts = [None if value is None else json.dumps(value) for value in values]

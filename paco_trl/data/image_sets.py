@@ -74,9 +74,7 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
         elif row["rows"] != 1:
             raise ValueError(f"Row {index} has rows={row['rows']}, but separate images. Leave `rows` and `cols` out.")
         elif not is_text(row.get("theme")):
-            raise ValueError(
-                f"`theme` of row {index} is {shorten(row.get('theme'))}. Separate images need a text of all."
-            )
+            raise ValueError(f"`theme` of row {index} is {shorten(row.get('theme'))}. Separate images need a text.")
         if not all(is_size(row.get(name)) for name in _SIZE_COLUMNS):
             sizes = {name: row.get(name) for name in _SIZE_COLUMNS}
             raise ValueError(f"Row {index} has {sizes}. They must be numbers of pixels, such as 1024.")
@@ -91,9 +89,7 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
     """Check the prompt, the layout and the panels of a row."""
     _check_prompt(index, prompt)
     if not all(type(number) is int and number > 0 for number in (rows, cols)):
-        raise ValueError(
-            f"Row {index} has rows={shorten(rows)} and cols={shorten(cols)}. Both must be ints of at least 1."
-        )
+        raise ValueError(f"Row {index} has rows={shorten(rows)} and cols={shorten(cols)}, not ints of at least 1.")
     if not isinstance(panels, list | tuple) or len(panels) != rows * cols or not all(map(is_text, panels)):
         expected = f"a text for each panel of its {rows}x{cols} grid (rows x cols)"
         raise ValueError(f"`panels` of row {index} is {shorten(panels)}. It must be a list with {expected}.")

@@ -20,15 +20,10 @@ _PATTERNS = ["*.json", "*.sh", "*.png", "*.jpg", "*.jpeg", "*.webp", *ARCHIVE_PA
 
 def _read_pair(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
     """Read a record. The errors continue `<file>, record <number>: `."""
-    prompt, completion = as_turns(record)
-    images = record.get("images")
+    texts, images = as_turns(record), record.get("images")
     if not isinstance(images, list) or len(images) != 2:
         raise ValueError(f"its `images` are {shorten(images)}, but a pair has a list of exactly 2 paths.")
-    return {
-        "images": [finder.find(image) for image in images],
-        "prompt": prompt,
-        "completion": completion,
-    }
+    return {"images": [finder.find(image) for image in images], **texts}
 
 
 def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_broken: bool = False) -> Dataset:

@@ -150,15 +150,14 @@ def _with_placeholders(content: Any) -> Any:
     return "".join(_PLACEHOLDER if part.get("type") == "image" else part.get("text") or "" for part in content)
 
 
-def as_turns(row: Mapping[str, Any]) -> tuple[Any, Any]:
+def as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     Read prompt and completion of a row: turns or texts of these names, or what LLaMA-Factory and ms-swift have, a list of
     `conversations` (`from`, `value`) or `messages` (`role`, `content`), or `query` and `response`, with or without `system`.
     Both images come before the question: the placeholders `<image>` in front of it are removed.
     """
-    prompt: Any = row.get("prompt")
-    completion: Any = row.get("completion")
-    turns: Any = row.get("conversations") or row.get("messages")
+    prompt, completion = row.get("prompt"), row.get("completion")
+    turns = row.get("conversations") or row.get("messages")
     if turns is None and row.get("query") is not None:
         turns = [{"role": "user", "content": row["query"]}, {"role": "assistant", "content": row.get("response")}]
     if turns and isinstance(turns, list):
@@ -181,9 +180,8 @@ def as_turns(row: Mapping[str, Any]) -> tuple[Any, Any]:
     text = prompt[-1]["content"]
     question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
     if _PLACEHOLDER in question or not question:
-        rule = f"Put no or two placeholders `{_PLACEHOLDER}`, before a text"
-        raise ValueError(f"its question is {shorten(text)}. {rule}.")
-    return [*prompt[:-1], {"role": "user", "content": question}], completion
+        raise ValueError(f"its question is {shorten(text)}. Put no or two `{_PLACEHOLDER}` in front of a text.")
+    return {"prompt": [*prompt[:-1], {"role": "user", "content": question}], "completion": completion}
 
 
 def as_pairs(dataset: Dataset, name: str, skip_broken: bool = False) -> Dataset:
@@ -195,7 +193,7 @@ def as_pairs(dataset: Dataset, name: str, skip_broken: bool = False) -> Dataset:
     texts, rows, broken = [], [], []
     for number, row in enumerate(dataset.with_format(None).remove_columns("images")):
         try:
-            texts.append(dict(zip(("prompt", "completion"), as_turns(row), strict=True)))
+            texts.append(as_turns(row))
             rows.append(number)
         except (ValueError, AttributeError, TypeError) as error:  # also of a turn of another type
             broken.append(f"Row {number} of '{name}': {error}")

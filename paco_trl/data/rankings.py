@@ -50,9 +50,7 @@ def check_ranking_columns(dataset: Dataset, name: str = "dataset") -> None:
         if count < 2:
             raise ValueError(f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2.")
         if not is_order(ranking, count):
-            raise ValueError(
-                f"`ranking` of row {row} of `{name}` is {shorten(ranking)}, not 0 to {count - 1} exactly once."
-            )
+            raise ValueError(f"`ranking` of row {row} of `{name}` is {shorten(ranking)}, not 0 to {count - 1} once.")
 
 
 def is_order(ranking: Any, count: int) -> bool:
@@ -75,9 +73,7 @@ def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]
     if not isinstance(names, list) or len(names) < 2 or len(set(map(str, names))) != len(names):
         raise ValueError(f"`comp_images` is {shorten(names)}. It must be a list of at least two different file names.")
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, names)):
-        raise ValueError(
-            f"`rank_images` is {shorten(order)}, but `comp_images` is {shorten(names)}. Both must have the same names."
-        )
+        raise ValueError(f"`rank_images` is {shorten(order)}, not an order of `comp_images`, {shorten(names)}.")
     folder = PurePath("images", str(record.get("folder")))
     paths = [finder.find(name, folder) for name in [reference, *names]]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
@@ -114,9 +110,7 @@ def load_consistency_rank(path: str | Path) -> Dataset:
         counts[prefix] = counts.get(prefix, -1) + 1
         try:
             if group not in prompts:
-                raise ValueError(
-                    f"its directory {shorten(record.get('folder'))} is not among the `idx` of {_PROMPT_FILE}."
-                )
+                raise ValueError(f"its `folder` {shorten(record.get('folder'))} is no `idx` of {_PROMPT_FILE}.")
             ranking = _read_ranking(record, finder)
         except ValueError as error:
             raise ValueError(f"{RANK_FILE}, record {number}: {error}") from error

@@ -45,9 +45,7 @@ def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
         parsed = parse_image_set_prompt(row["prompt"])
         layout = GRID.fullmatch(row["layout"].strip())
         if layout is None or (int(layout[1]), int(layout[2])) != (parsed.rows, parsed.cols):
-            raise ValueError(
-                f"`layout` is {shorten(row['layout'])}, but the prompt has {parsed.rows}x{parsed.cols} panels."
-            )
+            raise ValueError(f"`layout` is {shorten(row['layout'])}, but the prompt has {parsed.rows}x{parsed.cols}.")
         panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
     except ValueError as error:
         raise ValueError(f"T2IS row with idx {shorten(row['idx'])}: {error}") from error

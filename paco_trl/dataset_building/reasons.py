@@ -84,9 +84,7 @@ def write_reasons(
     if folder.is_done:
         return folder.load()
     if max_attempts < 1 or not 1 <= min_words <= max_words:
-        raise ValueError(
-            f"`max_attempts` is {max_attempts}, the words {min_words} to {max_words}: not in order from 1."
-        )
+        raise ValueError(f"`max_attempts` is {max_attempts}, the words {min_words} to {max_words}: not from 1 up.")
     check_pair_columns(pairs, "pairs")
     ids = pairs.with_format(None)["id"][:]
     if len(set(ids)) < len(ids):

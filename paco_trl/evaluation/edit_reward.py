@@ -137,13 +137,9 @@ def _check_rows(rows: list[dict[str, Any]], counts: list[int]) -> None:
                 f"`dimension` of row {index} is {shorten(row['dimension'])}, not one of {', '.join(QUESTIONS_OF)}."
             )
         if len(keys) != 2 or keys[0] == keys[1] or counts[index] != 2:
-            raise ValueError(
-                f"Row {index} must have two edited images, with different names in `key`: {shorten(keys)}."
-            )
+            raise ValueError(f"Row {index} must have two edited images with different names, not {shorten(keys)}.")
         if any(instruction_of.setdefault(key, row["instruction"]) != row["instruction"] for key in keys):
-            raise ValueError(
-                f"Row {index} has another instruction than an earlier row with one of its keys {shorten(keys)}."
-            )
+            raise ValueError(f"Row {index} has another instruction than an earlier row of the keys {shorten(keys)}.")
 
 
 def _parts(rows: list[dict[str, Any]], protocol: str) -> tuple[list[runs.Part], dict[str, list[str]]]:

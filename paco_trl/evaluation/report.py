@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..utils.files import read_template, write_atomically
-from ..utils.fingerprint import HARMLESS_IN_SCORERS, differences
+from ..utils.fingerprint import HARMLESS_IN_SCORERS, changes
 from ..utils.paper import PAPER
 from ..utils.statistics import without_nan
 from ..utils.text import interval_text, markdown_table, number_text, read_json
@@ -73,13 +73,8 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
         else:
             names = [name.replace("_", " ") for name in DIMENSIONS[benchmark]]
             columns += [*names, *(f"{name}, ties count" for name in names)]
-        tables.append(
-            (
-                f"{_TITLES[benchmark]}, protocol: {protocol}",
-                columns,
-                [_row(entry, _name(entry, group)) for entry in group],
-            )
-        )
+        rows = [_row(entry, _name(entry, group)) for entry in group]
+        tables.append((f"{_TITLES[benchmark]}, protocol: {protocol}", columns, rows))
     return tables
 
 
@@ -144,22 +139,19 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
 
 def _identity(entry: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of results but for the dataset's name and where they were computed, as JSON has them."""
-    settings = {
-        name: value for name, value in entry["settings"].items() if name not in ("dataset", *HARMLESS_IN_SCORERS)
-    }
-    return json.loads(json.dumps(settings))
+    left_out = ("dataset", *HARMLESS_IN_SCORERS)
+    return json.loads(json.dumps({n: value for n, value in entry["settings"].items() if n not in left_out}))
 
 
 def _name(entry: dict[str, Any], entries: list[dict[str, Any]]) -> str:
     """Return the scorer's name, with the settings in which it differs from an earlier entry of this name."""
-    now, found = _identity(entry), dict[str, str]()
+    now, found = _identity(entry), dict[str, Any]()
     for other in entries[: entries.index(entry)]:
         before = _identity(other)
         if all(before.get(name) == now.get(name) for name in ("scorer", "template", "dataset_fingerprint")):
-            for line in differences(before, now):
-                name, _, values = line.partition(": ")
-                found[name.rpartition("/")[2]] = values.rpartition(", now ")[2].strip("'")
-    return now["scorer"] + (f" ({', '.join(f'{name}: {value}' for name, value in found.items())})" if found else "")
+            found |= {name.rpartition("/")[2]: value for name, _, value in changes(before, now)}
+    texts = ", ".join(f"{name}: {value}" for name, value in found.items())
+    return now["scorer"] + (f" ({texts})" if found else "")
 
 
 def _markdown(entries: list[dict[str, Any]]) -> str:

@@ -81,9 +81,7 @@ def name_prompts(prompts: "Dataset", columns: Sequence[str] = ("id",)) -> list[s
     for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
         for name, value in values.items():
             if not isinstance(value, str) or not value:
-                raise ValueError(
-                    f"`{name}` of row {row} of the prompts is {shorten(value)}, but must be a non-empty text."
-                )
+                raise ValueError(f"`{name}` of row {row} of the prompts is {shorten(value)}. Give it a text.")
         key = "/".join(values[name] for name in columns)
         if key in rows:
             raise ValueError(f"Rows {rows[key]} and {row} of the prompts are both {key!r}: give each a unique `id`.")

@@ -4,10 +4,10 @@ Select the files of a published model, and tell those that the package wrote fro
 (optimizer, states) stays on this machine.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..utils.files import read_record
 from ..utils.text import some_of
 
 
@@ -56,11 +56,9 @@ def select_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, Path]
 
 def saved_pictures(folder: str | Path) -> set[str] | None:
     """Return the names of the card's images in a directory, by its `paco_trl.json`; `None` without this file."""
-    try:
-        values = json.loads((Path(folder) / SETTINGS).read_text(encoding="utf-8"))
-        return {*values.get("pictures", ())} if values["kind"] else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    values = read_record(Path(folder) / SETTINGS)
+    pictures = values.get("pictures", [])
+    return {*map(str, pictures)} if values.get("kind") and isinstance(pictures, list) else None
 
 
 def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
@@ -69,19 +67,13 @@ def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
     found, pictures = {*select_files(folder, patterns)}, saved_pictures(folder)
     if pictures is not None:
         found = {name for name in found if name.endswith(".png") and name not in pictures}
-    if pictures is not None or any(Path(folder).glob(f"checkpoint-*/{RUN_FILE}")) or _is_begun(folder):
+    is_begun = "run" in read_record(Path(folder) / RUN_FILE)
+    if pictures is not None or is_begun or any(Path(folder).glob(f"checkpoint-*/{RUN_FILE}")):
         found -= {RUN_FILE, *select_files(folder, RUN_OUTPUTS)}
     if not found:
         return None
     what = f"'{folder}' has {some_of(sorted(found))}, which paco_trl did not write there and would overwrite"
     return f"{what}. Move this away, or choose another directory."
-
-
-def _is_begun(folder: str | Path) -> bool:
-    try:
-        return "run" in json.loads((Path(folder) / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def published_files_of(folder: str | Path) -> list[str] | None:

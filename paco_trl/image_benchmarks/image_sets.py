@@ -86,9 +86,7 @@ class FoundImages:
         """Refuse missing images."""
         if self.missing:
             lacking = f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}"
-            raise ValueError(
-                f"{lacking}: a mean over the rest would flatter. Add them, or count 0 (`missing='zero'`)."
-            )
+            raise ValueError(f"{lacking}: a mean of the rest would flatter. Add them, or count 0 (`missing='zero'`).")
 
 
 def find_generated_sets(

@@ -21,7 +21,7 @@ from rich.markdown import Markdown
 
 from ..hub.cards import RESULTS
 from ..hub.settings import load_settings
-from ..utils.files import read_template, write_atomically
+from ..utils.files import read_record, read_template, write_atomically
 from ..utils.images import data_url
 from ..utils.names import public_name, public_text
 from ..utils.statistics import without_nan
@@ -75,19 +75,12 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
         "report.html": page,
     }
     found = [name for name in texts if (folder / name).exists()]
-    if found and not _is_report(folder / "results.json"):
+    if found and not {"systems", "tables"} <= read_record(folder / "results.json").keys():
         cure = "Move this away, or choose another directory."
         raise ValueError(f"'{folder}' has {', '.join(found)}, but no results.json of an evaluation. {cure}")
     for name, text in texts.items():
         write_atomically(folder / name, text)
     return dict(zip(("json", "markdown", "html"), (Path(output_dir) / name for name in texts), strict=True))
-
-
-def _is_report(path: Path) -> bool:
-    try:
-        return {"systems", "tables"} <= json.loads(path.read_text(encoding="utf-8")).keys()
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:

@@ -77,7 +77,7 @@ from ..rollout.sampler import EncodedRows, PromptEncoder, RolloutSampler
 from ..rollout.sde import STREAMS
 from ..utils.deepspeed import gathered_weights, partition
 from ..utils.files import sole_writer
-from ..utils.fingerprint import describe, differences, weights_fingerprint
+from ..utils.fingerprint import changes, describe, weights_fingerprint
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from .checks import (
@@ -971,8 +971,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
         of_training = {name: value for name, value in self._settings.items() if "eval" not in name}
-        if changed := differences(run["settings"], of_training):
-            names = ", ".join(line.partition(":")[0] for line in changed)
+        if names := ", ".join(name for name, *_ in changes(run["settings"], of_training)):
             message = f"'{checkpoint}' is in the middle of a round that was generated with other values of"
             logger.warning(f"{message} {names}: it is generated again.")
             return

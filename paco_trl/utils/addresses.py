@@ -31,9 +31,7 @@ def check_base_url(base_url: str) -> str:
 def refuse_address(path: str | None) -> None:
     """Reject an image that a row names by an address: its author would choose what is requested or read. Or by its content."""
     if path is not None and "://" in path:
-        raise ValueError(
-            f"{shorten(path)} is an address, not a file of this machine. Download it if you trust the dataset."
-        )
+        raise ValueError(f"{shorten(path)} is an address, not a file. Download it if you trust the dataset.")
     # Of paths, the parts have at most 255 characters, and few are so many
     if path is not None and (path.startswith("data:") or len(path) > 1000 or max(map(len, path.split("/"))) > 255):
         cure = "Save it as a file and name that, or use Parquet with the bytes"

@@ -107,9 +107,7 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
 def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
     """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
     if not os.path.exists(adapter) and (is_local(adapter) or "/" not in adapter):
-        raise FileNotFoundError(
-            f"There is no adapter '{adapter}': no such file or directory, and no Hub id, `user/name`."
-        )
+        raise FileNotFoundError(f"There is no adapter '{adapter}': no file or directory, and no Hub id, `user/name`.")
     folder, file = _split_adapter(adapter)
     names = (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")
     read = [name for name in ([file] if file else names) if name.endswith(".safetensors")]
@@ -152,6 +150,15 @@ def adapter_weights_digest(adapter: str) -> str:
     """Digest the weights of an adapter: checkpoints of one run can have the same name."""
     with open(find_adapter_file(adapter), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_record(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object that the package may have written; empty if there is none, or another file."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_template(name: str) -> str:

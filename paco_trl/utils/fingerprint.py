@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import version
@@ -233,31 +234,19 @@ def _file_contents(value: Any) -> Any:
             return file_digest(path, 2)
         return {name: _file_contents(item) for name, item in value.items()}
     if isinstance(value, pa.BinaryScalar | pa.LargeBinaryScalar):
-        content = memoryview(value.as_buffer())
-        parts = (content[start : start + _PART] for start in _starts(len(content), 2))
-        return _digest_parts(len(content), parts)
+        return file_digest(value.as_buffer(), 2)
     return value.as_py()
 
 
-def _starts(size: int, parts: int) -> list[int]:
-    """Return where the parts of a file begin, of which the last ends with it; all of it if it is short."""
-    if size <= parts * _PART:
-        return list(range(0, size, _PART))
-    return [(size - _PART) * number // (parts - 1) for number in range(parts)]
-
-
-def _digest_parts(size: int, parts: Any) -> str:
-    found = hashlib.sha256(f"{size} ".encode())
-    for part in parts:
-        found.update(part)
+def file_digest(source: str | Path | pa.Buffer, parts: int = _PARTS_OF_WEIGHTS) -> str:
+    """Digest the length of a file and some evenly spaced parts of it, all if it is short: many gigabytes in a moment."""
+    with pa.input_stream(source, compression=None) as file:
+        size = file.size()
+        found = hashlib.sha256(f"{size} ".encode())
+        for number in range(parts):
+            file.seek(max(0, size - _PART) * number // (parts - 1))
+            found.update(file.read(_PART))
     return found.hexdigest()[:16]
-
-
-def file_digest(path: str | Path, parts: int = _PARTS_OF_WEIGHTS) -> str:
-    """Digest the length of a file and some evenly spaced parts of it: those of many gigabytes in a moment."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        return _digest_parts(size, (file.read(_PART) for start in _starts(size, parts) if file.seek(start) >= 0))
 
 
 def model_files(model: str) -> str | None:
@@ -274,11 +263,15 @@ def model_files(model: str) -> str | None:
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """List what differs between two descriptions, a line each: of the entries of `now`, and of all within them."""
-    return [line for name in now for line in _differences(name, saved.get(name), now[name])]
+    return [f"{name}: {shorten(before)}, now {shorten(value)}" for name, before, value in changes(saved, now)]
 
 
-def _differences(name: str, saved: Any, now: Any) -> list[str]:
-    if isinstance(saved, dict) and isinstance(now, dict):
-        inner = dict.fromkeys([*saved, *now])  # in order
-        return [line for each in inner for line in _differences(f"{name}/{each}", saved.get(each), now.get(each))]
-    return [] if saved == now else [f"{name}: {shorten(saved)}, now {shorten(now)}"]
+def changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Find what [`differences`] lists: names, and the two values."""
+    for name, value in now.items():
+        before = saved.get(name)
+        if isinstance(before, dict) and isinstance(value, dict):
+            within = changes(before, dict.fromkeys(before) | value)
+            yield from ((f"{name}/{inner}", *values) for inner, *values in within)
+        elif before != value:
+            yield name, before, value

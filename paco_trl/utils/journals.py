@@ -71,9 +71,7 @@ def check_header(path: Path, stored: Any, header: dict[str, Any]) -> None:
     if not isinstance(stored, dict) or stored.keys() != header.keys():
         raise ValueError(f"{path} exists and is not a result file of this benchmark. Give another path.")
     if different := differences(stored, header):
-        raise ValueError(
-            f"{path} has the results of another run: {'; '.join(different)}. Move it away, or write elsewhere."
-        )
+        raise ValueError(f"{path} has results of another run: {'; '.join(different)}. Move it, or write elsewhere.")
 
 
 class Journal:

@@ -11,9 +11,10 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 
-from .files import scratch_folder, write_atomically
+from .files import read_record, scratch_folder, write_atomically
+from .fingerprint import differences
 from .journals import Journal
-from .text import shorten, some_of
+from .text import some_of
 
 
 _SETTINGS = "settings.json"
@@ -71,11 +72,8 @@ class StageFolder:
         if found in ([], [_SETTINGS]):
             self._write(_SETTINGS, settings)
             return
-        changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
-        if changed:
-            was, now = ({name: shorten(found.get(name)) for name in changed} for found in (begun, settings))
-            texts = "; ".join(f"`{name}` was {was[name]} and is now {now[name]}" for name in changed)
-            raise ValueError(f"{self.path} was begun with other settings: {texts}. Resume with those, or delete it.")
+        if changed := "; ".join(differences(begun, dict.fromkeys(begun) | settings)):
+            raise ValueError(f"{self.path} was begun with other settings: {changed}. Resume with those, or delete it.")
 
     @property
     def is_done(self) -> bool:
@@ -85,19 +83,12 @@ class StageFolder:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings that the stage was started with; empty without settings."""
-        return self._read(_SETTINGS)
+        return read_record(self.path / _SETTINGS)
 
     @property
     def report(self) -> dict[str, Any]:
         """Return the report of a finished stage; empty before."""
-        return self._read(_REPORT)
-
-    def _read(self, name: str) -> dict[str, Any]:
-        try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_record(self.path / _REPORT)
 
     def _foreign(self, found: str, record: str) -> ValueError:
         what = f"{self.path} has {found}, but no {record} of paco_trl that says it wrote this"

@@ -32,7 +32,7 @@ _REPEATED = 1.0
 _received, _since = 0, 0.0
 _is_deferred = False
 _exit_code = 1  # of a process that ends while a call is running
-_executors: "WeakSet[CallExecutor]" = WeakSet()
+_calls: WeakSet[Future] = WeakSet()
 _loops: "WeakSet[AbstractEventLoop]" = WeakSet()
 
 
@@ -106,14 +106,9 @@ def _ignore_stop(names: Sequence[str], initialize: Callable[[int], None] | None,
 class CallExecutor(ThreadPoolExecutor):
     """Threads whose calls the end of the process does not wait for."""
 
-    def __init__(self, max_workers: int | None, thread_name_prefix: str):
-        super().__init__(max_workers, thread_name_prefix)
-        self.futures: WeakSet[Future] = WeakSet()
-        _executors.add(self)
-
     def submit(self, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
         """Start a call as soon as a thread is free."""
-        self.futures.add(future := super().submit(function, *args, **kwargs))
+        _calls.add(future := super().submit(function, *args, **kwargs))
         return future
 
 
@@ -124,8 +119,7 @@ def leave_calls(loop: "AbstractEventLoop") -> None:
 
 
 def _leave_calls() -> None:
-    is_busy = any(future.running() for executor in _executors for future in executor.futures)
-    if is_busy or not all(map(_answers, _loops)):
+    if any(map(Future.running, _calls)) or not all(map(_answers, _loops)):
         # Python would wait for ever, and kills daemons within native code, which aborts: a scheduler would see that
         atexit._run_exitfuncs()  # those of trackers, for example
         for stream in (sys.stdout, sys.stderr):

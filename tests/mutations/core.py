@@ -45,7 +45,7 @@ MUTANTS = [
     (T + "run_settings.py", "name.startswith(_FIXED)", 'name == "learning_rate"', "tests/test_run_identity.py::TestResume"),
     (T + "run_settings.py", '"dataset": describe(dataset), ', "", "tests/test_run_identity.py::TestResume"),
     (T + "paco_grpo_trainer.py", 'for name, value in self._settings.items() if "eval" not in name', "for name, value in self._settings.items()", "tests/test_run_identity.py::TestSettings"),
-    (T + "paco_grpo_trainer.py", "if changed := differences(run[\"settings\"], of_training):", "if changed := []:", "tests/test_run_identity.py::TestResume"),
+    (T + "paco_grpo_trainer.py", "if names := \", \".join(name for name, *_ in changes(run[\"settings\"], of_training)):", "if names := \"\":", "tests/test_run_identity.py::TestResume"),
     (T + "resuming.py", '{"weights": weights})', "{})", "tests/test_run_identity.py::TestResume"),
     (T + "paco_reward_trainer.py", "frozen_only=True", "frozen_only=False", "tests/test_paco_reward_trainer.py::TestResumed"),
     # ---- Objectives ----
@@ -262,7 +262,7 @@ MUTANTS = [
     (R + "runner.py", "if is_needed and count > math.ceil(", "if count > math.ceil(", SCORING + "::TestCeilings::test_an_optional_reward_may_fail"),
     (R + "runner.py", "count > math.ceil(args.max_reward_failures * len(rewards))", "count > args.max_reward_failures * len(rewards)", SCORING + "::TestCeilings::test_how_often_a_required_reward_may_fail"),
     ("paco_trl/utils/stopping.py", "        os._exit(_exit_code)\n", "        os._exit(1)\n", PREEMPTION + " -k 'wait_for_a_reward and thread'"),
-    ("paco_trl/utils/stopping.py", "if is_busy or not all(map(_answers, _loops)):", "if is_busy:", PREEMPTION + " -k 'wait_for_a_reward and loop'"),
+    ("paco_trl/utils/stopping.py", " or not all(map(_answers, _loops)):", ":", PREEMPTION + " -k 'wait_for_a_reward and loop'"),
     ("paco_trl/utils/stopping.py", "    loop.set_default_executor(CallExecutor(None, \"calls\"))\n", "", PREEMPTION + " -k 'wait_for_a_reward and thread'"),
     (T + "paco_grpo_trainer.py", 'group["lr"] = 0.0', "pass", "tests/test_resampling.py -k 'two_processes and TrainNothing and True'"),
     (T + "paco_grpo_trainer.py", "        if self._is_idle_step:\n", "        if False:\n", RESAMPLING + " -k TrainNothing"),

@@ -430,7 +430,7 @@ HUB = [
         "hub/files.py",
         "test_ownership.py::TestSaving",
         ('{name for name in found if name.endswith(".png") and name not in pictures}', "set()"),
-        ('if values["kind"] else None', "if True else None"),
+        ('if values.get("kind") and', "if"),
         ("    if pictures is not None:\n", "    if True:\n        pictures = pictures or set()\n"),
     ),
     *_mutants(
@@ -684,7 +684,7 @@ EVALUATION = [
     *_mutants(
         "evaluation/report.py",
         "test_evaluation.py::TestReport",
-        ('if name not in ("dataset", *HARMLESS_IN_SCORERS)', "if True"),
+        ('left_out = ("dataset", *HARMLESS_IN_SCORERS)', "left_out = ()"),
         ("if _identity(other) == _identity(entry)]", "if True]"),
     ),
     *_mutants(
@@ -945,9 +945,8 @@ DATASET_BUILDING = [
     *_mutants(
         "utils/fingerprint.py",
         "test_run_identity.py::TestDatasets test_run_identity.py::TestDescriptions test_checkpoints.py",
-        ("return list(range(0, size, _PART))", "return [0]"),
-        ("(size - _PART) * number // (parts - 1)", "_PART * number"),
-        ("for each in inner for line in", "for each in now for line in"),
+        ("max(0, size - _PART) * number // (parts - 1)", "_PART * number"),
+        ("dict.fromkeys(before) | value", "value"),
         ("code.__mro__[:-1] for item", "code.__mro__[:1] for item"),
         (
             "for name, value in with_values.items() if _is_plain(value)",
