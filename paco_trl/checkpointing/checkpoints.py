@@ -124,10 +124,7 @@ def check_resumed_run(
     """Check that a checkpoint has the same `identity`, and warn of other `settings`, before any model is loaded."""
     saved = read_run(checkpoint)
     if "settings" not in saved:
-        made_by = "was made by an older version of paco_trl, or is not of this trainer"
-        raise ValueError(
-            f"'{checkpoint}' cannot be resumed: it {made_by}. Start anew from its adapter (`peft_config`)."
-        )
+        raise ValueError(f"'{checkpoint}' is of an older version or another trainer. Start anew from its adapter.")
     before, key = saved["num_processes"], "processes of DeepSpeed"  # over which the optimizer's state is divided
     then = saved["identity"] | {key: before if saved["is_deepspeed"] else None}
     check_identity(checkpoint, then, identity | {key: num_processes if is_deepspeed else None})
@@ -145,20 +142,17 @@ def check_identity(checkpoint: Path, saved: dict, identity: dict) -> None:
     """Refuse to resume a checkpoint of another run."""
     if different := differences(saved, identity):
         lines = "\n  ".join(["", *different])
-        cure = (
-            "Give it the same (the optimizer's settings are restored), or start anew from its adapter (`peft_config`)."
-        )
+        cure = "Give it the same (the optimizer's settings are restored), or start anew from its adapter."
         raise ValueError(f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\n{cure}")
 
 
 def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
     """Refuse a directory with files of the user's that a run would overwrite or delete."""
-    problem = foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE])
+    if problem := foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE]):
+        raise ValueError(problem)
     for checkpoint in checkpoints_of(output_dir):
         if not (checkpoint / RUN_FILE).exists():
-            problem = f"'{checkpoint}' was not written by paco_trl: it has no {RUN_FILE}. Move it away, or choose another directory."
-    if problem is not None:
-        raise ValueError(problem)
+            raise ValueError(f"'{checkpoint}' was not written by paco_trl: it has no {RUN_FILE}. Move it away.")
 
 
 def begin_output_dir(output_dir: str | Path) -> None:
@@ -182,9 +176,7 @@ def check_rerun(output_dir: str | Path, resumed: Path | None) -> None:
     if found and (resumed is None or resumed.resolve().parent != Path(output_dir).resolve()):
         cure = "Resume it with `resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`"
         names = ", ".join(checkpoint.name for checkpoint in found[::-1])
-        raise ValueError(
-            f"`output_dir` is '{output_dir}', which has {names} of an earlier run. {cure}, or choose another."
-        )
+        raise ValueError(f"`output_dir`, '{output_dir}', has {names} of an earlier run. {cure}, or choose another.")
 
 
 def delete_run(output_dir: str | Path) -> None:

@@ -94,8 +94,8 @@ def load_split(
             raise ValueError(f"`image_folder` is '{image_folder}', but '{path}' names no paths. Leave it out.")
         folders.insert(0, Path(image_folder).expanduser().absolute())
     dataset = _with_image_files(dataset, named, folders)
-    as_written = {name: _JsonAsWritten() for name, kind in dataset.features.items() if isinstance(kind, Json)}
-    dataset.info.features.update(as_written)
+    features = dataset.info.features
+    features.update({name: _JsonAsWritten() for name, kind in features.items() if isinstance(kind, Json)})
     return dataset
 
 
@@ -106,13 +106,12 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
         if is_saved(path):
             saved = load_from_disk(path)
             # A dataset alone is all there is, also where its split has another name than the default
-            alone = {str(saved.split or "train"): saved, "train": saved} if isinstance(saved, Dataset) else None
-            return alone or saved
-        if not os.path.isfile(path) or _ending(Path(path)) == _PARQUET:
+            return {str(saved.split or "train"): saved, "train": saved} if isinstance(saved, Dataset) else saved
+        if os.path.isfile(path) and _ending(Path(path)) == _PARQUET:
+            return {"train": Dataset.from_parquet(glob.escape(path))}
+        if not os.path.isfile(path):
             with _no_patterns():
-                is_file = os.path.isfile(path)
-                kind, found = ("parquet", glob.escape(path)) if is_file else (path, None)
-                builder = load_dataset_builder(kind, config, data_files=found)
+                builder = load_dataset_builder(path, config)
             files = builder.config.data_files or {}
             is_text = all(_ending(Path(file)) in _TEXTS for of_split in files.values() for file in of_split)
             if not os.path.exists(path) or not is_text or builder.info.features is not None:
@@ -125,10 +124,8 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
             names = ", ".join(get_dataset_config_names(path))
         raise ValueError(f"'{path}' has several configurations: {names}. Choose one by `dataset_config`.") from error
     wanted = [name for name in files if str(name) in split] or files  # of a split that there is not, all are named
-    return {
-        str(name): dataset_of_rows([row for file in files[name] for row in read_rows(Path(file))], path)
-        for name in wanted
-    }
+    rows = {str(name): [row for file in files[name] for row in read_rows(Path(file))] for name in wanted}
+    return {name: dataset_of_rows(of_split, path) for name, of_split in rows.items()}
 
 
 @contextmanager
@@ -167,8 +164,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a file of JSON, JSON lines, CSV, TSV or plain lines (as `text`), compressed or not."""
     ending = _ending(path)
     if ending not in _TEXTS:
-        endings = ", ".join([*_TEXTS, _PARQUET])
-        raise ValueError(f"'{path}' is not a file of rows: it must end in {endings}, or a text's with .gz.")
+        raise ValueError(f"'{path}' has no rows: it must end in {', '.join(_TEXTS)}, also with .gz, or {_PARQUET}.")
     text = read_text(path)
     if ending == _LINES:
         return [{"text": line} for line in re.split(r"\r\n?|\n", text) if line.strip()]
@@ -192,18 +188,16 @@ def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
 
 
 def _read_table(path: Path, text: str) -> list[dict[str, Any]]:
-    header = text.partition("\n")[0]
-    is_tabs = _ending(path) == ".tsv"
-    separator = "\t" if is_tabs else next((mark for mark in ",;\t" if mark in header), ",")
+    marks = "\t" if _ending(path) == ".tsv" else ",;\t"
+    separator = next((mark for mark in marks if mark in text.partition("\n")[0]), marks[0])
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     rows: list[list[str]] = []
     try:
         names = [name.strip() for name in next(lines, [])]
         for row in filter(None, lines):
             if len(row) != len(names):
-                counts = f"{len(row)} fields, but the header has {len(names)}"
-                cure = f"Put a text that contains {separator!r} in double quotes"
-                raise ValueError(f"'{path}', line {lines.line_num} has {counts}: {shorten(row)}. {cure}.")
+                counts = f"{len(row)} fields, not {len(names)} as the header: {shorten(row)}"
+                raise ValueError(f"'{path}', line {lines.line_num} has {counts}. Quote texts with {separator!r}.")
             rows.append(row)
     except csv.Error as error:
         raise ValueError(f"'{path}', line {lines.line_num} cannot be read: {error}. Correct its quotes.") from error
@@ -261,11 +255,10 @@ def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the
         is_list = isinstance(feature, List | LargeList)
         inner = feature.feature if is_list else feature
         if isinstance(inner, Json):
-            row = next(
-                (row for row, value in enumerate(dataset[name]) if type(value) is not type(dataset[name][0])), 0
-            )
+            values = dataset[name][:]
+            row = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
             cure = "Give each row a path, or each a list"
-            raise ValueError(f"`{name}` of row {row} of '{where}' is {shorten(dataset[name][row])}. {cure}.")
+            raise ValueError(f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. {cure}.")
         is_struct = isinstance(inner, dict) and {*inner} <= {"bytes", "path"}
         if is_struct or inner in _STORED_IMAGES or isinstance(feature, LargeList) and isinstance(inner, Image):
             column = dataset.select_columns(name).cast_column(name, List(Image()) if is_list else Image())
@@ -339,12 +332,8 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
         raise ValueError(f"an image is {shorten(name)}, but it must be a path relative to the directory.")
     refuse_address(name)
     path = Path(*folders[:1], name)
-    caches = [
-        datasets_config.HF_DATASETS_CACHE,
-        datasets_config.DOWNLOADED_DATASETS_PATH,
-        datasets_config.EXTRACTED_DATASETS_PATH,
-        HF_HUB_CACHE,
-    ]
+    known = datasets_config
+    caches = [known.HF_DATASETS_CACHE, known.DOWNLOADED_DATASETS_PATH, known.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
     # A download into a cache elsewhere: `snapshots/<commit>/` has links to `blobs/`
     caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
     target = path.resolve()
@@ -367,6 +356,5 @@ def report_broken(broken: list[str], total: int, what: str, skip_broken: bool) -
         count = f" ({len(broken)} of {total} {what} are broken; this is the first one.)" if len(broken) > 1 else ""
         raise ValueError(f"{broken[0]} Correct it, or leave such {what} out with `skip_broken=True`.{count}")
     more = [f"and {len(broken) - _MAX_LISTED} more."] * (len(broken) > _MAX_LISTED)
-    logger.warning(
-        "\n".join([f"Left out {len(broken)} of {total} {what} that are broken:", *broken[:_MAX_LISTED], *more])
-    )
+    lines = [f"Left out {len(broken)} of {total} {what} that are broken:", *broken[:_MAX_LISTED], *more]
+    logger.warning("\n".join(lines))

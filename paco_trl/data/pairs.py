@@ -156,8 +156,9 @@ def as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
     `conversations` (`from`, `value`) or `messages` (`role`, `content`), or `query` and `response`, with or without `system`.
     Both images come before the question: the placeholders `<image>` in front of it are removed.
     """
-    prompt, completion = row.get("prompt"), row.get("completion")
-    turns = row.get("conversations") or row.get("messages")
+    prompt: Any = row.get("prompt")
+    completion: Any = row.get("completion")
+    turns: Any = row.get("conversations") or row.get("messages")
     if turns is None and row.get("query") is not None:
         turns = [{"role": "user", "content": row["query"]}, {"role": "assistant", "content": row.get("response")}]
     if turns and isinstance(turns, list):
@@ -180,7 +181,7 @@ def as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
     text = prompt[-1]["content"]
     question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
     if _PLACEHOLDER in question or not question:
-        raise ValueError(f"its question is {shorten(text)}. Put no or two `{_PLACEHOLDER}` in front of a text.")
+        raise ValueError(f"its question is {shorten(text)}. Put no or two `{_PLACEHOLDER}` before a text.")
     return {"prompt": [*prompt[:-1], {"role": "user", "content": question}], "completion": completion}
 
 

@@ -82,13 +82,12 @@ def rank_with_judge(
     file = Path(folder) / f"{check_annotator(annotator)}.jsonl"
     earlier = [file] if file.exists() else []
     scorer = digest(describe_scorer(judge))[:16]
-    records = [record for path in earlier for _, record in read_lines(path)]
-    others = {str(record.get("judge", "a person")) for record in records}
-    if others - {judge.name}:
-        raise ValueError(f"The annotator {annotator!r} is {min(others - {judge.name})!r} already, not {judge.name!r}.")
-    if any(record["scorer"] != scorer for record in records):
-        cure = "Rank under another name (`--annotator`), or delete its file"
-        raise ValueError(f"The annotator {annotator!r} is {judge.name!r} with other weights or code. {cure}: {file}.")
+    for record in (record for path in earlier for _, record in read_lines(path)):
+        who = record.get("judge", "a person")
+        if (who, record.get("scorer")) != (judge.name, scorer):
+            found = f"{who!r} {'with other weights or code' if who == judge.name else 'already'}"
+            cure = f"Rank under another name (`--annotator`), or delete {file}"
+            raise ValueError(f"The annotator {annotator!r} is {found}. {cure}.")
     done = {annotation.instance for annotation in read_annotations(earlier, instances)}
     rows = [row for row in instances.with_format(None) if row["id"] not in done]
     paths = {name: image["path"] for name, image in by_id(panels, "image").items()}

@@ -187,9 +187,8 @@ def _accuracies(
     by_type = {}
     for name, count in sorted(Counter(task_types).items()):
         has_type = [task_type == name for task_type in task_types]
-        by_type[name] = {kind: fmean(compress(values, has_type)) for kind, values in hits.items()} | {
-            "num_rows": count
-        }
+        by_type[name] = {kind: fmean(compress(values, has_type)) for kind, values in hits.items()}
+        by_type[name]["num_rows"] = count
     return {
         **{kind: runs.mean_and_interval(values, groups, strata=strata) for kind, values in hits.items()},
         "num_rows": len(places),

@@ -90,10 +90,11 @@ def score_parts(
     protocol = settings["protocol"]
     fingerprint = dataset_fingerprint(dataset, columns, image_columns)
     settings = settings | {"dataset_size": len(dataset), "dataset_fingerprint": fingerprint}
-    settings |= {"scorer": public_text(scorer.name), "judge": describe_scorer(scorer)}
+    is_served = "://" in scorer.name  # two servers are two runs
+    name = scorer.name if is_served else public_text(scorer.name)
+    settings |= {"scorer": name, "judge": describe_scorer(scorer)}
     images = RowImages(dataset, image_columns, protocol)
-    # Two servers are two runs
-    journal = Journal(output_path, settings | ({"scorer": scorer.name} if "://" in scorer.name else {}), key=key)
+    journal = Journal(output_path, settings, key=key)
     rows = [list(of_row) for _, of_row in groupby(parts, key=lambda part: part.row)]
     title = f"{settings['benchmark']}, {scorer.name}"
     with tqdm(total=len(parts), initial=len(journal.by_key), desc=title, unit=key) as progress:
@@ -115,7 +116,7 @@ def score_parts(
                     records.append(record(part, list(scores)) | {"unanswered": sum(unanswered)})
                 journal.append(*records)
                 progress.update(len(missing))
-    if "://" in scorer.name:  # results are shared: without the address of a judge's server
+    if is_served:  # results are shared: without the address of a judge's server
         settings["scorer"] = scorer.model_name
     num_unanswered = sum(each["unanswered"] for each in journal.by_key.values())
     common = {"settings": settings, "num_instances": len(dataset), "num_unanswered": num_unanswered}

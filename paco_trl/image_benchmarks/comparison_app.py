@@ -222,9 +222,7 @@ def make_app(
             if isinstance(error, ValueError) and is_message_enough(error):  # of a size or a prompt
                 raise gr.Error(html.escape(str(error)), print_exception=is_traceback_wanted()) from error
             kind = type(error).__name__
-            raise gr.Error(
-                f"The comparison failed ({kind}). Choose fewer panels or try again; the log has details."
-            ) from error
+            raise gr.Error(f"The comparison failed ({kind}). Choose fewer panels; the log has details.") from error
 
     rows, cols = layout if (first := comparison.parse(prompts[0])) is None else (first.rows, first.cols)
     is_set, is_separate = rows * cols > 1, comparison.panel_template is not None

@@ -62,7 +62,7 @@ _FIXED = (*_OF_OPTIMIZER, "bf16", "fp16", "model_init_kwargs", "num_iterations",
 
 
 def compared_settings(args: TrainingArguments) -> dict[str, Any]:
-    """Return all settings but the harmless and the refused ones, as JSON has them."""
+    """Return all settings but the harmless and the refused ones, and the versions, as JSON has them."""
     left_out = {*HARMLESS, *(REFUSED_GRPO_FIELDS if isinstance(args, PaCoGRPOConfig) else REFUSED_SFT_FIELDS)}
     names = [field.name for field in dataclasses.fields(args) if not field.name.startswith(_HARMLESS_PREFIXES)]
     kwargs = {name: value for name, value in (args.model_init_kwargs or {}).items() if name not in _HARMLESS_KWARGS}
@@ -73,7 +73,7 @@ def compared_settings(args: TrainingArguments) -> dict[str, Any]:
         settings["num_train_epochs"] = None
     if (config := kwargs.pop("quantization_config", None)) is not None:
         settings["quantization"] = quantization_text(config)
-    return settings | {"model_init_kwargs": describe(kwargs)}
+    return settings | {"model_init_kwargs": describe(kwargs), "versions": versions()}
 
 
 def describe_run(
@@ -85,7 +85,7 @@ def describe_run(
     The former are the `dataset`, with all columns, the adapter, and the settings that cannot change in a run; the weights of
     the model are added once they are loaded. The latter are all other settings, and `parts`.
     """
-    settings = compared_settings(args) | {"versions": versions()} | parts
+    settings = compared_settings(args) | parts
     described = "none, all weights of the transformer are trained"
     if adapter is not None:
         values = {name: value for name, value in adapter.to_dict().items() if name not in _HARMLESS_IN_ADAPTERS}
@@ -105,6 +105,7 @@ def reference_setting(args: PaCoGRPOConfig, peft_config: Any) -> str | None:
 
 def evaluation_settings(args: PaCoGRPOConfig) -> dict[str, Any]:
     """Return the settings that an evaluation of the untrained model depends on."""
-    settings = compared_settings(args) | {"versions": versions()}
     left_out = (*_OF_OPTIMIZER, *_OF_OBJECTIVES)
-    return {n: v for n, v in settings.items() if n not in HARMLESS_UNTRAINED and not n.startswith(left_out)}
+    return {
+        n: v for n, v in compared_settings(args).items() if n not in HARMLESS_UNTRAINED and not n.startswith(left_out)
+    }

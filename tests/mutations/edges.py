@@ -456,8 +456,8 @@ HUB = [
         ),
         ("(resumed is None or resumed.resolve().parent != Path(output_dir).resolve())", "resumed is None"),
         (
-            "        if not (checkpoint / RUN_FILE).exists():\n            problem",
-            "        if False:\n            problem",
+            "        if not (checkpoint / RUN_FILE).exists():\n            raise",
+            "        if False:\n            raise",
         ),
         ("later = complete.index(written) + 1", "later = len(complete)"),
     ),
@@ -644,7 +644,7 @@ DATA = [
     *_mutants(
         "data/dataset_files.py",
         "test_dataset_files.py",
-        ('("parquet", glob.escape(path))', '("parquet", path)'),
+        ("Dataset.from_parquet(glob.escape(path))", "Dataset.from_parquet(path)"),
         ("pattern, glob.escape(base_path)", "pattern, base_path"),
         ("if len(row) != len(names):", "if len(row) > len(names):"),
         ("text and text.isdigit() and", "False and"),
@@ -679,7 +679,7 @@ EVALUATION = [
         "test_evaluation.py::TestResume",
         ('"judge": describe_scorer(scorer)', '"judge": None'),
         ("[*text_columns, *image_columns]", "[*text_columns]"),
-        ('public_text(scorer.name), "judge"', 'scorer.name, "judge"'),
+        ("else public_text(scorer.name)", "else scorer.name"),
     ),
     *_mutants(
         "evaluation/report.py",
