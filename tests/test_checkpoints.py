@@ -16,6 +16,7 @@ from paco_trl.checkpointing.checkpoints import (
     check_rerun,
     check_resumed_run,
     check_same_run,
+    delete_run,
     drop_old_checkpoints,
     find_checkpoint,
     incomplete_files,
@@ -35,10 +36,11 @@ def state():
     PartialState()  # of the logger
 
 
-def make(output: Path, step: int, **run) -> Path:
+def make(output: Path, step: int, *further: str, **run) -> Path:
     staged = output / ".saving" / f"checkpoint-{step}"
-    staged.mkdir(parents=True)
-    (staged / "weights").write_text("weights")
+    for name in ("weights", *further):
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).write_text(name)
     return publish(staged, output, RUN | run)
 
 
@@ -61,6 +63,35 @@ def test_what_is_incomplete_is_not_found(tmp_path, damage):
     assert find_checkpoint(tmp_path, True) == whole
     with pytest.raises(ValueError, match=name):
         find_checkpoint(tmp_path, str(broken))
+
+
+@pytest.mark.parametrize("content", ["", "a card with notes of mine", None])
+def test_a_card_that_was_edited_is_no_damage(tmp_path, content):
+    checkpoint = make(tmp_path, 9, "README.md", "images/0.png")
+    for name in ("README.md", "images/0.png"):
+        (checkpoint / name).unlink() if content is None else (checkpoint / name).write_text(content)
+    (checkpoint / "weights").write_text("more weights")
+    assert find_checkpoint(tmp_path, True) == checkpoint
+
+
+@pytest.mark.parametrize("how", ["deleted", "dropped", "replaced"])
+def test_files_of_the_users_in_a_checkpoint_stay(tmp_path, how):
+    checkpoint = make(tmp_path, 1, "images/0.png")
+    mine = [checkpoint / name for name in ("notes.txt", "images/mine.png", "samples/run.json")]
+    mine[2].parent.mkdir()
+    for path in mine:
+        path.write_text("mine")
+    if how == "deleted":
+        delete_run(tmp_path)
+        check_same_run(tmp_path, {"r": 2})
+    else:
+        make(tmp_path, 1 if how == "replaced" else 2)
+        drop_old_checkpoints(str(tmp_path), 1, None)
+    assert [path.read_text() for path in mine] == ["mine"] * 3
+    assert (checkpoint / "weights").exists() == (how == "replaced") and not (checkpoint / "images" / "0.png").exists()
+    check_output_dir(tmp_path, [])  # the run can go on there, or another one begin
+    make(tmp_path, 1)
+    assert not incomplete_files(checkpoint) and [path.read_text() for path in mine] == ["mine"] * 3
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,9 @@ def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
     target = Path(output_dir) / staged.name
     replaced = staged.with_name(f"replaced-{staged.name}")
     if target.exists():  # of this run, which was resumed from an earlier checkpoint that it can resume from again
+        for path in _files_of_user(target):
+            (staged / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(target / path, staged / path, follow_symlinks=False)
         os.replace(target, replaced)
     os.replace(staged, target)
     shutil.rmtree(staged.parent, ignore_errors=True)  # the checkpoint is complete
@@ -69,8 +72,30 @@ def incomplete_files(checkpoint: str | Path) -> list[str]:
     """List the files of a checkpoint that are missing or truncated: `run.json` if the list of files itself is missing."""
     if not (run := read_run(checkpoint)):
         return [RUN_FILE]
-    paths = {name: Path(checkpoint) / name for name in run["files"]}
-    return [n for n, path in paths.items() if not path.is_file() or path.stat().st_size != run["files"][n]]
+    # A card may be edited, and evaluations add their results to it
+    needed = {name: Path(checkpoint) / name for name in run["files"] if not name.endswith((".md", ".png"))}
+    return [n for n, path in needed.items() if not path.is_file() or path.stat().st_size < run["files"][n]]
+
+
+def _files_of_user(checkpoint: Path) -> list[Path]:
+    """List what is in the directory of a checkpoint besides its own files, as paths in it."""
+    written = {*read_run(checkpoint).get("files", ()), RUN_FILE}
+    paths = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [path for path in paths if str(path) not in written]
+
+
+def _delete_checkpoint(checkpoint: Path) -> None:
+    """Delete a checkpoint; files of the user's stay, with the record by which it is known."""
+    kept = {checkpoint / path for path in [*_files_of_user(checkpoint), Path(RUN_FILE)]}
+    if len(kept) > 1:
+        for path in {path for path in checkpoint.rglob("*") if not path.is_dir()} - kept:
+            path.unlink(missing_ok=True)
+        return
+    # Aside first: half of one, after a kill, would not be known as the package's own
+    trash = checkpoint.parent / STAGING / f"old-{checkpoint.name}"
+    trash.parent.mkdir(exist_ok=True)
+    os.replace(checkpoint, trash)
+    shutil.rmtree(trash.parent, ignore_errors=True)
 
 
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
@@ -163,7 +188,8 @@ def begin_output_dir(output_dir: str | Path) -> None:
 def check_same_run(output_dir: str | Path, identity: dict) -> None:
     """Refuse the directory of another run, which can be neither resumed nor continued."""
     for checkpoint in checkpoints_of(output_dir):
-        # One that is incomplete is skipped when the run is resumed
+        if incomplete_files(checkpoint):  # skipped when the run is resumed
+            continue
         if different := differences(read_run(checkpoint).get("identity", identity), identity):
             lines = "\n  ".join(["", *different])
             cure = "Choose another directory, or delete that run with `overwrite_output_dir=True`."
@@ -183,7 +209,7 @@ def delete_run(output_dir: str | Path) -> None:
     """Delete the checkpoints, curves, sheets and evaluations of an earlier run; its encoded prompts can be used again."""
     for checkpoint in checkpoints_of(output_dir):
         if (checkpoint / RUN_FILE).exists():
-            shutil.rmtree(checkpoint, ignore_errors=True)
+            _delete_checkpoint(checkpoint)
     for path in select_files(output_dir, RUN_OUTPUTS).values():
         path.unlink(missing_ok=True)
 
@@ -240,11 +266,7 @@ def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -
     kept = list(dict.fromkeys([*kept, *complete[:later][::-1], *complete[later:]]))[: max(limit, len({*kept}))]
     for checkpoint in found:
         if checkpoint not in kept:
-            # Aside first: half of one, after a kill, would not be known as the package's own
-            trash = Path(output_dir) / STAGING / f"old-{checkpoint.name}"
-            trash.parent.mkdir(exist_ok=True)
-            os.replace(checkpoint, trash)
-            shutil.rmtree(trash.parent, ignore_errors=True)
+            _delete_checkpoint(checkpoint)
 
 
 def round_file(checkpoint: Path, process_index: int) -> Path:
