@@ -145,12 +145,25 @@ class TestTables:
                 load_image_set_prompts(path)
             assert "/data" in str(error.value)
 
+    def test_an_image_in_base64_is_read_to_its_end(self, tmp_path):
+        path = write(tmp_path / "p.tsv", f"prompt\timage\nA fox\t{'x' * 200_000}\n")
+        assert len(load_split(path, "train")["image"][0]) == 200_000
+
+    @pytest.mark.parametrize("indent", [None, 2])
+    @pytest.mark.parametrize("separator", ["\n", "\r\n", "\r", "\n\n \n"])
+    def test_objects_on_a_line_or_several(self, tmp_path, indent, separator):
+        texts = [json.dumps({"prompt": name, "sizes": [1, 2]}, indent=indent) for name in "abc"]
+        for name, count in (("p.json", 1), ("p.jsonl", 3)):
+            path = write(tmp_path / name, separator.join(texts[:count]) + separator)
+            assert load_image_set_prompts(path)["prompt"][:] == [*"abc"][:count]
+
     def test_types_are_those_that_give_the_text_back(self, tmp_path):
         columns = {"height": "512", "strength": "0.50", "id": "007", "hash": "12345678901234567890", "flag": "True"}
+        columns["commit"] = "0x1f"
         header, values = ",".join(columns), ",".join(columns.values())
-        path = write(tmp_path / "p.csv", f"prompt,{header}\nA fox,{values}\nA hen,,,8,1,\n")
+        path = write(tmp_path / "p.csv", f"prompt,{header}\nA fox,{values}\nA hen,,,8,1,,\n")
         row, second = load_image_set_prompts(path)
-        assert [row[name] for name in columns] == [512, 0.5, "007", "12345678901234567890", True]
+        assert [row[name] for name in columns] == [512, 0.5, "007", "12345678901234567890", True, "0x1f"]
         assert (second["height"], second["strength"], second["id"], second["flag"]) == (None, None, "8", None)
 
 

@@ -172,14 +172,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
-    # Not `splitlines`, which would also cut at characters that JSON allows inside a string
-    parts = [text] if text.lstrip().startswith("[") else text.split("\n")
-    rows: list[dict[str, Any]] = []
-    for number, part in enumerate(parts, start=1):
+    # A list, objects on lines, or over several lines as `jq` writes them: whatever follows on one another
+    decoder, space, rows, end = json.JSONDecoder(), re.compile(r"\s*"), list[Any](), 0
+    while (start := space.match(text, end).end()) < len(text):  # type: ignore[union-attr]
         try:
-            value = json.loads(part) if part.strip() else []
+            value, end = decoder.raw_decode(text, start)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not valid JSON ({error}). Correct or replace it.") from error
+            raise ValueError(f"{path} is not valid JSON ({error}). Correct or replace it.") from error
         rows += value if isinstance(value, list) else [value]
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -190,6 +189,7 @@ def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
 def _read_table(path: Path, text: str) -> list[dict[str, Any]]:
     marks = "\t" if _ending(path) == ".tsv" else ",;\t"
     separator = next((mark for mark in marks if mark in text.partition("\n")[0]), marks[0])
+    csv.field_size_limit(max(len(text), csv.field_size_limit()))  # an image in base64 is longer than the default
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     rows: list[list[str]] = []
     try:
@@ -215,7 +215,8 @@ def _typed(texts: list[str | None]) -> list[Any]:
             values = pa.array(texts, pa.string()).cast(kind).to_pylist()
             pairs = zip(texts, values, strict=True)
             # "007" is a name, as is what has more digits than a number
-            is_name = any(text and text.isdigit() and str(int(value)) != text for text, value in pairs)
+            is_whole = kind == pa.int64()  # also of "0x1f"
+            is_name = any(text and (is_whole or text.isdigit()) and str(int(value)) != text for text, value in pairs)
             return texts if is_name else values
     return texts
 
