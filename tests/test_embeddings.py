@@ -138,7 +138,7 @@ class TestDirectory:
         assert are_equal(results[0], results[1]) and are_equal(results[0], results[2])
         assert load_file(files[0])["prompt_embeds"].shape[0] == 1
 
-    @pytest.mark.parametrize("what", ["weights", "tokenizer", "damage", "family", "version"])
+    @pytest.mark.parametrize("what", ["weights", "configuration", "tokenizer", "damage", "family", "version"])
     def test_what_another_model_or_half_a_file_has_is_encoded_again(
         self, make_trainer, tiny_flux, tmp_path, monkeypatch, what
     ):
@@ -160,6 +160,8 @@ class TestDirectory:
             if what == "weights":
                 with torch.no_grad():
                     pipeline.text_encoder_2.shared.weight.mul_(2)
+            elif what == "configuration":  # of sources
+                pipeline.vae.register_to_config(scaling_factor=0.5)
             else:
                 pipeline.tokenizer_2.add_tokens(["panels"])
                 pipeline.text_encoder_2.resize_token_embeddings(len(pipeline.tokenizer_2))

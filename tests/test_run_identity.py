@@ -200,13 +200,19 @@ class TestResume:
             assert outcome in text and named in text
             assert text.count(", now ") == 1  # only what differs is named
 
-    @pytest.mark.parametrize("component", ["transformer", "text_encoder_2", "vae", None])
+    @pytest.mark.parametrize(
+        "component", ["transformer", "text_encoder_2", "vae", "vae.scaling_factor", "scheduler.shift", None]
+    )
     def test_once_its_model_is_loaded(self, tiny_flux, earlier, tmp_path, caplog, component):
         model = shutil.copytree(tiny_flux, tmp_path / tiny_flux.name)  # moved, of the same name
         if component is not None:
             pipeline = DiffusionPipeline.from_pretrained(model)
-            with torch.no_grad():
-                next(getattr(pipeline, component).parameters()).mul_(1.05)
+            component, _, setting = component.partition(".")
+            part = getattr(pipeline, component)
+            if setting:
+                part.register_to_config(**{setting: 1.05 * part.config[setting]})
+            else:
+                next(part.parameters()).data.mul_(1.05)
             pipeline.save_pretrained(model)
         output = shutil.copytree(earlier, tmp_path / "out")
         with nullcontext() if component is None else pytest.raises(ValueError, match=f"weights/{component}: "):

@@ -28,7 +28,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..utils.files import digest, write_atomically
-from ..utils.fingerprint import describe, versions, weights_fingerprint
+from ..utils.fingerprint import component_fingerprint, describe, versions
 from ..utils.images import to_device
 from ..utils.pipelines import truncations_counted
 from . import Family
@@ -257,7 +257,7 @@ def _models_digest(pipeline, family: Family) -> str:
     parts: list[Any] = [type(pipeline).__name__, describe(family), versions()]
     for name, component in sorted(pipeline.components.items()):
         if component is not None and name in (*family.text_encoders, "vae"):
-            parts.append(weights_fingerprint(component))
+            parts.append(component_fingerprint(component))
         elif ("tokenizer" in name or "processor" in name) and component is not None:
             with tempfile.TemporaryDirectory() as folder:
                 component.save_pretrained(folder)

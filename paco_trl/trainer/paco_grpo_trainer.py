@@ -77,7 +77,7 @@ from ..rollout.sampler import EncodedRows, PromptEncoder, RolloutSampler
 from ..rollout.sde import STREAMS
 from ..utils.deepspeed import gathered_weights, partition
 from ..utils.files import sole_writer
-from ..utils.fingerprint import changes, describe, weights_fingerprint
+from ..utils.fingerprint import changes, component_fingerprint, describe
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from .checks import (
@@ -277,8 +277,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.pipeline = load() if is_built else pipeline
         if not isinstance(model, str) or any(isinstance(each, nn.Module) for each in init.values()):
             check_base_weights(self.pipeline, ["transformer"] if is_full else [])
-        modules = {name: each for name, each in self.pipeline.components.items() if isinstance(each, nn.Module)}
-        self._identify_weights({name: weights_fingerprint(module) for name, module in sorted(modules.items())})
+        parts = sorted(self.pipeline.components.items())
+        parts = [(name, part) for name, part in parts if isinstance(part, nn.Module) or name == "scheduler"]
+        self._identify_weights({name: component_fingerprint(part) for name, part in parts})
         if args.vae_tiling:
             self.pipeline.vae.enable_tiling()
 

@@ -65,6 +65,19 @@ def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
     return found.hexdigest()[:16]
 
 
+def component_fingerprint(component: Any) -> str:
+    """Digest a component of a pipeline: weights, if it has any, and its configuration in diffusers, such as a scheduler's."""
+    config = getattr(component, "config", None)
+    # What begins with "_" says where it comes from; how it is quantized is a setting of the run
+    names = (
+        [name for name in config if name[0] != "_" and name != "quantization_config"]
+        if isinstance(config, dict)
+        else []
+    )
+    weights = weights_fingerprint(component) if isinstance(component, nn.Module) else None
+    return digest([weights, {name: describe(config[name]) for name in names}])[:16]
+
+
 def _sample(name: str, weight: Any) -> bytes:
     is_torchao = hasattr(weight, "__tensor_flatten__")  # which cannot be flattened
     flat = (weight.dequantize() if is_torchao else weight).detach().flatten()

@@ -351,7 +351,7 @@ MUTANTS = [
     (P + "sampler.py", "generation_of = [image % generations for", "generation_of = [image for", NFT + "::TestLoss::test_what_is_trained_follows_from_keys_alone"),
     (P + "sampler.py", "describe(family), versions()", "versions()", "tests/test_embeddings.py::TestDirectory::test_what_another_model_or_half_a_file_has_is_encoded_again"),
     (P + "sampler.py", "describe(family), versions()", "describe(family)", "tests/test_embeddings.py::TestDirectory::test_what_another_model_or_half_a_file_has_is_encoded_again"),
-    (P + "sampler.py", "            parts.append(weights_fingerprint(component))\n", "            pass\n", "tests/test_embeddings.py::TestDirectory::test_what_another_model_or_half_a_file_has_is_encoded_again"),
+    (P + "sampler.py", "            parts.append(component_fingerprint(component))\n", "            pass\n", "tests/test_embeddings.py::TestDirectory::test_what_another_model_or_half_a_file_has_is_encoded_again"),
     (P + "sampler.py", "(prompt, rows.negative_prompts[row]) if", "(prompt, rows.negative_prompts[0]) if", "tests/test_negative_prompts.py"),
     (P + "sampler.py", "self._encoded = {key: tensors for key, tensors in self._encoded.items() if key in kept}", "pass", "tests/test_embeddings.py::TestAhead"),
     (T + "paco_grpo_trainer.py", "min(round_index + ROUNDS_AHEAD, self._num_rounds)", "self._num_rounds", "tests/test_embeddings.py::TestAhead"),

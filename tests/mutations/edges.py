@@ -947,6 +947,11 @@ DATASET_BUILDING = [
     ),
     *_mutants(
         "utils/fingerprint.py",
+        "test_run_identity.py::TestResume",
+        ("{name: describe(config[name]) for name in names}", "{}"),
+    ),
+    *_mutants(
+        "utils/fingerprint.py",
         "test_run_identity.py::TestDatasets test_run_identity.py::TestDescriptions test_checkpoints.py",
         ("max(0, size - _PART) * number // (parts - 1)", "_PART * number"),
         ("dict.fromkeys(before) | value", "value"),
