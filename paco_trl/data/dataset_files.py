@@ -14,23 +14,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import (
-    Dataset,
-    Image,
-    Json,
-    LargeList,
-    List,
-    ReadInstruction,
-    Value,
-    concatenate_datasets,
-    data_files,
-    get_dataset_config_names,
-    load_dataset_builder,
-    load_from_disk,
-)  # fmt: skip
-from datasets import config as datasets_config
+from datasets import Dataset, Image, Json, LargeList, List, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -104,14 +91,14 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
     files = {"train": [path]}
     try:
         if is_saved(path):
-            saved = load_from_disk(path)
+            saved = datasets.load_from_disk(path)
             # A dataset alone is all there is, also where its split has another name than the default
             return {str(saved.split or "train"): saved, "train": saved} if isinstance(saved, Dataset) else saved
         if os.path.isfile(path) and _ending(Path(path)) == _PARQUET:
             return {"train": Dataset.from_parquet(glob.escape(path))}
         if not os.path.isfile(path):
             with _no_patterns():
-                builder = load_dataset_builder(path, config)
+                builder = datasets.load_dataset_builder(path, config)
             files = builder.config.data_files or {}
             is_text = all(_ending(Path(file)) in _TEXTS for of_split in files.values() for file in of_split)
             if not os.path.exists(path) or not is_text or builder.info.features is not None:
@@ -121,7 +108,7 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
         if not str(error).startswith("Config name is missing"):
             raise ValueError(f"'{path}' cannot be read: {error.__cause__ or error}") from error
         with _no_patterns():
-            names = ", ".join(get_dataset_config_names(path))
+            names = ", ".join(datasets.get_dataset_config_names(path))
         raise ValueError(f"'{path}' has several configurations: {names}. Choose one by `dataset_config`.") from error
     wanted = [name for name in files if str(name) in split] or files  # of a split that there is not, all are named
     rows = {str(name): [row for file in files[name] for row in read_rows(Path(file))] for name in wanted}
@@ -132,20 +119,21 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
 def _no_patterns() -> Iterator[None]:
     """Let `datasets` take a directory for a path, not for a part of a pattern."""
     # https://github.com/huggingface/datasets/issues/7468
-    resolve = data_files.resolve_pattern
-    data_files.resolve_pattern = lambda pattern, base_path, *args, **kwargs: resolve(
+    resolve = datasets.data_files.resolve_pattern
+    datasets.data_files.resolve_pattern = lambda pattern, base_path, *args, **kwargs: resolve(
         pattern, glob.escape(base_path), *args, **kwargs
     )
     try:
         yield
     finally:
-        data_files.resolve_pattern = resolve
+        datasets.data_files.resolve_pattern = resolve
 
 
 def _take(parts: Mapping[str, Dataset], split: str, path: str | Path) -> Dataset:
     """Take a split or a slice, such as `train[:50%]`, as [`~datasets.load_dataset`] does."""
     try:
-        slices = ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in parts.items()})
+        lengths = {name: len(part) for name, part in parts.items()}
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     except (ValueError, AssertionError) as error:
         raise ValueError(f"There is no split {split!r} in '{path}', only {', '.join(sorted(parts))}.") from error
     dataset = concatenate_datasets([parts[part.splitname].select(range(part.from_, part.to)) for part in slices])
@@ -333,7 +321,7 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
         raise ValueError(f"an image is {shorten(name)}, but it must be a path relative to the directory.")
     refuse_address(name)
     path = Path(*folders[:1], name)
-    known = datasets_config
+    known = datasets.config
     caches = [known.HF_DATASETS_CACHE, known.DOWNLOADED_DATASETS_PATH, known.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
     # A download into a cache elsewhere: `snapshots/<commit>/` has links to `blobs/`
     caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Store scores on disk, for runs that are interrupted or have several processes."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -93,9 +92,7 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
     """Read all complete scores of a system whose settings have the expected values."""
     settings_of: dict[str, dict[str, Any]] = {}
     for path in sorted((Path(folder) / "scores").glob("*.jsonl")):
-        with open(path, encoding="utf-8") as file:
-            header = file.readline()
-        settings = json.loads(header) if header else {}  # none yet: a run was killed as it began
+        settings = next((line for _, line in read_lines(path)), {})  # none yet: a run was killed as it began
         if settings and expected.items() <= settings.items():
             settings_of[settings["scores"]] = settings
     found = []

@@ -32,15 +32,8 @@ _PARTS_OF_WEIGHTS = 64
 
 # Arguments and attributes of rewards and judges that decide where and how fast they score, not what
 HARMLESS_IN_SCORERS = (
-    "device",
-    "batch_size",
-    "name",
-    "model",
-    "base_url",
-    "max_concurrency",
-    "timeout",
-    "time_budget",
-)
+    "device", "batch_size", "name", "model", "base_url", "max_concurrency", "timeout", "time_budget",
+)  # fmt: skip
 
 
 def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
@@ -189,9 +182,8 @@ def _is_plain(value: Any) -> bool:
 def _source(code: Any) -> str | None:
     """Digest the source of a function, or of the methods and the plain values of a class and those it is derived from."""
     # Not of a class as a whole, which a notebook does not have, and of which there may be another with this name
-    members = (
-        [item for part in code.__mro__[:-1] for item in vars(part).items()] if inspect.isclass(code) else [("", code)]
-    )
+    classes = code.__mro__[:-1] if inspect.isclass(code) else ()
+    members = [item for part in classes for item in vars(part).items()] or [("", code)]
     found: list[Any] = []
     for name, member in members:
         for attribute in ("__func__", "fget", "func"):

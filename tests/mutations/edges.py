@@ -955,7 +955,7 @@ DATASET_BUILDING = [
         "test_run_identity.py::TestDatasets test_run_identity.py::TestDescriptions test_checkpoints.py",
         ("max(0, size - _PART) * number // (parts - 1)", "_PART * number"),
         ("dict.fromkeys(before) | value", "value"),
-        ("code.__mro__[:-1] for item", "code.__mro__[:1] for item"),
+        ("code.__mro__[:-1] if", "code.__mro__[:1] if"),
         (
             "for name, value in with_values.items() if _is_plain(value)",
             "for name, value in with_values.items() if False",
