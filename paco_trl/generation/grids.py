@@ -114,10 +114,9 @@ def generate_grids(
     if "references" in prompts.column_names and family.max_images > 1:  # as in training
         references = SourceImages(prompts, "the prompts", "references")
         check_sources(pipeline, references, ids, is_anchored)
-        batch_size = min(batch_size, len(seeds))  # a call shares its source images
     negatives = negative_prompts_of(pipeline, prompts, call_arguments)
-    if len(set(negatives)) > 1:
-        batch_size = min(batch_size, len(seeds))
+    if references is not None or len(set(negatives)) > 1:
+        batch_size = min(batch_size, len(seeds))  # a call shares its source images and its negative prompt
     if is_anchored:
         batch_size = 1  # the first panel is that of one set alone
     batches = plan_batches(list(sizes.values()), seeds, batch_size)
