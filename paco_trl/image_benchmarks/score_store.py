@@ -92,7 +92,8 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
     """Read all complete scores of a system whose settings have the expected values."""
     settings_of: dict[str, dict[str, Any]] = {}
     for path in sorted((Path(folder) / "scores").glob("*.jsonl")):
-        settings = next((line for _, line in read_lines(path)), {})  # none yet: a run was killed as it began
+        # None yet if a run was killed as it began
+        settings: dict[str, Any] = next((line for _, line in read_lines(path)), {})
         if settings and expected.items() <= settings.items():
             settings_of[settings["scores"]] = settings
     found = []

@@ -61,14 +61,11 @@ def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
 def component_fingerprint(component: Any) -> str:
     """Digest a component of a pipeline: weights, if it has any, and its configuration in diffusers, such as a scheduler's."""
     config = getattr(component, "config", None)
+    items = config.items() if isinstance(config, dict) else ()
     # What begins with "_" says where it comes from; how it is quantized is a setting of the run
-    names = (
-        [name for name in config if name[0] != "_" and name != "quantization_config"]
-        if isinstance(config, dict)
-        else []
-    )
+    kept = {name: describe(value) for name, value in items if name[0] != "_" and name != "quantization_config"}
     weights = weights_fingerprint(component) if isinstance(component, nn.Module) else None
-    return digest([weights, {name: describe(config[name]) for name in names}])[:16]
+    return digest([weights, kept])[:16]
 
 
 def _sample(name: str, weight: Any) -> bytes:

@@ -650,7 +650,7 @@ DATA = [
         ("Dataset.from_parquet(glob.escape(path))", "Dataset.from_parquet(path)"),
         ("pattern, glob.escape(base_path)", "pattern, base_path"),
         ("if len(row) != len(names):", "if len(row) > len(names):"),
-        ("text and text.isdigit() and", "False and"),
+        ("(is_whole or text.isdigit()) and", "False and"),
         ("if column.to_pylist() == values:", "if True:"),
         (
             "return None if example_data is None else json.loads(example_data)",
@@ -948,7 +948,7 @@ DATASET_BUILDING = [
     *_mutants(
         "utils/fingerprint.py",
         "test_run_identity.py::TestResume",
-        ("{name: describe(config[name]) for name in names}", "{}"),
+        ("digest([weights, kept])", "digest([weights, {}])"),
     ),
     *_mutants(
         "utils/fingerprint.py",
