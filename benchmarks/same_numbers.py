@@ -97,7 +97,8 @@ def digests(case: str, folder: Path) -> dict[str, str]:
     is_pair = "reward_weights" in settings
     trainer = trainer_class(
         str(getattr(tiny_models, build)(folder / "model")),
-        [redness_reward, reward_of_half] if is_pair else redness_reward, args, train_dataset=prompts, eval_dataset=prompts.select([0, 1]) if "eval_steps" in settings else None,
+        [redness_reward, reward_of_half] if is_pair else redness_reward,
+        args, train_dataset=prompts, eval_dataset=prompts.select([0, 1]) if "eval_steps" in settings else None,
         peft_config=None if is_full else LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
     )  # fmt: skip
     sys.setprofile(profile)
