@@ -15,6 +15,7 @@ from paco_trl.commands.main import main
 from paco_trl.data import make_pair, theme_question
 from paco_trl.evaluation.report import save_report
 from paco_trl.hub import ImageModelCard, save_card
+from paco_trl.hub.files import JUDGE, TRANSFORMER, select_files
 from paco_trl.rewards import redness_reward
 from paco_trl.utils.files import write_atomically
 from paco_trl.utils.stage_folder import StageFolder
@@ -153,6 +154,17 @@ class TestSaving:
         assert files_in(tmp_path / "mine") == before
         trainer.save_model(tmp_path / "new")
         trainer.save_model(tmp_path / "new")
+
+    @pytest.mark.parametrize(
+        "patterns, stem", [(TRANSFORMER, "transformer/diffusion_pytorch_model"), (JUDGE, "model")]
+    )
+    def test_copies_of_weights_are_not_what_was_saved(self, tmp_path, patterns, stem):
+        endings = (".safetensors", "-00001-of-00002.safetensors", ".safetensors.index.json")
+        plant(
+            tmp_path,
+            *(f"{stem}{end}" for end in [*endings, "_old.safetensors", ".backup.safetensors", "s.safetensors"]),
+        )
+        assert select_files(tmp_path, patterns).keys() == {f"{stem}{end}" for end in endings}
 
     def test_a_push(self, trained, monkeypatch):
         folder = Path(trained.args.output_dir)

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
@@ -140,6 +141,20 @@ def own_family(version: int):
                 return {name: -tensor for name, tensor in super().encode_prompt(*args, **kwargs).items()}
 
     return Flux()
+
+
+@dataclass
+class Scale:
+    """Settings of a reward of the user's."""
+
+    value: float
+
+
+def with_default(value):
+    def reward(prompts, completions, scale=value, **kwargs):
+        return [1.0] * len(prompts)
+
+    return reward
 
 
 ERROR, WARNING, SILENT = "cannot be resumed", "is resumed with other settings", ""
@@ -436,6 +451,18 @@ class TestDescriptions:
         stricter = Own()
         stricter.threshold = 0.3
         assert describe_code(stricter) != describe_code(Own())
+        for values in (
+            [np.arange(9), np.arange(9) + 1],
+            [noise(0), noise(1)],
+            [Scale(1), Scale(2)],
+            [np.float32(1), np.float32(2)],
+        ):
+            found = []
+            for value in [*values, copy.deepcopy(values[0])]:
+                stricter.threshold = {"mine": value}
+                found += [describe_code(stricter), describe_code(with_default(value))]
+            assert found[:2] == found[4:] and found[0] != found[2] and found[1] != found[3]
+            json.dumps(found)
         versions = [Own(), Own()]
         versions[1].fingerprint = "version 2"
         assert describe_code(versions[0]) != describe_code(versions[1])

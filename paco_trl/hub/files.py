@@ -33,6 +33,7 @@ _PROCESSOR = [
     "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "video_preprocessor_config.json", "vocab.json",
 ]  # fmt: skip
+_ENDINGS = [".safetensors", "-*-of-*.safetensors", ".safetensors.index.json"]
 _JUDGE_CARD = [SETTINGS, "README.md", *JUDGE_PICTURES]
 
 # Patterns; `*` does not cross directories
@@ -40,10 +41,13 @@ _ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 # An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
 PIPELINE_ADAPTER = [*_ADAPTER, "pytorch_lora_weights.safetensors", SETTINGS, "README.md", *PICTURES]
 # A full transformer of a pipeline
-TRANSFORMER = ["transformer/config.json", "transformer/diffusion_pytorch_model*", SETTINGS, "README.md", *PICTURES]
+TRANSFORMER = [
+    "transformer/config.json", *(f"transformer/diffusion_pytorch_model{ending}" for ending in _ENDINGS),
+    SETTINGS, "README.md", *PICTURES,
+]  # fmt: skip
 # An adapter of a judge, and a full judge
 JUDGE_ADAPTER = [*_ADAPTER, *_PROCESSOR, *_JUDGE_CARD]
-_JUDGE_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+_JUDGE_WEIGHTS = [f"model{ending}" for ending in _ENDINGS]
 JUDGE = ["config.json", "generation_config.json", *_JUDGE_WEIGHTS, *_PROCESSOR, *_JUDGE_CARD]
 
 

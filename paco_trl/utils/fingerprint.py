@@ -9,14 +9,17 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import is_dataclass
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from datasets import Dataset
+from PIL import Image as PILImage
 from torch import nn
 
 from .files import digest
@@ -96,6 +99,9 @@ def describe(value: Any) -> Any:
         return [describe(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
+    if isinstance(value, np.ndarray | np.generic | PILImage.Image):
+        array = np.asarray(value)
+        return hashlib.sha256(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()[:16]
     if isinstance(value, Dataset):
         return _describe_dataset(value)
     if isinstance(value, nn.Module):
@@ -104,6 +110,8 @@ def describe(value: Any) -> Any:
         return hashlib.sha256(_sample("", value)).hexdigest()[:16]
     if hasattr(value, "to_json_string"):  # a processor
         return digest([value.to_json_string(), getattr(value, "chat_template", None)])[:16]
+    if _is_settings(value):
+        return describe(vars(value))
     if callable(value) or type(value).__repr__ is object.__repr__:
         return describe_code(value)
     return re.sub(r" at 0x\w+", "", str(value))  # without an address in memory
@@ -132,9 +140,9 @@ def describe_code(scorer: Any) -> dict[str, Any]:
     if source := _source(code):  # `None` of what was typed into an interpreter, or is not written in Python
         description["source"] = source
     if inspect.isfunction(code):
-        with_values = {}
+        with_values = {name: each.default for name, each in inspect.signature(code).parameters.items()}
         with suppress(ValueError):  # of a variable that is set later
-            with_values = dict(inspect.getclosurevars(inspect.unwrap(code)).nonlocals)
+            with_values |= inspect.getclosurevars(inspect.unwrap(code)).nonlocals
         if values := {name: value for name, value in with_values.items() if _is_plain(value)}:
             description["variables"] = digest(describe(values))[:16]
     if name := getattr(scorer, "model_name", None) or getattr(scorer, "name", None):
@@ -167,13 +175,21 @@ def describe_scorer(scorer: Any) -> dict[str, Any]:
     return {name: value for name, value in describe_code(scorer).items() if name != "attributes"}
 
 
+def _is_settings(value: Any) -> bool:
+    return is_dataclass(value) and hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value)
+
+
 def _is_plain(value: Any) -> bool:
     """Tell whether a value is a number, a text or a tensor, or consists of them; lists that a reward fills as it goes are empty."""
     if isinstance(value, dict):
         return bool(value) and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
         return bool(value) and all(map(_is_plain, value))
-    return isinstance(value, str | int | float | Path | torch.Tensor) or value is None
+    if _is_settings(value):
+        return all(map(_is_plain, vars(value).values()))
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype != object
+    return isinstance(value, str | int | float | Path | Enum | torch.Tensor | PILImage.Image) or value is None
 
 
 def _source(code: Any) -> str | None:
