@@ -76,6 +76,13 @@ class TestFormat:
             assert has_source_images(dataset)
         assert not has_source_images(single.remove_columns("image"))
 
+    def test_columns_of_another_dataset_are_named(self, tmp_path):
+        (tmp_path / "p.jsonl").write_text(
+            '{"instruction": "Paint it.", "input_image": "a.png", "edited_image": "b.png"}'
+        )
+        with pytest.raises(ValueError, match=r"need `prompt` .*'edited_image'.* Rename"):
+            load_edit_prompts(tmp_path / "p.jsonl")
+
     @pytest.mark.parametrize(
         "changes, message",
         [
@@ -87,7 +94,8 @@ class TestFormat:
             ({"height": [64]}, "64 x None"),
             ({"height": [64], "width": [0]}, "`width` of row 0"),
             ({"rows": [1], "cols": [2], "panels": [["one"]]}, "panels"),
-            ({"prompt": None, "instruction": ["x"], "input_image": ["a"]}, "convert_gedit_bench"),
+            ({"prompt": None, "instruction": ["x"], "input_image": ["a"], "task_type": ["b"]}, "convert_gedit_bench"),
+            ({"prompt": None, "instruction": ["x"], "input_image": ["a"]}, "Rename"),  # InstructPix2Pix
         ],
     )
     def test_each_fault_is_an_error(self, changes, message):

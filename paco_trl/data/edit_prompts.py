@@ -60,7 +60,8 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
 
 
 def _is_gedit(names: Iterable[str]) -> bool:
-    return "instruction" in names and ("input_image_raw" in names or "input_image" in names)
+    # InstructPix2Pix and others have columns of these names too
+    return {"instruction", "task_type"} <= {*names} and ("input_image_raw" in names or "input_image" in names)
 
 
 def convert_gedit_bench(dataset: Dataset, language: str | None = None, source_column: str | None = None) -> Dataset:
