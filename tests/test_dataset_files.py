@@ -478,6 +478,17 @@ class TestFormats:
 
 
 class TestSplitsAndConfigurations:
+    def test_files_that_are_not_read_are_named(self, tmp_path, caplog):
+        for name in ("train.jsonl", "test.jsonl", "README.md", ".hidden.jsonl"):
+            write(tmp_path / "data" / name, '{"prompt": "a"}')
+        (tmp_path / "link").symlink_to(tmp_path / "data")
+        for folder in ("data", "link"):
+            load_split(tmp_path / folder, "train")
+        assert "are read" not in caplog.text
+        write(tmp_path / "data" / "more.csv", "prompt\nb\n")
+        assert load_split(tmp_path / "data", "train")["prompt"][:] == ["a"]
+        assert "not more.csv" in caplog.text
+
     def two(self, folder: Path, name: str) -> Path:
         rows = [f"Prompt {number}." for number in range(4)]
         if name == "saved":

@@ -25,7 +25,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from ..utils.addresses import refuse_address
 from ..utils.names import is_local
 from ..utils.stage_folder import is_saved
-from ..utils.text import COMPRESSED, is_text, read_text, shorten
+from ..utils.text import COMPRESSED, is_text, read_text, shorten, some_of
 from .columns import criteria_list
 
 
@@ -100,7 +100,14 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
             with _no_patterns():
                 builder = datasets.load_dataset_builder(path, config)
             files = builder.config.data_files or {}
-            is_text = all(_ending(Path(file)) in _TEXTS for of_split in files.values() for file in of_split)
+            read = [Path(file) for of_split in files.values() for file in of_split]
+            is_text = all(_ending(file) in _TEXTS for file in read)
+            if os.path.isdir(path):  # `datasets` reads the format that most files have
+                beside = {file for folder in {file.parent for file in read} for file in folder.glob("[!.]*")} - {*read}
+                if left_out := sorted(file.name for file in beside if _ending(file) in (*_TEXTS, _PARQUET)):
+                    logger.warning(
+                        f"Of '{path}' only {some_of([file.name for file in read])} are read, not {some_of(left_out)}."
+                    )
             if not os.path.exists(path) or not is_text or builder.info.features is not None:
                 builder.download_and_prepare()
                 return builder.as_dataset()
