@@ -36,7 +36,7 @@ def returning(values, is_async):
     """A reward named `tasty` that returns these values, or raises them."""
 
     def tasty(prompts, completions, **columns):
-        if isinstance(values, Exception):
+        if isinstance(values, BaseException):
             raise values
         return values
 
@@ -68,6 +68,22 @@ class TestReturnedValues:
     def test_not_a_number_is_an_error_with_name_and_place(self, is_async, value):
         with pytest.raises(RewardError, match="'tasty' returned .* for image 1.*Return None"):
             call(returning([1.0, value, 2.0], is_async))
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            dict.fromkeys([0.1, 0.2, 0.3], 1.0), {"scores": [1.0] * 3}, {0.1, 0.2, 0.3}, "123", b"123",
+            torch.ones(()), np.ones(()), torch.ones(3, 2), np.ones((3, 2)), [10**400] * 3, [1e300] * 3, ["1"] * 3,
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_what_is_no_list_of_numbers(self, is_async, values):
+        with pytest.raises(RewardError, match="'tasty' returned .*list|'tasty' returned .* for image 0.*number"):
+            call(returning(values, is_async))
+
+    def test_one_that_exits_does_not_stop_the_thread_of_the_others(self, is_async):
+        with pytest.raises(RewardError, match="'tasty' raised SystemExit: no key"):
+            call(returning(SystemExit("no key"), is_async))
 
     def test_an_exception_is_an_error_with_the_name(self, is_async):
         cause = KeyError("no judge")

@@ -11,7 +11,7 @@ import inspect
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from ..data.image_sets import SEPARATE
 from ..rollout.sampler import on_device
 from ..utils.fingerprint import describe_code
 from ..utils.stopping import CallExecutor, Stopped, agree, leave_calls
+from ..utils.text import shorten
 from .aggregation import AggregationDetails, aggregate_rewards
 
 
@@ -259,7 +260,7 @@ class RewardRunner:
             return self._call_async(index, arguments)
         try:
             values = self.functions[index](**_copied(arguments, {}))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _named_error(name, error) from error
         return _check_rewards(values, name, count)
 
@@ -269,7 +270,7 @@ class RewardRunner:
             values = self.functions[index](**_copied(arguments, {}))
             if inspect.isawaitable(values):  # a subclass may have a call of its own
                 values = await values
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # which would end the event loop's thread alone
             raise _named_error(name, error) from error
         return _check_rewards(values, name, len(arguments["completions"]))
 
@@ -582,7 +583,7 @@ def _copied(value: Any, images: dict[int, Image.Image]) -> Any:
     return value
 
 
-def _named_error(name: str, error: Exception) -> RewardError:
+def _named_error(name: str, error: BaseException) -> RewardError:
     # The lines in the reward, after those of this file
     step = error.__traceback__
     while step is not None and step.tb_frame.f_code.co_filename == __file__:
@@ -594,18 +595,20 @@ def _named_error(name: str, error: Exception) -> RewardError:
 
 
 def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
-    if not isinstance(rewards, Iterable):
+    # A set has no order, and a dict would give its keys
+    is_list = isinstance(rewards, Iterable) and not isinstance(rewards, str | bytes | Mapping | Set)
+    if not is_list or getattr(rewards, "ndim", 1) == 0:
         raise RewardError(f"The reward '{name}' returned {rewards!r}, but must return a list of one value per image.")
     rewards = list(rewards)
     if len(rewards) != count:
         raise RewardError(f"The reward '{name}' returned {len(rewards)} values for {count} images, not one for each.")
     for index, reward in enumerate(rewards):
-        with suppress(TypeError):  # of what is not a number
-            if reward is None or math.isfinite(reward):
+        with suppress(TypeError, ValueError, OverflowError):  # of what is no number of float32
+            if reward is None or math.isfinite(reward) and abs(reward) <= torch.finfo(torch.float32).max:
                 continue
         raise RewardError(
-            f"The reward '{name}' returned {reward!r} for image {index}. Return None for an image that could not be "
-            "scored: the image is then excluded and counted."
+            f"The reward '{name}' returned {shorten(reward)} for image {index}, which is no finite number. Return None for an "
+            "image that could not be scored: the image is then excluded and counted."
         )
     return [None if reward is None else float(reward) for reward in rewards]
 
