@@ -70,11 +70,14 @@ class TestFiles:
             ("reward_weights: [1, 1e-1]", "reward_weights", [1, 0.1]),  # PyYAML reads 1e-1 as a text
             ("swap: no", "swap", False),
             ("save_strategy: 'no'", "save_strategy", "no"),
+            ("save_strategy: no", "save_strategy", "no"),  # YAML's `no` is False
             ("resume_from_checkpoint: true", "resume_from_checkpoint", "True"),
             ("model_init_kwargs: {revision: main}", "model_init_kwargs", '{"revision": "main"}'),
             ("height:", "height", None),
             ("rewards: {a: 0.5, my.py:b: }", "rewards", ["a", "my.py:b"]),
             ("rewards: {a: 0.5, my.py:b: }", "reward_weights", [0.5, 1.0]),
+            ("rewards: [a: 0.5, my.py:b]", "rewards", ["a", "my.py:b"]),
+            ("rewards: [a: 0.5, my.py:b]", "reward_weights", [0.5, 1.0]),
         ],
     )
     def test_a_value_that_fits(self, tmp_path, text, name, value):
@@ -143,7 +146,8 @@ class TestFiles:
             ("learning_rate: [1, 2]", "learning_rate"),
             ("max_steps: true", "max_steps.* 'True'"),
             ("sde_steps: [1, 2.5]", "sde_steps.* '2.5'"),
-            ("save_strategy: no", "save_strategy.* 'no'"),  # YAML's `no` is False
+            ("max_steps: 1\nmax_steps: 2", "'max_steps' twice"),
+            ("rewards: {a: 1, b: 2, a: 3}", "'a' twice"),
             ("no_such_option: 1", "no_such_option"),
         ],
     )
@@ -166,6 +170,7 @@ class TestOptions:
             (["--config", "list.yaml"], "'list.yaml'"),
             (["--config", "none.yaml"], "flux.1-dev-24gb"),  # what there is
             (["--config", "wrong.yaml"], "wrong.yaml"),
+            (["--config", "a.yaml", "--config=flux.1-dev-80gb", *DATA], "2 files"),
             (["--dataset_name", "no.jsonl"], "no.jsonl"),
             (["--rewards", "rednes", "--dataset_name", str(demo_prompts_path())], "`redness`"),
             (["--noise_level", "-1", *DATA], "noise_level"),

@@ -81,7 +81,9 @@ def test_own_rewards_by_import_path(tmp_path, monkeypatch):
     assert type(second) is module.Sharpness and module.instances == 2
     for name, error, message in (
         ("my_own_rewards.sharpnes", ValueError, "Sharpness"),
-        ("my_own_reward.brightness", ImportError, "'my_own_reward'"),
+        ("my_own_reward.brightness", ValueError, "my_own_reward.brightness"),
+        ("my_own_rewards.py=1,5", ValueError, "py=1,5"),
+        ("a_package/my_own_rewards.pyy", ValueError, "my_own_rewards.pyy"),
         ("my_own_rewards.threshold", ValueError, "0.5"),
         ("my_broken_rewards.brightness", ImportError, "'a_package_that_is_missing'"),
     ):
@@ -101,7 +103,9 @@ def test_own_rewards_by_their_file(tmp_path, monkeypatch):
     assert named([], [0, 0]) == [0.5, 0.5] and made([], [0]) == [1.0]
     alone = load_reward("./random.py", ScriptArguments())  # its only one
     assert alone([], []) == [1.0] and alone is load_reward("random.py:bright", ScriptArguments())
+    (tmp_path / "none.py").write_text("from functools import partial\nbright = partial(max, 1)\n")
     for name, error, message in (
+        ("none.py", ValueError, "`none.py:my_reward`"),
         ("several.py", ValueError, "several.py:brightness`, `several.py:Sharpness`, `several.py:made"),
         ("missing.py", OSError, "missing.py"),
         ("random.bright", ValueError, "random.py:bright"),  # Python's own module

@@ -96,20 +96,35 @@ def find_yaml(option: str, name: str, directory: str) -> str:
     return packaged[name]
 
 
+class _Loader(yaml.SafeLoader):
+    """Loader that refuses a key that is there twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(f"`--config` has the key {twice!r} twice. Remove one.")
+        return super().construct_mapping(node, deep)
+
+
 def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str], str | None]:
     """Read the YAML file of options that `--config` names; return the other words too, and its name if it is a recipe."""
     parser = ArgumentParser(prog="paco-trl", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
+    parser.add_argument("--config", action="append", default=[])
     parsed, rest = parser.parse_known_args(words)
-    if parsed.config is None:
+    if not parsed.config:
         return {}, rest, None
-    path = Path(find_yaml("config", parsed.config, "recipes"))
+    if len(parsed.config) > 1:
+        raise ValueError(
+            f"`--config` names {len(parsed.config)} files. Give one, and other options on the command line."
+        )
+    (name,) = parsed.config
+    path = Path(find_yaml("config", name, "recipes"))
     try:
-        config = yaml.safe_load(read_text(path))
+        config = yaml.load(read_text(path), _Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"`--config` is {parsed.config!r}, which is not YAML: {error}") from error
+        raise ValueError(f"`--config` is {name!r}, which is not YAML: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"`--config` is {parsed.config!r}, which must have options in it, such as `max_steps: 100`.")
+        raise ValueError(f"`--config` is {name!r}, which must have options in it, such as `max_steps: 100`.")
     is_recipe = path.resolve().parent == Path(__file__).resolve().parents[1] / "recipes"
     return config, rest, path.stem if is_recipe else None
 

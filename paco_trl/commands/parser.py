@@ -88,6 +88,10 @@ def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
         raise ValueError(f"{', '.join(unused)} would do nothing {where}. Leave it out.")
 
 
+def _as_list(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
+
+
 def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {option: value for option, value in options.items() if option != name}
 
@@ -318,8 +322,11 @@ class CommandParser(TrlParser):
                     raise ValueError(f"`{name}` has no value in the file. Give it one, or leave the line out.")
                 options[action.dest] = None
                 continue
-            if isinstance(value, dict) and action is not None and action.nargs == "+":  # rewards and their weights
-                value = [key if each is None else f"{key}={each}" for key, each in value.items()]
+            if action is not None and action.nargs == "+":  # rewards and their weights
+                pairs = [each if isinstance(each, dict) else {each: None} for each in _as_list(value)]
+                value = [key if each is None else f"{key}={each}" for pair in pairs for key, each in pair.items()]
+            if value is False and action is not None and "no" in (action.choices or ()):
+                value = "no"  # as YAML reads it
             if isinstance(value, list) and action is not None and (action.nargs == "+" or action.type is str):
                 # Words may begin with dashes, and `report_to` takes a text or a list
                 options[action.dest] = [self._get_value(action, str(each)) for each in value]

@@ -278,7 +278,15 @@ def _find_reward(path: str) -> Callable:
     else:
         if os.getcwd() not in sys.path:  # a script has its own directory there
             sys.path.insert(0, os.getcwd())
-        module, file = import_module(where), Path(where.replace(".", "/") + ".py")
+        try:
+            module, file = import_module(where), Path(where.replace(".", "/") + ".py")
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{where}.".startswith(f"{error.name}."):  # one that the module imports
+                raise
+            raise ValueError(
+                f"There is no reward {path!r}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "
+                "`=0.5`, is a number, for `--rewards` alone."
+            ) from None
         if file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
             raise ValueError(f"`{where}` is another module than the file '{file}' here. Write `{file}:{name}`.")
     # Not what the module has only imported
@@ -288,8 +296,8 @@ def _find_reward(path: str) -> Callable:
         (name,) = own
     if not hasattr(module, name):
         found = f"has {len(own)} functions and classes" if not name else f"has no reward `{name}`"
-        named = f" Name one: {', '.join(f'`{where}:{each}`' for each in own)}." if own else ""
-        raise ValueError(f"'{where}' {found}.{named}")
+        named = [f"`{where}:{each}`" for each in own or ["my_reward"]]
+        raise ValueError(f"'{where}' {found}. Name one: {', '.join(named)}.")
     reward = getattr(module, name)
     if not callable(reward):
         raise ValueError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
