@@ -283,7 +283,7 @@ MUTANTS = [
     (R + "runner.py", "    error.__traceback__ = step\n", "", CALLS + " -k traceback"),
     (T + "paco_grpo_trainer.py", "from error.__cause__  #", "from error  #", CALLS + " -k traceback"),
     (R + "runner.py", "mean / first if", "first / mean if", CALLS),
-    (R + "runner.py", "if reward is None or math.isfinite(reward):", "if reward is None or not math.isinf(reward):", CALLS),
+    (R + "runner.py", "and abs(reward) <= torch.finfo(torch.float32).max:", "or math.isnan(reward):", CALLS),
     (R + "runner.py", "    if len(rewards) != count:\n", "    if len(rewards) < count:\n", CALLS),
     (R + "runner.py", "any(is_required and weight != 0 for", "any(is_required for", CALLS),
     (R + "runner.py", "if rows * cols < least:", "if rows + cols < least:", CALLS),
