@@ -42,11 +42,11 @@ from paco_trl.trainer.run_settings import HARMLESS, HARMLESS_UNTRAINED, describe
 from paco_trl.utils.fingerprint import (
     describe,
     describe_code,
-    differences,
     file_digest,
     model_files,
     weights_fingerprint,
 )
+from paco_trl.utils.text import differences
 from test_paco_reward_trainer import colours
 from testing_utils import LORA, SMALL_RUN, noise, square_prompts
 

@@ -25,7 +25,7 @@ from paco_trl.rollout import keyed_generator
 from paco_trl.rollout.prompt_rows import Completions, PromptRows
 from paco_trl.rollout.sde import STREAMS
 from paco_trl.trainer.rounds import RoundSchedule
-from paco_trl.utils.fingerprint import differences
+from paco_trl.utils.text import differences
 from test_short_tail import RunsOfOptions
 from testing_utils import are_equal, jsonl, logs_with, weights_of
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, select_files
 from ..utils.files import open_weights, read_record, write_atomically
-from ..utils.fingerprint import differences
+from ..utils.text import differences
 
 
 logger = get_logger(__name__)

@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 from ..data.columns import by_id
 from ..data.rankings import default_question
 from ..utils.files import digest, write_atomically
-from ..utils.fingerprint import describe_scorer
 from ..utils.journals import read_lines
 from .annotations import AUTOMATIC, annotation_files, append_annotation, check_annotator, read_annotations
 
@@ -79,6 +78,8 @@ def rank_with_judge(
     Returns:
         `dict[str, int]`: `ranked` (now), `found` (by an earlier run), `unanswered`.
     """
+    from ..utils.fingerprint import describe_scorer  # imports torch
+
     file = Path(folder) / f"{check_annotator(annotator)}.jsonl"
     earlier = [file] if file.exists() else []
     scorer = digest(describe_scorer(judge))[:16]

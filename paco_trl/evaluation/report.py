@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..utils.files import read_template, write_atomically
-from ..utils.fingerprint import HARMLESS_IN_SCORERS, changes
+from ..utils.fingerprint import HARMLESS_IN_SCORERS
 from ..utils.paper import PAPER
 from ..utils.statistics import without_nan
-from ..utils.text import interval_text, markdown_table, number_text, read_json
+from ..utils.text import changes, interval_text, markdown_table, number_text, read_json
 from .runs import PROTOCOLS
 
 

@@ -12,9 +12,8 @@ import yaml
 
 from ..evaluation.runs import check_protocol
 from ..utils.files import read_template
-from ..utils.fingerprint import differences
 from ..utils.statistics import bootstrap_sums, mean_of_strata
-from ..utils.text import some_of
+from ..utils.text import differences, some_of
 from .image_sets import FoundImages
 from .score_store import Scores
 

@@ -77,9 +77,10 @@ from ..rollout.sampler import EncodedRows, PromptEncoder, RolloutSampler
 from ..rollout.sde import STREAMS
 from ..utils.deepspeed import gathered_weights, partition
 from ..utils.files import sole_writer
-from ..utils.fingerprint import changes, component_fingerprint, describe
+from ..utils.fingerprint import component_fingerprint, describe
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
+from ..utils.text import changes
 from .checks import (
     check_eval_datasets,
     check_panels_used,

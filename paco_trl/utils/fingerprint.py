@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
@@ -24,7 +23,6 @@ from torch import nn
 
 from .files import digest
 from .names import is_local, public_name
-from .text import shorten
 
 
 # Number of values per weight. Training changes nearly all of them
@@ -274,22 +272,3 @@ def model_files(model: str) -> str | None:
     kept = [path for path in paths if path.suffix in (".safetensors", ".json", ".txt", ".jinja", ".model")]
     names = [path.relative_to(folder).as_posix() for path in kept]
     return digest([names, *map(file_digest, kept)])[:16] if folder.is_dir() else None
-
-
-# ---- Comparison ----
-
-
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """List what differs between two descriptions, a line each: of the entries of `now`, and of all within them."""
-    return [f"{name}: {shorten(before)}, now {shorten(value)}" for name, before, value in changes(saved, now)]
-
-
-def changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Find what [`differences`] lists: names, and the two values."""
-    for name, value in now.items():
-        before = saved.get(name)
-        if isinstance(before, dict) and isinstance(value, dict):
-            within = changes(before, dict.fromkeys(before) | value)
-            yield from ((f"{name}/{inner}", *values) for inner, *values in within)
-        elif before != value:
-            yield name, before, value

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .files import write_atomically
-from .fingerprint import differences
+from .text import differences
 
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 
 from .files import read_record, scratch_folder, write_atomically
-from .fingerprint import differences
 from .journals import Journal
-from .text import some_of
+from .text import differences, some_of
 
 
 _SETTINGS = "settings.json"

@@ -9,7 +9,7 @@ import math
 import re
 import unicodedata
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -107,3 +107,19 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str
     """Build a Markdown table of any values, see [`markdown_text`]."""
     head, *body = ([markdown_text(cell) for cell in row] for row in (columns, *rows))
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """List what differs between two descriptions, a line each: of the entries of `now`, and of all within them."""
+    return [f"{name}: {shorten(before)}, now {shorten(value)}" for name, before, value in changes(saved, now)]
+
+
+def changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Find what [`differences`] lists: names, and the two values."""
+    for name, value in now.items():
+        before = saved.get(name)
+        if isinstance(before, dict) and isinstance(value, dict):
+            within = changes(before, dict.fromkeys(before) | value)
+            yield from ((f"{name}/{inner}", *values) for inner, *values in within)
+        elif before != value:
+            yield name, before, value

@@ -954,7 +954,6 @@ DATASET_BUILDING = [
         "utils/fingerprint.py",
         "test_run_identity.py::TestDatasets test_run_identity.py::TestDescriptions test_checkpoints.py",
         ("max(0, size - _PART) * number // (parts - 1)", "_PART * number"),
-        ("dict.fromkeys(before) | value", "value"),
         ("code.__mro__[:-1] if", "code.__mro__[:1] if"),
         (
             "for name, value in with_values.items() if _is_plain(value)",
@@ -963,6 +962,7 @@ DATASET_BUILDING = [
         ("return file_digest(path, 2)", "return public_name(path)"),
         ('return _file_contents(value["bytes"]) if path is None', "return None if path is None"),
     ),
+    *_mutants("utils/text.py", "test_run_identity.py::TestResume", ("dict.fromkeys(before) | value", "value")),
     *_mutants(
         "utils/journals.py",
         f"{_BUILD}TestStageFolder test_evaluation.py::TestResume",
