@@ -302,9 +302,7 @@ class TestContinuedAdapter:
     def test_an_adapter_that_cannot_be_trained(self, adapter, tmp_path, make_small):
         file = shutil.copytree(adapter, tmp_path / "copy") / "adapter_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
-        with pytest.raises(
-            ValueError, match="`use_dora` is True, but only plain LoRA is trained here.*Use the default, False"
-        ):
+        with pytest.raises(ValueError, match="`use_dora` of the adapter.*only plain LoRA"):
             make_small(model=NOWHERE, peft_config=str(file.parent))
 
     def test_a_pipeline_that_has_an_adapter_is_refused_with_the_way_out(
