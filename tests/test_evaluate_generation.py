@@ -12,12 +12,11 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import save_file
-from transformers import CLIPConfig
+from transformers import CLIPConfig, Qwen2_5_VLModel
 
 import launching
 from chat_server import ChatServer
 from judge_server import pictures_of
-from paco_trl import PaCoReward
 from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path
 from paco_trl.data.columns import typed_dataset
@@ -142,7 +141,9 @@ class TestT2IS:
         assert calls == [0, 1, 2, 3, 4, 4, 5]  # three images of the base model, then one of the adapter, and two more
         assert json.loads((folder / "report" / "results.json").read_text())["tables"] == evaluated["tables"]
         monkeypatch.setattr(AutoencoderKL, "decode", None)
-        monkeypatch.setattr(PaCoReward, "score", None)
+        monkeypatch.setattr(
+            Qwen2_5_VLModel, "forward", None
+        )  # not of the judge, whose code its scores are compared by
         script.main(words)  # what is there is not made again
 
     PANELS = {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}
