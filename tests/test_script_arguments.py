@@ -5,6 +5,7 @@ import dataclasses
 import sys
 
 import pytest
+import torch
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from safetensors.torch import save_file
@@ -185,6 +186,11 @@ class TestBeforeAnythingIsLoaded:
         assert train(OSError, "nobody/other", **options) == []
         # The stand-in for CLIP is none, with which a run ends
         assert train(AttributeError, "eval", judge_model=tiny_qwen) == ["reward"]
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="diffusers takes it")
+    def test_a_quantization_that_needs_a_gpu(self, train, tiny_qwen):
+        assert train(ValueError, "`quantization` is 'nf4'.*GPU", judge_model=tiny_qwen, quantization="nf4") == []
+        assert train(AttributeError, "eval", judge_model=tiny_qwen, quantization="int8") == ["reward"]
 
     def test_a_server_that_has_another_judge(self, train, server):
         options = {"judge_url": server.url, "judge_model": "judge"}

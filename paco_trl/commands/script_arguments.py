@@ -14,8 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
+import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
+from diffusers.quantizers import DiffusersAutoQuantizer
 from peft import LoraConfig
 from transformers import AutoConfig
 
@@ -26,6 +28,7 @@ from ..rewards.judge_rewards import RUBRICS, read_rubric
 from ..rewards.runner import check_columns, check_required, check_reward_functions, check_reward_weights
 from ..rollout.loading import check_config, read_peft_config
 from ..trainer.checks import check_quantization
+from ..utils.quantization import quantization_config
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, refuse_unused
 
 
@@ -351,6 +354,14 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
     from ..rewards.paco_reward import resolve_base_model
 
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
+    if training_args.quantization not in (None, "fp8_storage"):
+        config = quantization_config(training_args.quantization, torch.bfloat16, "diffusers")
+        try:
+            DiffusersAutoQuantizer.from_config(config).validate_environment()
+        except (RuntimeError, ImportError) as error:
+            raise ValueError(
+                f"`quantization` is {training_args.quantization!r}, which diffusers refuses here: {error} Set 'int8', or None."
+            ) from error
     for model, url in judges_of(script_args):
         if url is not None:
             names = _with_judge([*script_args.rewards, *(script_args.eval_rewards or ())])
