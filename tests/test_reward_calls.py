@@ -75,7 +75,7 @@ class TestReturnedValues:
             dict.fromkeys([0.1, 0.2, 0.3], 1.0), {"scores": [1.0] * 3}, {0.1, 0.2, 0.3}, "123", b"123",
             torch.ones(()), np.ones(()), torch.ones(3, 2), np.ones((3, 2)), [10**400] * 3, [1e300] * 3, ["1"] * 3,
         ],
-        ids=str,
+        ids=lambda values: type(values).__name__,
     )  # fmt: skip
     def test_what_is_no_list_of_numbers(self, is_async, values):
         with pytest.raises(RewardError, match="'tasty' returned .*list|'tasty' returned .* for image 0.*number"):
