@@ -20,6 +20,7 @@ from paco_trl.data import (
     parse_image_set_prompt,
     split_grid,
 )
+from paco_trl.data.grid_prompts import usual_grid
 from paco_trl.data.image_sets import complete_image_sets
 from testing_utils import noise
 
@@ -226,7 +227,7 @@ class TestCheckImageSetColumns:
             ({"prompt": " \n"}, "`prompt` of row 1"),
             ({"rows": 0}, "Row 1 has rows=0"),
             ({"cols": None}, "cols=None"),
-            ({"panels": ["One."]}, "`panels` of row 1 .* 1x2 grid"),
+            *(({"panels": texts}, "`panels` of row 1 .* 1x2 grid") for texts in (["One."], ["One."] * 3)),
             ({"panels": ["One.", " "]}, "`panels` of row 1"),
             ({"rows": 2, "cols": 1}, "Row 1 has rows=2 and cols=1, but .* 1x2 grid"),
             ({"prompt": "A 1x2 grid of foxes.", "rows": 2, "cols": 1}, "Row 1 .* 1x2 grid"),
@@ -371,6 +372,18 @@ class TestGrids:
         # The same image with another layout gives other panels
         assert [panel.size for panel in split_grid(grid, 1, 3)] == [(10, 20)] * 3
         assert panel_size(1024, 1536, 2, 3) == (512, 512) and panel_size(20, 30, 1, 3) == (20, 10)
+
+    @pytest.mark.parametrize("count", [0, 5, 7])
+    def test_another_number_of_panels(self, count):
+        with pytest.raises(ValueError, match=f"has 6 panels, got {count}"):
+            join_grid([Image.new("RGB", (4, 4))] * count, 2, 3)
+
+    @pytest.mark.parametrize(
+        ("count", "layout"),
+        [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 2)), (5, (1, 5)), (6, (2, 3)), (8, (2, 4))],
+    )
+    def test_usual_grids(self, count, layout):
+        assert usual_grid(count) == layout
 
     @pytest.mark.parametrize("height, width, rows, cols", [(1024, 1000, 2, 3), (101, 90, 2, 3), (64, 64, 0, 2)])
     def test_size_that_does_not_divide(self, height, width, rows, cols):

@@ -361,6 +361,15 @@ class TestEvaluateRankings:
         assert len({id(second) for _, second in pairs}) == 20  # one object per candidate too
         assert list(batches([5, 1, 1, 1, 3], int, 2)) == [[5], [1, 1], [1], [3]]
 
+    def test_the_published_protocol_has_one_question(self):
+        with pytest.raises(ValueError, match="`template` is 'theme'.*published"):
+            evaluate_rankings(ColorScorer(), rankings(), protocol="published", template="theme")
+
+    def test_two_equal_scores_are_a_tie(self):
+        scorer = QuestionScorer(lambda prompt, color: min(color[0], 110) / 255)  # of the candidates two have 110
+        results = evaluate_rankings(scorer, rankings())
+        assert (results["num_ties"], results["num_undefined_correlations"]) == (8, 0)
+
     def test_equal_scores_are_counted_and_not_part_of_the_means(self, tmp_path):
         always = evaluate_rankings(QuestionScorer(lambda prompt, color: 0.5), rankings())
         assert always["num_undefined_correlations"] == always["num_ties"] == 8

@@ -421,6 +421,8 @@ def test_class_and_default_targets(setup):
     with_adapter = {name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A")}
     for target in setup.family.lora_target_modules:
         assert any(name.endswith("." + target) for name in with_adapter), target
+    for layer in ("to_q", "to_k", "to_v", "to_out.0"):  # the paper's targets, in every attention
+        assert any(name.endswith("." + layer) for name in with_adapter), layer
 
 
 class TestUnusedLayers:
@@ -844,6 +846,17 @@ class TestEditedSizes:
         assert Family.edited_size(setup.family, pipeline, [(64, 64)], 64 * 64) == (64, 64)
         assert Family.edited_size(setup.family, pipeline, [(10_000, 10)], 64 * 64)[0] == step
         assert Family.edited_size(setup.family, pipeline, [(10, 10_000)], 64 * 64)[1] == step
+
+    def test_of_kontext_too(self, setup_of):
+        setup = setup_of("kontext")
+        pipeline, step = setup.policy.pipeline, setup.family.size_multiple(setup.policy.pipeline)
+        assert setup.family.edited_size(pipeline, [(64, 64)], 64 * 64) == (64, 64)
+        assert min(setup.family.edited_size(pipeline, [(672, 1568)], step * step / 4)) == step
+
+    def test_of_qwen_image_edit_are_at_least_32(self, setup_of):
+        pipeline = setup_of("qwen-edit").plain
+        assert qwen_image.dimensions(pipeline, 16 * 16, 1.0) == (32, 32)
+        assert qwen_image.dimensions(pipeline, 64 * 64, 1.0) == (64, 64)
 
     def test_qwen_image_21_follows_the_last_source(self, setup_of):
         setup = setup_of("qwen-2.1, editing")

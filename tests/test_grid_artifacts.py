@@ -73,6 +73,11 @@ class TestGridArtifactScore:
         image.paste(128, (0, 88, 160, 160))
         assert grid_artifact_score(image, 16) == pytest.approx(1.0, abs=0.05)
 
+    def test_the_first_line_counts(self):
+        image = np.zeros((4, 4, 3), dtype=np.uint8)
+        image[:2, :2] = image[2:, 2:] = 255
+        assert grid_artifact_score(Image.fromarray(image), 2) == math.inf
+
     def test_noise_has_none(self):
         for size, period, bound in ((512, 16, 0.02), (64, 4, 0.1)):
             scores = [grid_artifact_score(noise(size, seed), period) for seed in range(20)]

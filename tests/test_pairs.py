@@ -441,6 +441,18 @@ class TestLoadPacoDataset:
         with pytest.raises(ValueError, match="leaves"):
             load_paco_dataset(folder, files=["own"], skip_broken=True)
 
+    def test_archives_that_are_not_looked_into(self, tmp_path):
+        """Of a cache or a version control, and parts of one that is split."""
+        folder = self.folder(tmp_path, record("b.png", "b.png"))
+        (folder / ".cache").mkdir()
+        write_zip(folder / ".cache" / "x.zip", {"b.png": 3})
+        write_zip(folder / "split.zip", {"b.png": 3})
+        (folder / "split.z01").touch()
+        with pytest.raises(ValueError, match=r"neither in .* nor \[\]\."):
+            load_paco_dataset(folder, files=["own"])
+        write_zip(folder / "x.zip", {"b.png": 5})
+        assert seeds_of(load_paco_dataset(folder, files=["own"])) == [[5, 5]]
+
     def test_shapes_of_records(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": " No\n"}]
@@ -466,6 +478,7 @@ class TestLoadPacoDataset:
         "broken, message",
         [
             (record("a.png"), "images"),
+            (record("a.png", "a.png", "a.png"), "exactly 2"),
             (record("a.png", "gone.png"), "'gone.png' is neither in"),
             (record("a.png", "a.png", question="Do <image> and <image> match?"), "before a text"),
             (record("a.png", "a.png", answer=None), "does not begin with"),

@@ -21,6 +21,7 @@ from paco_trl.data import (
     theme_question,
     validate_pairs,
 )
+from paco_trl.data.rankings import is_order
 
 
 FEATURES = Features(
@@ -57,6 +58,11 @@ def ranking_row(folder=None, number=0, ranking=(2, 0, 1), **changes):
 
 def rankings_of(*rows):
     return Dataset.from_list(list(rows), features=FEATURES)
+
+
+def test_an_order_is_of_integers():
+    assert is_order([1, 0], 2) and is_order((0, 2, 1), 3)
+    assert not any(is_order(order, 2) for order in ([True, False], [1.0, 0.0], [1, 1], [1], "10", None))
 
 
 class TestCheckRankingColumns:

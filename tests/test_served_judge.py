@@ -496,6 +496,16 @@ def test_images_have_multiples_of_the_served_models_patches(
         assert judge.find_patch_size() == patch_size and ("patch size" in caplog.text) != is_known
 
 
+def test_a_client_of_another_process_is_refused(make_judge, monkeypatch):
+    """As of a worker that was forked: its event loop does not run there."""
+    with JudgeServer(lambda *_: 0.0) as server:
+        judge = make_judge(server)
+        assert judge.score([(noise(0), noise(1))], QUESTION) == [0.5]
+        monkeypatch.setattr(judge._client, "_process", 0)
+        with pytest.raises(RuntimeError, match="another process"):
+            judge.score([(noise(0), noise(1))], QUESTION)
+
+
 def test_scores_are_those_in_the_process(tiny_qwen, make_judge):
     inner = PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32")
     lock = threading.Lock()
