@@ -222,7 +222,7 @@ class TestT2IS:
         before = weights.read_bytes()
         try:
             weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-            with pytest.raises(ValueError, match="begun with other settings: `adapter_weights`"):
+            with pytest.raises(ValueError, match="begun with other settings: adapter_weights"):
                 script.main([*words, "--output_dir", str(tmp_path)])
         finally:
             weights.write_bytes(before)

@@ -3,11 +3,13 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from launching import ROOT, check_run, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.resuming import ResumesExactly
-from paco_trl.utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
+from paco_trl.utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, leave_calls, stop_signals
 from testing_utils import files_in
 
 
@@ -357,3 +359,19 @@ exit $CODE"""
             assert (tmp_path / f"task-{rank}").read_text().split() == words.split()
         assert (tmp_path / "asked").exists() == is_requeued
         assert not is_requeued or (tmp_path / "asked").read_text() == "requeue 7\n"
+
+
+def test_a_worker_that_is_forked_ends_as_any():
+    """The thread of an event loop, on which the end of a process waits, is not in it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    leave_calls(loop)
+    try:
+        worker = multiprocessing.get_context("fork").Process(target=int)
+        worker.start()
+        worker.join(30)
+        assert worker.exitcode == 0
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()

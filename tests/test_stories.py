@@ -105,7 +105,7 @@ def test_stories_are_generated_and_written_as_the_evaluator_reads_them(stories, 
         image.tobytes() for image in panels
     ]
     Image.new("RGB", (8, 8), "white").save(stories / "ViStory/01/image/Fox/00.jpg")
-    with pytest.raises(ValueError, match="other settings: `prompts`"):
+    with pytest.raises(ValueError, match="other settings: prompts"):
         evaluate.main(words)
 
 

@@ -133,6 +133,13 @@ def _answers(loop: "AbstractEventLoop") -> bool:
     return answered.wait(1.0)
 
 
+def _forget_calls() -> None:
+    _calls.clear()
+    _loops.clear()
+
+
+# A process that is forked, such as the worker of a dataloader, has none of these threads
+os.register_at_fork(after_in_child=_forget_calls)
 # Before Python waits for threads, which it does before the functions of `atexit`
 threading._register_atexit(_leave_calls)  # type: ignore[attr-defined]
 
