@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -245,7 +245,8 @@ class TestTraining:
 def test_comparison_app(tiny_flux, models):
     pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
     assert devices_of(pipeline.transformer) == {"cuda"}
-    pipeline.transformer.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"]))
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"])
+    pipeline.transformer = get_peft_model(pipeline.transformer, config)
     comparison = Comparison(pipeline, PaCoReward.from_pretrained(models["judge"]), (32, 32), 1.0)
     base, adapted = comparison.generate("A red panda.", 2, 2, seed=1, steps=2)
     assert [panel.tobytes() for panel in base] != [panel.tobytes() for panel in adapted]
