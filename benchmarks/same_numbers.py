@@ -22,15 +22,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = (
-    "sde_step", "group_advantages", "clipped_surrogate", "guarded_surrogate", "divergence_masked_surrogate",
+    "sde_step", "group_advantages", "clipped_surrogate", "guarded_surrogate",
     "gaussian_kl", "nft_loss", "matching_log_prob",
 )  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
-    "kl": {"beta": 0.1, "norm_penalty": 1.0, "ema_decay": 0.5},
+    "kl": {"beta": 0.1, "ema_decay": 0.5},
     "tail": {"tail_steps": 1, "sde_steps": [1, 2], "num_sde_steps": 1},
     "guard": {"loss_type": "grpo_guard", "sde_type": "cps", "num_iterations": 2},
-    "dppo": {"loss_type": "flow_dppo", "sde_type": "dance_sde", "optimizer_steps_per_generation": 1},
+    "dance": {"sde_type": "dance_sde", "optimizer_steps_per_generation": 1},
     "two_rewards": {
         "multi_objective_aggregation": "log_tamed",
         "reward_weights": [1.0, 0.5],

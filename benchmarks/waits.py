@@ -31,7 +31,6 @@ PACKAGE = str(ROOT / "paco_trl") + os.sep
 GRPO: dict[str, dict[str, Any]] = {
     "grpo": {},
     "beta": {"beta": 0.01},
-    "flow_dppo": {"loss_type": "flow_dppo"},
     "grpo_guard": {"loss_type": "grpo_guard"},
     "short tail": {"tail_steps": 2, "sde_steps": [2]},
     "gradient_checkpointing": {"gradient_checkpointing": True},

@@ -10,7 +10,6 @@ from paco_trl.trainer.losses import (
     gaussian_kl,
     group_advantages,
     informative_groups,
-    velocity_norm_ratio,
 )
 
 
@@ -170,20 +169,3 @@ class TestGaussianKL:
             kl = gaussian_kl(mean, reference, std)
             assert kl.shape == (3,) and kl.min() > 0.1
             torch.testing.assert_close(kl, expected.flatten(1).mean(1))
-
-
-class TestVelocityNormRatio:
-    def test_closed_form(self):
-        velocity = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
-        factors = torch.tensor([0.5, 1.0, 1.2])
-        ratio = velocity_norm_ratio(factors.view(3, 1, 1) * velocity, velocity)
-        torch.testing.assert_close(ratio, factors)
-        assert velocity_norm_ratio(velocity.flip(2), velocity).tolist() == pytest.approx([1.0] * 3)  # only the length
-        assert velocity_norm_ratio(velocity.bfloat16(), velocity.bfloat16()).dtype == torch.float32
-
-    def test_the_hinge_acts_on_longer_velocities_only(self):
-        reference = torch.tensor([[3.0, 4.0]] * 3)
-        velocity = (torch.tensor([[0.9], [1.0], [1.1]]) * reference).requires_grad_()
-        torch.relu(velocity_norm_ratio(velocity, reference) - 1).sum().backward()
-        # d |v| / |v_ref| = v / |v| / |v_ref|; nothing at exactly 1, before the first update
-        torch.testing.assert_close(velocity.grad, torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.12, 0.16]]))

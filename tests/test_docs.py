@@ -159,7 +159,7 @@ class TestSnippets:
 class TestOptions:
     def test_configs_of_the_paper_index_are_valid(self, tmp_path):
         calls = [call for _, code in blocks(ROOT / "docs" / "objectives.md", "python") for call in config_calls(code)]
-        assert len(calls) == 13
+        assert len(calls) == 11
         for call in calls:
             settings = {keyword.arg: eval(ast.unparse(keyword.value)) for keyword in call.keywords}
             settings |= {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
@@ -221,7 +221,7 @@ class TestMetrics:
 
     def test_documented_keys_are_the_logged_ones(self, make_trainer, prompts):
         settings = {
-            "beta": 0.01, "loss_type": "flow_dppo", "num_inference_steps": 5, "sde_steps": [1, 2],
+            "beta": 0.01, "num_inference_steps": 5, "sde_steps": [1, 2],
             "eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "num_inference_steps_eval": 2,
         }  # fmt: skip
         rewards = [redness_reward, panel_similarity_reward]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of GRPO-Guard, Flow-DPPO and DiffusionNFT against closed forms, in values and gradients."""
+"""The losses of GRPO-Guard and DiffusionNFT against closed forms, in values and gradients."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from paco_trl.rollout import SDE_TYPES, gaussian_log_prob, sde_step, step_std
 from paco_trl.trainer.losses import (
     add_flow_noise,
     clipped_surrogate,
-    divergence_masked_surrogate,
     guard_gradient_weight,
     guarded_surrogate,
     nft_loss,
@@ -182,61 +181,6 @@ class TestGuardedSurrogate:
             torch.testing.assert_close(result.loss, unweighted * weights)
         with pytest.raises(ValueError, match="`gradient_weight` has shape"):
             step.guarded(advantages, gradient_weight=torch.ones(2))
-
-
-class TestDivergenceMaskedSurrogate:
-    """On six images: each sign of the advantage with a step far towards it, far against it, and near."""
-
-    SIDES = torch.tensor([0.08, -0.08, 0.002, 0.08, -0.08, -0.002], dtype=torch.float64)
-    ADVANTAGES = torch.tensor([1.5, 1.0, 2.0, -0.5, -1.0, -2.0], dtype=torch.float64)
-
-    @pytest.fixture
-    def step(self):
-        step = Step(0.3, torch.zeros(6, 4, dtype=torch.float64), (6, 4))
-        rows = "1 -.5 .25 2, -1 .5 1.5 -.25, .5 .5 -1 1, 2 -1 0 .5, -.5 1 .5 -1.5, 1 1 -1 .25"
-        step.eps = torch.tensor([[*map(float, row.split())] for row in rows.split(",")], dtype=torch.float64)
-        step.old_mean = torch.tensor([0.1, -0.2, 0.3, 0.4], dtype=torch.float64).repeat(6, 1)
-        step.sample = step.old_mean + 0.3 * step.eps
-        step.mean = (step.old_mean + 0.3 * self.SIDES[:, None] * step.eps).requires_grad_()
-        step.old_log_prob = gaussian_log_prob(step.sample, step.old_mean, step.std)
-        return step
-
-    def masked(self, step, threshold, advantages=ADVANTAGES):
-        args = (step.log_prob, step.old_log_prob, step.mean, step.old_mean, step.std)
-        return divergence_masked_surrogate(*args, advantages, threshold)
-
-    def test_is_that_of_the_published_code(self, step):
-        """The numbers of `FlowDPPOLoss` of verl-omni on these inputs, with a threshold of 1e-3."""
-        result = self.masked(step, 1e-3)
-        loss = [0.0, -0.9285788313151068, -2.0024990600258556, 0.5530277042795644, 0.0, 1.9969367857184386]
-        divergence = [0.00425, 0.00285, 1.25e-06, 0.0042, 0.003, 1.53125e-06]
-        assert result.loss.tolist() == pytest.approx(loss, rel=1e-7)  # its constants are float32
-        assert result.divergence.tolist() == pytest.approx(divergence, rel=1e-12)
-        assert result.is_high_clipped.tolist() == [True] + [False] * 5
-        assert result.is_low_clipped.tolist() == [False] * 4 + [True, False]
-        (gradient,) = torch.autograd.grad(result.loss.sum(), step.mean)
-        second = [0.835720948183596, -0.4178604740917981, -1.2535814222753943, 0.20893023704589908]
-        assert gradient[1].tolist() == pytest.approx(second, rel=1e-7)
-        assert (gradient[[0, 4]] == 0).all() and (gradient[[1, 2, 5]] != 0).any(dim=1).all()
-        assert not result.ratio.requires_grad and not result.divergence.requires_grad
-
-    def test_the_divergence_decides_and_not_the_ratio(self, step):
-        """Twin: without a threshold that is reached nothing is masked, though the ratios are far from 1."""
-        divergence = self.masked(step, 1.0).divergence
-        result = self.masked(step, 1.0)
-        assert (result.ratio - 1).abs().max() > 0.1 and not (result.is_low_clipped | result.is_high_clipped).any()
-        assert self.masked(step, divergence[0].item()).is_high_clipped.tolist() == [True] + [False] * 5  # D >= tau
-        low, high = self.masked(step, 1e-9).is_low_clipped, self.masked(step, 1e-9).is_high_clipped
-        assert low.tolist() == [False] * 4 + [True] * 2 and high.tolist() == [True, False, True] + [False] * 3
-
-    def test_on_policy_nothing_is_masked(self):
-        step = Step(0.3, torch.zeros(SHAPE, dtype=torch.float64))
-        advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-        result = self.masked(step, 1e-30, advantages)
-        assert torch.equal(result.ratio, torch.ones(3, dtype=torch.float64)) and not result.divergence.any()
-        assert torch.equal(result.loss.detach(), -advantages)
-        (gradient,) = torch.autograd.grad(result.loss.sum(), step.mean)
-        torch.testing.assert_close(gradient, -advantages.view(3, 1, 1) * step.eps / 0.3 / ELEMENTS)
 
 
 class TestAddFlowNoise:

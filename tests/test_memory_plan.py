@@ -294,7 +294,7 @@ def test_first_panels_may_need_micro_batches_of_one(make_trainer, tmp_path, mode
 
 
 def test_all_weights_and_the_reference(make_plan):
-    plan = make_plan(peft_config=None, ema_decay=0.9, norm_penalty=0.01)
+    plan = make_plan(peft_config=None, ema_decay=0.9, beta=0.01)
     weights = weights_bytes(plan.run.model, trainable=True)
     for part, factor in (("trained weights", 1), ("gradients", 1), ("optimizer", 2), ("average", 1), ("reference", 1)):
         assert device_of(plan)[part] == factor * weights

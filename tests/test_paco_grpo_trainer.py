@@ -91,9 +91,9 @@ class TestTraining:
 
 
 class TestLoss:
-    @pytest.mark.parametrize(("beta", "norm_penalty"), [(0.0, 0.0), (3.0, 0.0), (0.0, 0.2), (3.0, 0.2)])
-    def test_loss_and_gradient_equal_a_direct_computation(self, make_small, monkeypatch, beta, norm_penalty):
-        trainer = make_small(beta=beta, norm_penalty=norm_penalty, epsilon=0.01)
+    @pytest.mark.parametrize("beta", [0.0, 3.0])
+    def test_loss_and_gradient_equal_a_direct_computation(self, make_small, monkeypatch, beta):
+        trainer = make_small(beta=beta, epsilon=0.01)
         trainer.state.max_steps = 2
         inputs = trainer._prepare_inputs(None)
         trainer.state.global_step = 1
@@ -126,14 +126,12 @@ class TestLoss:
         ratio = torch.exp(new - old)  # a new adapter is the identity: it generated as the reference
         policy = -torch.min(ratio * advantages, ratio.clamp(0.99, 1.01) * advantages)
         kl = average((mean(v) - mean(v_ref)) ** 2) / (2 * std**2)
-        longer = (v.flatten(1).norm(dim=1) / v_ref.flatten(1).norm(dim=1) - 1).clamp(min=0)
-        assert longer.min() == 0 < longer.max()  # some velocities are shorter
         # A micro-batch of 4 images is an optimizer step
-        terms = [policy.mean(), beta * kl.mean(), norm_penalty * longer.mean()]
+        terms = [policy.mean(), beta * kl.mean()]
         torch.testing.assert_close(loss, sum(terms), rtol=1e-4, atol=1e-7)
         expected = torch.autograd.grad(sum(terms), parameters, retain_graph=True)
         torch.testing.assert_close([*own.values()], [*expected], rtol=1e-3, atol=1e-6)
-        for term, weight in zip(terms, (1, beta, norm_penalty), strict=True):
+        for term, weight in zip(terms, (1, beta), strict=True):
             if weight:  # each is a part of the sum that counts
                 part = max(value.abs().max() for value in torch.autograd.grad(term, parameters, retain_graph=True))
                 assert part > 1e-3
@@ -171,14 +169,42 @@ class TestPolicyLoss:
         assert [first.sigma, first.sigma_next] == built_in.policy.scheduler.times[1:3] and first.std > 0
 
     def test_the_example_of_the_page(self, make_trainer):
+        """The numbers of verl-omni's `FlowDPPOLoss` on six images: for each sign, far towards it, against it, and near."""
         page = (Path(__file__).parent.parent / "docs" / "method.md").read_text()
-        (code,) = re.findall(r"```python\n(class SoftClipTrainer.*?)```", page, re.DOTALL)
-        names = {"PaCoGRPOTrainer": PaCoGRPOTrainer, "torch": torch}
+        (code,) = re.findall(r"```python\n(import torch\n.*?class FlowDPPOTrainer.*?)```", page, re.DOTALL)
+        names: dict = {}
         exec(code, names)
-        trainer = make_trainer(names["SoftClipTrainer"])
+        trainer = make_trainer(names["FlowDPPOTrainer"])
+        trainer.threshold = 1e-3
+        sides = torch.tensor([[0.08], [-0.08], [0.002], [0.08], [-0.08], [-0.002]], dtype=torch.float64)
+        advantages = torch.tensor([1.5, 1.0, 2.0, -0.5, -1.0, -2.0], dtype=torch.float64)
+        rows = "1 -.5 .25 2, -1 .5 1.5 -.25, .5 .5 -1 1, 2 -1 0 .5, -.5 1 .5 -1.5, 1 1 -1 .25"
+        noise = torch.tensor([[*map(float, row.split())] for row in rows.split(",")], dtype=torch.float64)
+        old_mean, std = torch.tensor([0.1, -0.2, 0.3, 0.4], dtype=torch.float64).repeat(6, 1), 0.3
+        mean = (old_mean + std * sides * noise).requires_grad_()
+        sample = old_mean + std * noise
+        log_prob, old_log_prob = (-((sample - each) ** 2).mean(dim=1) / (2 * std**2) for each in (mean, old_mean))
+        step = PolicyStep(log_prob, old_log_prob, mean, old_mean, std, 0.9, 0.8)
+        loss, metrics = trainer.policy_loss(step, advantages)
+        published = [0.0, -0.9285788313151068, -2.0024990600258556, 0.5530277042795644, 0.0, 1.9969367857184386]
+        assert loss.tolist() == pytest.approx(published, rel=1e-7)  # its constants are float32
+        assert metrics["masked"].tolist() == [1, 0, 0, 0, 1, 0]
+        divergence = [0.00425, 0.00285, 1.25e-06, 0.0042, 0.003, 1.53125e-06]
+        assert metrics["divergence"].tolist() == pytest.approx(divergence, rel=1e-12)
+        assert not any(values.requires_grad for values in metrics.values())
+        (gradient,) = torch.autograd.grad(loss.sum(), mean)
+        assert gradient.any(dim=1).tolist() == [False, True, True, True, False, True]
+        # Twins: PPO's clip keeps images 1 and 5 in the loss, and a threshold that is not reached all of them
+        clipped = PaCoGRPOTrainer.policy_loss(trainer, step, advantages)[0]
+        assert (clipped[[0, 4]] != 0).all()
+        trainer.threshold = divergence[0] + 1e-9
+        loss, metrics = trainer.policy_loss(step, advantages)
+        assert not metrics["masked"].any()
+        torch.testing.assert_close(loss, -torch.exp(log_prob - old_log_prob) * advantages)
+        trainer.threshold = 1e-9
         trainer.train()
-        weights = logs_with(trainer, "soft_clip_weight")
-        assert weights[0] == 1 > weights[1] > 0
+        divergence, masked = logs_with(trainer, "divergence"), logs_with(trainer, "masked")
+        assert divergence[0] == masked[0] == 0 < min(divergence[1], masked[1])  # before and after the first update
 
     def test_settings_of_the_clip_range_and_of_advantages(self, make_trainer):
         trainer = make_trainer(epsilon=0.1, epsilon_high=0.3, advantage_clip=0.5, max_steps=1)
@@ -418,10 +444,8 @@ class TestCost:
         for number in (1, 2):
             trainer.train()
             assert sum(calls) == number * (8 * 4 + 8 * 2)
-            kl, length = logs_with(trainer, "kl"), logs_with(trainer, "velocity_norm_ratio")
-            assert (kl[0] == 0 < kl[1] and length[0] == 1 != length[1]) == (
-                number == 1
-            )  # a new adapter is the identity
+            kl = logs_with(trainer, "kl")
+            assert (kl[0] == 0 < kl[1]) == (number == 1)  # a new adapter is the identity
             assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
 
     @pytest.mark.slow

@@ -313,7 +313,6 @@ TYPED = {
     "--num_train_epochs 2": ({"num_train_epochs": 2.0, "max_steps": -1}, "max_steps"),
     "--gradient_accumulation_steps 32": ({"gradient_accumulation_steps": 32}, ROUND),
     "--judge_url http://127.0.0.1:1/v1": ({"judge_quantization": None}, "judge_quantization"),
-    "--loss_type flow_dppo": ({"loss_type": "flow_dppo", "epsilon": 1e-4}, "epsilon"),
     "--quantization None --tail_steps null": ({"quantization": None, "tail_steps": None}, ""),
     "nft": ({"loss_type": "nft", "epsilon": 1.0, "tail_steps": None}, f"loss_type epsilon {' '.join(UNUSED_FIELDS)}"),
     "nft --loss_type awm": ({"loss_type": "awm", "epsilon": 1.0}, f"epsilon {' '.join(UNUSED_FIELDS)}"),

@@ -69,7 +69,6 @@ ROLLOUT = {"plain step": 0, "stochastic step": 0, "last step": 0, "batch": 5}
 LARGEST = {
     "grpo": {**ROLLOUT, "micro-step": 0, "optimizer step": 1},
     "beta": {"micro-step": 0},
-    "flow_dppo": {"micro-step": 0},
     "grpo_guard": {"micro-step": 0},
     "short tail": {**ROLLOUT, "micro-step": 0},
     "gradient_checkpointing": {"micro-step": 0},

@@ -82,8 +82,7 @@ REFUSED_GRPO_FIELDS = unsupported_fields(GRPOConfig, USED_GRPO_FIELDS, *_UNSUPPO
 REFUSED_SFT_FIELDS = unsupported_fields(SFTConfig, USED_SFT_FIELDS, *_UNSUPPORTED)
 # An infinite one limits nothing
 _LIMITS = (
-    "divergence_threshold", "epsilon", "epsilon_high", "log_tame_threshold", "max_grad_norm", "max_reward_mean",
-    "ratio_tolerance",
+    "epsilon", "epsilon_high", "log_tame_threshold", "max_grad_norm", "max_reward_mean", "ratio_tolerance",
 )  # fmt: skip
 
 

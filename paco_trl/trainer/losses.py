@@ -107,7 +107,6 @@ class ClippedSurrogate(NamedTuple):
     ratio: torch.Tensor  # of the new to the old policy, detached
     is_low_clipped: torch.Tensor  # whether the lower end of the clip range cuts the gradient
     is_high_clipped: torch.Tensor
-    divergence: torch.Tensor | None = None  # of the new from the old policy, detached
 
 
 def clipped_surrogate(
@@ -162,27 +161,7 @@ def guarded_surrogate(
     log_ratio = normalized_log_ratio(log_prob, old_log_prob, mean, old_mean, std)
     surrogate = clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, epsilon_low, epsilon_high)
     loss = surrogate.loss * _one_per_image(gradient_weight, mean, "gradient_weight")
-    return surrogate._replace(loss=loss, divergence=gaussian_kl(mean, old_mean, std).detach())
-
-
-def divergence_masked_surrogate(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    mean: torch.Tensor,
-    old_mean: torch.Tensor,
-    std: float | torch.Tensor,
-    advantages: torch.Tensor,
-    threshold: float,
-) -> ClippedSurrogate:
-    """Compute the objective of [Flow-DPPO](https://huggingface.co/papers/2606.11025): -ratio * A, masked.
-
-    An image leaves the loss where its step diverges by `threshold` or more and the gradient would increase that.
-    """
-    ratio, divergence = torch.exp(log_prob - old_log_prob), gaussian_kl(mean, old_mean, std).detach()
-    is_far = divergence >= threshold
-    is_low, is_high = is_far & (ratio < 1) & (advantages < 0), is_far & (ratio > 1) & (advantages > 0)
-    loss = torch.where(is_low | is_high, 0.0, -ratio * advantages)
-    return ClippedSurrogate(loss, ratio.detach(), is_low, is_high, divergence)
+    return surrogate._replace(loss=loss)
 
 
 def _one_per_image(value: float | torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
@@ -202,13 +181,6 @@ def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, std: float | torch.T
     """Compute the KL divergence of two Gaussians of equal standard deviation, averaged over the latent's elements."""
     # `std` is that of the whole step, sqrt(-dt) included; the published code leaves dt out
     return ((mean - ref_mean) ** 2).flatten(1).mean(dim=1) / (2 * _one_per_image(std, mean, "std") ** 2)  # (B,)
-
-
-def velocity_norm_ratio(velocity: torch.Tensor, ref_velocity: torch.Tensor) -> torch.Tensor:
-    """Compute |v| / |v_ref| of each image, which RL increases: https://huggingface.co/papers/2606.27771 (NormGuard)."""
-    dtype = torch.promote_types(velocity.dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=dtype) for each in (velocity, ref_velocity)]
-    return norms[0] / norms[1]  # (B,)
 
 
 def add_flow_noise(

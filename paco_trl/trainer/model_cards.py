@@ -65,14 +65,12 @@ def image_settings(
     is_separate = rows.has_separate and set(rows.image_layouts) == {(1, 1)}
     sizes = {"training_size": set(rows.training_sizes), "inference_size": set(rows.inference_sizes)}
     has_one_size = all(len(each) == 1 for each in sizes.values())
-    unused = {"epsilon"} if args.loss_type == "flow_dppo" else {"divergence_threshold"}
-    unused |= {"log_tame_threshold"} if args.multi_objective_aggregation != "log_tamed" else set()
+    unused = {"log_tame_threshold"} if args.multi_objective_aggregation != "log_tamed" else set()
     names = (
         "num_generations", "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale",
         "sde_type", "noise_level", "sde_steps", "num_sde_steps", "tail_steps",
         *(PANEL_OPTIONS if rows.has_separate else ()), "loss_type", "learning_rate", "weight_decay", "epsilon",
-        "divergence_threshold", "beta", "norm_penalty", "advantage_clip", "multi_objective_aggregation",
-        "log_tame_threshold", "seed",
+        "beta", "advantage_clip", "multi_objective_aggregation", "log_tame_threshold", "seed",
     )  # fmt: skip
     settings = {
         "optimizer_steps": step,

@@ -51,13 +51,13 @@ RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_COUNTS, lambda v: v is None or v >= 1, "at least 1"),
     (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
     (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
-    (("epsilon", "divergence_threshold"), lambda v: v > 0, "above 0"),
+    (("epsilon",), lambda v: v > 0, "above 0"),
     (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
     (("guidance_scale",), lambda v: v >= 0, "at least 0: at 1 or below most models use none"),
     (("noise_level",), lambda v: v > 0, "above 0 (the paper uses 0.7): without noise a step has no log-probability"),
     (("log_tame_threshold",), lambda v: v == "mean" or v >= 0, "a number >= 0, or 'mean'"),
     (("min_reward_std",), lambda v: v is None or v >= 0, "at least 0, or None"),
-    (("max_resample_times", "beta", "norm_penalty"), lambda v: v >= 0, "at least 0"),
+    (("max_resample_times", "beta"), lambda v: v >= 0, "at least 0"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
     (_FRACTIONS, lambda v: 0 <= v <= 1, "a fraction of a round, from 0 to 1"),
 )
@@ -209,19 +209,12 @@ class PaCoGRPOConfig(GRPOConfig):
             logs a warning later; above `epsilon / 10` it logs a warning, once. If `None`, `epsilon`. The deviation is 0
             in float32 and depends on the kernels in bf16: see the logged `ratio_deviation_on_policy`.
         loss_type (`str`, *optional*, defaults to `"grpo"`):
-            Loss: `"grpo"`, PPO's clipped objective, `"grpo_guard"`
+            Loss: `"grpo"`, PPO's clipped objective, or `"grpo_guard"`
             ([GRPO-Guard](https://huggingface.co/papers/2510.22319)), with its steps balanced and a ratio on another
-            scale, which requires another `epsilon`, or `"flow_dppo"`
-            ([Flow-DPPO](https://huggingface.co/papers/2606.11025)), with `divergence_threshold` in place of a clip.
-        divergence_threshold (`float`, *optional*, defaults to `1e-5`):
-            Mean divergence of a step from the policy that generated it, from which `"flow_dppo"` leaves out the images
-            that would increase it (published code).
+            scale, which requires another `epsilon`.
         reference (`str`, *optional*, defaults to `"initial"`):
-            Reference model of `beta` and `norm_penalty` when an adapter is trained further: `"initial"`, that adapter as
-            it was loaded (as in TRL), or `"base"`, the base model without it. Otherwise both are the initial model.
-        norm_penalty (`float`, *optional*, defaults to `0.0`):
-            Weight of max(0, |v| / |v_ref| - 1), where v is an image's velocity and v_ref that of the reference of `beta`
-            (after [NormGuard](https://huggingface.co/papers/2606.27771), our form; off by default).
+            Reference model of `beta` when an adapter is trained further: `"initial"`, that adapter as it was loaded (as in
+            TRL), or `"base"`, the base model without it. Otherwise both are the initial model.
         ema_decay (`float`, *optional*, defaults to `0.9`):
             Decay per optimizer step of the moving average of the weights, which is evaluated and saved (published
             code, see the documentation). `None` keeps no average.
@@ -273,7 +266,7 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether to plot the logged metrics to `output_dir/curves.png`. `curves.csv` is always written.
     """
 
-    loss_types = ("grpo", "grpo_guard", "flow_dppo")  # of this trainer
+    loss_types = ("grpo", "grpo_guard")  # of this trainer
     _other_losses = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`"
     _ranges, _choices = RANGES, CHOICES
 
@@ -326,9 +319,7 @@ class PaCoGRPOConfig(GRPOConfig):
     epsilon: float = 1e-4
     ratio_tolerance: float | None = None
     loss_type: str = "grpo"
-    divergence_threshold: float = 1e-5
     reference: str = "initial"
-    norm_penalty: float = 0.0
     ema_decay: float | None = 0.9
     ema_offload: bool = False
     enable_jit_checkpoint: bool = True
@@ -427,7 +418,7 @@ class PaCoGRPOConfig(GRPOConfig):
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the model with the reference."""
-        return self.beta > 0 or self.norm_penalty > 0
+        return self.beta > 0
 
     @property
     def num_trained_steps(self) -> int:
@@ -517,7 +508,7 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"`log_tame_threshold` is {self.log_tame_threshold!r}, which {method!r} does not use. Unset it."
             )
         if self.reference != "initial" and not self.has_reference:
-            raise ValueError("`reference` is 'base', but no loss compares with it. Set `beta` or `norm_penalty`.")
+            raise ValueError("`reference` is 'base', but no loss compares with it. Set `beta`.")
         self._check_objective()
 
     def _check_objective(self) -> None:
@@ -538,8 +529,3 @@ class PaCoGRPOConfig(GRPOConfig):
             )
         if self.sde_type == "cps" and self.noise_level > 1:
             raise ValueError(f"`noise_level` is {self.noise_level}; it must be at most 1 for 'cps'.")
-        is_dppo = self.loss_type == "flow_dppo"
-        for name in ("epsilon", "epsilon_high") if is_dppo else ("divergence_threshold",):
-            if (value := getattr(self, name)) != getattr(PaCoGRPOConfig, name):
-                remedy = "set `divergence_threshold`" if is_dppo else "set `epsilon`, or `loss_type='flow_dppo'`"
-                raise ValueError(f"`{name}` is {value}, which {self.loss_type!r} does not use. Unset it; {remedy}.")

@@ -95,13 +95,11 @@ from .losses import (
     PolicyStep,
     StepStatistics,
     clipped_surrogate,
-    divergence_masked_surrogate,
     gaussian_kl,
     group_advantages,
     guard_gradient_weight,
     guarded_surrogate,
     informative_groups,
-    velocity_norm_ratio,
 )
 from .model_cards import (
     evaluation_rows,
@@ -774,9 +772,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         metrics = {name: values for name, values in metrics.items() if name != "ratio"}
         if ref_velocity is not None:
             kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
-            norm_ratio = velocity_norm_ratio(velocity, ref_velocity)
-            loss = loss + self.beta * kl + self.args.norm_penalty * torch.relu(norm_ratio - 1)
-            metrics |= {"kl": kl.detach(), "velocity_norm_ratio": norm_ratio.detach()}
+            loss = loss + self.beta * kl
+            metrics["kl"] = kl.detach()
         self._record_step(record, ratio, metrics, inputs["weights"])
         # The weights divide by the images of the optimizer step on all processes, over which gradients are averaged
         return (loss * inputs["weights"]).sum() * self.accelerator.num_processes
@@ -797,26 +794,20 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             `ratio` is not logged: it must be 1 before an update, and is exp(log_prob - old_log_prob) if left out.
         """
         clip, loss_type = (self.epsilon_low, self.epsilon_high), self.args.loss_type
-        log_probs, gaussians = (step.log_prob, step.old_log_prob), (step.mean, step.old_mean, step.std)
-        if loss_type == "flow_dppo":
-            threshold = self.args.divergence_threshold
-            surrogate = divergence_masked_surrogate(*log_probs, *gaussians, advantages, threshold)
-        elif loss_type == "grpo_guard":
+        log_probs = step.log_prob, step.old_log_prob
+        if loss_type == "grpo_guard":
             weight = guard_gradient_weight(step.sigma, step.sigma_next)
-            surrogate = guarded_surrogate(*log_probs, *gaussians, advantages, *clip, weight)
+            surrogate = guarded_surrogate(*log_probs, step.mean, step.old_mean, step.std, advantages, *clip, weight)
         elif loss_type == "grpo":
             surrogate = clipped_surrogate(*log_probs, advantages, *clip)
         else:
             raise NotImplementedError(f"`loss_type` is {loss_type!r}, for which `policy_loss` has no branch. Add it.")
         low, high = surrogate.is_low_clipped.float(), surrogate.is_high_clipped.float()
-        metrics = {
+        return surrogate.loss, {
             "ratio": surrogate.ratio,
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,
-        }
-        return surrogate.loss, metrics if surrogate.divergence is None else metrics | {
-            "divergence": surrogate.divergence
         }
 
     def _velocities(self, model, record: RecordedStep) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,7 +10,7 @@ from .paco_grpo_config import CHOICES, RANGES, PaCoGRPOConfig
 # Fields of PaCoGRPOConfig for stochastic steps
 UNUSED_FIELDS = (
     "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps",
-    "divergence_threshold", "ratio_tolerance",
+    "ratio_tolerance",
 )  # fmt: skip
 # Fields that a loss does not use
 UNUSED_WITH = {"nft": ("epsilon", "epsilon_high", "awm_weighting", "old_policy_beta"), "awm": ("nft_beta",)}
@@ -62,7 +62,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
             policy is kept.
     """
 
-    loss_types = ("nft", "awm")  # type: ignore[assignment]  # two instead of three
+    loss_types = ("nft", "awm")
     _other_losses = "those of stochastic steps have `PaCoGRPOTrainer`"
     _ranges = (
         *RANGES,

@@ -22,7 +22,6 @@ from .losses import (
     nft_old_policy_decay,
     nft_reward_probability,
     velocity_error,
-    velocity_norm_ratio,
 )
 from .paco_grpo_trainer import PaCoGRPOTrainer
 from .paco_nft_config import UNUSED_FIELDS, UNUSED_WITH, PaCoNFTConfig
@@ -187,9 +186,8 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             loss = nft_loss(velocity, record.old_velocity, record.target, probability, args.nft_beta, record.times)
         if ref_velocity is not None:
             kl = velocity_error(velocity.float(), ref_velocity.float())
-            ratio = velocity_norm_ratio(velocity, ref_velocity)
-            loss = loss + self.beta * kl + args.norm_penalty * torch.relu(ratio - 1)
-            values |= {"kl": kl, "velocity_norm_ratio": ratio}
+            loss = loss + self.beta * kl
+            values["kl"] = kl
         self.statistics.add(velocity, record.old_velocity.float(), values, weights)
         if self.accelerator.sync_gradients:
             self._step_metrics = self.statistics.finish(self.state.global_step)

@@ -39,11 +39,11 @@ HARMLESS = (
 )  # fmt: skip
 # Harmless to an evaluation of the untrained model, in which nothing is trained and every row has its inference size
 HARMLESS_UNTRAINED = (
-    "advantage_clip", "beta", "detach_unconditional", "divergence_threshold",
-    "ema_decay", "epsilon", "epsilon_high", "greater_is_better", "height", "log_tame_threshold", "loss_type",
-    "max_grad_norm", "max_resample_times", "max_reward_mean", "max_steps", "metric_for_best_model", "min_reward_std",
-    "multi_objective_aggregation", "noise_level", "norm_penalty", "num_generations", "num_inference_steps",
-    "num_iterations", "num_noise_levels", "num_prompts_per_generation", "num_sde_steps", "num_train_epochs",
+    "advantage_clip", "beta", "detach_unconditional", "ema_decay", "epsilon", "epsilon_high", "greater_is_better",
+    "height", "log_tame_threshold", "loss_type", "max_grad_norm", "max_resample_times", "max_reward_mean", "max_steps",
+    "metric_for_best_model", "min_reward_std", "multi_objective_aggregation", "noise_level", "num_generations",
+    "num_inference_steps", "num_iterations", "num_noise_levels", "num_prompts_per_generation", "num_sde_steps",
+    "num_train_epochs",
     "per_device_rollout_batch_size", "per_device_train_batch_size", "reference", "resolution_scale", "scale_rewards",
     "sde_steps", "sde_type", "shuffle_dataset", "tail_steps", "warmup_steps", "width",
 )  # fmt: skip
