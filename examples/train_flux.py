@@ -39,7 +39,7 @@ class ScriptArguments:
         default="laion/CLIP-ViT-H-14-laion2B-s32B-b79K", metadata={"help": "Hub id or path of CLIP."}
     )
     lora_r: int = field(default=64, metadata={"help": "Rank of the adapter."})
-    lora_alpha: int = field(default=128, metadata={"help": "Scale of the adapter."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "Scale of the adapter. If `None`, twice its rank."})
 
 
 if __name__ == "__main__":
@@ -62,7 +62,11 @@ if __name__ == "__main__":
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        peft_config=LoraConfig(r=script_args.lora_r, lora_alpha=script_args.lora_alpha, init_lora_weights="gaussian"),
+        peft_config=LoraConfig(
+            r=script_args.lora_r,
+            lora_alpha=script_args.lora_alpha or 2 * script_args.lora_r,
+            init_lora_weights="gaussian",
+        ),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 

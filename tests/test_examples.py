@@ -36,8 +36,8 @@ RECIPES = {
     "train_qwen_image_edit": "paco-qwen-image-edit",
     "train_reward": "paco-reward-7b-lora",
 }
-# Their None is filled in by the configs
-FILLED_IN = {"bf16", "num_prompts_per_generation", "optimizer_steps_per_generation"}
+# Their None is filled in by the configs, or from the rank
+FILLED_IN = {"bf16", "lora_alpha", "num_prompts_per_generation", "optimizer_steps_per_generation"}
 
 
 @pytest.mark.parametrize("script", RECIPES)
@@ -49,7 +49,8 @@ def test_the_papers_settings_are_the_defaults(script, monkeypatch):
     shown = printed.getvalue().split("\n  --")[1:]
     defaults = {re.match(r"\w+", each)[0]: each.rpartition("(default: ")[2].rstrip(")\n") for each in shown}
     options = PAPER[RECIPES[script]]
-    paper = {name: str(value) for name, value in options.items() if name in defaults and name not in FILLED_IN}
+    filled_in = {name for name in FILLED_IN if defaults.get(name) == "None"}
+    paper = {name: str(value) for name, value in options.items() if name in {*defaults} - filled_in}
     assert len(paper) > 12 and {name: defaults[name] for name in paper} == paper
 
 

@@ -354,6 +354,10 @@ class TestJudge:
             for name, value in (("judge_quantization", "int8"), ("judge_attn_implementation", "eager")):
                 with pytest.raises(ValueError, match=f"`--{name}.*Leave it out"):
                     evaluate_main(["judge", f"--{name}", value, "--judge_model", *words])
+        arguments.judge_attn_implementation = "nope"
+        with pytest.raises(ValueError, match="`--judge_attn_implementation` is 'nope'.* sdpa"):
+            load_rewards(arguments)
+        arguments.judge_attn_implementation = None
         arguments.judge_url = "http://127.0.0.1:1/v1"
         with pytest.raises(ValueError, match="'int8', but a served judge"):
             load_rewards(arguments)

@@ -13,7 +13,7 @@ from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from transformers import TrainingArguments
+from transformers import AttentionInterface, TrainingArguments
 from trl import TrlParser
 
 from ..utils.text import shorten
@@ -79,6 +79,11 @@ def judge_options(args: Any, url: str | None) -> dict[str, Any]:
     for name, value in options.items():
         if url is not None:
             raise ValueError(f"`--judge_{name}` is {value!r}, but a served judge is quantized and run by its server.")
+    attention = options.get("attn_implementation", "eager")
+    if "/" not in attention and attention not in (known := ("eager", *AttentionInterface().valid_keys())):
+        raise ValueError(
+            f"`--judge_attn_implementation` is {attention!r}; it must be {', '.join(known)} or a kernel on the Hub."
+        )
     return options
 
 

@@ -129,8 +129,12 @@ def check_arguments(args: Any) -> None:
     """Refuse what starts a run that trains nothing, in another precision, or not at all after its model is loaded."""
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers lists not all
-    for name in {*trackers} & {*INTEGRATION_TO_CALLBACK} - available:
-        raise ValueError(f"`report_to` is {args.report_to!r}, but {name} is not installed.")
+    for name in {*trackers} - {None, "all", "none"} - available:
+        if name in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"`report_to` is {args.report_to!r}, but {name} is not installed.")
+        raise ValueError(
+            f"`report_to` has {name!r}, but must be of {', '.join(INTEGRATION_TO_CALLBACK)}, 'all' or 'none'."
+        )
     for name in {*args.jit_checkpoint_signals} - {*signal.Signals.__members__}:
         raise ValueError(f"`jit_checkpoint_signals` has {name!r}, which is no signal, such as 'SIGTERM'.")
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
