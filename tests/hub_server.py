@@ -33,7 +33,6 @@ from huggingface_hub.utils import close_session
 
 from judge_server import _Server
 from launching import _read_hub_variables
-from paco_trl.hub import pushing
 
 
 TOKEN, READ_TOKEN, WRONG_TOKEN = "hf_rightTokenOfTheTester", "hf_tokenThatMayOnlyRead", "hf_wrongTokenOfNobody"
@@ -135,8 +134,6 @@ class HubServer:
             patch.setattr(
                 "huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100))
             )
-            for name in ("_FIRST_WAIT", "_LONGEST_WAIT"):
-                patch.setattr(pushing, name, getattr(pushing, name) / 100)
             _renew_clients()
             try:
                 yield text

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 
 from hub_server import READ_TOKEN, TOKEN, WRONG_TOKEN, HubServer
 from paco_trl.hub import account, pushing
-from paco_trl.hub.account import check_base_model, prepare_repository
+from paco_trl.hub.account import prepare_repository
 from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, SETTINGS, TRANSFORMER
 from paco_trl.hub.pushing import select_files
 
@@ -37,13 +37,13 @@ def make_checkpoint(output_dir: str, step: int, base: str | None = "someone/base
     return str(folder)
 
 
-def pusher_of(output_dir: str, revision: str | None = None, always_push: bool = False):
-    return pushing.HubPusher(HfApi(token=TOKEN), "tester/adapter", revision, output_dir, PATTERNS, always_push)
+def pusher_of(output_dir: str, revision: str | None = None):
+    return pushing.HubPusher(HfApi(token=TOKEN), "tester/adapter", revision, output_dir, PATTERNS)
 
 
-def push_steps(output_dir: str, steps: list[int], whole=None, revision=None, base="someone/base", **kwargs) -> None:
+def push_steps(output_dir: str, steps: list[int], whole=None, revision=None, base="someone/base") -> None:
     """Pushes checkpoints one after the other, each when the one before it has arrived or failed."""
-    pusher = pusher_of(output_dir, revision, **kwargs)
+    pusher = pusher_of(output_dir, revision)
     for step in steps:
         folder = make_checkpoint(output_dir, step, base, ["curves.png", f"sheet_{step}.png"])
         name = {"last": "last-checkpoint", "all": f"checkpoint-{step}"}.get(whole)
@@ -51,15 +51,15 @@ def push_steps(output_dir: str, steps: list[int], whole=None, revision=None, bas
         pusher.wait()
 
 
-def push_at_once(output_dir: str, steps: list[int], whole: str | None = None, **kwargs) -> None:
+def push_at_once(output_dir: str, steps: list[int], whole: bool = False, replace: bool = True) -> None:
     """
     Pushes checkpoints without waiting, and deletes each at once, as `save_total_limit` may. The second comes when the
     upload of the first has begun: else it might replace the first, too.
     """
-    pusher = pusher_of(output_dir, **kwargs)
+    pusher = pusher_of(output_dir)
     for step in steps:
         folder = make_checkpoint(output_dir, step)
-        pusher.push_later(folder, f"step {step}", f"checkpoint-{step}" if whole else None)
+        pusher.push_later(folder, f"step {step}", f"checkpoint-{step}" if whole else None, replace)
         shutil.rmtree(folder)
         for _ in range(6000):
             if Path(output_dir, "first on its way").exists():
@@ -74,12 +74,9 @@ def push_now(output_dir: str, step: int) -> str:
     return pusher_of(output_dir).push_now(folder, "the end").oid
 
 
-def prepare(repo_id: str, token: str | None = TOKEN, base: str | None = None, **kwargs) -> str:
-    api = HfApi(token=token)
-    if base is not None:
-        check_base_model(api, base)
-    kwargs = {"private": None, "revision": None, "base_model": base, **kwargs}
-    return prepare_repository(api, repo_id, **kwargs)
+def prepare(repo_id: str, token: str | None = TOKEN, **kwargs) -> str:
+    kwargs = {"private": None, "revision": None, "base_model": None, **kwargs}
+    return prepare_repository(HfApi(token=token), repo_id, **kwargs)
 
 
 # ---- Tests ----
@@ -127,6 +124,17 @@ class TestUploads:
         (tmp_path / "README.md").touch()
         assert list(select_files(tmp_path, patterns)) == ["README.md"]
 
+    @pytest.mark.parametrize("name", ["sheet_2.png", "deep_sheet.png"])
+    def test_what_an_earlier_upload_had_besides_goes_from_its_place_alone(self, hub, run, tmp_path, monkeypatch, name):
+        """A pattern of the client's would match in every directory, also in full checkpoints."""
+        monkeypatch.setitem(globals(), "PATTERNS", [*PATTERNS, "*_sheet.png"])
+        others = [f"checkpoint-1/{name}", "mine.png", "notes/sheet_2.png"]
+        hub.add_repo("tester/adapter", dict.fromkeys([name, *others], b""))
+        run(push_steps, str(tmp_path / "out"), [4])
+        assert name not in hub.files("tester/adapter", "model") and {*others} <= {
+            *hub.files("tester/adapter", "model")
+        }
+
     def test_whole_checkpoints(self, hub, run, tmp_path):
         run(push_steps, str(tmp_path / "last"), [2, 4], whole="last")
         files = hub.files("tester/adapter", "model")
@@ -167,10 +175,11 @@ def test_a_bug_of_an_upload_keeps_its_traceback(tmp_path, monkeypatch, caplog, e
 
 @pytest.mark.usefixtures("repository")
 class TestOutages:
-    @pytest.mark.parametrize("fault", ["500", "409", "cut"])
+    @pytest.mark.parametrize("fault", ["500", "cut"])
     def test_once_at_each_request(self, hub, run, tmp_path, fault):
         output_dir, failed = tmp_path / "out", set()
-        places = {2: "/tree/main", 4: "/preupload/main", 6: "/lfs/", 8: "/commit/main"}
+        # By Xet, which is not used here, the client retries the commit, too
+        places = {2: "/tree/main", 4: "/preupload/main", 6: "/lfs/"}
 
         def fail_once(method: str, path: str) -> str | None:
             for step, place in places.items():
@@ -184,7 +193,7 @@ class TestOutages:
         outcome = run(push_steps, str(output_dir), list(places))
         assert failed == set(places)
         assert "was not pushed" not in outcome["log"]
-        assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 8"
+        assert hub.files("tester/adapter", "model")["README.md"] == b"README.md of step 6"
         assert titles(hub) == [f"step {step}" for step in places]
 
     def test_longer_than_the_attempts(self, hub, run, tmp_path):
@@ -195,7 +204,6 @@ class TestOutages:
         # Reported with the place and with what to do, and with the next one everything is there
         assert "was not pushed to the Hub, and training continues" in outcome["log"]
         assert f"paco-trl push {output_dir}" in outcome["log"] and hub.url in outcome["log"]
-        assert outcome["log"].count("Trying again in") == 2
         assert titles(hub) == ["step 4"]
 
     def test_until_the_end(self, hub, run, tmp_path):
@@ -219,12 +227,10 @@ class TestOutages:
 
         hub.fault = fault
         outcome = run(push_now, str(tmp_path / "out"), 2)
-        assert outcome["error"] == "ValueError" and "refuses a request about tester/adapter" in outcome["message"]
-        assert "paco-trl push" not in outcome["message"]  # it would be refused again
+        assert "422" in outcome["message"] and "paco-trl push" not in outcome["message"]  # it would be refused again
 
     def test_no_answer(self, hub, run, tmp_path, monkeypatch):
         monkeypatch.setattr(account, "_TIMEOUT", (1.0, 1.0, 1.0, None))
-        monkeypatch.setattr(pushing, "_ATTEMPTS", 1)
         hub.latency = 20.0
         hub.fault = lambda method, path: "slow" if "/commit/" in path else None
         outcome = run(push_now, str(tmp_path / "out"), 2)
@@ -233,8 +239,7 @@ class TestOutages:
     def test_the_right_is_taken_away(self, hub, run, tmp_path):
         hub.fault = lambda method, path: "403" if "/commit/" in path else None
         outcome = run(push_steps, str(tmp_path / "out"), [2])
-        assert "does not allow the token to write to tester/adapter" in outcome["log"]
-        assert "Trying again" not in outcome["log"]  # it would be of no use
+        assert "training continues. 403 Forbidden" in outcome["log"] and "Retrying" not in outcome["log"]
 
     def test_a_push_that_is_not_waited_for_is_of_what_was_there(self, hub, run, tmp_path):
         def push_and_save_again(output_dir: str) -> None:
@@ -268,23 +273,23 @@ class TestOutages:
 
         def fault(method: str, path: str) -> str | None:
             hold(method, path)
-            if "/commit/" in path and len(failed) < 3:
+            if "/commit/" in path and not failed:
                 failed.append(path)
                 return "500"
             return None
 
         hub.fault = fault
         outcome = run(push_at_once, str(output_dir), [2, 4, 6])
-        assert "was not pushed" in outcome["log"] and len(failed) == 3
+        assert "was not pushed" in outcome["log"] and len(failed) == 1
         assert titles(hub) == ["step 6"]
 
-    @pytest.mark.parametrize("always_push", [False, True])
-    def test_all_of_several(self, hub, run, tmp_path, always_push):
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_all_of_several(self, hub, run, tmp_path, whole):
         output_dir = tmp_path / "out"
         hub.fault = self.held_until(output_dir / "all asked for")
-        run(push_at_once, str(output_dir), [2, 4, 6], whole=None if always_push else "all", always_push=always_push)
+        run(push_at_once, str(output_dir), [2, 4, 6], whole, replace=False)
         assert titles(hub) == ["step 2", "step 4", "step 6"]
-        if not always_push:
+        if whole:
             files = hub.files("tester/adapter", "model")
             assert {f"checkpoint-{step}/optimizer.pt" for step in (2, 4, 6)} <= set(files)
 
@@ -317,10 +322,10 @@ class TestChecks:
         "arguments, error, token",
         [
             ({"token": None}, "LocalTokenNotFoundError", "hf auth login"),
-            ({"token": WRONG_TOKEN}, "PermissionError", "does not allow the token"),
-            ({"token": READ_TOKEN}, "PermissionError", "may only read"),
-            ({"repo_id": "others/adapter"}, "PermissionError", "no right to write to others/adapter"),
-            ({"repo_id": "tester/new"}, "ValueError", "tester/new"),
+            ({"token": WRONG_TOKEN}, "HfHubHTTPError", "Invalid user token"),
+            ({"token": READ_TOKEN}, "HfHubHTTPError", "no write role"),
+            ({"repo_id": "others/adapter"}, "HfHubHTTPError", "'others'"),
+            ({"repo_id": "tester/new"}, "BadRequestError", "'new' is reserved"),
         ],
     )
     def test_refused(self, hub, run, arguments, error, token):
@@ -332,7 +337,7 @@ class TestChecks:
     def test_no_right_to_a_repository_that_exists(self, hub, run):
         hub.add_repo("team/adapter", {"README.md": b""})
         hub.fault = lambda method, path: "403" if path.endswith("auth-check/write") else None
-        assert run(prepare, "team/adapter")["error"] == "PermissionError"
+        assert "403" in run(prepare, "team/adapter")["message"]
 
     def test_something_else_is_there(self, hub, run):
         others = {"unet/weights.bin": b"1", "sheets/a.png": b"2", "LICENSES/a.txt": b"3"}
@@ -373,15 +378,6 @@ class TestChecks:
             make_trainer(hub_model_id="tester/new", hub_token=TOKEN).init_hf_repo(private=True)
         assert hub.files("tester/open", "model") == pushed
         assert hub.repos["model", "tester/new"].private
-
-    def test_base_model(self, hub, run, tmp_path):
-        hub.add_repo("makers/base", {"README.md": b""})
-        assert run(prepare, "tester/adapter", base="makers/base")["result"]
-        assert run(prepare, "tester/adapter", base=str(tmp_path))["result"]  # a folder
-        hub.gated.add("makers/base")
-        outcome = run(prepare, "tester/adapter", base="makers/base")
-        assert outcome["error"] == "PermissionError" and "to read makers/base" in outcome["message"]
-        assert "makers/bass" in run(prepare, "tester/adapter", base="makers/bass")["message"]
 
     def test_not_there_at_all(self, hub, run):
         hub.stop()

@@ -206,7 +206,7 @@ class TestOutages:
         assert (output_dir / "trained").exists()
         assert "was not pushed to the Hub, and training continues" in log
         assert log.count(f"paco-trl push {output_dir}") >= 2  # beside training, and at its end
-        assert "Error: The request about tester/adapter" in log
+        assert f"{hub.url} cannot be reached" in log
         assert set(hub.files(REPO, "model")) == {".gitattributes"}
         # Trained as without an outage, and pushed later
         hub.fault = lambda method, path: None
@@ -247,8 +247,8 @@ def test_said_before_a_model_is_loaded(hub, tiny_flux, tmp_path):
     cases = [
         ({"hub_token": None}, "LocalTokenNotFoundError"),
         ({"hub_model_id": "tester/open", "hub_private_repo": True}, "ValueError: .*public"),
-        ({"base": by_path, "hub_model_id": "others/adapter"}, "PermissionError: .* no right to write to others/adapter"),
-        ({"base": "makers/gated"}, "PermissionError: .*to read makers/gated"),
+        ({"base": by_path, "hub_model_id": "others/adapter"}, "HfHubHTTPError: 403 .*others"),
+        ({"base": "makers/gated"}, "PermissionError: .*makers/gated is gated"),
         # The negative twin: without `push_to_hub` it is the model that is missing
         ({"push_to_hub": False}, "no-such-model"),
     ]  # fmt: skip
@@ -283,14 +283,10 @@ def test_doctor(hub, tmp_path):
         return check_hub(DoctorState(None, [], str(tmp_path), run, **arguments))
 
     hub.fault = lambda method, path: None
-    hub.add_repo("makers/with-terms", {"README.md": b""})
-    hub.gated.add("makers/with-terms")
     with hub.connected(tmp_path / "cache"):
         found = check(BASE, hub_model_id="tester/not-there")
         assert found == f"The repository tester/not-there at {hub.url} will be created."
         assert ("model", "tester/not-there") not in hub.repos
-        with pytest.raises(PermissionError, match="makers/with-terms"):
-            check("makers/with-terms")
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from rich.table import Table
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.weights import trained_parameters
-from ..hub.account import HTTPError, check_base_model, check_repository
+from ..hub.account import HTTPError, check_repository
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
@@ -215,15 +215,14 @@ def check_output_folder(state: DoctorState) -> Row | str:
 
 
 def check_hub(state: DoctorState) -> str:
-    """Check the token, the repository and the base model, without creating anything."""
+    """Check the token and the repository, without creating anything."""
     args, script_args, run = state.args, state.script_args, state.run
     if not run["push_to_hub"]:
         return "Nothing is pushed: `push_to_hub` is off."
-    api, base_model = HfApi(token=args.hub_token, library_name=_PACKAGE), script_args.model_name_or_path
-    check_base_model(api, base_model)
+    api = HfApi(token=args.hub_token, library_name=_PACKAGE)
     repo_id, is_there = check_repository(
         api, args.hub_model_id or Path(run["output_dir"]).absolute().name, private=args.hub_private_repo,
-        revision=args.hub_revision, base_model=base_model,
+        revision=args.hub_revision, base_model=script_args.model_name_or_path,
     )  # fmt: skip
     plan = "exists and can be written to" if is_there else "will be created"
     return f"The repository {repo_id} at {api.endpoint} {plan}."

@@ -11,7 +11,7 @@ from ..checkpointing.checkpoints import RUN_FILE, checkpoints_of, incomplete_fil
 from ..hub.account import prepare_repository
 from ..hub.cards import card_for, render_card
 from ..hub.files import SETTINGS, published_files_of
-from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
+from ..hub.pushing import HubPusher, remember_repository, remembered_repository
 from ..hub.settings import load_settings, settings_text
 from .parser import CommandParser, option
 
@@ -68,10 +68,9 @@ def push(args: PushArguments) -> str:
     private = args.private if args.private is not None else run_settings.get("private")
     published_files = published_files_of(model) or []
     api = HfApi(library_name="paco_trl")
-    repo_id = retrying(api, repo_id)(
-        prepare_repository, api, repo_id, private=private, revision=revision, base_model=card.base_model,
-        published_files=published_files,
-    )  # fmt: skip
+    repo_id = prepare_repository(
+        api, repo_id, private=private, revision=revision, base_model=card.base_model, published_files=published_files
+    )
     if not known and folder == run:
         remember_repository(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files)

@@ -67,7 +67,7 @@ def publish_dataset(
         ValueError, PermissionError: Before anything is sent: data, `repo_id`, token or license cannot be used.
         ConnectionError: If the Hub cannot be reached, or an upload fails.
     """
-    from ..hub.account import find_repository, hub_errors
+    from ..hub.account import find_repository, hub_outages
 
     if not pairs or not set(pairs) <= {"train", "test"}:
         raise ValueError(f"`pairs` has the splits {list(pairs)}, but must have `train`, `test` or both. Rename them.")
@@ -99,7 +99,7 @@ def publish_dataset(
     )
     with (
         tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as folder,
-        hub_errors(api, repo_id, "Nothing is lost: run the stage again, which sends only what is missing."),
+        hub_outages(api, "Nothing is lost: run the stage again, which sends only what is missing."),
     ):
         pairs_sheet(pairs["train" if "train" in pairs else "test"], f"{folder}/pairs.png")
         if rankings is not None:

@@ -5,6 +5,7 @@ Select the files of a published model, and tell those that the package wrote fro
 """
 
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 from ..utils.files import read_record
@@ -56,6 +57,11 @@ def select_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, Path]
     folder = Path(folder)
     paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
     return {path.relative_to(folder).as_posix(): path for path in paths}
+
+
+def is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    """Tell whether a path in a repository matches one of the patterns."""
+    return any(name.count("/") == pattern.count("/") and fnmatch(name, pattern) for pattern in patterns)
 
 
 def saved_pictures(folder: str | Path) -> set[str] | None:

@@ -12,11 +12,11 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from ..hub.account import check_base_model, find_repository, hub_errors, prepare_repository
+from ..hub.account import find_repository, hub_outages, prepare_repository
 from ..hub.cards import save_card
 from ..hub.files import JUDGE_ADAPTER, foreign_files
 from ..hub.licenses import License, base_license
-from ..hub.pushing import HubPusher, remember_repository, remembered_repository, retrying
+from ..hub.pushing import HubPusher, remember_repository, remembered_repository
 from ..utils.names import is_local, public_name, relative_name
 from .model_cards import LIBRARIES, cached_commit, hardware_of
 
@@ -35,38 +35,38 @@ class PushesToHub(Trainer):
     published_files: list[str]  # patterns
 
     def _prepare_hub(self, args: TrainingArguments, token: str | None = None, private: bool | None = None) -> None:
-        """Check token and base model, and create the repository, before a model is loaded."""
+        """Check the token, and create the repository, before a model is loaded."""
         if args.process_index != 0 or self.pusher is not None:
             return
         api = HfApi(token=token if token is not None else args.hub_token, library_name="paco_trl")
         private = private if private is not None else args.hub_private_repo
         repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
+        if base_model is not None and is_local(base_model) and self.published_files == JUDGE_ADAPTER:
+            logger.warning(
+                f"The base model is the directory '{base_model}', which others do not have. Train from its Hub id, or "
+                "write that id to `adapter_config.json` in the repository."
+            )
         try:
-            if base_model is not None and is_local(base_model) and self.published_files == JUDGE_ADAPTER:
-                cure = "Train from its Hub id, or write that id to `adapter_config.json` in the repository."
-                logger.warning(f"The base model is the directory '{base_model}', which others do not have. {cure}")
             if base_model is not None:
-                retrying(api, base_model)(check_base_model, api, base_model)
                 base_license(base_model, online=True, token=api.token)  # cached for the checkpoints
-            repo_id = retrying(api, repo_id)(
-                prepare_repository, api, repo_id, private=private, revision=args.hub_revision, base_model=base_model,
+            repo_id = prepare_repository(
+                api, repo_id, private=private, revision=args.hub_revision, base_model=base_model,
                 published_files=self.published_files,
             )  # fmt: skip
         except ConnectionError as error:
             known = remembered_repository(args.output_dir)
-            asked = {"repo_id": known.get("repo_id", ""), "revision": args.hub_revision, "private": private}
-            if known != asked or known["repo_id"].split("/")[-1] != repo_id.split("/")[-1]:
-                command = f"`paco-trl push {args.output_dir} --hub_model_id {repo_id}`"
+            known_id = known.get("repo_id", "")
+            asked = {"repo_id": known_id, "revision": args.hub_revision, "private": private}
+            if known != asked or not f"/{known_id}".endswith(f"/{repo_id}"):
                 raise ConnectionError(
-                    f"{error} Or start with `push_to_hub=False`, and upload by {command}."
+                    f"{error} Or start with `push_to_hub=False`, and upload by `paco-trl push {args.output_dir} "
+                    f"--hub_model_id {repo_id}`."
                 ) from error
             # A resumed run has passed these checks: an outage does not stop it
-            repo_id = known["repo_id"]
+            repo_id = known_id
             logger.warning(f"{error} The run continues, since it has pushed to {repo_id} before.")
         remember_repository(args.output_dir, repo_id, args.hub_revision, private)
-        self.pusher = HubPusher(
-            api, repo_id, args.hub_revision, args.output_dir, self.published_files, args.hub_always_push
-        )
+        self.pusher = HubPusher(api, repo_id, args.hub_revision, args.output_dir, self.published_files)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, or check that it is writable. `None` is `hub_token` and `hub_private_repo`."""
@@ -75,7 +75,7 @@ class PushesToHub(Trainer):
             self.hub_model_id = self.pusher.repo_id
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload a saved checkpoint in the background."""
+        """Upload a saved checkpoint in the background; of several that wait the newest, or each where that is asked for."""
         args, step = self.args, self.state.global_step
         if args.hub_strategy == HubStrategy.END:
             return
@@ -83,9 +83,10 @@ class PushesToHub(Trainer):
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             self.callback_handler.on_push_begin(args, self.state, self.control)
+            replace = not args.hub_always_push and args.hub_strategy != HubStrategy.ALL_CHECKPOINTS
             message = f"Training in progress, step {step}"
             try:
-                self.pusher.push_later(checkpoint_folder, message, names.get(args.hub_strategy))
+                self.pusher.push_later(checkpoint_folder, message, names.get(args.hub_strategy), replace)
             except OSError as error:  # such as a full disk
                 logger.warning(f"The checkpoint of step {step} is saved, but cannot be prepared for the Hub: {error}.")
 
@@ -118,16 +119,16 @@ class PushesToHub(Trainer):
         if private:
             find_repository(pusher.api, pusher.repo_id, private)
         if revision is not None and revision != pusher.revision:
-            with hub_errors(pusher.api, pusher.repo_id, "Everything is saved."):
+            with hub_outages(pusher.api, f"`paco-trl push {self.args.output_dir}` uploads it later."):
                 pusher.api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
             pusher = HubPusher(pusher.api, pusher.repo_id, revision, self.args.output_dir, self.published_files)
         return pusher.push_now(self.args.output_dir, commit_message or "End of training", blocking=blocking)
 
     def _refuse_foreign(self, folder: str | Path) -> None:
         """Refuse to save over files of the user's, on all processes."""
-        problems = gather_object([foreign_files(folder, self.published_files) if self.args.should_save else None])
-        if problem := next(filter(None, problems), None):
-            raise ValueError(problem)
+        foreign = gather_object([foreign_files(folder, self.published_files) if self.args.should_save else None])
+        if found := next(filter(None, foreign), None):
+            raise ValueError(found)
 
     def _save_with_card(self, **kwargs) -> None:
         self.save_model(_internal_call=True)
