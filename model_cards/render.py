@@ -7,10 +7,24 @@ Renders the reference cards in this folder from their YAML files:
 
 from pathlib import Path
 
-from paco_trl.hub import load_reference_card, render_card
+import yaml
+
+from paco_trl.hub import ImageModelCard, JudgeCard, render_card
+from paco_trl.hub.licenses import base_license
+from paco_trl.hub.settings import card_from_dict
 
 
 FOLDER = Path(__file__).resolve().parent
+
+
+def load_reference_card(path: Path) -> ImageModelCard | JudgeCard:
+    """
+    Load a card of published weights: the fields of a card, and in `published` the recipe, the command, and the tables,
+    results and notes of others. The license is the base model's.
+    """
+    card = card_from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    card.license = base_license(card.base_model)
+    return card
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import time
@@ -29,14 +30,13 @@ from paco_trl.commands.serve import ServeArguments
 from paco_trl.data import split_grid, theme_question
 from paco_trl.hub.cards import card_for, metadata, render_card
 from paco_trl.hub.files import PIPELINE_ADAPTER, SETTINGS
-from paco_trl.hub.licenses import License, _license_or_none, base_license, read_license
+from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.hub.settings import (
     Evaluation,
     ImageModelCard,
     JudgeCard,
     LoRA,
     Reward,
-    load_reference_card,
     load_settings,
     save_settings,
 )
@@ -483,19 +483,19 @@ class TestLicenses:
         readme = "---\nlicense: other\nlicense_name: own\nlicense_link: {}\n---\n"
         for link, found in (("LICENSE.md", "/org/base/blob/main/LICENSE.md"), ("https://a.b/c", "https://a.b/c")):
             (folder / "README.md").write_text(readme.format(link))
-            _license_or_none.cache_clear()
+            base_license.cache_clear()
             license = base_license(str(folder))
             assert license[:2] == ("other", "own") and license.link.endswith(found)
         data = card_of(make_trainer(model=str(folder))).data
         assert (data.license, data.base_model) == ("other", "org/base")
         (folder / "README.md").write_text("---\nlicense: [a, b]\n---\n")
-        _license_or_none.cache_clear()
+        base_license.cache_clear()
         assert base_license(str(folder)) is None
         with pytest.raises(ValueError, match="names no license"):
             read_license(str(folder))
 
     def test_the_hub_is_asked_only_on_demand_and_once(self, tmp_path):
-        _license_or_none.cache_clear()
+        base_license.cache_clear()
         with HubServer({TOKEN: "tester"}) as hub, hub.connected(tmp_path / "cache"):
             card = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE.md\n---\n"
             hub.add_repo("org/base", {"README.md": card.encode()})
@@ -509,7 +509,10 @@ class TestLicenses:
             hub.stop()
             assert base_license("org/other", online=True) is None  # nothing is invented
             hub.start()
-        _license_or_none.cache_clear()
+        base_license.cache_clear()
+
+
+load_reference_card = runpy.run_path(str(ROOT / "model_cards" / "render.py"))["load_reference_card"]
 
 
 class TestReferenceCards:

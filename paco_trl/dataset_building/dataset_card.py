@@ -113,7 +113,9 @@ def _percent(fraction: float | None) -> str | None:
 def _category_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
     """Format a table of categories, the most frequent first, where they are known."""
     names = [name for name, _ in sum((split["categories"] for split in splits.values()), Counter()).most_common()]
-    counts = {f"pairs ({name})": [split["categories"][each] for each in names] for name, split in splits.items()}
+    counts = {
+        f"pairs ({name})": [split["categories"][category] for category in names] for name, split in splits.items()
+    }
     return _table({"category": names, **counts}) if names else ""
 
 

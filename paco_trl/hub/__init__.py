@@ -12,13 +12,12 @@ from .settings import (
     JudgeCard,
     LoRA,
     Reward,
-    load_reference_card,
     load_settings,
     save_settings,
 )
 
 
 __all__ = [
-    "Evaluation", "ImageModelCard", "JudgeCard", "LoRA", "Reward", "load_reference_card", "load_settings", "metadata",
+    "Evaluation", "ImageModelCard", "JudgeCard", "LoRA", "Reward", "load_settings", "metadata",
     "render_card", "save_card", "save_settings",
 ]  # fmt: skip

@@ -5,8 +5,7 @@ import glob
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL.Image import Image
 
 from ..data import demo_prompts_path, theme_question
-from ..utils.files import open_weights, read_template, to_png
+from ..utils.files import open_weights, read_template, to_png, write_atomically
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
 from .files import JUDGE_PICTURES, PICTURES, SETTINGS, foreign_files, saved_pictures, select_files
-from .settings import ImageModelCard, JudgeCard, save_settings, write_new
+from .settings import ImageModelCard, JudgeCard, save_settings
 
 
 # The Hub's names of a judge's metrics, and their labels
@@ -87,67 +86,42 @@ def save_card(
     Raises:
         ValueError: If the directory has such files that paco_trl did not write.
     """
-    folder, pictures = Path(folder), pictures or {}
-    if problem := foreign_files(folder, [SETTINGS, "README.md", *map(glob.escape, pictures)]):
-        raise ValueError(problem)
-    _begin(card, folder)
-    _finish(card, folder, pictures)
+    if foreign := foreign_files(folder, [SETTINGS, "README.md", *map(glob.escape, pictures or {})]):
+        raise ValueError(foreign)
+    save_model_with_card(card, folder, pictures or {})
 
 
 def save_model_with_card(
     card: ImageModelCard | JudgeCard,
     folder: str | Path,
     pictures: Mapping[str, Path | Image],
-    published_files: Iterable[str],
-    save_weights: Callable[[], None],
+    published_files: Iterable[str] = (),
+    save_weights: Callable[[], None] | None = None,
 ) -> None:
     """Save a model in place of an earlier one, whose files become new ones: an upload may link to the old ones."""
-    folder = Path(folder)
-    for name, path in select_files(folder, published_files).items():
-        if not name.endswith(".png") and name != SETTINGS:
+    folder, old_pictures = Path(folder), saved_pictures(folder) or set()
+    for name, path in select_files(folder, [*published_files, *PICTURES, *JUDGE_PICTURES]).items():
+        if name in old_pictures - {*card.pictures} if name.endswith(".png") else name != SETTINGS:
             path.unlink()
-    _begin(card, folder)
-    save_weights()
-    open_weights(select_files(folder, published_files).values())
-    _finish(card, folder, pictures)
-
-
-def _begin(card: ImageModelCard | JudgeCard, folder: Path) -> None:
-    """Save `paco_trl.json` before what it lists: also after a kill this is known to be the package's own."""
-    old = saved_pictures(folder) or set()
-    for name, path in select_files(folder, [*PICTURES, *JUDGE_PICTURES]).items():
-        if name in old and name not in card.pictures:
-            path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_settings(card, folder)
-
-
-def _finish(card: ImageModelCard | JudgeCard, folder: Path, pictures: Mapping[str, Path | Image]) -> None:
+    save_settings(card, folder)  # before what it lists: also after a kill this is known to be the package's own
+    if save_weights is not None:
+        save_weights()
+        open_weights(select_files(folder, published_files).values())
     for name, picture in pictures.items():
         if isinstance(picture, Image):
-            write_new(folder / name, to_png(picture))
+            write_atomically(folder / name, to_png(picture), durable=False)
         elif picture.resolve() != (folder / name).resolve():
-            write_new(folder / name, picture.read_bytes())
-    write_new(folder / "README.md", str(render_card(card)).encode())
+            write_atomically(folder / name, picture.read_bytes(), durable=False)
+    write_atomically(folder / "README.md", str(render_card(card)), durable=False)
 
 
 def card_for(card: ImageModelCard | JudgeCard, repo_id: str, saved: str) -> str:
-    """
-    Render a card for the repository that it goes to, and keep what the `saved` one has besides.
-
-    Lines that the repository's name changes are replaced, so that results and edits in the saved card stay; and in code
-    that is not of this version, the name as a text or an argument, unless the base model has the same.
-    """
-    lines = [str(render_card(each)).split("\n") for each in (card, replace(card, repo_id=repo_id))]
-    renamed, in_code, saved_lines = dict(zip(*lines, strict=True)), False, saved.split("\n")
-    name = re.compile(rf'((?<!model=)"|--model_name_or_path |serve ){re.escape(card.repo_id)}(?="|\s|$)')
-    for number, line in enumerate(saved_lines):
-        in_code ^= line.startswith("```")
-        if line in renamed:
-            saved_lines[number] = renamed[line]
-        elif in_code and card.repo_id != relative_name(card.base_model):
-            saved_lines[number] = name.sub(lambda found: found[1] + repo_id, line)
-    return "\n".join(saved_lines)
+    """Return a saved card for the repository that it goes to, by whose name its code loads the model."""
+    not_of_others = (
+        r"(?<!Pipeline\.from_pretrained\()(?<!base = )(?<!model=)"  # base models, and a name of a served one
+    )
+    name = re.compile(rf'({not_of_others}"|--model_name_or_path ){re.escape(card.repo_id)}(?="|\s)')
+    return re.sub("```.*?```", lambda code: name.sub(rf"\g<1>{repo_id}", code[0]), saved, flags=re.DOTALL)
 
 
 def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
@@ -160,16 +134,7 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
         library, task = "diffusers", "image-to-image" if card.trained_on == "edits" else "text-to-image"
     license, base_model = card.license, public_name(card.base_model)
     on_hub = "/" in base_model  # a local path means nothing to others
-    # The Hub shows the source of the results
-    source = f"Published figures: {card.paper['title']}" if card.published else None
-    url = f"https://huggingface.co/papers/{card.paper['id']}" if card.published else None
-    results = [
-        EvalResult(
-            task, each.get("dataset_id", "evaluation"), each["dataset"], each["metric"], each["value"],
-            metric_name=each["name"], source_name=source, source_url=url,
-        )
-        for each in _results(card)
-    ]  # fmt: skip
+    results = [EvalResult(task_type=task, **result) for result in _results(card)]
     return ModelCardData(
         library_name=library,
         pipeline_tag=task,
@@ -222,24 +187,30 @@ def _pipe_call(arguments: str, is_set: bool) -> str:
     return "images = []\nfor prompt in prompts:\n" + textwrap.indent(call, "    ") if is_set else call
 
 
-def _results(card: ImageModelCard | JudgeCard) -> list[dict[str, Any]]:
+def _results(card: ImageModelCard | JudgeCard) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of the Hub's evaluation results."""
     if card.published:
-        return card.published["results"]
+        url = f"https://huggingface.co/papers/{card.paper['id']}"
+        source = {"source_name": f"Published figures: {card.paper['title']}", "source_url": url}
+        yield from (result | source for result in card.published["results"])
+        return
     if isinstance(card, JudgeCard):
-        names = {name: name.removeprefix("eval").removeprefix("_") or "evaluation pairs" for name in card.evaluations}
-        return [
-            {"metric": metric, "value": float(evaluation[key]), "name": label, "dataset": names[name]}
+        rows = [
+            (name.removeprefix("eval").removeprefix("_") or "evaluation pairs", metric, label, evaluation[key])
             for name, evaluation in card.evaluations.items()
             for key, (metric, label) in _JUDGE_METRICS.items()
             if key in evaluation
         ]
-    return [
-        {
-            "metric": row.reward, "value": float(row.mean), "name": f"mean of the reward {row.reward}",
-            "dataset": row.dataset or "evaluation prompts",
-        }
-        for row in card.evaluations
-    ]  # fmt: skip
+    else:
+        rows = [
+            (row.dataset or "evaluation prompts", row.reward, f"mean of the reward {row.reward}", row.mean)
+            for row in card.evaluations
+        ]
+    for dataset, metric, label, value in rows:
+        yield {
+            "dataset_type": "evaluation", "dataset_name": dataset, "metric_type": metric, "metric_name": label,
+            "metric_value": float(value),
+        }  # fmt: skip
 
 
 def _interval(fraction: float, count: int) -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from huggingface_hub import ModelCard, constants, model_info
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from ..utils.files import read_template
 from ..utils.names import is_local, public_name
@@ -30,9 +32,6 @@ def read_license(model: str, token: str | bool | None = None) -> License:
     Raises:
         ValueError: If there is no card, or no license in it.
     """
-    from huggingface_hub import ModelCard, constants, model_info
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
     name = public_name(model)
     try:
         if is_local(model):
@@ -50,16 +49,14 @@ def read_license(model: str, token: str | bool | None = None) -> License:
     return License(identifier, data.get("license_name"), link)
 
 
+@functools.lru_cache(maxsize=16)
 def base_license(base: str, online: bool = False, token: str | None = None) -> License | None:
     """Return the license of a base model: from a table, its directory or, with `online`, the Hub; `None` if unknown."""
     if (name := public_name(base)) in _KNOWN:
         return _KNOWN[name]
-    return _license_or_none(base, token) if online or is_local(base) else None
-
-
-@functools.lru_cache(maxsize=16)
-def _license_or_none(model: str, token: str | None) -> License | None:
+    if not online and not is_local(base):
+        return None
     try:
-        return read_license(model, token)
+        return read_license(base, token)
     except ValueError:  # missing, not reachable, or without a license
         return None

@@ -129,7 +129,9 @@ class HubPusher:
 
     def _try_upload(self, staged: Path, message: str) -> None:
         try:
-            remedy = f"`paco-trl push {self.output_dir}` uploads the newest model later, `hf upload` a full checkpoint."
+            remedy = (
+                f"`paco-trl push {self.output_dir}` uploads the newest model later, `hf upload` a full checkpoint."
+            )
             self._upload(staged, message, remedy)
         # Whatever it is: training continues, and the user is told
         except Exception as error:

@@ -11,14 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..data.image_sets import PANEL_TEMPLATE, check_panel_options
-from ..utils.files import find_model_file
+from ..utils.files import find_model_file, write_atomically
 from ..utils.names import public_name
 from ..utils.paper import PAPER
 from .files import SETTINGS
-from .licenses import License, base_license
+from .licenses import License
 
 
 @dataclass
@@ -120,7 +118,7 @@ class ImageModelCard(_Card):
                 raise ValueError(f"`{name}` is {value!r}; it must be a name.")
         for name, value in self.call.items():
             values = value if isinstance(value, list | tuple) else [value]
-            if not name.isidentifier() or not all(isinstance(each, str | int | float | None) for each in values):
+            if not name.isidentifier() or not all(isinstance(part, str | int | float | None) for part in values):
                 raise ValueError(f"`call` has {name!r}: {value!r}; it must have names, with texts or numbers.")
         if len(self.layout) != 2 or not all(isinstance(count, int) and count > 0 for count in self.layout):
             raise ValueError(f"`layout` is {self.layout!r}; it must be numbers of rows and columns.")
@@ -137,15 +135,7 @@ class JudgeCard(_Card):
 
 def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
     """Save `paco_trl.json`, without paths of this machine."""
-    write_new(Path(folder) / SETTINGS, settings_text(card).encode())
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """Write a file as a new one, also where an upload links to the old one; checkpoints are synced as a whole."""
-    if path.exists() and path.stat().st_nlink > 1:
-        path.unlink()
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(data)
+    write_atomically(Path(folder) / SETTINGS, settings_text(card), durable=False)
 
 
 def settings_text(card: ImageModelCard | JudgeCard) -> str:
@@ -171,27 +161,15 @@ def load_settings(model: str | Path) -> ImageModelCard | JudgeCard | None:
     if path is None:
         return None
     try:
-        return _from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return card_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"The {SETTINGS} of '{model}' cannot be read ({type(error).__name__}: {error}). Save the model again."
         ) from error
 
 
-def load_reference_card(path: str | Path) -> ImageModelCard | JudgeCard:
-    """
-    Load a reference card from a YAML file.
-
-    The file has the fields of [`ImageModelCard`] (`kind: image model`) or [`JudgeCard`] (`kind: judge`), with mappings
-    for the dataclasses in them, and in `published` the recipe and command, and tables, results and notes of others. The
-    license is the base model's.
-    """
-    card = _from_dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    card.license = base_license(card.base_model)
-    return card
-
-
-def _from_dict(values: dict[str, Any]) -> ImageModelCard | JudgeCard:
+def card_from_dict(values: dict[str, Any]) -> ImageModelCard | JudgeCard:
+    """Make a card of what is in `paco_trl.json`: its `kind`, `"image model"` or `"judge"`, and fields."""
     is_judge = {"judge": True, "image model": False}[values.pop("kind")]
     values["settings"] = {name: value for name, value in (values.get("settings") or {}).items() if value is not None}
     parts: dict[str, Any] = {

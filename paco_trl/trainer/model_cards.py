@@ -64,7 +64,7 @@ def image_settings(
             saved_weights = f"those of the last step, not their {saved_weights}"
     is_separate = rows.has_separate and set(rows.image_layouts) == {(1, 1)}
     sizes = {"training_size": set(rows.training_sizes), "inference_size": set(rows.inference_sizes)}
-    has_one_size = all(len(each) == 1 for each in sizes.values())
+    has_one_size = all(len(values) == 1 for values in sizes.values())
     unused = {"log_tame_threshold"} if args.multi_objective_aggregation != "log_tamed" else set()
     names = (
         "num_generations", "per_device_train_batch_size", "resolution_scale", "num_inference_steps", "guidance_scale",
@@ -96,7 +96,7 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRo
     images = [Image.new("RGB", (width, height))] * min(family.max_images, 1) if has_images else []
     arguments = family.call_arguments(height, width, args.guidance_scale, images)
     if rows.kind == "edits":  # the size is that of the source
-        arguments = {key: each for key, each in arguments.items() if key.endswith(("guidance_scale", "cfg_scale"))}
+        arguments = {key: value for key, value in arguments.items() if key.endswith(("guidance_scale", "cfg_scale"))}
     arguments["num_inference_steps"] = args.num_inference_steps_eval
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
     has_own = "negative_prompt" in rows.dataset.column_names

@@ -434,9 +434,9 @@ HUB = [
     *_mutants(
         "hub/cards.py",
         "test_ownership.py::TestSaving",
-        ("if name in old and name not in card.pictures:", "if name not in card.pictures:"),
-        ("            path.unlink()\n    _begin(card", "            pass\n    _begin(card"),
-        ('if not name.endswith(".png") and name != SETTINGS:', "if name != SETTINGS:"),
+        ("if name in old_pictures - {*card.pictures} if", "if name not in card.pictures if"),
+        ("            path.unlink()\n    save_settings(card", "            pass\n    save_settings(card"),
+        ('if name.endswith(".png") else name != SETTINGS:', "if False else name != SETTINGS:"),
     ),
     *_mutants(
         "trainer/publishing.py",
