@@ -194,8 +194,8 @@ def dataset_of(kind: str) -> Any:
 
 
 def update(hash: Any, value: Any) -> None:
-    """Add a value to a digest."""
-    if isinstance(value, float | int | bool | str | None):
+    """Add a value to a digest, without fields that are `None`."""
+    if isinstance(value, float | int | bool | str):
         hash.update(repr(value).encode())
     elif isinstance(value, tuple | list):
         for item in value:
