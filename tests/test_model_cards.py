@@ -27,7 +27,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConf
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.serve import ServeArguments
-from paco_trl.data import split_grid, theme_question
+from paco_trl.data import split_grid
 from paco_trl.hub.cards import card_for, metadata, render_card
 from paco_trl.hub.files import PIPELINE_ADAPTER, SETTINGS
 from paco_trl.hub.licenses import License, base_license, read_license
@@ -431,7 +431,7 @@ class TestUse:
         assert "rows, cols = 1, 2\n" in str(render_card(card))
         assert "panels" not in code_of(str(render_card(dataclasses.replace(card, layout=[1, 1]))))[-1]
 
-    def test_both_codes_of_a_judge_give_the_same_score(self, tiny_qwen, tmp_path, monkeypatch):
+    def test_both_codes_of_a_judge_give_the_same_score(self, tiny_qwen, tmp_path, monkeypatch, caplog):
         """That of an adapter, and of the model that it is merged into."""
         monkeypatch.chdir(tmp_path)
         trainer = make_judge(tiny_qwen, Path("judge"), learning_rate=1e-2)
@@ -443,7 +443,7 @@ class TestUse:
 
         def score_of(folder: str) -> float:
             pair = [("spring.png", "summer.png")]
-            return PaCoReward.from_pretrained(folder).score(pair, theme_question("A fox through the four seasons"))[0]
+            return PaCoReward.from_pretrained(folder).score(pair, "Same colour?")[0]
 
         def card_scores_of(folder: str) -> list[float]:
             ours, plain, _ = code_of(Path(folder, "README.md").read_text(encoding="utf-8"))
@@ -457,13 +457,25 @@ class TestUse:
         for folder in ("judge", "merged"):
             assert card_scores_of(folder) == pytest.approx([score_of(folder)] * 2, abs=1e-5)
 
+        # The question of all of its pairs is that of the card, and of a reward that is given no other
+        for folder, question in (("judge", "Same colour?"), ("merged", "Same colour?"), (str(tiny_qwen), "theme")):
+            reward = ConsistencyReward(folder)
+            assert reward.question == question and reward.needed_columns == ("theme",) * (question == "theme")
+            given = ConsistencyReward(reward.judge, question="Same style, too?")
+            assert given.question == "Same style, too?"
+            warnings = [record.message for record in caplog.records if "'Same style, too?'" in record.message]
+            assert len(warnings) == (question != "theme")
+            caplog.clear()
+        of_themes = dataclasses.replace(trainer._model_card(), settings={})
+        assert 'question = theme_question("A fox' in code_of(str(render_card(of_themes)))[0]
+
     def test_the_command_that_serves_it(self, judge):
         text = text_of(judge)
         *_, command = code_of(text, "bash")
         program, stage, *words = shlex.split(command)
         (args,) = CommandParser(ServeArguments).parse_args_and_config(words)
         assert [program, stage, args.model_name_or_path] == ["paco-trl", "serve", "judge"]
-        assert f'model="{args.served_model_name}")' in text
+        assert f"model=\"{args.served_model_name}\", question='Same colour?')" in text
 
 
 class TestLicenses:

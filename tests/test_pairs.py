@@ -36,6 +36,7 @@ from paco_trl.data import (
     theme_question,
     validate_pairs,
 )
+from paco_trl.data.pairs import common_question
 from testing_utils import noise, write_image
 
 
@@ -121,6 +122,20 @@ class TestQuestions:
         for text in (" \n", None):  # T2IS-Bench has criteria without a text
             with pytest.raises(ValueError, match="makes no question"):
                 question(text)
+
+
+@pytest.mark.parametrize(
+    ("questions", "common"),
+    [
+        ([QUESTION] * 2, QUESTION),
+        ([QUESTION, "Same style?"], None),
+        ([theme_question("A fox.")] * 2, None),  # other sets have other themes
+    ],
+)
+def test_the_question_of_all_pairs(questions, common):
+    assert (
+        common_question(Dataset.from_list([make_pair("a.png", "b.png", each, "Yes") for each in questions])) == common
+    )
 
 
 class TestMakePair:

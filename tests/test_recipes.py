@@ -85,7 +85,7 @@ PUBLISHED_CODE = {
     "num_inference_steps_eval": 20, "lr_scheduler_type": "constant", "weight_decay": 1e-4, "max_grad_norm": 1.0,
     "gradient_checkpointing": False, "save_total_limit": 5,
 }  # fmt: skip
-OF_IMAGE_SETS = {"judge_question": "theme", "reward_weights": [0.2, 1.0], "save_steps": 20}
+OF_IMAGE_SETS = {"reward_weights": [0.2, 1.0], "save_steps": 20}
 OF_IMAGE_SETS["clip_model"] = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 NAMES = sorted(PAPER)
 DATA = ("--dataset_name", "prompts.jsonl")  # which no file has

@@ -88,7 +88,9 @@ def merge(args: MergeArguments) -> None:
         common: dict[str, Any] = {"title": title, "repo_id": title, "merged_adapter": adapter, "lora": lora}
         common |= {"base_model": base, "license": base_license(base, online=True)}
         if index is None:
-            save_card(JudgeCard(weights="merged", **common), folder)
+            question = trained.settings.get("question") if trained else None
+            settings = {"question": question} if question else {}
+            save_card(JudgeCard(weights="merged", settings=settings, **common), folder)
             return
         name = _read(index)["_class_name"]
         name = name if isinstance(name, str) else name[-1]  # of code in the repository: the module and the class

@@ -75,8 +75,10 @@ class RewardOptions:
     judge_url: str | None = option(None, "Address of a served judge. If `None`, it is loaded into each process.")
     judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
     judge_attn_implementation: str | None = option(None, JUDGE_ATTENTION)
-    judge_question: str = option(
-        "theme", "Question for the judge: `theme`, `criteria` (each of the dataset's), or your own words."
+    judge_question: str | None = option(
+        None,
+        "Question for the judge: `theme`, `criteria` (each of the dataset's), or your own words. If `None`, the one that "
+        "it was trained on if that is in its `paco_trl.json`, else `theme`.",
     )
     judge_max_pairs: int | None = option(None, "Maximum number of pairs per set for the judge. If `None`, all.")
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP of the rewards `clip_t` and `clip_i`.")

@@ -113,6 +113,8 @@ def _adapter_options(adapter: str, name: str) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     """Replace this process by vLLM."""
+    from ..rewards.paco_reward import question_of
+
     parser = CommandParser(
         ServeArguments,
         prog="paco-trl serve",
@@ -136,7 +138,9 @@ def main(arguments: list[str]) -> None:
         say("serve", f"Warning: `--host` is {args.host}, which other machines may reach. {guard}")
     command = serve_command(args, os.path.abspath(executable))
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}/v1"
-    say("serve", f'once vLLM has started, use ConsistencyReward(base_url="{url}", model="{args.served_model_name}").')
+    use = f'ConsistencyReward(base_url="{url}", model="{args.served_model_name}"'
+    trained = question_of(args.model_name_or_path)
+    say("serve", f"once vLLM has started, use {use}{f', question={trained!r}' if trained else ''}).")
     # Tools that vLLM calls (ninja) are in its environment, which need not be the active one
     os.environ["PATH"] = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)])
     sys.stdout.flush()

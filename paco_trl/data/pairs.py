@@ -27,6 +27,7 @@ from ..utils.addresses import refuse_address
 from ..utils.text import is_text, shorten, shorten_path
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import named_images, report_broken
+from .questions import theme_question
 
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,17 @@ def iter_texts(dataset: Dataset) -> Iterator[tuple[int, Any, Any]]:
         for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True):
             yield row, prompt, completion
             row += 1
+
+
+def common_question(dataset: Dataset) -> str | None:
+    """Return the question of all pairs, or `None` if they differ or name a theme, of which others have another one."""
+    questions: set[str | None] = set()
+    for _, prompt, _ in iter_texts(dataset):
+        questions.add(content_text(prompt[-1]["content"]))
+        if len(questions) > 1:
+            return None
+    (question,) = questions
+    return None if question and question.startswith(theme_question("\0").split("\0")[0]) else question
 
 
 def check_pair_columns(dataset: Dataset, name: str = "train_dataset") -> None:

@@ -64,7 +64,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     }
     if isinstance(card, JudgeCard):
         shown["served_name"] = re.sub(r"[^\w.-]", "-", card.repo_id.split("/")[-1]).lower()
-        shown["question"] = repr(theme_question("A fox through the four seasons"))
+        shown["question"] = repr(card.settings.get("question") or theme_question("A fox through the four seasons"))
         shown["accuracy_intervals"] = [
             _interval(evaluation["decision_accuracy"], evaluation["pairs"]) for evaluation in card.evaluations.values()
         ]

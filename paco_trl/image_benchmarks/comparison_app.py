@@ -148,7 +148,8 @@ class Comparison:
         if self.judge is None or count < 2:
             return None
         pairs: list = [pair for panels in sets for pair in combinations(panels, 2)]
-        scores = self.judge.score(pairs, theme_question(parsed.theme if (parsed := self.parse(prompt)) else prompt))
+        theme = parsed.theme if (parsed := self.parse(prompt)) else prompt
+        scores = self.judge.score(pairs, self.judge.question or theme_question(theme))
         per_set = len(pairs) // len(sets)
         return [scores[start : start + per_set] for start in range(0, len(pairs), per_set)]
 

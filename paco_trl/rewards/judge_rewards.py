@@ -2,6 +2,7 @@
 """Rewards that query a judge: consistency of a set, quality of an edit, likeness to references, ratings by a rubric."""
 
 import hashlib
+import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,8 @@ from ..utils.files import read_template
 from ..utils.text import read_text
 from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, both_orders, digits_of
 
+
+logger = logging.getLogger(__name__)
 
 # Limit of the source images that the paper's judge was trained with
 _MAX_SOURCE_PIXELS = 2_097_152
@@ -162,12 +165,15 @@ class ConsistencyReward(JudgedReward):
             loaded judge.
         base_url (`str`, *optional*):
             Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked immediately.
-        question (`str`, *optional*, defaults to `"theme"`):
+        question (`str`, *optional*):
+            What the judge is asked. If `None`, the question in whose words alone a judge in the process was trained, as its
+            `paco_trl.json` says, else `"theme"`.
+
             - `"theme"`: one question per pair, with the column `theme`; the published reward's default, which uses the
               text before the first panel marker as the theme, `parse_image_set_prompt(prompt).theme`.
             - `"criteria"`: one question per criterion of the column `criteria`, averaged within each dimension
               (identity, style, logic) and then over the dimensions.
-            - a question in your own words, such as that which your judge was trained on: asked of each pair as it is.
+            - a question in your own words: asked of each pair as it is.
         max_pairs (`int`, *optional*):
             Largest number of pairs per set. Larger sets (7 panels have 21 pairs) use a random choice that is the same
             for all images of a prompt. If `None`, all pairs.
@@ -199,20 +205,24 @@ class ConsistencyReward(JudgedReward):
         self,
         model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B",
         base_url: str | None = None,
-        question: str = "theme",
+        question: str | None = None,
         max_pairs: int | None = None,
         seed: int = 0,
         symmetric: bool = False,
         **kwargs,
     ):
-        is_column = question in ("theme", "criteria")
-        if not is_column and len(question.split()) < 2:
+        if question is not None and question not in ("theme", "criteria") and len(question.split()) < 2:
             raise ValueError(
                 f"`question` is {question!r}, but must be 'theme', 'criteria' or a question in your own words."
             )
-        self.question, self.max_pairs, self.seed, self.symmetric = question, max_pairs, seed, symmetric
-        self.needed_columns = (question,) if is_column else ()  # the trainer checks them before it loads a model
         super().__init__(model, base_url, **kwargs)
+        trained = getattr(self.judge, "question", None)
+        self.question = question or trained or "theme"
+        self.max_pairs, self.seed, self.symmetric = max_pairs, seed, symmetric
+        # The trainer checks them before it loads a model
+        self.needed_columns = (self.question,) if self.question in ("theme", "criteria") else ()
+        if trained not in (None, self.question):
+            logger.warning(f"The judge is asked {self.question!r}, but was trained on {trained!r}. Unset `question`.")
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         panel_images = panels_of(columns.get("panel_images"), len(completions), "`ConsistencyReward`")

@@ -29,11 +29,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import find_adapter_file, find_model_file, hub_arguments, reading
+from ..utils.files import find_adapter_file, find_model_file, hub_arguments, read_record, reading
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import find_control_tokens, load_image, patch_size_of, to_device, tower_arguments
 from ..utils.names import check_model_name, public_name
 from ..utils.quantization import quantization_config
+from ..utils.text import is_text
 from .judge import (
     LEAST_MASS,
     SPACES,
@@ -115,6 +116,7 @@ class PaCoReward:
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
         # These encode an image once, and questions share their beginnings. Others run in full: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
+        self.question: str | None = None  # of all pairs that it was trained on
         self.problem: str | None = None  # why the last question without a score has none
         self._hidden_state: Any = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
@@ -172,7 +174,9 @@ class PaCoReward:
             if is_adapter:
                 network = load_judge_adapter(network, model, **hub_arguments(kwargs))
         network.to(device if device is not None else PartialState().device)
-        return cls(network, processor, model, batch_size)
+        judge = cls(network, processor, model, batch_size)
+        judge.question = question_of(model, **hub_arguments(kwargs))
+        return judge
 
     @staticmethod
     def load_processor(model: str | Path, trust_remote_code: bool = False, **kwargs) -> ProcessorMixin:
@@ -570,6 +574,14 @@ def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:
 def has_processor(model: str, **hub_kwargs) -> bool:
     """Return whether a model or adapter (Hub id or directory) comes with a processor."""
     return any(find_model_file(model, name, **hub_kwargs) is not None for name in PROCESSOR_FILES)
+
+
+def question_of(model: str, **hub_kwargs) -> str | None:
+    """Return the question that was saved with a judge, if all pairs that it was trained on had the same."""
+    path = find_model_file(model, "paco_trl.json", _raise_exceptions_for_connection_errors=False, **hub_kwargs)
+    settings = read_record(path).get("settings") if path else None
+    question = settings.get("question") if isinstance(settings, dict) else None
+    return question if is_text(question) else None
 
 
 def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> PeftModel:

@@ -170,13 +170,16 @@ def gallery_of(pictures: dict[str, Path]) -> dict[str, str]:
     return {name: prompts[int(path.stem.partition("_")[0])] for name, path in images.items()}
 
 
-def judge_settings(args: PaCoRewardConfig, num_pairs: int, max_pixels: int | None, step: int) -> dict[str, Any]:
+def judge_settings(
+    args: PaCoRewardConfig, num_pairs: int, question: str | None, max_pixels: int | None, step: int
+) -> dict[str, Any]:
     """Return the settings of a judge's training that has made `step` optimizer steps."""
     names = ["first_token_weight", "loss_variant", "learning_rate", "warmup_steps", "seed"]
     names += ["num_train_epochs"] * (args.max_steps <= 0)
     settings = {
         "optimizer_steps": step,
         "pairs": num_pairs,
+        "question": question,
         "effective_batch": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
         **{name: getattr(args, name) for name in names},
         "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,

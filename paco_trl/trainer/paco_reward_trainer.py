@@ -30,6 +30,7 @@ from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
+from ..data.pairs import common_question
 from ..evaluation import auroc, expected_calibration_error
 from ..hub.cards import save_model_with_card
 from ..hub.files import JUDGE_ADAPTER
@@ -278,7 +279,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             limit_pixels(processing_class, args.max_pixels)
         for key, dataset in datasets:
             check_pairs(dataset, key, processing_class, args, is_training=dataset is train_dataset)
-        self._base_model_source = name
+        self._base_model_source, self._question = name, common_question(cast(Dataset, train_dataset))
         if args.push_to_hub:
             self._prepare_hub(args)
         if isinstance(model, PeftModel):
@@ -581,7 +582,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         return JudgeCard(
             **self._card_fields(self.base_model_name, **fields),
             lora=lora_of(self.model, quantization=describe_quantization(self.model)),
-            settings=judge_settings(self.args, len(self.train_dataset), max_pixels, self._card_step),
+            settings=judge_settings(self.args, len(self.train_dataset), self._question, max_pixels, self._card_step),
             evaluations=self.evaluations,
             pictures=sorted(self.pictures),
         )
