@@ -4,7 +4,9 @@
 import gzip
 import json
 import math
+import shutil
 from base64 import b64encode
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,8 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, LargeList, Value
+from datasets import Image as HFImage
 from PIL import Image
 
 from hub_server import HubServer
@@ -313,6 +316,13 @@ class TestStoredImages:
         dataset = load_edit_prompts(tmp_path / "p.parquet")
         assert SourceImages(dataset, "it").load(0)[-1].tobytes() == noise(3).tobytes()
 
+    @pytest.mark.parametrize("kind, is_refused", [(HFImage(), False), (Value("string"), True)])
+    def test_large_lists_of_python(self, kind, is_refused):
+        features = Features({"prompt": Value("string"), "images": LargeList(kind)})
+        dataset = Dataset.from_dict({"prompt": ["Add a hat."], "images": [["a.png", "b.png"]]}, features=features)
+        with pytest.raises(ValueError, match="must be a list of images") if is_refused else nullcontext():
+            check_edit_columns(dataset)
+
     def test_in_the_other_commands(self, tmp_path):
         kind, value = STORED["large"]
         images = pa.array([[value, value]], pa.large_list(kind))
@@ -478,6 +488,14 @@ class TestFormats:
 
 
 class TestSplitsAndConfigurations:
+    @pytest.mark.parametrize("name", ["train.jsonl", "train.csv", "train.parquet", "train.jsonl.gz"])
+    def test_a_copy_beside_a_file_is_not_read(self, tmp_path, name):
+        file = tmp_path / "data" / name
+        for prompt in ("before", "now"):
+            write_prompt(file, prompt)
+            shutil.copy(file, f"{file}.bak") if prompt == "before" else None
+        assert load_split(file.parent, "train")["prompt"][:] == ["now"]
+
     def test_files_that_are_not_read_are_named(self, tmp_path, caplog):
         for name in ("train.jsonl", "test.jsonl", "README.md", ".hidden.jsonl"):
             write(tmp_path / "data" / name, '{"prompt": "a"}')

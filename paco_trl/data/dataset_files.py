@@ -100,6 +100,9 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
             with _no_patterns():
                 builder = datasets.load_dataset_builder(path, config)
             files = builder.config.data_files or {}
+            if os.path.isdir(path) and builder.name in ("json", "csv", "text", "parquet"):
+                for of_split in files.values():  # `datasets` also takes train.jsonl.bak
+                    of_split[:] = [file for file in of_split if _ending(Path(file)) in (*_TEXTS, _PARQUET)]
             read = [Path(file) for of_split in files.values() for file in of_split]
             is_text = all(_ending(file) in _TEXTS for file in read)
             if os.path.isdir(path):  # `datasets` reads the format that most files have
