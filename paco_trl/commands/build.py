@@ -31,6 +31,7 @@ from rich.markup import escape
 
 from .. import dataset_building as building
 from ..data import load_image_set_prompts
+from ..generation.image_files import digest_of_prompts
 from ..generation.sample_sheet import pairs_sheet
 from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
@@ -51,12 +52,6 @@ def stage(args, name: str, settings: dict | None = None) -> StageFolder:
 def result(args, name: str) -> Dataset | DatasetDict:
     """Load the result of an earlier stage."""
     return stage(args, name).load()
-
-
-def digest_of_prompts(prompts: Dataset) -> str:
-    """Compute a digest of what the grids depend on."""
-    columns = ("id", "prompt", "negative_prompt", "theme", "rows", "cols", "height", "width")
-    return digest(prompts.select_columns([name for name in columns if name in prompts.column_names])[:])
 
 
 def grid_prompts(args) -> Dataset:

@@ -32,30 +32,14 @@ from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
 
+from .. import image_benchmarks as benchmarks
 from ..data import SourceImages, load_edit_prompts, load_image_set_prompts, load_stories
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets, check_panel_options, complete_image_sets
 from ..evaluation import AestheticScorer
 from ..generation import generate_edits, generate_grids, load_pipeline
 from ..generation.edits import edit_keys
 from ..generation.grids import image_sizes
-from ..generation.image_files import check_adapter
-from ..image_benchmarks import (
-    System,
-    add_results_to_card,
-    find_edits,
-    find_image_sets,
-    find_leaks,
-    gedit_results,
-    load_t2is_bench,
-    print_report,
-    save_generation_report,
-    score_aesthetics,
-    score_alignment,
-    score_consistency,
-    score_duplicates,
-    score_edits,
-    t2is_results,
-)
+from ..generation.image_files import check_adapter, digest_of_prompts
 from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import edit_protocol
 from ..image_benchmarks.image_sets import FoundImages, find_generated_sets, write_panel_files
@@ -64,8 +48,8 @@ from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
-from ..utils.files import adapter_weights_digest, digest, sole_writer, write_atomically
-from ..utils.fingerprint import model_files
+from ..utils.files import find_adapter_file, read_record, sole_writer, write_atomically
+from ..utils.fingerprint import file_digest, model_files
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import (
@@ -118,7 +102,7 @@ def _free_memory() -> None:
 
 def _load_benchmark(args) -> Dataset:
     if args.benchmark == "t2is":
-        sets = load_t2is_bench(
+        sets = benchmarks.load_t2is_bench(
             args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None), args.dataset_config
         )
         return arrange_sets(sets, args.set_layout)
@@ -149,34 +133,23 @@ def _load_as_trained(args: GenerateArguments | ImagesArguments) -> Dataset:
     return benchmark
 
 
-def _digest_of(benchmark: Dataset) -> str:
-    columns = ["id", "language", "prompt", "negative_prompt", "rows", "cols", "height", "width", "layout"]
-    columns += ["theme", "panels"] * ("layout" in benchmark.column_names)
-    content = benchmark.select_columns([name for name in columns if name in benchmark.column_names])[:]
-    if "references" in benchmark.column_names:
-        references = SourceImages(benchmark, "the benchmark", "references")
-        content["references"] = [references.digests(row) for row in range(len(references))]
-    return digest(content)
-
-
 def _has_separate(benchmark: Dataset) -> bool:
     return "layout" in benchmark.column_names and SEPARATE in benchmark["layout"]
 
 
-def _find_images(args, folder: str, benchmark: Dataset, images: str | None = None) -> tuple[FoundImages, dict | None]:
-    """Find the images of a system, and how they were generated: `None` of those from elsewhere."""
-    file = Path(folder) / "settings.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    if settings is None and images is None:
+def _find_images(args, folder: str, benchmark: Dataset, images: str | None = None) -> tuple[FoundImages, dict]:
+    """Find the images of a system, and how they were generated: nothing is known of those from elsewhere."""
+    settings = read_record(Path(folder) / "settings.json")
+    if not settings and images is None:
         raise FileNotFoundError(f"There are no images in {folder}. Run `generate`, or give a directory as `--images`.")
-    if settings is not None and settings["prompts"] != _digest_of(benchmark):
+    if settings and settings["prompts"] != digest_of_prompts(benchmark):
         raise ValueError(f"The images in {folder} were generated with other prompts, or another `--set_layout`.")
-    if settings is not None and images is not None:
+    if settings and images is not None:
         raise ValueError(f"{folder} has generated images. Give `--images` another `--output_dir`.")
     if args.benchmark == "gedit":
-        return find_edits(images or folder, benchmark), settings
-    if settings is None:
-        return find_image_sets(cast(str, images), benchmark), None
+        return benchmarks.find_edits(images or folder, benchmark), settings
+    if not settings:
+        return benchmarks.find_image_sets(cast(str, images), benchmark), settings
     how = (settings[name] for name in ("seeds", "height", "width"))
     return find_generated_sets(Path(folder) / "images", benchmark, *how), settings
 
@@ -200,12 +173,14 @@ def generate(args: GenerateArguments) -> Step:
     names = ("benchmark", "adapter", "dtype", "seeds", "batch_size", "height", "width")
     settings = {name: getattr(args, name) for name in names} | args.call | panels
     settings |= {"model": args.model_name_or_path, "model_files": model_files(args.model_name_or_path)}
-    settings["prompts"] = _digest_of(benchmark)
+    settings["prompts"] = digest_of_prompts(benchmark)
     if args.adapter is not None:
         check_adapter(args.adapter, args.model_name_or_path)
-        settings["adapter_weights"] = adapter_weights_digest(args.adapter)
+        settings["adapter_weights"] = file_digest(find_adapter_file(args.adapter))
     if args.benchmark != "gedit":
         image_sizes(benchmark, args.height, args.width)
+    if "references" in benchmark.column_names:
+        SourceImages(benchmark, "the benchmark", "references")  # reads their headers
     with sole_writer(args.output_dir, "images"):
         folder = StageFolder(args.output_dir, settings)
         yield
@@ -244,7 +219,9 @@ def score(args: ScoreArguments) -> Step:
     if args.images is not None and PartialState().is_main_process:  # for the report
         write_atomically(Path(args.output_dir) / _ELSEWHERE, json.dumps({"images": str(Path(args.images).absolute())}))
     if is_gedit:
-        score_edits(scorers, benchmark, found, args.output_dir, protocol=args.protocol, gedit_repo=args.gedit_repo)
+        benchmarks.score_edits(
+            scorers, benchmark, found, args.output_dir, protocol=args.protocol, gedit_repo=args.gedit_repo
+        )
     else:
         _score_t2is(args, scorers, benchmark, found)
 
@@ -266,9 +243,9 @@ def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
     if args.alignment_model is not None:
         if args.alignment_file is None:
             raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
-        work[args.alignment_model, args.alignment_url] = [score_alignment]
+        work[args.alignment_model, args.alignment_url] = [benchmarks.score_alignment]
     for name in args.judges or []:
-        work.setdefault((name, args.judge_url), []).append(score_consistency)
+        work.setdefault((name, args.judge_url), []).append(benchmarks.score_consistency)
     if all(url is not None for _, url in work):
         refuse_unused(args, (*OF_JUDGES, "trust_remote_code"), "without a judge in the process")
         if args.aesthetics_head is None:
@@ -284,11 +261,11 @@ def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
 
 
 def _score_t2is(args: ScoreArguments, work: dict, benchmark: Dataset, found: FoundImages) -> None:
-    score_duplicates(found, benchmark, args.output_dir)
+    benchmarks.score_duplicates(found, benchmark, args.output_dir)
     size = max(64, args.batch_size)  # how often scores are saved; the judge cuts its own batches
     if args.aesthetics_head is not None:
         scorer = AestheticScorer(args.aesthetics_head, args.clip_model, args.device, batch_size=args.batch_size)
-        score_aesthetics(scorer, found, benchmark, args.output_dir, size)
+        benchmarks.score_aesthetics(scorer, found, benchmark, args.output_dir, size)
         del scorer
         _free_memory()
     for judge, tasks in work.items():
@@ -302,16 +279,16 @@ def _score_t2is(args: ScoreArguments, work: dict, benchmark: Dataset, found: Fou
 ################
 # 3. Report
 ################
-def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Dataset) -> System:
+def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Dataset) -> benchmarks.System:
     other = Path(folder) / _ELSEWHERE
-    elsewhere = json.loads(other.read_text(encoding="utf-8"))["images"] if other.exists() else None
+    elsewhere = read_record(other).get("images")
     found, settings = _find_images(args, folder, benchmark, elsewhere)
-    if settings is None:
-        return System(role, Path(cast(str, elsewhere)).name, found, Path(folder))
+    if not settings:
+        return benchmarks.System(role, Path(cast(str, elsewhere)).name, found, Path(folder))
     hidden = ("prompts", "benchmark", "adapter_weights", "model_files")
     shown = {name: value for name, value in settings.items() if name not in hidden}
     shown |= {name: public_name(shown[name]) for name in ("model", "adapter") if shown[name] is not None}
-    return System(role, shown["adapter"] or shown["model"], found, Path(folder), shown)
+    return benchmarks.System(role, shown["adapter"] or shown["model"], found, Path(folder), shown)
 
 
 def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
@@ -320,7 +297,9 @@ def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
     is_t2is = args.benchmark == "t2is"
     training = (load_image_set_prompts if is_t2is else load_edit_prompts)(args.train_dataset_name)
     ids = benchmark["id"][:] if is_t2is else edit_keys(benchmark)  # the same id in two languages is two edits
-    return find_leaks(training.with_format(None)["prompt"][:], benchmark.with_format(None)["prompt"][:], ids)
+    return benchmarks.find_leaks(
+        training.with_format(None)["prompt"][:], benchmark.with_format(None)["prompt"][:], ids
+    )
 
 
 def report(args: ReportArguments) -> Step:
@@ -340,15 +319,17 @@ def report(args: ReportArguments) -> Step:
     if len(systems) == 2 and adapters[0] is not None and systems[1].settings and adapters[1] is None:
         raise ValueError(f"`--base` has the adapter {adapters[0]!r} and `--tuned` none: the wrong way around.")
     if args.benchmark == "t2is":
-        results = t2is_results(benchmark, systems, args.missing, name, leakage, args.protocol)
+        results = benchmarks.t2is_results(benchmark, systems, args.missing, name, leakage, args.protocol)
     else:
         seed = systems[0].settings.get("seeds", [0])[0]
         sources = Path(args.output_dir) / "sources"
-        results = gedit_results(benchmark, systems, args.missing, name, leakage, seed, sources, args.protocol)
-    paths = save_generation_report(results, args.output_dir, args.num_shown)
+        results = benchmarks.gedit_results(
+            benchmark, systems, args.missing, name, leakage, seed, sources, args.protocol
+        )
+    paths = benchmarks.save_generation_report(results, args.output_dir, args.num_shown)
     if args.card is not None:
-        paths["card"] = add_results_to_card(args.card, results)
-    print_report(results, console := Console())
+        paths["card"] = benchmarks.add_results_to_card(args.card, results)
+    benchmarks.print_report(results, console := Console())
     for what, path in paths.items():
         console.print(f"{what}: {escape(str(path))}")
 

@@ -43,8 +43,8 @@ from ..rollout.prompt_rows import Completions, PromptRows
 from ..rollout.sampler import ROWS_AHEAD, PromptEncoder, RolloutSampler, on_device
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
-from ..utils.files import adapter_weights_digest, digest, peft_folder, sole_writer, to_png, write_atomically
-from ..utils.fingerprint import describe, model_files
+from ..utils.files import digest, find_adapter_file, peft_folder, sole_writer, to_png, write_atomically
+from ..utils.fingerprint import describe, file_digest, model_files
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
@@ -107,7 +107,9 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     shown = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
     with sole_writer(output_dir, "images"):
         for name, adapter in zip(folders, [None, *adapters], strict=True):
-            weights = {} if adapter is None else {"adapter": adapter, "weights": adapter_weights_digest(adapter)}
+            weights = (
+                {} if adapter is None else {"adapter": adapter, "weights": file_digest(find_adapter_file(adapter))}
+            )
             folder = StageFolder(output_dir / name, settings | weights).images
             places = itertools.product(range(len(rows)), range(args.num_generations))
             files = {(row, image): folder / str(row) / f"{image}.png" for row, image in places}
@@ -220,7 +222,7 @@ def _score(
                     with Image.open(files[places[key]]) as image:
                         panels = split_grid(image.convert("RGB"), row["rows"], row["cols"])
                         batch.append({**row, "completions": image.convert("RGB"), "panel_images": panels})
-                columns = {each: [row[each] for row in batch] for each in batch[0] if each != "prompt"}
+                columns = {column: [row[column] for row in batch] for column in batch[0] if column != "prompt"}
                 scores = rewards.call(
                     index, prompts=[row["prompt"] for row in batch], completion_ids=None, trainer_state=TrainerState(),
                     num_generations=len(places) // len({row for row, _ in files}),
@@ -248,16 +250,16 @@ def _results(
     described, alerts = [], []
     for system, values in zip(systems, columns, strict=True):
         total, name = len(system["files"]), system["name"]
-        failed = {each: sum(map(math.isnan, values[each].values())) for each in names}
-        counts = {"images": total} | {f"images without {each}": count for each, count in failed.items()}
-        described.append({each: system[each] for each in ("role", "name", "settings")} | {"counts": counts})
+        failed = {reward: sum(map(math.isnan, values[reward].values())) for reward in names}
+        counts = {"images": total} | {f"images without {reward}": count for reward, count in failed.items()}
+        described.append({key: system[key] for key in ("role", "name", "settings")} | {"counts": counts})
         alerts += [
-            f"{each} gave no score for {count} of {total} images of {name}, which are left out of its figures."
-            for each, count in failed.items()
+            f"{reward} gave no score for {count} of {total} images of {name}, which are left out of its figures."
+            for reward, count in failed.items()
             if count
         ]
         if "sum" in labels:
-            values["sum"] = {place: sum(values[each][place] for each in names) for place in system["files"]}
+            values["sum"] = {place: sum(values[reward][place] for reward in names) for place in system["files"]}
     lines = [
         Line(name, label, "dimension" if name in names else "average", "", [name]) for name, label in labels.items()
     ]

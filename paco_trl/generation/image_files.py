@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from ..data.grids import split_grid
-from ..utils.files import to_png, write_atomically
+from ..utils.files import digest, to_png, write_atomically
 from ..utils.names import check_adapter_base
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
@@ -87,6 +87,15 @@ def name_prompts(prompts: "Dataset", columns: Sequence[str] = ("id",)) -> list[s
             raise ValueError(f"Rows {rows[key]} and {row} of the prompts are both {key!r}: give each a unique `id`.")
         rows[key] = row
     return list(rows)
+
+
+def digest_of_prompts(prompts: "Dataset") -> str:
+    """Compute a digest of what the images of prompts depend on."""
+    from ..utils.fingerprint import describe  # imports torch
+
+    columns = ("id", "language", "prompt", "negative_prompt", "theme", "panels", "rows", "cols", "height", "width")
+    columns += ("layout", "references")
+    return digest(describe(prompts.select_columns([name for name in columns if name in prompts.column_names])))
 
 
 def own_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:

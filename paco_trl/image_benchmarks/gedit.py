@@ -270,7 +270,7 @@ def gedit_results(
         "benchmark": BENCHMARK,
         "protocol": protocol,
         "dataset": dataset_name,
-        "dataset_fingerprint": dataset_fingerprint(prompts, names, [sources.column]),
+        "dataset_fingerprint": dataset_fingerprint(prompts, [*names, sources.column]),
         "num_prompts": len(rows),
         "seeds": [seed],
         "systems": [system.describe(of_system) for system, of_system in zip(systems, gaps, strict=True)],

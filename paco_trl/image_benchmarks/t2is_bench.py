@@ -324,7 +324,7 @@ def _score(
     name = public_name(str(getattr(scorer, "model_name", None) or scorer.name))
     # What a server has behind the name of a model is not known
     settings = {"kind": kind, "scorer": name, "judge": describe_scorer(scorer), **settings}
-    settings["benchmark"] = dataset_fingerprint(benchmark, COLUMNS[kind], ())
+    settings["benchmark"] = dataset_fingerprint(benchmark, COLUMNS[kind])
 
     def asking(key: str) -> tuple[str, list[tuple], Asking]:
         of_set = ask(found.sets[key].panels(), benchmark[row_of[found.sets[key].prompt_id]])

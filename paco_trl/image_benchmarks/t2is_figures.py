@@ -91,7 +91,7 @@ def t2is_results(
         "benchmark": "T2IS-Bench",
         "protocol": protocol,
         "dataset": dataset_name,
-        "dataset_fingerprint": dataset_fingerprint(benchmark, columns, ()),
+        "dataset_fingerprint": dataset_fingerprint(benchmark, columns),
         "num_prompts": len(rows),
         "seeds": sorted({one.seed for one in first.values()}),
         "systems": [system.describe(of_system) for system, of_system in zip(systems, gaps, strict=True)],
@@ -124,7 +124,7 @@ def _read(system: System, benchmark: Dataset) -> list[Scores]:
     for one in scores:
         kind, columns = one.settings["kind"], bench.COLUMNS[one.settings["kind"]]
         has_all = set(columns) <= set(benchmark.column_names)
-        if not has_all or one.settings["benchmark"] != dataset_fingerprint(benchmark, columns, ()):
+        if not has_all or one.settings["benchmark"] != dataset_fingerprint(benchmark, columns):
             other = f"{kind} of {system.name!r} was scored with another {columns[-1]}, or other prompts"
             raise ValueError(f"{other} ({system.folder}). Give the same data, or score into another directory.")
         if kind != "consistency" and kinds.count(kind) > 1:

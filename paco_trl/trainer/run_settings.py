@@ -9,8 +9,8 @@ from peft import PeftConfig
 from transformers import TrainingArguments
 
 from ..rollout.loading import quantization_text
-from ..utils.files import adapter_weights_digest
-from ..utils.fingerprint import describe, versions
+from ..utils.files import find_adapter_file
+from ..utils.fingerprint import describe, file_digest, versions
 from .config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS
 from .paco_grpo_config import PaCoGRPOConfig
 
@@ -100,7 +100,7 @@ def reference_setting(args: PaCoGRPOConfig, peft_config: Any) -> str | None:
         return None
     if args.reference == "base":
         return "base"
-    return f"{args.reference}: {adapter_weights_digest(peft_config)[:16]}"
+    return f"{args.reference}: {file_digest(find_adapter_file(peft_config))}"
 
 
 def evaluation_settings(args: PaCoGRPOConfig) -> dict[str, Any]:

@@ -146,12 +146,6 @@ def _split_adapter(adapter: str) -> tuple[str, str | None]:
     return adapter, None
 
 
-def adapter_weights_digest(adapter: str) -> str:
-    """Digest the weights of an adapter: checkpoints of one run can have the same name."""
-    with open(find_adapter_file(adapter), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_record(path: str | Path) -> dict[str, Any]:
     """Read a JSON object that the package may have written; empty if there is none, or another file."""
     try:

@@ -138,7 +138,7 @@ def describe_code(scorer: Any) -> dict[str, Any]:
     if source := _source(code):  # `None` of what was typed into an interpreter, or is not written in Python
         description["source"] = source
     if inspect.isfunction(code):
-        with_values = {name: each.default for name, each in inspect.signature(code).parameters.items()}
+        with_values = {name: argument.default for name, argument in inspect.signature(code).parameters.items()}
         with suppress(ValueError):  # of a variable that is set later
             with_values |= inspect.getclosurevars(inspect.unwrap(code)).nonlocals
         if values := {name: value for name, value in with_values.items() if _is_plain(value)}:
@@ -212,27 +212,13 @@ def _source(code: Any) -> str | None:
 def _describe_dataset(dataset: Dataset) -> dict[str, Any]:
     """Digest each column of a dataset; files by their content at both ends, and not by their paths."""
     # Not the fingerprint of `datasets`, which depends on how the dataset was made
-    names = dataset.column_names
-    table, schema = dataset.with_format("arrow"), dataset.features.arrow_schema
-    with_bytes = [name for name in names if _has_bytes(schema.field(name).type)]
-    found = {name: hashlib.sha256() for name in names}
-    plain = [name for name in names if name not in with_bytes]
-    for batch in table.select_columns(plain).iter(batch_size=1000) if plain else ():
-        for name in plain:
-            for value in batch[name].to_pylist():
+    found = {name: hashlib.sha256() for name in dataset.column_names}
+    for batch in dataset.with_format("arrow").iter(batch_size=100):  # selected rows, with their images, are copied
+        for name, column in zip(batch.column_names, batch.columns, strict=True):
+            has_bytes = "binary" in str(column.type)
+            for value in map(_file_contents, column) if has_bytes else column.to_pylist():
                 found[name].update(json.dumps(value, sort_keys=True, default=str).encode("utf-8", "replace"))
-    files = table.select_columns(with_bytes)
-    for row in range(len(dataset)) if with_bytes else ():  # a single row is not copied
-        values = files[row]
-        for name in with_bytes:
-            found[name].update(json.dumps(_file_contents(values[name][0]), sort_keys=True, default=str).encode())
-    return {"number of rows": len(dataset), **{name: each.hexdigest()[:16] for name, each in found.items()}}
-
-
-def _has_bytes(kind: pa.DataType) -> bool:
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return True
-    return any(_has_bytes(kind.field(number).type) for number in range(kind.num_fields))
+    return {"number of rows": len(dataset), **{name: of_column.hexdigest()[:16] for name, of_column in found.items()}}
 
 
 def _file_contents(value: Any) -> Any:
