@@ -32,7 +32,7 @@ from paco_trl.dataset_building.annotations import check_annotator
 from paco_trl.dataset_building.pairs import connected_prompts, decide_pairs, split_prompts, vote_on_instances
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.utils.files import file_name, write_atomically
-from paco_trl.utils.journals import Journal, append_lines, read_lines
+from paco_trl.utils.journals import append_lines, read_lines
 from planted_world import PlantedWorld
 
 
@@ -108,14 +108,6 @@ class TestStageFolder:
             read_lines(path)
         with pytest.raises(ValueError, match="JSON"):
             append_lines(path, [{"id": float("nan")}])
-
-    def test_a_key_comes_again_only_to_complete_its_record(self, tmp_path):
-        path = tmp_path / "done.jsonl"
-        append_lines(path, [{"id": 1, "incomplete": True}, {"id": 1, "score": 0.5}])
-        assert Journal(path, key="id").by_key == {1: {"id": 1, "score": 0.5}}
-        append_lines(path, [{"id": 1, "score": 0.6}])
-        with pytest.raises(ValueError, match="line 3"):
-            Journal(path, key="id")
 
     def test_files_are_complete_or_missing(self, tmp_path):
         write_atomically(tmp_path / "new" / "a.txt", "one")

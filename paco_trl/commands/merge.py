@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl merge`: an adapter, merged into the weights of its base model."""
 
-import json
 import sys
 import warnings
 from dataclasses import MISSING, dataclass
@@ -26,6 +25,7 @@ from ..rewards.paco_reward import has_processor, load_judge_adapter
 from ..rollout.loading import load_transformer_adapter, read_peft_config
 from ..utils.files import find_model_file, new_folder, peft_folder
 from ..utils.names import check_adapter_base
+from ..utils.text import read_json
 from .main import say
 from .parser import CommandParser, option
 from .push import find_saved_model
@@ -75,7 +75,7 @@ def merge(args: MergeArguments) -> None:
         path = find_model_file(
             base, "config.json", revision=revision, subfolder="" if index is None else "transformer"
         )
-        if path is not None and "quantization_config" in _read(path):
+        if path is not None and "quantization_config" in read_json(path):
             raise ValueError(
                 f"The weights of the base model '{base}' are stored quantized: rounded again they would lose what the adapter "
                 "adds. Name the unquantized model, also in the adapter's `base_model_name_or_path`."
@@ -92,18 +92,14 @@ def merge(args: MergeArguments) -> None:
             settings = {"question": question} if question else {}
             save_card(JudgeCard(weights="merged", settings=settings, **common), folder)
             return
-        name = _read(index)["_class_name"]
+        name = read_json(index)["_class_name"]
         name = name if isinstance(name, str) else name[-1]  # of code in the repository: the module and the class
         common |= {"pipeline_class": name, "trained_on": "edits" if "Kontext" in name or "Edit" in name else "sets"}
         if isinstance(trained, ImageModelCard):  # the code generates what the adapter was trained for
             common |= {name: getattr(trained, name) for name in ("trained_on", "family", "prompt", "layout", "call")}
-        transformer_class = _read(folder / "transformer" / "config.json")["_class_name"]
+        transformer_class = read_json(folder / "transformer" / "config.json")["_class_name"]
         card = ImageModelCard(weights="transformer", transformer_class=transformer_class, dtype=dtype, **common)
         save_card(card, folder)
-
-
-def _read(path: str | Path) -> dict[str, Any]:
-    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def _merge_judge(adapter: str, base: str, revision: str | None, dtype: str | None, folder: Path) -> str:
@@ -124,7 +120,7 @@ def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str
     where = {"revision": revision, "subfolder": "transformer"}
     if dtype is None:  # that of the files; diffusers would load all as float32
         index = find_model_file(base, f"{_WEIGHTS}.index.json", **where)
-        name = _WEIGHTS if index is None else next(iter(_read(index)["weight_map"].values()))
+        name = _WEIGHTS if index is None else next(iter(read_json(index)["weight_map"].values()))
         if (path := find_model_file(base, name, **where)) is None:
             raise ValueError(f"The transformer of '{base}' has no {_WEIGHTS}; other formats are pickles.")
         with safe_open(path, "pt") as file:

@@ -93,10 +93,6 @@ def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
         raise ValueError(f"{', '.join(unused)} would do nothing {where}. Leave it out.")
 
 
-def _as_list(value: Any) -> list:
-    return value if isinstance(value, list) else [value]
-
-
 def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {option: value for option, value in options.items() if option != name}
 
@@ -126,7 +122,7 @@ class CommandParser(TrlParser):
         super().__init__(dataclass_types, formatter_class=argparse.HelpFormatter, allow_abbrev=False, **kwargs)
         self.positional, self.is_launched, self.presets = positional, is_launched, presets
         self.foreign, self.check = foreign, check
-        hints = {name: hint for each in self.dataclass_types for name, hint in get_type_hints(each).items()}
+        hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
         self.nullable = {name for name, hint in hints.items() if type(None) in get_args(hint)}
         if is_launched:  # by `main`, before the options are parsed
             texts = {
@@ -138,17 +134,17 @@ class CommandParser(TrlParser):
         # What must be set, what usually is, the package's other options, and those of TRL and transformers
         titles = ("required", "usual options", "options", "options of TRL and transformers")
         self.sections: dict[str, list[argparse.Action]] = {title: [] for title in titles}
-        required, usual, own, others = self.sections.values()
-        classes = [base for each in self.dataclass_types for base in each.__mro__]
-        libraries = [each for each in classes if each.__module__.split(".")[0] in ("transformers", "trl")]
+        self.required, usual, package, others = self.sections.values()
+        classes = [base for kind in self.dataclass_types for base in kind.__mro__]
+        libraries = [kind for kind in classes if kind.__module__.split(".")[0] in ("transformers", "trl")]
         names = set().union(*map(inspect.get_annotations, {*classes} - {*libraries}))
         for action in self._actions:
             # `--learning-rate` is taken too, but shown once
             action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-            is_own = not libraries or action.dest in {"help", *names}
+            is_ours = not libraries or action.dest in {"help", *names}
             is_usual = bool(libraries) and action.dest in _USUAL
-            group = required if action.required else usual if is_usual else own if is_own else others
-            group.append(action)
+            section = self.required if action.required else usual if is_usual else package if is_ours else others
+            section.append(action)
             if action.dest in hidden or action.dest == "fsdp_config" or action.option_strings[0].startswith("--no_"):
                 action.help = argparse.SUPPRESS  # training refuses FSDP
                 continue
@@ -156,7 +152,7 @@ class CommandParser(TrlParser):
             if action.default not in (None, argparse.SUPPRESS):
                 action.help = f"{action.help} (default: %(default)s)"
         usual.sort(key=lambda action: _USUAL.index(action.dest))
-        for action in required:
+        for action in self.required:
             action.required = False  # for argparse, which would hide a misspelled one behind it
 
     def format_help(self) -> str:
@@ -195,7 +191,7 @@ class CommandParser(TrlParser):
         if self.positional is not None and words and not words[0].startswith("-"):
             words = [f"--{self.positional}", *words]
         typed, given = self._parse(words), self._read(config, recipe)
-        for action in self.sections["required"]:
+        for action in self.required:
             if (typed | given).get(action.dest) is None:
                 raise ValueError(f"`--{action.dest}` is required.")
         replaced = _REPLACED | (_REPLACED_IN_RECIPES if recipe else {})
@@ -204,30 +200,30 @@ class CommandParser(TrlParser):
         left_out = {name: by for name, by in left_out.items() if name in given and name not in typed}
         defaults = {name: value for name, value in given.items() if name not in left_out}
         defaults = ({} if self.presets is None else self.presets(defaults | typed)) | defaults
-        own = {*typed} if recipe else {*typed, *given}
+        chosen = {*typed} if recipe else {*typed, *given}
         try:
-            parsed = self._build(defaults | typed, own)
+            parsed = self._build(defaults | typed, chosen)
         except ValueError as error:
-            conflicts = self._find_conflicts(typed, defaults, own, error)
+            conflicts = self._find_conflicts(typed, defaults, chosen, error)
             given, left_out = defaults | given, left_out | conflicts
-            parsed = self._build({name: defaults[name] for name in defaults if name not in conflicts} | typed, own)
+            parsed = self._build({name: defaults[name] for name in defaults if name not in conflicts} | typed, chosen)
         for by in dict.fromkeys(left_out.values() if os.environ.get("RANK", "0") == "0" else ()):
             listed = ", ".join(f"{name}={shorten(given[name])}" for name in left_out if left_out[name] == by)
             say(self.prog.removeprefix("paco-trl "), f"without {listed} of {recipe or 'the file'}, because of {by}.")
         return parsed
 
-    def _build(self, options: dict[str, Any], own: Collection[str]) -> tuple:
+    def _build(self, options: dict[str, Any], chosen: Collection[str]) -> tuple:
         """Build the dataclasses, and check them together."""
         parsed: list[Any] = []
         for kind in self.dataclass_types:
-            names = [each.name for each in fields(kind) if each.init and each.name in options]
+            names = [known.name for known in fields(kind) if known.init and known.name in options]
             parsed.append(kind(**{name: options[name] for name in names}))
             for name in names:
                 if name.endswith("_dir") and isinstance(options[name], str) and os.path.isfile(options[name]):
                     raise ValueError(f"`--{name}` is {options[name]!r}, which is a file. Name a directory.")
             if issubclass(kind, TrainingArguments):  # which checks itself
                 continue
-            parsed[-1].typed = {name for name in own if options.get(name) is not None}
+            parsed[-1].typed = {name for name in chosen if options.get(name) is not None}
             for name, value in vars(parsed[-1]).items():
                 values, least = value if isinstance(value, list) else [value], 0 if "seed" in name else 1
                 if any(type(number) is int and number < least for number in values):
@@ -236,13 +232,13 @@ class CommandParser(TrlParser):
         return tuple(parsed)
 
     def _find_conflicts(
-        self, typed: dict[str, Any], defaults: dict[str, Any], own: Collection[str], error: ValueError
+        self, typed: dict[str, Any], defaults: dict[str, Any], chosen: Collection[str], error: ValueError
     ) -> dict[str, str]:
         """Find what contradicts the command line in `defaults`, and which option it contradicts, by leaving each out."""
 
         def error_of(typed: dict[str, Any], defaults: dict[str, Any]) -> str:
             try:
-                self._build(defaults | typed, own)
+                self._build(defaults | typed, chosen)
             except ValueError as found:
                 return _VALUES.sub("", str(found))
             return ""
@@ -252,7 +248,7 @@ class CommandParser(TrlParser):
         try:
             while text:
                 # Without `--use_cpu` the machine refuses other things
-                needed = {"use_cpu", *(action.dest for action in self.sections["required"])}
+                needed = {"use_cpu", *(action.dest for action in self.required)}
                 words = [name for name in typed if name not in needed]
                 by = next((name for name in words if error_of(_without(typed, name), left) != text), None)
                 given = [name for name in left if name not in typed]
@@ -280,10 +276,10 @@ class CommandParser(TrlParser):
 
     def _describe_unknown(self, word: str) -> str:
         """Name the nearest option."""
-        actions = [action for actions in self.sections.values() for action in actions]
+        actions = [action for section in self.sections.values() for action in section]
         known = [name for action in actions if action.help != argparse.SUPPRESS for name in action.option_strings]
         if not word.startswith("-"):
-            needed = [f" Did you mean `{action.option_strings[0]} {word}`?" for action in self.sections["required"]]
+            needed = [f" Did you mean `{action.option_strings[0]} {word}`?" for action in self.required]
             return f"`{word}` belongs to no option.{''.join(needed[:1]) or ' See `--help`.'}"
         word = word.partition("=")[0]  # its value may be a token
         full = f"--{word.lstrip('-').replace('-', '_')}"
@@ -309,7 +305,10 @@ class CommandParser(TrlParser):
             raise ValueError(f"`rewards` has weights, but `{self.prog}` takes none. Leave them out.")
         if options.get("reward_weights") is not None:
             raise ValueError("`rewards` has weights, and `reward_weights` is set too. Give them once.")
-        return options | {"rewards": names, "reward_weights": [1.0 if each is None else each for each in weights]}
+        return options | {
+            "rewards": names,
+            "reward_weights": [1.0 if weight is None else weight for weight in weights],
+        }
 
     def _read(self, config: dict[str, Any], recipe: str | None) -> dict[str, Any]:
         """Return the options of a file: most are read as words of a command line."""
@@ -328,13 +327,16 @@ class CommandParser(TrlParser):
                 options[action.dest] = None
                 continue
             if action is not None and action.nargs == "+":  # rewards and their weights
-                pairs = [each if isinstance(each, dict) else {each: None} for each in _as_list(value)]
-                value = [key if each is None else f"{key}={each}" for pair in pairs for key, each in pair.items()]
+                entries = value if isinstance(value, list) else [value]
+                pairs = [entry if isinstance(entry, dict) else {entry: None} for entry in entries]
+                value = [
+                    key if weight is None else f"{key}={weight}" for pair in pairs for key, weight in pair.items()
+                ]
             if value is False and action is not None and "no" in (action.choices or ()):
                 value = "no"  # as YAML reads it
             if isinstance(value, list) and action is not None and (action.nargs == "+" or action.type is str):
                 # Words may begin with dashes, and `report_to` takes a text or a list
-                options[action.dest] = [self._get_value(action, str(each)) for each in value]
+                options[action.dest] = [self._get_value(action, str(word)) for word in value]
             else:
                 words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
         return self._split_weights(self._parse(words) | options)

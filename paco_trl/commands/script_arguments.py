@@ -113,10 +113,16 @@ _WITH_JUDGE = {"consistency": "ConsistencyReward", "edit": "EditReward", "refere
 # Lazy: the classes import their models' packages
 _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
     "consistency": lambda args: rewards.ConsistencyReward(
-        args.judge_model, args.judge_url, args.judge_question, args.judge_max_pairs, **_judge_arguments(args)
+        args.judge_model,
+        args.judge_url,
+        args.judge_question,
+        args.judge_max_pairs,
+        **judge_options(args, args.judge_url),
     ),
-    "edit": lambda args: rewards.EditReward(args.judge_model, args.judge_url, **_judge_arguments(args)),
-    "reference": lambda args: rewards.ReferenceReward(args.judge_model, args.judge_url, **_judge_arguments(args)),
+    "edit": lambda args: rewards.EditReward(args.judge_model, args.judge_url, **judge_options(args, args.judge_url)),
+    "reference": lambda args: rewards.ReferenceReward(
+        args.judge_model, args.judge_url, **judge_options(args, args.judge_url)
+    ),
     "clip_t": lambda args: rewards.ClipTReward(args.clip_model),
     "clip_i": lambda args: rewards.ClipIReward(args.clip_model),
     "pick_score": lambda args: rewards.PickScoreReward(),
@@ -130,10 +136,6 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
 
 def _with_judge(names: Iterable[str]) -> list[str]:
     return [name for name in names if name in _WITH_JUDGE or name.startswith(_RUBRIC)]
-
-
-def _judge_arguments(script_args: ScriptArguments) -> dict[str, Any]:
-    return judge_options(script_args, script_args.judge_url)
 
 
 def check_options(script_args: ScriptArguments, training_args: PaCoGRPOConfig, *others: Any) -> None:
@@ -234,7 +236,7 @@ def check_reward_names(script_args: ScriptArguments) -> None:
             read_rubric(name.removeprefix(_RUBRIC))
         elif name not in _REWARDS and "." not in name:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
-            near = "".join(f" Did you mean `{each}`?" for each in [*file, *get_close_matches(name, _REWARDS, 1)][:1])
+            near = "".join(f" Did you mean `{known}`?" for known in [*file, *get_close_matches(name, _REWARDS, 1)][:1])
             raise ValueError(
                 f"Unknown reward {name!r}.{near} `--rewards` takes {', '.join(_REWARDS)}, "
                 f"{', '.join(_RUBRIC + rubric for rubric in RUBRICS)}, or your own: `my_rewards.py`, "
@@ -267,7 +269,11 @@ def has_model(name: str) -> bool:
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     """Load a reward by its name on the command line."""
     if name.startswith(_RUBRIC):
-        model, url, options = script_args.judge_model, script_args.judge_url, _judge_arguments(script_args)
+        model, url, options = (
+            script_args.judge_model,
+            script_args.judge_url,
+            judge_options(script_args, script_args.judge_url),
+        )
         return rewards.RubricReward(model, name.removeprefix(_RUBRIC), url, **options)
     if name in _REWARDS:
         return _REWARDS[name](script_args)
@@ -295,13 +301,16 @@ def _find_reward(path: str) -> Callable:
         if file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
             raise ValueError(f"`{where}` is another module than the file '{file}' here. Write `{file}:{name}`.")
     # Not what the module has only imported
-    own = [each for each, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
-    own = [each for each in own if not each.startswith("_")]
-    if not name and len(own) == 1:
-        (name,) = own
+    defined = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and value.__module__ == module.__name__ and not key.startswith("_")
+    ]
+    if not name and len(defined) == 1:
+        (name,) = defined
     if not hasattr(module, name):
-        found = f"has {len(own)} functions and classes" if not name else f"has no reward `{name}`"
-        named = [f"`{where}:{each}`" for each in own or ["my_reward"]]
+        found = f"has {len(defined)} functions and classes" if not name else f"has no reward `{name}`"
+        named = [f"`{where}:{key}`" for key in defined or ["my_reward"]]
         raise ValueError(f"'{where}' {found}. Name one: {', '.join(named)}.")
     reward = getattr(module, name)
     if not callable(reward):
@@ -339,16 +348,16 @@ def _of_evaluation(script_args: ScriptArguments) -> ScriptArguments:
         raise ValueError(
             f"`--eval_judge_model`, `--eval_judge_url` are for {', '.join(_WITH_JUDGE)} and rubrics only."
         )
-    own = replace(script_args, rewards=rewards, judge_model=model or script_args.judge_model, judge_url=url)
+    evaluation = replace(script_args, rewards=rewards, judge_model=model or script_args.judge_model, judge_url=url)
     if url is not None:
-        own.judge_quantization = own.judge_attn_implementation = None
-    return own
+        evaluation.judge_quantization = evaluation.judge_attn_implementation = None
+    return evaluation
 
 
 def judges_of(script_args: ScriptArguments) -> list[tuple[str, str | None]]:
     """Return name and address of the judges that the rewards of training and of the evaluation load."""
     both = (script_args, _of_evaluation(script_args))
-    return list(dict.fromkeys((each.judge_model, each.judge_url) for each in both if _with_judge(each.rewards)))
+    return list(dict.fromkeys((args.judge_model, args.judge_url) for args in both if _with_judge(args.rewards)))
 
 
 def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
@@ -386,8 +395,8 @@ def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
-    own = [_find_reward(name) for name in script_args.rewards if _is_own(name) and not has_model(name)]
-    check_columns(own, dataset, "the dataset")
+    functions = [_find_reward(name) for name in script_args.rewards if _is_own(name) and not has_model(name)]
+    check_columns(functions, dataset, "the dataset")
 
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
@@ -399,8 +408,8 @@ def load_rewards(script_args: ScriptArguments) -> list[Callable]:
 def _load_all(loaded: dict[str, Any], names: list[str], script_args: ScriptArguments) -> dict[str, Any]:
     """Load the rewards that are not in `loaded`, and return all; those that have a judge share it."""
     loaded = {**loaded}
-    for name in [each for each in names if each not in loaded]:
-        if judge := next((loaded[each].judge for each in _with_judge(loaded)), None):
+    for name in [name for name in names if name not in loaded]:
+        if judge := next((loaded[judged].judge for judged in _with_judge(loaded)), None):
             no_options: dict = dict(judge_url=None, judge_quantization=None, judge_attn_implementation=None)
             script_args = replace(script_args, judge_model=judge, **no_options)
         loaded[name] = load_reward(name, script_args)
@@ -409,14 +418,14 @@ def _load_all(loaded: dict[str, Any], names: list[str], script_args: ScriptArgum
 
 def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]) -> list[Callable] | None:
     """Load the rewards of the evaluation; those that training also uses are shared."""
-    own = _of_evaluation(script_args)
-    is_shared = (own.judge_model, own.judge_url) == (script_args.judge_model, script_args.judge_url)
-    if is_shared and own.rewards == script_args.rewards:
+    evaluation = _of_evaluation(script_args)
+    is_shared = (evaluation.judge_model, evaluation.judge_url) == (script_args.judge_model, script_args.judge_url)
+    if is_shared and evaluation.rewards == script_args.rewards:
         return None
     known = zip(script_args.rewards, reward_funcs, strict=True)
     shared = {name: function for name, function in known if is_shared or not _with_judge([name])}
-    loaded = _load_all(shared, own.rewards, own)
-    return [loaded[name] for name in own.rewards]
+    loaded = _load_all(shared, evaluation.rewards, evaluation)
+    return [loaded[name] for name in evaluation.rewards]
 
 
 def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None = None) -> LoraConfig | str | None:

@@ -16,6 +16,7 @@ from datasets import config
 from huggingface_hub.utils import WeakFileLock
 
 from ..utils.addresses import refuse_address
+from ..utils.files import scratch_folder
 from .dataset_files import image_file
 
 
@@ -60,18 +61,16 @@ def _extract(archive: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(f"{folder}.lock"):
         if not folder.is_dir():
-            partial = Path(f"{folder}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-            try:
-                partial.mkdir()
-                _extract_into(archive, partial)
+            with scratch_folder(Path(f"{folder}.partial")) as partial:
+                try:
+                    _extract_into(archive, partial)
+                except _FAULTS as error:
+                    # Not a ValueError: `skip_broken` would leave out the records of the archive
+                    remedy = "Unpack it in its directory, or download it again: without Git LFS it has about 130 bytes"
+                    raise shutil.ReadError(
+                        f"{archive} ({stat.st_size} bytes) is damaged: {error}. {remedy}."
+                    ) from error
                 partial.rename(folder)
-            except _FAULTS as error:
-                # Not a ValueError: `skip_broken` would leave out the records of the archive
-                cure = "Unpack it in its directory, or download it again: without Git LFS it has about 130 bytes"
-                raise shutil.ReadError(f"{archive} ({stat.st_size} bytes) is damaged: {error}. {cure}.") from error
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

@@ -113,9 +113,7 @@ def _percent(fraction: float | None) -> str | None:
 def _category_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
     """Format a table of categories, the most frequent first, where they are known."""
     names = [name for name, _ in sum((split["categories"] for split in splits.values()), Counter()).most_common()]
-    counts = {
-        f"pairs ({name})": [split["categories"][category] for category in names] for name, split in splits.items()
-    }
+    counts = {f"pairs ({part})": [split["categories"][name] for name in names] for part, split in splits.items()}
     return _table({"category": names, **counts}) if names else ""
 
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+from scipy.cluster.hierarchy import DisjointSet
 
 from ..data.columns import list_lengths
 from ..data.questions import question
@@ -159,13 +157,12 @@ def _parts(rows: list[dict[str, Any]], protocol: str) -> tuple[list[runs.Part], 
     return parts, asked
 
 
-def _groups(rows: list[dict[str, Any]]) -> list[int]:
-    """Number the groups of rows that share a key, directly or over other rows."""
-    number: dict[str, int] = {}
-    edges = np.array([[number.setdefault(key, len(number)) for key in row["key"]] for row in rows])  # (rows, 2)
-    graph = coo_array((np.ones(len(edges)), edges.T), shape=(len(number), len(number)))
-    _, component = connected_components(graph, directed=False)
-    return component[edges[:, 0]].tolist()
+def _groups(rows: list[dict[str, Any]]) -> list[str]:
+    """Name the group of each row: those of one group share a key, directly or over other rows."""
+    groups = DisjointSet(key for row in rows for key in row["key"])
+    for row in rows:
+        groups.merge(*row["key"])
+    return [groups[row["key"][0]] for row in rows]
 
 
 def _hits(pair: Sequence[float], winner: int | None) -> tuple[float, float]:

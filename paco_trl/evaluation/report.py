@@ -20,22 +20,8 @@ from .runs import PROTOCOLS
 
 PACKAGES = ("paco_trl", "torch", "transformers", "datasets", "scipy", "numpy", "pillow")
 
-RANKING_COLUMNS = {
-    "default": ("accuracy", "Kendall tau", "Spearman rho", "T1-B1"),
-    "published": ("accuracy", "list-order tau", "list-order rho", "T1-B1"),
-}
-DIMENSIONS = {
-    "edit_reward": ("prompt_following", "consistency", "overall"),
-    "vc_reward": ("consistency",),
-    "editreward_compass": ("prompt_following", "consistency"),
-}
-_TITLES = {
-    **{"rankings": "Human rankings", "edit_reward": "EditReward-Bench"},
-    **{"vc_reward": "VCReward-Bench", "editreward_compass": "EditReward-Compass"},
-}
-# What the tables of a benchmark are called in `published_tables`
-_PUBLISHED_NAMES = {"rankings": "ConsistencyRank", "edit_reward": "EditReward-Bench"}
-_NOTES = yaml.safe_load(read_template("judge_report_notes.yaml"))
+_BENCHMARKS = yaml.safe_load(read_template("judge_report.yaml"))
+_TIES = _BENCHMARKS.pop("ties")
 
 
 class PublishedTable(NamedTuple):
@@ -69,17 +55,17 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
         if benchmark in ("rankings", "vc_reward"):
             columns.insert(1, "template")
         if benchmark == "rankings":
-            columns += RANKING_COLUMNS[protocol]
+            columns += _BENCHMARKS[benchmark]["columns"][protocol]
         else:
-            names = [name.replace("_", " ") for name in DIMENSIONS[benchmark]]
+            names = [name.replace("_", " ") for name in _BENCHMARKS[benchmark]["dimensions"]]
             columns += [*names, *(f"{name}, ties count" for name in names)]
         rows = [_row(entry, _name(entry, group)) for entry in group]
-        tables.append((f"{_TITLES[benchmark]}, protocol: {protocol}", columns, rows))
+        tables.append((f"{_BENCHMARKS[benchmark]['title']}, protocol: {protocol}", columns, rows))
     return tables
 
 
 def _grouped(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    groups: dict = {(benchmark, protocol): [] for benchmark in _TITLES for protocol in PROTOCOLS}
+    groups: dict = {(benchmark, protocol): [] for benchmark in _BENCHMARKS for protocol in PROTOCOLS}
     for entry in entries:
         groups[entry["settings"]["benchmark"], entry["settings"]["protocol"]].append(entry)
     return {key: group for key, group in groups.items() if group}
@@ -92,7 +78,7 @@ def _row(entry: dict[str, Any], name: str) -> list[str]:
         rows += f" ({undefined} without tau and rho)" * bool(undefined)
         cells = [entry["metrics"][name] for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")]
     else:
-        dimensions, names = entry["dimensions"], DIMENSIONS[settings["benchmark"]]
+        dimensions, names = entry["dimensions"], _BENCHMARKS[settings["benchmark"]]["dimensions"]
         template = [settings.get("template", "each edit alone")] * (settings["benchmark"] == "vc_reward")
         num_ties = sum(dimension["num_ties"] for dimension in dimensions.values())
         cells = [dimensions.get(name, {}).get(variant) for variant in ("strict", "geq") for name in names]
@@ -125,7 +111,7 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     entries = read_json(path) if path.exists() else []
     if tables.exists() and not path.exists():
         raise ValueError(f"'{tables}' was not written by paco_trl. Move it away, or choose another directory.")
-    if not isinstance(entries, list) or not all("settings" in each for each in entries):
+    if not isinstance(entries, list) or not all("settings" in other for other in entries):
         raise ValueError(f"'{path}' exists and is not a report of judges. Move it away, or choose another directory.")
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     entry = without_nan({**results, "versions": versions})
@@ -140,7 +126,7 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
 def _identity(entry: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of results but for the dataset's name and where they were computed, as JSON has them."""
     left_out = ("dataset", *HARMLESS_IN_SCORERS)
-    return json.loads(json.dumps({n: value for n, value in entry["settings"].items() if n not in left_out}))
+    return json.loads(json.dumps({name: value for name, value in entry["settings"].items() if name not in left_out}))
 
 
 def _name(entry: dict[str, Any], entries: list[dict[str, Any]]) -> str:
@@ -157,11 +143,11 @@ def _name(entry: dict[str, Any], entries: list[dict[str, Any]]) -> str:
 def _markdown(entries: list[dict[str, Any]]) -> str:
     parts = []
     for (benchmark, protocol), (title, columns, rows) in zip(_grouped(entries), report_tables(entries), strict=True):
-        notes = [_NOTES[benchmark]["all"], _NOTES[benchmark][protocol], _NOTES["ties"]]
+        notes = [_BENCHMARKS[benchmark]["all"], _BENCHMARKS[benchmark][protocol], _TIES]
         parts += [f"# {title}", markdown_table(columns, rows), *notes]
         if protocol == "published":
             parts.append("## Published figures, not measured here")
-            for table in published_tables(_PUBLISHED_NAMES[benchmark]):
+            for table in published_tables(_BENCHMARKS[benchmark]["published_as"]):
                 if table.protocol == protocol:
                     cells = [[name, *(number_text(value, missing="-") for value in row)] for name, *row in table.rows]
                     source = f"{PAPER['title']} (arXiv {PAPER['id']}), {table.source}"

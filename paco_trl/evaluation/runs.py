@@ -7,7 +7,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+import pandas as pd
 from datasets import Dataset
 from PIL import Image
 from tqdm.auto import tqdm
@@ -88,19 +88,20 @@ def score_parts(
 ) -> tuple[dict[str, Any], dict[Any, dict[str, Any]]]:
     """Score the parts that the file has no record of; return what results have in common, and all records by `key`."""
     protocol = settings["protocol"]
-    fingerprint = dataset_fingerprint(dataset, columns, image_columns)
+    fingerprint = dataset_fingerprint(dataset, [*columns, *image_columns])
     settings = settings | {"dataset_size": len(dataset), "dataset_fingerprint": fingerprint}
     is_served = "://" in scorer.name  # two servers are two runs
     name = scorer.name if is_served else public_text(scorer.name)
     settings |= {"scorer": name, "judge": describe_scorer(scorer)}
     images = RowImages(dataset, image_columns, protocol)
-    journal = Journal(output_path, settings, key=key)
+    journal = Journal(output_path, settings)
+    done = {record[key]: record for record in journal.records}
     rows = [list(of_row) for _, of_row in groupby(parts, key=lambda part: part.row)]
     title = f"{settings['benchmark']}, {scorer.name}"
-    with tqdm(total=len(parts), initial=len(journal.by_key), desc=title, unit=key) as progress:
+    with tqdm(total=len(parts), initial=len(done), desc=title, unit=key) as progress:
         # The batches of an uninterrupted run: the last bits of a score can depend on the batch
         for batch in batches(rows, lambda of_row: sum(len(part.questions) for part in of_row), batch_size):
-            missing = [part for of_row in batch for part in of_row if part.key not in journal.by_key]
+            missing = [part for of_row in batch for part in of_row if part.key not in done]
             pairs, questions = [], []
             for row, of_row in groupby(missing, key=lambda part: part.row):
                 first, *others = images[row]
@@ -115,12 +116,13 @@ def score_parts(
                     scores, unanswered = zip(*islice(scored, len(part.questions)), strict=True)
                     records.append(record(part, list(scores)) | {"unanswered": sum(unanswered)})
                 journal.append(*records)
+                done |= {record[key]: record for record in records}
                 progress.update(len(missing))
     if is_served:  # results are shared: without the address of a judge's server
         settings["scorer"] = scorer.model_name
-    num_unanswered = sum(each["unanswered"] for each in journal.by_key.values())
+    num_unanswered = sum(record["unanswered"] for record in done.values())
     common = {"settings": settings, "num_instances": len(dataset), "num_unanswered": num_unanswered}
-    return common, journal.by_key
+    return common, done
 
 
 def _score(
@@ -144,9 +146,9 @@ def _score(
     return scores
 
 
-def dataset_fingerprint(dataset: Dataset, text_columns: Sequence[str], image_columns: Sequence[str]) -> str:
+def dataset_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:
     """Digest what is read of a dataset, in order."""
-    return digest(describe(dataset.select_columns([*text_columns, *image_columns])))[:16]
+    return digest(describe(dataset.select_columns(list(columns))))[:16]
 
 
 def batches(items: Iterable[Any], size: Callable[[Any], int], batch_size: int) -> Iterator[list[Any]]:
@@ -167,10 +169,7 @@ def mean_and_interval(
     values: Sequence[float], groups: Sequence[Hashable] | None, strata: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Compute the mean of the defined values (or of the means of their strata), and its bootstrap interval."""
-    values = np.asarray(values, dtype=float)
-    defined = ~np.isnan(values)
-    if not defined.any():
-        return {"mean": math.nan, "interval": [math.nan, math.nan]}
-    labels = np.array(strata or [""] * len(values))
-    mean = float(np.mean([values[defined & (labels == label)].mean() for label in set(labels[defined])]))
+    mean = float(pd.Series(values, dtype=float).groupby(strata or [""] * len(values)).mean().mean())
+    if math.isnan(mean):
+        return {"mean": mean, "interval": [mean, mean]}
     return {"mean": mean, "interval": list(bootstrap_interval(values, groups, strata=strata))}

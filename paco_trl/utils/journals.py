@@ -77,14 +77,10 @@ def check_header(path: Path, stored: Any, header: dict[str, Any]) -> None:
 class Journal:
     """Records that survive a kill, in the order of writing; without a path they are in memory only."""
 
-    # A `header` says what the records depend on: a file with another one is refused. With a `key`, `by_key` has the
-    # record of each value of this field, and a second one is accepted only if the first has a true `incomplete`.
+    # A `header` says what the records depend on: a file with another one is refused
 
-    def __init__(self, path: str | Path | None, header: dict[str, Any] | None = None, key: str | None = None):
+    def __init__(self, path: str | Path | None, header: dict[str, Any] | None = None):
         self.path = None if path is None else Path(path)
-        self.records: list[dict[str, Any]] = []
-        self.by_key: dict[Any, dict[str, Any]] = {}
-        self.key = key
         lines = read_lines(self.path) if self.path is not None and self.path.exists() else []
         if header is not None and self.path is not None:
             if len(lines) == 1 and isinstance(lines[0][1], dict) and lines[0][1].keys() == header.keys():
@@ -95,19 +91,10 @@ class Journal:
                 raise ValueError(f"{self.path} exists and is not a result file of an evaluation. Give another path.")
             else:
                 append_lines(self.path, [header])
-        for number, record in lines:
-            if key is not None and not self.by_key.get(record[key], {"incomplete": True}).get("incomplete"):
-                raise ValueError(f"{self.path}, line {number} repeats the {key} {record[key]!r} of another run.")
-            self._add(record)
+        self.records: list[dict[str, Any]] = [record for _, record in lines]
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Add records, to the file in a single write. NaN is `None` in them: JSON has no NaN."""
         if self.path is not None:
             append_lines(self.path, records)
-        for record in records:
-            self._add(dict(record))
-
-    def _add(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
-        if self.key is not None:
-            self.by_key[record[self.key]] = record
+        self.records += map(dict, records)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 
 # Resamples in memory at a time
@@ -50,8 +51,11 @@ def bootstrap_interval(
     if len(defined) == 0:
         raise ValueError(f"None of the {len(values)} `values` is a number, so they have no mean and no interval.")
 
-    group_numbers = _number_labels(groups, defined)  # (n,)
-    stratum_numbers = _number_labels([0] * len(values) if strata is None else strata, defined)  # (n,)
+    stratum_numbers, group_numbers = np.zeros(len(defined), dtype=int), np.arange(len(defined))
+    if groups is not None:
+        group_numbers, _ = pd.factorize(pd.Series(groups, dtype=object)[defined], use_na_sentinel=False)
+    if strata is not None:
+        stratum_numbers, _ = pd.factorize(pd.Series(strata, dtype=object)[defined], use_na_sentinel=False)
     shape = (stratum_numbers.max() + 1, group_numbers.max() + 1)
     if shape[1] == 1:
         return math.nan, math.nan
@@ -90,14 +94,6 @@ def mean_of_strata(totals: np.ndarray, num_parts: int = 1) -> np.ndarray:
         means = (sums / counts).reshape(num_parts, -1, *totals.shape[1:])  # (parts, strata, ...)
         present = ~np.isnan(means)
         return np.where(present, means, 0.0).sum(axis=1) / present.sum(axis=1)
-
-
-def _number_labels(labels: Sequence[Hashable] | None, rows: np.ndarray) -> np.ndarray:
-    """Number the labels of some rows by first appearance; without labels no two rows share a number."""
-    if labels is None:
-        return np.arange(len(rows))
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(labels[row], len(numbers)) for row in rows])
 
 
 def without_nan(value: Any) -> Any:

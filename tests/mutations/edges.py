@@ -611,10 +611,7 @@ DATA = [
         ("        check_size(member.size)\n", ""),
         ("if not all(filecmp.cmp(first, other, shallow=False) for other in others):", "if False:"),
         ('f"{archive} {stat.st_size} {stat.st_mtime_ns}"', 'f"{archive}"'),
-        (
-            "                partial.mkdir()\n",
-            "                partial = folder\n                partial.mkdir()\n",
-        ),
+        ('scratch_folder(Path(f"{folder}.partial"))', "scratch_folder(folder)"),
     ),
     *_mutants(
         "data/dataset_files.py",
@@ -680,7 +677,7 @@ EVALUATION = [
         "evaluation/runs.py",
         "test_evaluation.py::TestResume",
         ('"judge": describe_scorer(scorer)', '"judge": None'),
-        ("[*text_columns, *image_columns]", "[*text_columns]"),
+        ("[*columns, *image_columns]", "list(columns)"),
         ("else public_text(scorer.name)", "else scorer.name"),
     ),
     *_mutants(
@@ -707,7 +704,7 @@ EVALUATION = [
             "the root is monotone: which of two images scores higher stays the same",
         ),
         ("groups, strata=strata)", "groups)"),
-        ("component[edges[:, 0]].tolist()", "edges[:, 0].tolist()"),
+        ('groups.merge(*row["key"])', "pass"),
         ('PUBLISHED_YES = ("yes", "Yes", "YES", "y", "Y")', 'PUBLISHED_YES = ("Yes",)'),
     ),
     *_mutants(
@@ -770,7 +767,7 @@ EVALUATION = [
         ("np.random.default_rng(seed), []", "np.random.default_rng(0), []"),
         ("if shape[1] == 1:", "if False:"),
         ("(stratum_numbers, group_numbers), 1)", "(stratum_numbers, group_numbers), 2)"),
-        ("group_numbers = _number_labels(groups, defined)", "group_numbers = _number_labels(None, defined)"),
+        ("    if groups is not None:\n        group_numbers", "    if False:\n        group_numbers"),
     ),
 ]
 
@@ -967,7 +964,6 @@ DATASET_BUILDING = [
         f"{_BUILD}TestStageFolder test_evaluation.py::TestResume",
         ("file.truncate(end - len(last))", "pass"),
         ("                if number < len(lines):\n", "                if False:\n"),
-        ('.get(record[key], {"incomplete": True}).get("incomplete"):', '.get(record[key], {"incomplete": True}):'),
         ("if different := differences(stored, header):", "if different := []:"),
         ('        file.write(b"\\n")\n', "        pass\n"),
         ("allow_nan=False", "allow_nan=True"),
@@ -1036,8 +1032,8 @@ SEPARATE_SETS = [
         "commands/parser.py",
         "test_command_line.py::TestFiles test_recipes.py::TestTypedOptions",
         ("if by is None or name is None:", "if name is None:"),
-        ("own = {*typed} if recipe else {*typed, *given}", "own = {*typed, *given}"),
-        ("own = {*typed} if recipe else {*typed, *given}", "own = {*typed}"),
+        ("chosen = {*typed} if recipe else {*typed, *given}", "chosen = {*typed, *given}"),
+        ("chosen = {*typed} if recipe else {*typed, *given}", "chosen = {*typed}"),
         ("if not error_of(typed, left | {name: defaults[name]}):", "if False:"),
         ('return _VALUES.sub("", str(found))', "return str(found)"),
         ("if name in given and name not in typed}", "if name in given}"),
