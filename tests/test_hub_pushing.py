@@ -3,7 +3,10 @@
 
 import functools
 import json
+import multiprocessing
 import shutil
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from paco_trl.hub import account, pushing
 from paco_trl.hub.account import prepare_repository
 from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, SETTINGS, TRANSFORMER
 from paco_trl.hub.pushing import select_files
+from paco_trl.utils.stopping import EXIT_CODE, Stopped
 
 
 PATTERNS = ["adapter_config.json", "adapter_model.safetensors", "README.md", "curves.png", "sheet_*.png", SETTINGS]
@@ -38,7 +42,7 @@ def make_checkpoint(output_dir: str, step: int, base: str | None = "someone/base
 
 
 def pusher_of(output_dir: str, revision: str | None = None):
-    return pushing.HubPusher(HfApi(token=TOKEN), "tester/adapter", revision, output_dir, PATTERNS)
+    return pushing.HubPusher(HfApi(token=TOKEN), "tester/adapter", revision, Path(output_dir), PATTERNS)
 
 
 def push_steps(output_dir: str, steps: list[int], whole=None, revision=None, base="someone/base") -> None:
@@ -75,7 +79,7 @@ def push_now(output_dir: str, step: int) -> str:
 
 
 def prepare(repo_id: str, token: str | None = TOKEN, **kwargs) -> str:
-    kwargs = {"private": None, "revision": None, "base_model": None, **kwargs}
+    kwargs = {"private": None, "revision": None, "base_model": None, "files": PIPELINE_ADAPTER, **kwargs}
     return prepare_repository(HfApi(token=token), repo_id, **kwargs)
 
 
@@ -293,6 +297,29 @@ class TestOutages:
             files = hub.files("tester/adapter", "model")
             assert {f"checkpoint-{step}/optimizer.pt" for step in (2, 4, 6)} <= set(files)
 
+    def test_the_end_of_a_process_does_not_wait(self, hub, tmp_path):
+        """A scheduler that has stopped it would kill it, and see that in place of the code to try again."""
+
+        def push_and_stop() -> None:
+            pusher_of(str(tmp_path)).push_later(make_checkpoint(str(tmp_path), 2), "step 2")
+            asked.wait(60)
+            raise Stopped(signal.SIGTERM)
+
+        def fault(method: str, path: str) -> None:
+            asked.set()
+            ended.wait(60)
+
+        context, ended = multiprocessing.get_context("fork"), threading.Event()
+        asked, hub.fault = context.Event(), fault
+        with hub.connected(tmp_path / "cache"):
+            worker = context.Process(target=push_and_stop)
+            worker.start()
+            worker.join(50)
+            code = worker.exitcode
+            ended.set()
+            worker.join()
+        assert code == EXIT_CODE
+
     @staticmethod
     def held_until(path: Path):
         """The Hub answers no commit until a file is there: a client that waited for it would wait for ever."""
@@ -359,8 +386,8 @@ class TestChecks:
         assert "some/Base" in outcome["message"] and "some/other" in outcome["message"]
         # Weights that the push would leave there
         own = ["adapter_model.safetensors", "README.md"]
-        assert run(prepare, "tester/adapter", base_model="some/base", published_files=own)["result"]
-        outcome = run(prepare, "tester/adapter", base_model="some/base", published_files=["model*.safetensors"])
+        assert run(prepare, "tester/adapter", base_model="some/base", files=own)["result"]
+        outcome = run(prepare, "tester/adapter", base_model="some/base", files=["model*.safetensors"])
         assert "has other weights, such as 'adapter_model.safetensors'" in outcome["message"]
 
     def test_a_trainer_asked_to_push_in_private(self, hub, make_trainer, tmp_path):

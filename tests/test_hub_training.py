@@ -248,7 +248,7 @@ def test_said_before_a_model_is_loaded(hub, tiny_flux, tmp_path):
         ({"hub_token": None}, "LocalTokenNotFoundError"),
         ({"hub_model_id": "tester/open", "hub_private_repo": True}, "ValueError: .*public"),
         ({"base": by_path, "hub_model_id": "others/adapter"}, "HfHubHTTPError: 403 .*others"),
-        ({"base": "makers/gated"}, "PermissionError: .*makers/gated is gated"),
+        ({"base": "makers/gated", "hub_model_id": "tester/gated"}, "PermissionError: .*makers/gated is gated"),
         # The negative twin: without `push_to_hub` it is the model that is missing
         ({"push_to_hub": False}, "no-such-model"),
     ]  # fmt: skip

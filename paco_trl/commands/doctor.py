@@ -31,7 +31,7 @@ from rich.table import Table
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
 from ..checkpointing.weights import trained_parameters
-from ..hub.account import HTTPError, check_repository
+from ..hub.account import HTTPError, check_contents, find_repository
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
@@ -203,9 +203,8 @@ def check_configuration(state: DoctorState) -> Row:
 
 def check_output_folder(state: DoctorState) -> Row | str:
     """Check the real output directory as the run does at its start."""
-    run, is_image = SimpleNamespace(**state.run), isinstance(state.args, PaCoGRPOConfig)
-    published = JUDGE_ADAPTER if not is_image else PIPELINE_ADAPTER if state.script_args.use_peft else TRANSFORMER
-    check_start(run, published)
+    run = SimpleNamespace(**state.run)
+    check_start(run, _published_files(state))
     if (checkpoint := find_checkpoint(run.output_dir, run.resume_from_checkpoint)) is not None:
         return f"The run continues from '{checkpoint}'."
     if found := checkpoints_of(run.output_dir):
@@ -214,18 +213,24 @@ def check_output_folder(state: DoctorState) -> Row | str:
     return f"'{run.output_dir}' has no checkpoints; the run starts from the beginning."
 
 
+def _published_files(state: DoctorState) -> list[str]:
+    if not isinstance(state.args, PaCoGRPOConfig):
+        return JUDGE_ADAPTER
+    return PIPELINE_ADAPTER if state.script_args.use_peft else TRANSFORMER
+
+
 def check_hub(state: DoctorState) -> str:
     """Check the token and the repository, without creating anything."""
     args, script_args, run = state.args, state.script_args, state.run
     if not run["push_to_hub"]:
         return "Nothing is pushed: `push_to_hub` is off."
-    api = HfApi(token=args.hub_token, library_name=_PACKAGE)
-    repo_id, is_there = check_repository(
-        api, args.hub_model_id or Path(run["output_dir"]).absolute().name, private=args.hub_private_repo,
-        revision=args.hub_revision, base_model=script_args.model_name_or_path,
-    )  # fmt: skip
-    plan = "exists and can be written to" if is_there else "will be created"
-    return f"The repository {repo_id} at {api.endpoint} {plan}."
+    api, repo_id = HfApi(token=args.hub_token, library_name=_PACKAGE), args.hub_model_id
+    repo_id = repo_id or Path(run["output_dir"]).absolute().name
+    repo_id, info = find_repository(api, repo_id, args.hub_private_repo, revision=args.hub_revision)
+    if info is None:
+        return f"The repository {repo_id} at {api.endpoint} will be created."
+    check_contents(api, info, script_args.model_name_or_path, _published_files(state))
+    return f"The repository {repo_id} at {api.endpoint} exists and can be written to."
 
 
 def check_data(state: DoctorState) -> str:

@@ -68,9 +68,7 @@ def push(args: PushArguments) -> str:
     private = args.private if args.private is not None else run_settings.get("private")
     published_files = published_files_of(model) or []
     api = HfApi(library_name="paco_trl")
-    repo_id = prepare_repository(
-        api, repo_id, private=private, revision=revision, base_model=card.base_model, published_files=published_files
-    )
+    repo_id = prepare_repository(api, repo_id, private, revision, card.base_model, published_files)
     if not known and folder == run:
         remember_repository(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check a token and a repository before a run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import DatasetInfo, ModelInfo
+from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import get_session
 
 from ..utils.files import read_record
@@ -53,76 +54,65 @@ def hub_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached
 
 
 def find_repository(
-    api: HfApi, repo_id: str, private: bool | None, repo_type: str = "model"
-) -> tuple[str, ModelInfo | DatasetInfo | None]:
+    api: HfApi, repo_id: str, private: bool | None, repo_type: str = "model", revision: str | None = None
+) -> tuple[str, Any]:
     """
     Check the token, and that an existing repository can be written to and is private where that is asked for.
 
-    Return the full id, and what the Hub knows of the repository, `None` where it does not exist.
+    Return the full id and the repository's `ModelInfo` or `DatasetInfo`, `None` where it does not exist.
     """
     with hub_outages(api):
         user = api.whoami()["name"]
         repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
         try:
-            info: Any = api.repo_info(repo_id, repo_type=repo_type)
+            info = api.repo_info(repo_id, repo_type=repo_type, revision=revision)
+        except RevisionNotFoundError:  # a new branch begins with what is on the main one
+            info = api.repo_info(repo_id, repo_type=repo_type)
         except RepositoryNotFoundError:
             return repo_id, None
         api.auth_check(repo_id, repo_type=repo_type, write=True)
     if private and not info.private:
         # `private=True` of the Hub's client is for a new repository, and ignored for an existing one
-        raise ValueError(
-            f"{repo_id} exists and is public, not private. Change that in its settings, or name another one."
-        )
+        raise ValueError(f"{repo_id} exists and is public. Make it private in its settings, or name another one.")
     return repo_id, info
 
 
-def check_repository(
-    api: HfApi,
-    repo_id: str,
-    *,
-    private: bool | None,
-    revision: str | None,
-    base_model: str | None,
-    published_files: Sequence[str] = (),
-) -> tuple[str, bool]:
+def check_contents(api: HfApi, info: ModelInfo, base_model: str | None, published_files: list[str]) -> None:
     """
-    Check that a push replaces nothing but an earlier state of the model; return the full id and whether it exists.
+    Check that a push replaces nothing but an earlier state of the model.
 
     Weights at other places than `published_files`, patterns, would stay next to those of the push.
     """
-    repo_id, info = find_repository(api, repo_id, private)
-    if info is None:
-        return repo_id, False
-    with hub_outages(api):
-        if revision not in [branch.name for branch in api.list_repo_refs(repo_id).branches]:
-            revision = None  # a new branch begins with what is on the main one
-        files = {*api.list_repo_files(repo_id, revision=revision)} - _HARMLESS
-        if files and SETTINGS not in files:
-            raise ValueError(
-                f"{repo_id} has {len(files)} files of something else, such as {min(files)!r}, and no {SETTINGS}. Name "
-                "another repository, or delete them."
-            )
-        settings = read_record(api.hf_hub_download(repo_id, SETTINGS, revision=revision)) if files else {}
-    weights = [name for name in files if name.endswith(".safetensors") and "checkpoint" not in name.split("/")[0]]
-    others = [name for name in weights if not is_one_of(name, published_files)]
-    if published_files and others:
+    files = {file.rfilename for file in info.siblings or []} - _HARMLESS
+    if not files:
+        return
+    if SETTINGS not in files:
         raise ValueError(
-            f"{repo_id} has other weights, such as {min(others)!r}. Name another repository, or delete them."
+            f"{info.id} has {len(files)} files of something else, such as {min(files)!r}, and no {SETTINGS}. Name "
+            "another repository, or delete them."
         )
-    other_base = settings.get("base_model")
+    weights = {name for name in files if name.endswith(".safetensors") and "checkpoint" not in name.split("/")[0]}
+    if others := [name for name in weights if not is_one_of(name, published_files)]:
+        raise ValueError(
+            f"{info.id} has other weights, such as {min(others)!r}. Name another repository, or delete them."
+        )
+    with hub_outages(api):
+        other_base = read_record(api.hf_hub_download(info.id, SETTINGS, revision=info.sha)).get("base_model")
     if isinstance(other_base, str) and base_model is not None and not is_same_model(other_base, base_model):
         raise ValueError(
-            f"{repo_id} has a model made of {other_base}, not of {public_name(base_model)}. Name another one."
+            f"{info.id} has a model made of {other_base}, not of {public_name(base_model)}. Name another one."
         )
-    return repo_id, True
 
 
-def prepare_repository(api: HfApi, repo_id: str, *, revision: str | None, **checks: Any) -> str:
-    """Run [`check_repository`], create the repository and the branch where they do not exist, and return the full id."""
-    repo_id, exists = check_repository(api, repo_id, revision=revision, **checks)
+def prepare_repository(
+    api: HfApi, repo_id: str, private: bool | None, revision: str | None, base_model: str | None, files: list[str]
+) -> str:
+    """Check a repository, create it and the branch where they do not exist, and return the full id."""
+    repo_id, info = find_repository(api, repo_id, private, revision=revision)
+    if info is not None:
+        check_contents(api, info, base_model, files)
     with hub_outages(api):
-        if not exists:
-            api.create_repo(repo_id, private=checks["private"])
+        api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
     return repo_id

@@ -7,8 +7,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from huggingface_hub import CommitInfo, HfApi
 from ..utils.errors import is_message_enough, is_traceback_wanted
 from ..utils.files import read_record, write_atomically
 from ..utils.names import is_local, public_name
+from ..utils.stopping import CallExecutor
 from .account import hub_outages
 from .files import is_one_of, select_files
 
@@ -46,19 +48,21 @@ def remembered_repository(output_dir: str | Path) -> dict[str, Any]:
     return read_record(Path(output_dir) / STAGING / _REPOSITORY)
 
 
+@dataclass
 class HubPusher:
     """Uploads what a run saves, one directory after the other, while it trains."""
 
     # Files to upload are first kept in `output_dir/.pushing`, as hard links to the saved files (no copies): what is saved
     # again or deleted meanwhile changes nothing there
 
-    def __init__(
-        self, api: HfApi, repo_id: str, revision: str | None, output_dir: str | Path, published_files: Iterable[str]
-    ):
-        self.api, self.repo_id, self.revision, self.output_dir = api, repo_id, revision, Path(output_dir)
-        self.published_files = list(published_files)
-        self._job: Future | None = None  # the last one in the background
-        self._staged: Path | None = None
+    api: HfApi
+    repo_id: str
+    revision: str | None  # `None` is the main branch
+    output_dir: Path
+    published_files: list[str]
+    _job: Future | None = None  # the last one in the background
+    # Not `run_as_future`, for whose uploads the end of a process waits: a scheduler would kill it
+    _background: CallExecutor = field(default_factory=lambda: CallExecutor(1, "push to the Hub"))
 
     def push_later(
         self, checkpoint: str | Path, message: str, checkpoint_name: str | None = None, replace: bool = True
@@ -68,20 +72,22 @@ class HubPusher:
         `checkpoint_name` in full, so that training can resume.
         """
         staged = self._stage(checkpoint, checkpoint_name)
-        if replace and self._job is not None and self._job.cancel():
-            shutil.rmtree(self._staged, ignore_errors=True)
-        self._job, self._staged = self.api.run_as_future(self._try_upload, staged, message), staged
+        if replace and self._job is not None:
+            self._job.cancel()
+        self._job = self._background.submit(self._try_upload, staged, message)
+        self._job.add_done_callback(lambda job: shutil.rmtree(staged, ignore_errors=True))  # also a cancelled one
 
     def push_now(
         self, folder: str | Path, message: str, contents: Mapping[str, str] | None = None, blocking: bool = True
     ) -> CommitInfo | Future:
         """Upload a saved model and wait for it, or return its `Future`; `contents` by name replace files of the directory."""
         staged = self._stage(folder, contents=contents)
-        remedy = f"`paco-trl push {folder}` uploads it when the Hub is back."
-        if not blocking:
-            return self.api.run_as_future(self._upload, staged, message, remedy)
-        self.wait()
-        return self._upload(staged, message, remedy)
+
+        def upload() -> CommitInfo:
+            self.wait()
+            return self._upload(staged, message, f"`paco-trl push {folder}` uploads it when the Hub is back.")
+
+        return upload() if blocking else self.api.run_as_future(upload)
 
     def wait(self) -> None:
         """Wait for the uploads in the background. A failed one is not retried."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixin of the trainers that pushes to the Hub in the background."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -49,10 +50,7 @@ class PushesToHub(Trainer):
         try:
             if base_model is not None:
                 base_license(base_model, online=True, token=api.token)  # cached for the checkpoints
-            repo_id = prepare_repository(
-                api, repo_id, private=private, revision=args.hub_revision, base_model=base_model,
-                published_files=self.published_files,
-            )  # fmt: skip
+            repo_id = prepare_repository(api, repo_id, private, args.hub_revision, base_model, self.published_files)
         except ConnectionError as error:
             known = remembered_repository(args.output_dir)
             known_id = known.get("repo_id", "")
@@ -66,7 +64,7 @@ class PushesToHub(Trainer):
             repo_id = known_id
             logger.warning(f"{error} The run continues, since it has pushed to {repo_id} before.")
         remember_repository(args.output_dir, repo_id, args.hub_revision, private)
-        self.pusher = HubPusher(api, repo_id, args.hub_revision, args.output_dir, self.published_files)
+        self.pusher = HubPusher(api, repo_id, args.hub_revision, Path(args.output_dir), self.published_files)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, or check that it is writable. `None` is `hub_token` and `hub_private_repo`."""
@@ -83,10 +81,10 @@ class PushesToHub(Trainer):
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             self.callback_handler.on_push_begin(args, self.state, self.control)
-            replace = not args.hub_always_push and args.hub_strategy != HubStrategy.ALL_CHECKPOINTS
+            is_replacing = not args.hub_always_push and args.hub_strategy != HubStrategy.ALL_CHECKPOINTS
             message = f"Training in progress, step {step}"
             try:
-                self.pusher.push_later(checkpoint_folder, message, names.get(args.hub_strategy), replace)
+                self.pusher.push_later(checkpoint_folder, message, names.get(args.hub_strategy), is_replacing)
             except OSError as error:  # such as a full disk
                 logger.warning(f"The checkpoint of step {step} is saved, but cannot be prepared for the Hub: {error}.")
 
@@ -113,15 +111,13 @@ class PushesToHub(Trainer):
         self._save_with_card(**kwargs)
         if not self.is_world_process_zero():
             return None
-        pusher = self.pusher
-        if token is not None:
-            pusher.api = HfApi(token=token, library_name="paco_trl")
+        api = self.pusher.api if token is None else HfApi(token=token, library_name="paco_trl")
+        pusher = replace(self.pusher, api=api, revision=revision or self.pusher.revision)
         if private:
-            find_repository(pusher.api, pusher.repo_id, private)
-        if revision is not None and revision != pusher.revision:
-            with hub_outages(pusher.api, f"`paco-trl push {self.args.output_dir}` uploads it later."):
-                pusher.api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
-            pusher = HubPusher(pusher.api, pusher.repo_id, revision, self.args.output_dir, self.published_files)
+            find_repository(api, pusher.repo_id, private)
+        if revision is not None:
+            with hub_outages(api, f"`paco-trl push {self.args.output_dir}` uploads it later."):
+                api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
         return pusher.push_now(self.args.output_dir, commit_message or "End of training", blocking=blocking)
 
     def _refuse_foreign(self, folder: str | Path) -> None:

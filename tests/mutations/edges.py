@@ -383,8 +383,8 @@ TRAINING = [
             '"revision": args.hub_revision, "private": known.get("private")}',
         ),
         (
-            "args.hub_revision, args.output_dir, self.published_files)",
-            'args.hub_revision, args.output_dir, ["**/*"])',
+            "args.hub_revision, Path(args.output_dir), self.published_files)",
+            'args.hub_revision, Path(args.output_dir), ["**/*"])',
         ),
     ),
     *_mutants(
@@ -399,8 +399,8 @@ HUB = [
         "hub/account.py",
         f"{_PUSHING}TestChecks",
         ("if private and not info.private:", "if False:"),
-        ("if files and SETTINGS not in files:", "if False:"),
-        ('api.create_repo(repo_id, private=checks["private"])', "api.create_repo(repo_id)"),
+        ("if SETTINGS not in files:", "if False:"),
+        ("api.create_repo(repo_id, private=private, exist_ok=True)", "api.create_repo(repo_id, exist_ok=True)"),
         ("if isinstance(other_base, str) and base_model", "if False and base_model"),
         ("        api.auth_check(repo_id, repo_type=repo_type, write=True)\n", ""),
     ),
@@ -511,6 +511,7 @@ HUB = [
         ("if replace and self._job", "if False and self._job"),
         ("        os.link(source, target)\n", "        os.symlink(source, target)\n"),
         ("folder_path=staged, revision=self.revision,", "folder_path=staged,"),
+        ("self._background.submit(self._try_upload", "self.api.run_as_future(self._try_upload"),
     ),
     *_mutants(
         "utils/names.py",
