@@ -64,8 +64,8 @@ def publish_dataset(
         `str`: address of the repository.
 
     Raises:
-        ValueError, PermissionError: Before anything is sent: data, `repo_id`, token or license cannot be used.
-        ConnectionError: If the Hub cannot be reached, or an upload fails.
+        ValueError, HfHubHTTPError: Before anything is sent: data, `repo_id`, token or license cannot be used.
+        ConnectionError: If the Hub cannot be reached.
     """
     from ..hub.account import find_repository, hub_outages
 

@@ -71,8 +71,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     else:
         shown["prompt"], shown["layout"], shown["call"] = _example(card)
         shown["is_set"], shown["pipe_call"] = isinstance(card.prompt, list), _pipe_call
-    data = metadata(card)
-    rendered = ModelCard(template.render(data.to_dict() | {"card_data": data.to_yaml()} | shown))
+    rendered = ModelCard(template.render(shown, card_data=metadata(card).to_yaml()))
     rendered.text = re.sub(r"\n{3,}", "\n\n", rendered.text).rstrip() + "\n"
     return rendered
 

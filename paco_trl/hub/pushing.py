@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 STAGING = ".pushing"
 _REPOSITORY = "repository.json"
 
-# Seconds of waiting for an upload before a message
-_PATIENCE = 3.0
-
 
 def remember_repository(
     output_dir: str | Path, repo_id: str, revision: str | None, private: bool | None = None
@@ -90,12 +87,8 @@ class HubPusher:
         return upload() if blocking else self.api.run_as_future(upload)
 
     def wait(self) -> None:
-        """Wait for the uploads in the background. A failed one is not retried."""
-        if self._job is not None and wait([self._job], _PATIENCE).not_done:
-            logger.warning(
-                f"Waiting for the upload to {self.repo_id}. Everything is saved in {self.output_dir}: if you stop now, "
-                f"`paco-trl push {self.output_dir}` uploads it later."
-            )
+        """Wait for the uploads in the background; what fails is logged, not raised."""
+        if self._job is not None:
             wait([self._job])
 
     def _stage(

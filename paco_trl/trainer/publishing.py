@@ -15,10 +15,10 @@ from transformers.trainer_utils import HubStrategy
 
 from ..hub.account import find_repository, hub_outages, prepare_repository
 from ..hub.cards import save_card
-from ..hub.files import JUDGE_ADAPTER, foreign_files
+from ..hub.files import foreign_files
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository
-from ..utils.names import is_local, public_name, relative_name
+from ..utils.names import public_name, relative_name
 from .model_cards import LIBRARIES, cached_commit, hardware_of
 
 
@@ -42,11 +42,6 @@ class PushesToHub(Trainer):
         api = HfApi(token=token if token is not None else args.hub_token, library_name="paco_trl")
         private = private if private is not None else args.hub_private_repo
         repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
-        if base_model is not None and is_local(base_model) and self.published_files == JUDGE_ADAPTER:
-            logger.warning(
-                f"The base model is the directory '{base_model}', which others do not have. Train from its Hub id, or "
-                "write that id to `adapter_config.json` in the repository."
-            )
         try:
             if base_model is not None:
                 base_license(base_model, online=True, token=api.token)  # cached for the checkpoints
