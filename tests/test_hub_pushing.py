@@ -159,6 +159,9 @@ class TestUploads:
         for name in ("adapter_config.json", "last-checkpoint/adapter_config.json"):
             config = json.loads(hub.files("tester/adapter", "model")[name])
             assert config["base_model_name_or_path"] == "tiny-base"
+        # By its record the full checkpoint is not cut short
+        size = (tmp_path / "out/checkpoint-2/adapter_config.json").stat().st_size
+        assert len(hub.files("tester/adapter", "model")["last-checkpoint/adapter_config.json"]) >= size
         # The checkpoint still loads on this machine
         assert base in (tmp_path / "out/checkpoint-2/adapter_config.json").read_text()
         run(push_steps, str(tmp_path / "other"), [2])

@@ -106,7 +106,10 @@ class HubPusher:
             values = json.loads(config.read_text(encoding="utf-8"))
             base = values.get("base_model_name_or_path")
             if base and is_local(base):  # a path of this machine
-                write_atomically(config, json.dumps(values | {"base_model_name_or_path": public_name(base)}, indent=2))
+                text = json.dumps(values | {"base_model_name_or_path": public_name(base)}, indent=2)
+                write_atomically(
+                    config, text.ljust(config.stat().st_size)
+                )  # shorter, the file would count as truncated
         for name, text in (contents or {}).items():
             write_atomically(staged / name, text)
         return staged
@@ -128,9 +131,7 @@ class HubPusher:
 
     def _try_upload(self, staged: Path, message: str) -> None:
         try:
-            remedy = (
-                f"`paco-trl push {self.output_dir}` uploads the newest model later, `hf upload` a full checkpoint."
-            )
+            remedy = f"`paco-trl push {self.output_dir}` uploads the newest model, `hf upload` a full checkpoint."
             self._upload(staged, message, remedy)
         # Whatever it is: training continues, and the user is told
         except Exception as error:
