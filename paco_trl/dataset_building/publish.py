@@ -16,6 +16,7 @@ from PIL import Image
 from ..data.pairs import check_pair_columns
 from ..data.rankings import check_ranking_columns
 from ..generation.sample_sheet import pairs_sheet, rankings_sheet
+from ..hub.account import find_repository, hub_outages
 from ..hub.licenses import License, read_license
 from ..utils.files import reading
 from .dataset_card import dataset_card, describe_pairs, describe_rankings
@@ -67,8 +68,6 @@ def publish_dataset(
         ValueError, HfHubHTTPError: Before anything is sent: data, `repo_id`, token or license cannot be used.
         ConnectionError: If the Hub cannot be reached.
     """
-    from ..hub.account import find_repository, hub_outages
-
     if not pairs or not set(pairs) <= {"train", "test"}:
         raise ValueError(f"`pairs` has the splits {list(pairs)}, but must have `train`, `test` or both. Rename them.")
     configs = {"pairs": pairs} | ({} if rankings is None else {"rankings": DatasetDict(test=rankings)})

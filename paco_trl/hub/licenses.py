@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import yaml
 from huggingface_hub import ModelCard, constants, model_info
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 
 from ..utils.files import read_template
 from ..utils.names import is_local, public_name
+from .account import HTTPError
 
 
 class License(NamedTuple):
@@ -38,7 +39,7 @@ def read_license(model: str, token: str | bool | None = None) -> License:
             data = ModelCard.load(Path(model) / "README.md", ignore_metadata_errors=True).data
         else:
             data = model_info(model, token=token).card_data
-    except (HfHubHTTPError.__bases__[0], HFValidationError, OSError, yaml.YAMLError) as error:
+    except (HTTPError, HFValidationError, OSError, yaml.YAMLError) as error:
         raise ValueError(f"The card of {model!r} with its license cannot be read ({type(error).__name__}).") from error
     identifier = data.get("license") if data is not None else None
     if data is None or not isinstance(identifier, str):
