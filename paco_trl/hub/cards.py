@@ -70,7 +70,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         ]
     else:
         shown["prompt"], shown["layout"], shown["call"] = _example(card)
-        shown["is_set"], shown["pipe_call"] = isinstance(card.prompt, list), _pipe_call
+        shown["is_set"] = isinstance(card.prompt, list)
     rendered = ModelCard(template.render(shown, card_data=metadata(card).to_yaml()))
     rendered.text = re.sub(r"\n{3,}", "\n\n", rendered.text).rstrip() + "\n"
     return rendered
@@ -152,7 +152,7 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
 
 
 def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
-    """Return what the snippets generate: the prompt as code, its layout, and the arguments of the call."""
+    """Return what the snippets generate: the prompt as code, its layout, and the code that calls the pipeline."""
     prompt, layout, arguments = card.prompt, card.layout, card.call
     if prompt is None and card.trained_on != "sets":
         prompt = "Paint the car red." if card.trained_on == "edits" else "A red fox in the snow."
@@ -173,17 +173,14 @@ def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
     # Joined, the lines are the prompt
     wrapper = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
     prompts = ["\n    ".join(json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(text)) for text in texts]
-    code = f"(\n    {prompts[0]}\n)" if "\n" in prompts[0] else prompts[0]
+    start, end = ("images +=", ".images") if texts is prompt else ("image =", ".images[0]")
+    call = f"{start} pipe({', '.join(given)}){end}"
+    if len(call) >= 100:
+        call = f"{start} pipe(\n    {', '.join(given)}\n){end}"
     if texts is prompt:
-        code = "[\n    " + ",\n    ".join(prompts) + ",\n]"
-    return code, layout, ", ".join(given)
-
-
-def _pipe_call(arguments: str, is_set: bool) -> str:
-    start, end = ("images +=", ".images") if is_set else ("image =", ".images[0]")
-    line = f"{start} pipe({arguments}){end}"
-    call = line if len(line) < 100 else f"{start} pipe(\n    {arguments}\n){end}"
-    return "images = []\nfor prompt in prompts:\n" + textwrap.indent(call, "    ") if is_set else call
+        call = "images = []\nfor prompt in prompts:\n" + textwrap.indent(call, "    ")
+        return "[\n    " + ",\n    ".join(prompts) + ",\n]", layout, call
+    return f"(\n    {prompts[0]}\n)" if "\n" in prompts[0] else prompts[0], layout, call
 
 
 def _results(card: ImageModelCard | JudgeCard) -> Iterator[dict[str, Any]]:
